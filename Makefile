@@ -1,0 +1,62 @@
+# Everything a newcomer needs: `make demo` and `make test` on a machine with Python 3.11 or newer and nothing else.
+#
+# Each extra of pyproject.toml that is asked for leaves a stamp in the environment; a stamp is older than pyproject.toml
+# exactly when the environment has to be brought up to date.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SIZE ?= 3M
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test core lint format docs clean
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+demo: $(VENV)/.installed-base ## train a byte-level GPT on 8 virtual devices (SIZE=10M for a larger one)
+	@$(BIN)/python examples/train_gpt.py $(SIZE)
+
+test: $(VENV)/.installed-test ## run the whole test suite
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+core: $(VENV)/.installed-test ## run the core of the test suite
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+format: $(VENV)/.installed-dev ## rewrite the sources in the project's format
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.installed-docs ## build the documentation into site/, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "documentation: site/index.html"
+
+clean: ## remove what was built, keeping the environments
+	rm -rf build dist site .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"autopar needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# `base` is the package without extras. One line per package instead of pip's full log, so that a slow download is not
+# a silent one; what pip has to say on stderr is shown when it fails.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo "Installing autopar ($*) into $(VENV); the first time downloads a few hundred MB"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
+		-e '$(if $(filter base,$*),.,.[$*])' 2>$(VENV)/install.log \
+		| { grep --line-buffered -E '^(Collecting|Installing|Successfully)' || true; } \
+		|| { cat $(VENV)/install.log; exit 1; }
+	@touch $@

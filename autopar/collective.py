@@ -1,0 +1,55 @@
+"""One collective: what the plan predicts, what Shardy inserts and what the compiler emits are all written in it.
+
+Bytes are per device and count the larger of the operand and the result buffer:
+
+    all-reduce          b = operand = result           wire 2 (n-1)/n b
+    all-gather          b = result  (gathered)         wire   (n-1)/n b
+    reduce-scatter      b = operand (to be scattered)  wire   (n-1)/n b
+    all-to-all          b = operand = result           wire   (n-1)/n b
+    collective-permute  b = operand = result           wire           b
+
+with n the number of devices in one group (the product of the sizes of `axes`). These are the volumes of the ring
+algorithms, which meet the lower bounds of Chan et al. (2007), "Collective communication: theory, practice, experience".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+WIRE_FRACTION: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "all-reduce": lambda n: 2 * (n - 1) / n,
+        "all-gather": lambda n: (n - 1) / n,
+        "reduce-scatter": lambda n: (n - 1) / n,
+        "all-to-all": lambda n: (n - 1) / n,
+        "collective-permute": lambda n: 1.0,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Collective:
+    """A communication step that every device takes part in.
+
+    Attributes:
+        kind: one of the keys of `WIRE_FRACTION`.
+        axes: names of the mesh axes whose devices talk to each other, in mesh order.
+        bytes: bytes per device of one piece (convention above).
+        count: how often it runs per step (the trip count of the loops around it).
+        op: the tag of the operation it belongs to, such as "op12", "op12.in0" or "out3".
+        source: the user's "file.py:line", empty when unknown.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int = 1
+    op: str = ""
+    source: str = ""
+
+
+def wire_bytes(kind: str, nbytes: float, group: int) -> float:
+    """Bytes one device sends for one collective over `group` devices under the ring algorithms."""
+    return WIRE_FRACTION[kind](group) * nbytes if group > 1 else 0.0

@@ -1,0 +1,50 @@
+"""Every mistake a user can make ends in one of these, never in a solver's, MLIR's or our own traceback.
+
+A message names the value, its shape, the user's source line where one is known, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises for a mistake of the caller or the environment."""
+
+
+class ArgumentError(AutoparError, ValueError):
+    """An argument of the public API, or of the traced function, that autopar cannot take."""
+
+
+class MeshError(AutoparError, ValueError):
+    """A mesh that does not fit the devices, the cluster, or an argument's shape."""
+
+
+class ClusterError(AutoparError, ValueError):
+    """A cluster description that is unknown or contradicts itself."""
+
+
+class PinError(AutoparError, ValueError):
+    """A pinned layout that matches nothing, names an unknown axis, or does not divide."""
+
+
+class TraceError(AutoparError, TypeError):
+    """The function cannot be traced: side effects, leaked tracers, arguments that are no arrays."""
+
+
+class GraphError(AutoparError):
+    """The graph breaks an invariant; raised by the verifier between passes."""
+
+
+class RuleError(AutoparError, ValueError):
+    """A sharding rule that does not parse or does not fit its operation."""
+
+
+class SolverError(AutoparError, RuntimeError):
+    """No plan exists under the constraints, or no solver could be run and no fallback was left."""
+
+
+class PlanMismatchError(AutoparError, ValueError):
+    """A plan loaded for another function, other shapes, or another mesh."""
+
+
+class DonatedError(AutoparError, RuntimeError):
+    """An array was used after its buffer had been given to an earlier step."""

@@ -1,0 +1,282 @@
+"""The plan: a small, portable artefact that codegen, verification and people read; JSON, never pickle.
+
+It names values by their number in the graph, and says with a hash for which graph. It holds the layout of every value
+that has a home, of every use that differs, and of shared copies; what it costs and why; and what was proven about it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar import __version__, jax_compat
+from autopar.collective import Collective, wire_bytes
+from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.graph import Graph
+from autopar.layout import Layout, spec
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One program on one submesh; a plan without pipelining has a single stage.
+
+    Attributes:
+        name: "all" for the whole step.
+        submesh: axis name -> size.
+        devices: number of devices.
+        values, uses, copies: layouts, see `autopar.passes.decode.Layouts`.
+        peak_memory_bytes: most bytes held by any device at once.
+        memory: kind of tensor -> bytes per device.
+    """
+
+    name: str
+    submesh: Mapping[str, int]
+    devices: int
+    values: Mapping[int, Layout]
+    uses: Mapping[str, Layout]
+    copies: Mapping[int, Layout]
+    peak_memory_bytes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def layouts(self) -> Mapping[int, Layout]:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one program runs on one mesh.
+
+    Attributes:
+        graph_hash: of the graph it was made for.
+        mesh_names, mesh_sizes: the mesh's axes.
+        cluster: name of the cluster that priced it.
+        stages: programs and their layouts.
+        inputs, outputs: layouts of the argument and result leaves.
+        input_paths, output_paths: their paths.
+        input_shapes: their shapes.
+        collectives: predicted communication, with user lines.
+        step_time_s: predicted seconds per step, and its parts.
+        objective_s, lower_bound_s, gap: what the solver reached and proved.
+        notes: what a user should know: replicated operations, padding, side effects, fallbacks.
+    """
+
+    graph_hash: str
+    mesh_names: tuple[str, ...]
+    mesh_sizes: tuple[int, ...]
+    cluster: str
+    stages: tuple[Stage, ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    input_paths: tuple[str, ...]
+    output_paths: tuple[str, ...]
+    input_types: tuple[str, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+    donated: tuple[int, ...]
+    collectives: tuple[Collective, ...]
+    step_time_s: float
+    parts: Mapping[str, float]
+    objective_s: float
+    lower_bound_s: float
+    gap: float
+    solver_status: str
+    solver: str
+    variables: int
+    variables_unfolded: int
+    rows: int
+    phases: Mapping[str, float]
+    mfu: float = 0.0
+    hfu: float = 0.0
+    schedule: str = "none"
+    num_microbatches: int = 1
+    notes: tuple[str, ...] = ()
+    version: str = __version__
+    format: int = FORMAT
+
+    # For people
+
+    def in_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
+        """PartitionSpec of every argument leaf."""
+        return tuple(
+            spec(layout, len(shape), self.mesh_names)
+            for layout, shape in zip(self.inputs, self.input_shapes, strict=True)
+        )
+
+    def out_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
+        """PartitionSpec of every result leaf."""
+        return tuple(
+            spec(layout, len(shape), self.mesh_names)
+            for layout, shape in zip(self.outputs, self.output_shapes, strict=True)
+        )
+
+    def shardings(self, tree: Any = None) -> Any:
+        """PartitionSpecs of the arguments: by path, or in the shape of `tree` (the tuple of arguments, or one of them).
+
+        Raises:
+            ArgumentError: the tree's leaves are not those of the arguments, nor of one argument.
+        """
+        by_path = dict(zip(self.input_paths, self.in_specs(), strict=True))
+        if tree is None:
+            return by_path
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        specs = list(by_path.values())
+        for start in range(len(specs) - len(leaves) + 1):
+            if list(self.input_shapes[start : start + len(leaves)]) == shapes:
+                return jax.tree_util.tree_unflatten(treedef, specs[start : start + len(leaves)])
+        raise ArgumentError(
+            f"no argument of the planned function has the {len(leaves)} leaves given; "
+            f"it has {len(specs)}: {', '.join(self.input_paths[:8])}{', ...' if len(specs) > 8 else ''}"
+        )
+
+    def explain(self, name: str) -> str:
+        """Layouts of the arguments and results whose path matches `name` (a glob)."""
+        lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, name)]
+        return "\n".join(lines) if lines else f"no argument matches '{name}'"
+
+    def wire_bytes(self) -> float:
+        """Bytes each device sends per step."""
+        sizes = dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
+        total = 0.0
+        for c in self.collectives:
+            group = 1
+            for axis in c.axes:
+                group *= sizes[axis]
+            total += wire_bytes(c.kind, c.bytes, group) * c.count
+        return total
+
+    def summary(self, graph: Graph | None = None) -> str:
+        """The plan as a table for a terminal; with the graph also its largest activations."""
+        from autopar.report.summary import summary
+
+        return summary(self, graph)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    # On disk
+
+    def to_json(self) -> str:
+        """The plan as JSON text; equal plans give equal text."""
+        return json.dumps(_jsonable(self), sort_keys=True, separators=(",", ":"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan. PlanMismatchError if the file is no plan or of another format."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise PlanMismatchError(f"{path} is no plan: {error}") from error
+        return from_json(data, str(path))
+
+
+def _jsonable(plan: Plan) -> dict[str, Any]:
+    data: dict[str, Any] = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    data["stages"] = [_stage_json(s) for s in plan.stages]
+    data["collectives"] = [asdict(c) for c in plan.collectives]
+    return data
+
+
+def _stage_json(stage: Stage) -> dict[str, Any]:
+    data = {f.name: getattr(stage, f.name) for f in fields(stage)}
+    for name in ("values", "uses", "copies"):
+        data[name] = {str(k): _text(layout) for k, layout in data[name].items()}
+    return data
+
+
+def _text(layout: Layout) -> str:
+    return " ".join("-" if d == -1 else "+" if d == -2 else str(d) for d in layout)
+
+
+def _layout(text: str) -> Layout:
+    return tuple(-1 if d == "-" else -2 if d == "+" else int(d) for d in text.split())
+
+
+def from_json(data: Mapping[str, Any], where: str = "the data") -> Plan:
+    """The plan that `Plan.to_json` wrote. PlanMismatchError if it is none."""
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {found})")
+    tuples = {f.name for f in fields(Plan) if str(f.type).startswith("tuple")}
+    values: dict[str, Any] = {k: (_tuples(v) if k in tuples else v) for k, v in data.items()}
+    values["collectives"] = tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"])
+    values["stages"] = tuple(_stage(s) for s in data["stages"])
+    return Plan(**values)
+
+
+def _stage(data: Mapping[str, Any]) -> Stage:
+    parsed = dict(data)
+    parsed["values"] = {int(k): _layout(v) for k, v in data["values"].items()}
+    parsed["copies"] = {int(k): _layout(v) for k, v in data["copies"].items()}
+    parsed["uses"] = {k: _layout(v) for k, v in data["uses"].items()}
+    return Stage(**parsed)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def graph_hash(graph: Graph) -> str:
+    """A hash of the program: operations, parameters, types, paths; equal in every process."""
+    digest = hashlib.sha256()
+    described: dict[int, str] = {}
+    for op in graph.walk():
+        if op.signature not in described:
+            described[op.signature] = f"{op.name} {_stable(op.params)}"
+        atoms = " ".join(str(a) for a in op.inputs)
+        outs = " ".join(f"{v}:{graph.types[v]}" for v in op.outputs)
+        digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())
+    for title, paths, atoms in (("in", graph.input_paths, graph.inputs), ("out", graph.output_paths, graph.outputs)):
+        for path, atom in zip(paths, atoms, strict=True):
+            digest.update(f"{title} {path} {graph.type_of(atom)} {atom}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def _stable(value: Any) -> str:
+    """Text of a parameter that is the same in every process: nothing that would print an address."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_stable(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
+    if isinstance(value, Sequence):
+        return "(" + ",".join(map(_stable, value)) + ")"
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text or "\n" in text else text
+
+
+def check_matches(plan: Plan, graph: Graph, name: str) -> None:
+    """PlanMismatchError unless the plan was made for this graph; the message says what differs."""
+    if plan.graph_hash == graph_hash(graph):
+        return
+    types = tuple(str(graph.types[v]) for v in graph.inputs)
+    for path, theirs, ours in zip(plan.input_paths, plan.input_types, types, strict=False):
+        if theirs != ours:
+            raise PlanMismatchError(
+                f"the plan was made for other arguments of {name}: '{path}' was {theirs} and is now {ours}. Plan again."
+            )
+    if len(plan.input_types) != len(types):
+        raise PlanMismatchError(
+            f"the plan was made for {len(plan.input_types)} argument leaves, {name} has {len(types)}. Plan again."
+        )
+    raise PlanMismatchError(
+        f"the plan was made for another program than {name} traces to (same arguments, other operations; "
+        f"planned with autopar {plan.version}, this is {__version__} on {jax_compat.versions()}). Plan again."
+    )

@@ -1,0 +1,257 @@
+"""The way from a traced function to a plan, one mesh, no pipeline:
+
+    Graph -> rules -> clusters -> problem -> fold, presolve, bound, solve -> layouts -> Plan
+
+Everything here is composition; the ideas are in the passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cluster import LogicalMesh
+from autopar.graph import Graph
+from autopar.layout import Layout, cuts, divides, local_shape, replicated
+from autopar.passes import clusters as clustering_pass
+from autopar.passes import decode, intra_op
+from autopar.passes.clusters import Clustering, flops, match_state
+from autopar.passes.optimize import Solution, optimize
+from autopar.passes.pins import Pinned, Pins, resolve
+from autopar.plan import Plan, Stage, graph_hash
+from autopar.rules import Rule, rules_of
+from autopar.trace import Traced
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose; see `autopar.parallelize`."""
+
+    pins: Pins | None = None
+    solver: str = "auto"
+    time_limit: float = 60.0
+    donate: tuple[int, ...] | str = "auto"
+    rules: Mapping[str, str] | None = None
+    fold: bool = True
+    presolve: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan with the graph and rules that codegen needs beside it."""
+
+    plan: Plan
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    solution: Solution
+
+
+def make_plan(
+    traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0
+) -> Planned:
+    """Plan one traced function on one mesh."""
+    graph = traced.graph
+    clock = _Clock()
+    pinned = resolve(options.pins, graph, mesh)
+    rules = rules_of(graph, options.rules)
+    clock.lap("rules")
+    clustering = clustering_pass.cluster(graph, rules, mesh, pinned.arguments, pinned.results)
+    model = intra_op.build(graph, clustering, mesh)
+    clock.lap("graph")
+    solution = optimize(
+        model.problem,
+        solver=options.solver,
+        time_limit=options.time_limit,
+        fold=options.fold,
+        presolve=options.presolve,
+    )
+    clock.lap("solve")
+    plan = _export(graph, model, solution, mesh, cluster_name, options, pinned)
+    clock.lap("export")
+    phases = {"trace": trace_s, **clock.laps, **solution.phases, "inter_op": 0.0}
+    phases.pop("solve")
+    return Planned(replace(plan, phases=phases), graph, rules, model, solution)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def _export(
+    graph: Graph,
+    model: intra_op.Model,
+    solution: Solution,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    options: Options,
+    pinned: Pinned,
+) -> Plan:
+    found = decode.layouts(model, solution.assignment)
+    state = match_state(graph)
+    inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
+    outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
+    donated = tuple(sorted(state.values())) if options.donate == "auto" else tuple(int(i) for i in options.donate)
+    parts = _parts(model, solution)
+    stage = Stage(
+        "all",
+        dict(zip(mesh.names, mesh.sizes, strict=True)),
+        mesh.size,
+        found.values,
+        found.uses,
+        found.copies,
+        memory=_memory(graph, inputs, outputs, mesh),
+    )
+    total_flops = model_flops(graph)
+    peak = mesh.device.peak(_main_dtype(graph)) * mesh.size
+    return Plan(
+        graph_hash=graph_hash(graph),
+        mesh_names=mesh.names,
+        mesh_sizes=mesh.sizes,
+        cluster=cluster_name,
+        stages=(replace(stage, peak_memory_bytes=sum(stage.memory.values())),),
+        inputs=inputs,
+        outputs=outputs,
+        input_paths=graph.input_paths,
+        output_paths=graph.output_paths,
+        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
+        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
+        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
+        donated=donated,
+        collectives=decode.collectives(graph, model, solution.assignment, found, mesh),
+        step_time_s=solution.objective,
+        parts=parts,
+        objective_s=solution.objective,
+        lower_bound_s=solution.lower_bound,
+        gap=float(solution.gap),
+        solver_status=solution.status,
+        solver=solution.solver_used,
+        variables=solution.variables,
+        variables_unfolded=solution.variables_unfolded,
+        rows=solution.rows,
+        phases={},
+        mfu=total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0,
+        hfu=total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0,
+        notes=(*_notes(graph, model.clustering, found, inputs, mesh), *solution.warnings),
+    )
+
+
+def _output_layout(
+    graph: Graph,
+    position: int,
+    found: decode.Layouts,
+    state: Mapping[int, int],
+    inputs: tuple[Layout, ...],
+    pinned: Pinned,
+    mesh: LogicalMesh,
+) -> Layout:
+    """State comes back as it was given; other results stay where they are, if that divides them."""
+    if position in pinned.results:
+        return pinned.results[position]
+    if position in state:
+        return inputs[state[position]]
+    atom = graph.outputs[position]
+    layout = found.values.get(atom) if isinstance(atom, int) else None
+    if layout is None or not divides(layout, graph.type_of(atom).shape, mesh.sizes) or -2 in layout:
+        return replicated(len(mesh.sizes))
+    return layout
+
+
+def model_flops(graph: Graph) -> float:
+    """Floating-point operations of one step on the whole mesh: dots and convolutions, loops included."""
+    return _flops_of(graph, graph.ops, 1.0)
+
+
+def _flops_of(graph: Graph, ops: tuple, weight: float) -> float:
+    total = 0.0
+    for op in ops:
+        if op.regions:
+            inner = weight * (op.trips or clustering_pass.UNKNOWN_TRIPS)
+            total += sum(_flops_of(graph, r.ops, inner) for r in op.regions)
+        elif op.name in ("dot_general", "conv_general_dilated"):
+            operands = [graph.type_of(a) for a in op.inputs]
+            total += weight * flops(op, operands, [graph.types[v] for v in op.outputs])
+    return total
+
+
+def _main_dtype(graph: Graph) -> str:
+    """The type most dots compute in."""
+    work: dict[str, float] = {}
+    for op in graph.walk():
+        if op.name in ("dot_general", "conv_general_dilated"):
+            operands = [graph.type_of(a) for a in op.inputs]
+            amount = flops(op, operands, [graph.types[v] for v in op.outputs])
+            work[operands[0].dtype] = work.get(operands[0].dtype, 0.0) + amount
+    return max(sorted(work), key=lambda d: work[d]) if work else "float32"
+
+
+def _parts(model: intra_op.Model, solution: Solution) -> Mapping[str, float]:
+    """Seconds in operations (with the collectives inside them) and in reshards."""
+    choice = solution.assignment
+    inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
+    return {"operations": inside, "reshards": max(0.0, solution.objective - inside)}
+
+
+def _memory(
+    graph: Graph, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], mesh: LogicalMesh
+) -> Mapping[str, int]:
+    """Bytes per device of arguments, and of results that do not take over an argument's buffer."""
+    state = match_state(graph)
+
+    def local(layout: Layout, type_: object) -> int:
+        shape = local_shape(layout, type_.shape, mesh.sizes)  # type: ignore[attr-defined]
+        return int(np.prod(shape, dtype=np.int64)) * type_.itemsize  # type: ignore[attr-defined]
+
+    arguments = sum(local(layout, graph.types[v]) for v, layout in zip(graph.inputs, inputs, strict=True))
+    results = sum(
+        local(layout, graph.type_of(a))
+        for i, (a, layout) in enumerate(zip(graph.outputs, outputs, strict=True))
+        if i not in state
+    )
+    return {"arguments": arguments, "results": results}
+
+
+def _notes(
+    graph: Graph, clustering: Clustering, found: decode.Layouts, inputs: tuple[Layout, ...], mesh: LogicalMesh
+) -> tuple[str, ...]:
+    notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
+    notes.extend(_replicated_operations(graph, clustering))
+    notes.extend(_undivided(graph, inputs, mesh))
+    return tuple(notes)
+
+
+def _replicated_operations(graph: Graph, clustering: Clustering) -> list[str]:
+    """Operations that no rule lets autopar cut, with what they move."""
+    whole: dict[str, tuple[int, str]] = {}
+    for c in clustering.clusters:
+        if c.op >= 0 and len(c.strategies) == 1 and graph.types[c.value].size > 1:
+            op = graph.by_index[c.op]
+            count, line = whole.get(op.name, (0, op.source))
+            whole[op.name] = (count + 1, line)
+    return [f"{name} runs replicated ({n} times, first at {line})" for name, (n, line) in whole.items()]
+
+
+def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:
+    """Arguments that stay whole because no dimension divides by any mesh axis."""
+    stuck = [
+        path
+        for path, v, layout in zip(graph.input_paths, graph.inputs, inputs, strict=True)
+        if not cuts(layout, mesh.sizes)
+        and graph.types[v].size > 1
+        and not any(n % size == 0 for n in graph.types[v].shape for size in mesh.sizes if size > 1)
+    ]
+    if not stuck:
+        return []
+    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+    shown = ", ".join(stuck[:4]) + (f" and {len(stuck) - 4} more" if len(stuck) > 4 else "")
+    return [f"replicated because no dimension divides by the mesh ({sizes}): {shown}"]

@@ -1,0 +1,122 @@
+"""Which dimensions of an operation may be cut, and what that leaves to be summed: one Rule per operation.
+
+Sources, in order: rules the user registered, our own few (`own.OWN_RULES`), Shardy's (`shardy.read_rules`, all
+operations of a program lowered together), and for anything else the rule that keeps every dimension whole, so that an
+unknown operation runs replicated and correctly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.graph import Atom, Graph, Op
+from autopar.rules.notation import Rule, parse
+from autopar.rules.own import OWN_RULES
+from autopar.rules.shardy import read_rules
+
+__all__ = ["Rule", "parse", "rules_of", "whole"]
+
+#: Leaf primitives whose lowering is opaque, or that must not be lowered alone; replicate-only unless registered.
+OPAQUE = (
+    "pallas_call",
+    "shard_map",
+    "custom_call",
+    "ffi_call",
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "debug_print",
+    "custom_partitioning",
+    "xla_call",
+    "infeed",
+    "outfeed",
+    "sharding_constraint",
+    "run_state",
+    "tpu_custom_call",
+)
+
+
+#: Operations whose partial results the compiler can combine with one all-reduce. Any other reduced factor is kept whole.
+COMBINABLE = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot",
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_prod",
+    "reduce_and",
+    "reduce_or",
+    "gather",
+    "scatter-add",
+)
+
+
+def _combinable(op: Op, rule: Rule) -> Rule:
+    if not rule.reduced or op.name in COMBINABLE:
+        return rule
+    return replace(rule, reduced=(), kept=tuple(sorted({*rule.kept, *rule.reduced})))
+
+
+def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]) -> Rule:
+    """The rule of an operation that cannot be cut: every dimension a factor of its own, all kept."""
+    sizes: list[int] = []
+
+    def dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+        start = len(sizes)
+        sizes.extend(shape)
+        return tuple(range(start, len(sizes)))
+
+    operands = tuple(map(dims, operand_shapes))
+    results = tuple(map(dims, result_shapes))
+    return Rule(operands, results, tuple(sizes), (), tuple(range(len(sizes))), "autopar")
+
+
+def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
+    """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module."""
+    representatives: dict[int, Op] = {}
+    for op in graph.walk():
+        if not op.regions:
+            representatives.setdefault(op.signature, op)
+    found: dict[int, Rule] = {}
+    from_shardy: list[Op] = []
+    for signature, op in representatives.items():
+        rule = _without_compiler(graph, op, registered or {})
+        if rule is not None:
+            found[signature] = rule
+        else:
+            from_shardy.append(op)
+    avals = [[v.aval for v in op.equation.invars] for op in from_shardy]
+    found.update(_read_all(graph, from_shardy, avals))
+    return found
+
+
+def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
+    return [graph.type_of(a).shape for a in atoms]
+
+
+def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
+    operands, results = _shapes(graph, op.inputs), _shapes(graph, op.outputs)
+    if op.name in registered:
+        return parse(registered[op.name], operands, results, "user")
+    if op.name in OWN_RULES:
+        return parse(OWN_RULES[op.name](operands, results), operands, results, "autopar")
+    opaque = op.name in OPAQUE or op.equation.effects
+    return whole(operands, results) if opaque else None
+
+
+def _read_all(graph: Graph, ops: Sequence[Op], avals: Sequence[Sequence[Any]]) -> dict[int, Rule]:
+    """Shardy's rules; should one operation fail to lower on its own, it alone becomes replicate-only."""
+    if not ops:
+        return {}
+    try:
+        rules = read_rules(ops, avals)
+        return {op.signature: _combinable(op, rule) for op, rule in zip(ops, rules, strict=True)}
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        if len(ops) == 1:
+            return {ops[0].signature: whole(_shapes(graph, ops[0].inputs), _shapes(graph, ops[0].outputs))}
+        middle = len(ops) // 2
+        left = _read_all(graph, ops[:middle], avals[:middle])
+        return left | _read_all(graph, ops[middle:], avals[middle:])

@@ -1,0 +1,126 @@
+"""A sharding rule: how the dimensions of an operation's operands and results correspond.
+
+A factor is one dimension of the operation's iteration space (Shardy's term). A rule gives every dimension of every
+operand and result its factor; factors that stand only in operands are summed over. As text, as in an einsum:
+
+    b m k, k n -> b m n                 a batched matrix product, k is reduced
+    b s d -> b s d | keep s             an operation that needs dimension s whole on every device
+
+A dimension that several factors share (the result of a reshape) is written with its major factor, the only one along
+which it can be cut without moving data. Sources: GSPMD (Xu et al., 2021) section 3; Shardy's op sharding rules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.errors import RuleError
+
+Dims = tuple[int, ...]
+
+_NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Factors of an operation.
+
+    Attributes:
+        operands: for each operand, the factor of each dimension.
+        results: likewise for each result.
+        sizes: extent of each factor (the largest cut that it allows).
+        reduced: factors summed over: the operation leaves partial sums along them.
+        kept: factors along which the operation cannot be cut at all.
+        origin: "shardy", "autopar", or "user".
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    reduced: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    origin: str = "shardy"
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Factors along which the operation may be cut, reduced ones included."""
+        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.kept)
+
+    def __str__(self) -> str:
+        text = ", ".join(map(_dims, self.operands)) + " -> " + ", ".join(map(_dims, self.results))
+        notes = (("reduce", self.reduced), ("keep", self.kept))
+        return text + "".join(f" | {word} {_dims(factors)}" for word, factors in notes if factors)
+
+
+def _name(factor: int) -> str:
+    return _NAMES[factor] if factor < len(_NAMES) else f"f{factor}"
+
+
+def _dims(dims: Dims) -> str:
+    return " ".join(map(_name, dims)) or "()"
+
+
+def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dims], origin: str = "user") -> Rule:
+    """The rule that `text` states, for operands and results of these shapes.
+
+    A name in operands that no result has is reduced. `keep` lists names that must stay whole; `1` stands for a
+    dimension that is never cut.
+
+    Raises:
+        RuleError: the text does not parse, or its dimensions do not fit the shapes.
+    """
+    body, *notes = (part.strip() for part in text.split("|"))
+    sides = body.split("->")
+    if len(sides) != 2:
+        raise RuleError(f"rule '{text}' needs exactly one '->', as in 'b m k, k n -> b m n'")
+    index: dict[str, int] = {}
+    sizes: list[int] = []
+    whole: list[int] = []
+
+    def factors(side: str, shapes: Sequence[Dims], which: str) -> tuple[Dims, ...]:
+        lists = [part.split() for part in side.split(",")] if side.strip() else []
+        lists = [[] if names == ["()"] else names for names in lists]
+        if len(lists) != len(shapes):
+            raise RuleError(f"rule '{text}' names {len(lists)} {which}s, the operation has {len(shapes)}")
+        return tuple(one(names, tuple(shape), which) for names, shape in zip(lists, shapes, strict=True))
+
+    def one(names: Sequence[str], shape: Dims, which: str) -> Dims:
+        if len(names) != len(shape):
+            raise RuleError(f"rule '{text}' gives '{' '.join(names)}' for a {which} of shape {shape}")
+        return tuple(factor(name, size, which, shape) for name, size in zip(names, shape, strict=True))
+
+    def factor(name: str, size: int, which: str, shape: Dims) -> int:
+        if not re.fullmatch(r"[A-Za-z]\w*|1", name):
+            raise RuleError(f"rule '{text}': '{name}' is no dimension name")
+        if name == "1" or name not in index:
+            sizes.append(size)
+            index[name] = len(sizes) - 1
+            if name == "1":
+                whole.append(index[name])
+        elif sizes[index[name]] != size:
+            raise RuleError(
+                f"rule '{text}': '{name}' is {sizes[index[name]]} elsewhere but {size} in a {which} of shape {shape}"
+            )
+        return index[name]
+
+    operands = factors(sides[0], operand_shapes, "operand")
+    results = factors(sides[1], result_shapes, "result")
+    kept = _kept(text, notes, index)
+    produced = {f for dims in results for f in dims}
+    consumed = sorted({f for dims in operands for f in dims})
+    reduced = tuple(f for f in consumed if f not in produced and f not in whole and f not in kept)
+    return Rule(operands, results, tuple(sizes), reduced, tuple(sorted({*kept, *whole})), origin)
+
+
+def _kept(text: str, notes: Sequence[str], index: dict[str, int]) -> list[int]:
+    found: list[int] = []
+    for note in notes:
+        word, *names = note.split()
+        unknown = [n for n in names if n not in index]
+        if word not in ("keep", "reduce") or unknown:
+            raise RuleError(f"rule '{text}': '{note}' must be 'keep' or 'reduce' and names out of {', '.join(index)}")
+        if word == "keep":
+            found.extend(index[n] for n in names)
+    return found

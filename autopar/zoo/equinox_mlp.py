@@ -1,0 +1,48 @@
+"""A small classifier in Equinox: the model is a pytree, the step takes its arrays and closes over the rest."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+from autopar.zoo.libraries import Config
+from autopar.zoo.model import Batch, Metrics, Model, State
+
+
+def _create(config: Config, key: jax.Array) -> eqx.nn.MLP:
+    width = config.width
+    return eqx.nn.MLP(width, config.classes, 2 * width, config.layers, dtype=config.precision.params, key=key)
+
+
+@eqx.filter_value_and_grad
+def _loss(model: eqx.nn.MLP, batch: Batch) -> jax.Array:
+    logits = jax.vmap(model)(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+
+def build(name: str, config: Config) -> Model:
+    """The model of one config; batch = {"x" [batch, width], "labels" int32[batch]}."""
+    optimizer = optax.adamw(1e-3)
+    shape = eqx.filter_eval_shape(_create, config, jax.random.key(0))
+    static = eqx.filter(shape, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct), inverse=True)
+
+    def init(key: jax.Array) -> State:
+        params, _ = eqx.partition(_create(config, key), eqx.is_inexact_array)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        model = eqx.combine(state["params"], static)
+        loss, grads = _loss(model, batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": eqx.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
+
+    def make_batch(key: jax.Array) -> Batch:
+        rows, labels = jax.random.split(key)
+        return {
+            "x": jax.random.normal(rows, (config.batch, config.width), config.precision.params),
+            "labels": jax.random.randint(labels, (config.batch,), 0, config.classes, jnp.int32),
+        }
+
+    return Model(name, "equinox", step, init, make_batch, (), "Written as in the guides of Equinox.")

@@ -1,0 +1,195 @@
+"""What a zoo entry is: a train step, and enough to make its arguments, real or abstract.
+
+A family describes its parameters as a tree of `Param` (a shape and how to draw it), its loss as a function of that tree
+and a batch, and hands both to `trainable`, which adds the optimizer. Nothing here knows about sharding, so that a step of
+the zoo is what a user would write.
+
+Mixed precision follows Micikevicius et al. (2018), "Mixed precision training": parameters and Adam moments are kept in
+`Precision.params` (float32) and cast to `Precision.compute` (bfloat16) where they are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+Tree = Any
+State = Any
+Batch = dict[str, Tree]
+Metrics = dict[str, jax.Array]
+MegatronTable = tuple[tuple[str, PartitionSpec], ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One entry of the zoo.
+
+    Attributes:
+        name: the target it was built from, such as "gpt-2.6b-scan".
+        family: the part before the size, such as "gpt".
+        step: (state, batch) -> (new state, metrics), metrics["loss"] a scalar; a plain function, not under jit.
+        init: key -> state, a dict with "params", "opt" and for some families "stats" (for flax-linen a `TrainState`).
+        make_batch: key -> batch; the same key gives the same batch.
+        megatron: the tensor-parallel expert's layout (Shoeybi et al., 2019): a glob over
+            `keystr(path, simple=True, separator="/")` of the parameter and its spec over one axis named "model".
+        notes: where the dimensions come from and what differs from their source.
+    """
+
+    name: str
+    family: str
+    step: Callable[[State, Batch], tuple[State, Metrics]]
+    init: Callable[[jax.Array], State]
+    make_batch: Callable[[jax.Array], Batch]
+    megatron: MegatronTable = ()
+    notes: str = ""
+
+    def abstract_args(self) -> tuple[State, Batch]:
+        """(state, batch) as `ShapeDtypeStruct`s: nothing is allocated, whatever the size of the model."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return jax.eval_shape(self.init, key), jax.eval_shape(self.make_batch, key)
+
+    def parameters(self) -> int:
+        """The number of trainable scalars."""
+        state, _ = self.abstract_args()
+        params = state["params"] if isinstance(state, dict) else state.params
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtype that parameters are kept in and the one they are used in."""
+
+    params: str = "float32"
+    compute: str = "float32"
+
+
+MIXED = Precision("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter: its shape, drawn from a normal distribution with `mean` and `std` (0: constant)."""
+
+    shape: tuple[int, ...]
+    std: float = 0.0
+    mean: float = 0.0
+
+
+DRAW = 2**24
+"""Numbers drawn at once: XLA compiles every draw anew, so that small leaves share one."""
+
+
+def draw(spec: Tree, key: jax.Array, dtype: str) -> Tree:
+    """Arrays for a tree of `Param`; run number i of leaves is drawn from `fold_in(key, i)`."""
+    leaves, treedef = jax.tree.flatten(spec, is_leaf=lambda node: isinstance(node, Param))
+    arrays = [jnp.full(leaf.shape, leaf.mean, dtype) for leaf in leaves]
+    for number, run in enumerate(_runs(leaves)):
+        total = sum(math.prod(leaves[i].shape) for i in run)
+        values = jax.random.normal(jax.random.fold_in(key, number), (total,), dtype)
+        offset = 0
+        for i in run:
+            size = math.prod(leaves[i].shape)
+            piece = jax.lax.slice_in_dim(values, offset, offset + size).reshape(leaves[i].shape)
+            arrays[i] = leaves[i].mean + leaves[i].std * piece
+            offset += size
+    return treedef.unflatten(arrays)
+
+
+def _runs(leaves: list[Param]) -> list[list[int]]:
+    """Indices of the random leaves, in runs of at most `DRAW` numbers or of one leaf."""
+    runs: list[list[int]] = []
+    filled = DRAW
+    for i, leaf in enumerate(leaves):
+        size = math.prod(leaf.shape)
+        if leaf.std == 0.0:
+            continue
+        if filled + size > DRAW:
+            runs.append([])
+            filled = 0
+        runs[-1].append(i)
+        filled += size
+    return runs
+
+
+def stacked(spec: Tree, count: int) -> Tree:
+    """The tree of `Param` of `count` equal blocks, stacked along a new leading dimension."""
+    return jax.tree.map(
+        lambda p: Param((count, *p.shape), p.std, p.mean), spec, is_leaf=lambda node: isinstance(node, Param)
+    )
+
+
+def repeat_blocks(
+    block: Callable[..., Tree], params: Tree, x: Tree, *shared: Tree, scan: bool = False, remat: bool = False
+) -> Tree:
+    """Apply `block(layer_params, x, *shared)` for every layer, whose parameters are as `block_params` makes them.
+
+    The block stands under jit, so that JAX traces and differentiates it once and not once per layer. `shared` is what
+    layers have in common (masks, rotary tables); it is passed, not closed over, so that all calls share one jaxpr.
+    """
+    body = jax.checkpoint(jax.jit(block)) if remat else jax.jit(block)
+    if scan:
+        return jax.lax.scan(lambda carry, layer: (body(layer, carry, *shared), None), x, params)[0]
+    for layer in params:
+        x = body(layer, x, *shared)
+    return x
+
+
+def block_params(spec: Tree, count: int, *, scan: bool) -> Tree:
+    """`count` equal blocks in the form that `repeat_blocks` takes."""
+    return stacked(spec, count) if scan else tuple(spec for _ in range(count))
+
+
+def trainable(
+    spec: Tree,
+    loss: Callable[[Tree, Batch], jax.Array],
+    optimizer: optax.GradientTransformation,
+    dtype: str,
+) -> tuple[Callable[[jax.Array], State], Callable[[State, Batch], tuple[State, Metrics]]]:
+    """(init, step) of a model without mutable statistics: state = {"params", "opt"}, metrics = {"loss"}."""
+
+    @jax.jit
+    def init(key: jax.Array) -> State:
+        params = draw(spec, key, dtype)
+        return {"params": params, "opt": optimizer.init(params)}
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": value}
+
+    return init, step
+
+
+def token_batch(batch: int, seq: int, vocab: int) -> Callable[[jax.Array], Batch]:
+    """make_batch of a language model: tokens and next tokens, int32[batch, seq]."""
+
+    def make_batch(key: jax.Array) -> Batch:
+        text = jax.random.randint(key, (batch, seq + 1), 0, vocab, jnp.int32)
+        return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+    return make_batch
+
+
+def image_batch(batch: int, size: int, channels: int, classes: int, dtype: str) -> Callable[[jax.Array], Batch]:
+    """make_batch of a classifier: images dtype[batch, size, size, channels] and labels int32[batch]."""
+
+    def make_batch(key: jax.Array) -> Batch:
+        pixels, labels = jax.random.split(key)
+        return {
+            "images": jax.random.normal(pixels, (batch, size, size, channels), dtype),
+            "labels": jax.random.randint(labels, (batch,), 0, classes, jnp.int32),
+        }
+
+    return make_batch
+
+
+def with_layer_axis(table: Mapping[str, PartitionSpec], names: frozenset[str]) -> MegatronTable:
+    """The Megatron table of a scanned model: parameters in `names` carry the layer as their first dimension."""
+    return tuple((f"*/{name}", PartitionSpec(None, *spec) if name in names else spec) for name, spec in table.items())

@@ -1,0 +1,110 @@
+"""Seconds of an operation on one device: the roofline of Williams, Waterman and Patterson (2009).
+
+    t = max(flops / (peak(dtype) efficiency), bytes / memory_bandwidth) + launches * kernel_overhead     -> op_time
+
+Flops are exact for the two operations that carry nearly all of them, two per multiply-add:
+
+    dot    2 |batch| |lhs free| |contracted| |rhs free|                                           -> dot_flops
+    conv   2 |out batch| |out features| |in features per group| prod_d pairs_d                    -> conv_flops
+
+where pairs_d counts the (output position, kernel tap) pairs of spatial dimension d that read a real input element, not
+padding and not the zeros between the elements of a dilated input. XLA's own cost analysis counts the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster import Device
+
+DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax.dot_general`."""
+
+
+class ConvDims(Protocol):
+    """`jax.lax.ConvDimensionNumbers`: each spec is (batch, feature, *spatial), the kernel's (out, in, *spatial)."""
+
+    @property
+    def lhs_spec(self) -> Sequence[int]: ...
+    @property
+    def rhs_spec(self) -> Sequence[int]: ...
+    @property
+    def out_spec(self) -> Sequence[int]: ...
+
+
+@overload
+def op_time(flops: float, nbytes: float, dtype: str, device: Device, launches: float = 0) -> float: ...
+@overload
+def op_time(
+    flops: float | NDArray[np.generic], nbytes: NDArray[np.generic], dtype: str, device: Device, launches: float = 0
+) -> NDArray[np.float64]: ...
+@overload
+def op_time(
+    flops: NDArray[np.generic], nbytes: float | NDArray[np.generic], dtype: str, device: Device, launches: float = 0
+) -> NDArray[np.float64]: ...
+def op_time(
+    flops: float | NDArray[np.generic],
+    nbytes: float | NDArray[np.generic],
+    dtype: str,
+    device: Device,
+    launches: float = 0,
+) -> float | NDArray[np.float64]:
+    """Seconds of `flops` operations that read and write `nbytes` bytes on one device.
+
+    Numbers or arrays that broadcast. `launches` counts kernels: 1 for an operation that is a kernel of its own (dot,
+    conv, gather, sort), 0 for one that is fused into its neighbour.
+    """
+    rate = device.peak(dtype) * device.efficiency
+    overhead = launches * device.kernel_overhead
+    if isinstance(flops, np.ndarray) or isinstance(nbytes, np.ndarray):
+        compute = np.asarray(flops, np.float64) / rate
+        return np.maximum(compute, np.asarray(nbytes, np.float64) / device.memory_bandwidth) + overhead
+    return max(flops / rate, nbytes / device.memory_bandwidth) + overhead
+
+
+def dot_flops(dimension_numbers: DotDimensionNumbers, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> int:
+    """Flops of a `dot_general` with these shapes."""
+    (_, rhs_contracted), (_, rhs_batch) = dimension_numbers
+    shared = {*rhs_contracted, *rhs_batch}
+    return 2 * math.prod(lhs_shape) * math.prod(n for i, n in enumerate(rhs_shape) if i not in shared)
+
+
+def _real_pairs(
+    size: int, taps: int, stride: int, padding: tuple[int, int], lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """(output position, kernel tap) pairs of one spatial dimension that read a real element of the input."""
+    dilated = (size - 1) * lhs_dilation + 1 if size else 0
+    window = (taps - 1) * rhs_dilation + 1
+    outputs = max(0, (dilated + sum(padding) - window) // stride + 1)
+    reads = (np.arange(outputs) * stride)[:, None] + np.arange(taps) * rhs_dilation - padding[0]
+    return int(np.count_nonzero((reads >= 0) & (reads < dilated) & (reads % lhs_dilation == 0)))
+
+
+def conv_flops(
+    lhs_shape: Sequence[int],
+    rhs_shape: Sequence[int],
+    *,
+    dimension_numbers: ConvDims,
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    batch_group_count: int = 1,
+    **_: object,
+) -> int:
+    """Flops of a `conv_general_dilated`: `conv_flops(lhs_shape, rhs_shape, **eqn.params)`.
+
+    Params that do not change the count are ignored, `feature_group_count` among them: the kernel's input features
+    are already per group.
+    """
+    lhs, rhs = dimension_numbers.lhs_spec, dimension_numbers.rhs_spec
+    ones = (1,) * len(window_strides)
+    dims = zip(lhs[2:], rhs[2:], window_strides, padding, lhs_dilation or ones, rhs_dilation or ones, strict=True)
+    pairs = [_real_pairs(lhs_shape[i], rhs_shape[k], stride, pad, *dil) for i, k, stride, pad, *dil in dims]
+    out_batch = lhs_shape[lhs[0]] // batch_group_count
+    return 2 * out_batch * rhs_shape[rhs[0]] * rhs_shape[rhs[1]] * math.prod(pairs)

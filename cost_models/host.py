@@ -1,0 +1,64 @@
+"""Virtual CPU devices: several JAX devices on the cores and the memory of one host.
+
+XLA's CPU client gives every virtual device its own queue, but all of them run on one thread pool and in one memory. So
+the rates below belong to the host or to a core, and `Cluster.local` divides them by the number of devices; a collective
+is a rendezvous of threads followed by copies through the shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class HostModel:
+    """Figures of a usual server core, right within a factor of two or three; measure for more than that.
+
+    Attributes:
+        flops_per_core: dtype name -> flop/s of one core.
+        bandwidth_per_core: bytes/s that one core reads and writes.
+        bandwidth_limit: bytes/s of all cores together.
+        rendezvous: s of one collective of few bytes where every device has a core of its own.
+        kernel_overhead: s to start one kernel on one device.
+        network_alpha: s of one message between hosts.
+        network_bandwidth: bytes/s of a host's network port.
+        efficiency: share of `flops_per_core` that large products reach.
+    """
+
+    flops_per_core: Mapping[str, float] = field(hash=False)
+    bandwidth_per_core: float
+    bandwidth_limit: float
+    rendezvous: float
+    kernel_overhead: float
+    network_alpha: float
+    network_bandwidth: float
+    efficiency: float = 1.0
+
+    def memory_bandwidth(self, cores: int) -> float:
+        """bytes/s of the whole host."""
+        return min(cores * self.bandwidth_per_core, self.bandwidth_limit)
+
+    def copy_bandwidth(self, cores: int) -> float:
+        """bytes/s delivered by all devices of the host in a collective: each byte is read once and written once."""
+        return self.memory_bandwidth(cores) / 2
+
+    def collective_alpha(self, devices: int, cores: int) -> float:
+        """s per collective: the threads of all devices have to come up, and with fewer cores they take turns."""
+        return self.rendezvous * max(1.0, devices / cores)
+
+
+# float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
+# half the lanes, and the 16-bit types are widened to float32 first.
+# A collective of 4 KiB costs about 25 us with a core per device, and in proportion more with less than one. Out of the
+# last-level cache a server core moves about 10 GB/s; small arrays that stay in cache run several times faster.
+HOST = HostModel(
+    flops_per_core=MappingProxyType({"float32": 8e10, "float64": 4e10, "bfloat16": 8e10, "float16": 8e10}),
+    bandwidth_per_core=1e10,
+    bandwidth_limit=1e11,
+    rendezvous=2.5e-5,
+    kernel_overhead=1e-6,
+    network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it
+    network_bandwidth=1.25e9,  # assumption: 10 Gb/s Ethernet
+)

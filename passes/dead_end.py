@@ -1,0 +1,225 @@
+"""Dead-end elimination: strategies that no optimal plan needs.
+
+Strategy a of node v goes when
+
+    infeasible    cost(a) = inf, or some edge forbids a with every live class of its other end    -> _feasible
+    equivalent    some b lies in the same class on every edge and costs no more                    -> _cheapest
+    dominated     cost(a) - cost(b) + sum_e min_t (T_e[a,t] - T_e[b,t]) >= 0 for some b            -> _undominated
+
+The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994); t runs over the
+live classes of the neighbour, so a drop may enable others and nodes are visited until nothing changes. Of two strategies
+that dominate each other the later index goes. Everything works on class tables, and the answer is kept per (node kind,
+edge kinds, live classes around), so that equal layers are solved once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import SolverError
+from autopar.passes.problem import Edge, Floats, Ints, Problem, renumber, restrict, used
+
+FULL = 160  # strategies up to which every pair is compared; above it only with the most promising dominators
+LEADERS = 64  # how many of those
+CHUNK = 1 << 21  # entries of a broadcast
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """`problem` over the strategies `keep[v]` of each node."""
+
+    problem: Problem
+    keep: tuple[Ints, ...]
+
+    def lift(self, assignment: Ints) -> Ints:
+        """Strategy indices of the problem before elimination, shape (nodes,)."""
+        return np.array([k[s] for k, s in zip(self.keep, assignment, strict=True)], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One end of an edge, seen from its own node: rows are this node's classes, columns the neighbour's."""
+
+    edge: Edge
+    other: int
+    classes: Ints
+    others: Ints
+    table: Floats
+    label: tuple[int, ...]
+
+    def live(self, keep: Ints) -> Ints:
+        """Classes of the strategies `keep` of this node."""
+        return used(self.classes[keep], len(self.table))
+
+    def columns(self, keep: Ints) -> Ints:
+        """Classes of the strategies `keep` of the neighbour."""
+        return used(self.others[keep], self.table.shape[1])
+
+
+def eliminate(problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None = None) -> Reduced:
+    """Drop infeasible strategies to the fixpoint, and unneeded ones during the first `rounds` sweeps.
+
+    `rounds=0` only drops infeasible ones. `start` holds the strategies still allowed (ascending), all when absent.
+    Raises SolverError, naming the node or edge, when a node has nothing left.
+    """
+    state = _State(problem, start)
+    dirty = list(range(len(problem.nodes)))
+    while dirty:
+        dirty = state.sweep(dirty, full=rounds > 0)
+        rounds -= 1
+    return Reduced(restrict(problem, state.keep), tuple(state.keep))
+
+
+class _State:
+    """What is still alive, and what has been answered already."""
+
+    def __init__(self, problem: Problem, start: tuple[Ints, ...] | None) -> None:
+        self.problem = problem
+        self.keep = list(start) if start else [np.arange(len(n.cost)) for n in problem.nodes]
+        self.sides = _sides(problem)
+        self.answers: dict[Hashable, Ints | _Side | None] = {}
+        self.gaps: dict[Hashable, Floats] = {}
+        self.kinds: dict[Hashable, int] = {}
+
+    def sweep(self, nodes: list[int], full: bool) -> list[int]:
+        """Visit nodes; the sorted neighbours whose live classes around changed."""
+        dirty: dict[int, None] = {}
+        for v in nodes:
+            live = self._answer(v, full)
+            if len(live) == len(self.keep[v]):
+                continue
+            before = self.keep[v]
+            self.keep[v] = before[live]
+            for side in self.sides[v]:
+                if len(side.live(before)) > len(side.live(self.keep[v])):
+                    dirty[side.other] = None
+        return sorted(dirty)
+
+    def _answer(self, v: int, full: bool) -> Ints:
+        columns = [s.columns(self.keep[s.other]) for s in self.sides[v]]
+        kind = self._kind((self.problem.nodes[v].signature, self.keep[v].tobytes()))
+        around = [self._kind((s.label, c.tobytes())) for s, c in zip(self.sides[v], columns, strict=True)]
+        key = (full, kind, tuple(sorted(around)))
+        if key not in self.answers:
+            self.answers[key] = self._live(v, columns, full)
+        live = self.answers[key]
+        if isinstance(live, np.ndarray):
+            return live
+        raise SolverError(self._complaint(v))
+
+    def _kind(self, key: Hashable) -> int:
+        return self.kinds.setdefault(key, len(self.kinds))
+
+    def _live(self, v: int, columns: list[Ints], full: bool) -> Ints | None:
+        """Positions in keep[v] that stay; None when there is none."""
+        keep = self.keep[v]
+        sides = self.sides[v]
+        cost = self.problem.nodes[v].cost[keep]
+        live = np.flatnonzero(_feasible(cost, [s.table[:, c] for s, c in zip(sides, columns, strict=True)], sides, keep))
+        if not len(live):
+            return None
+        if not full or len(live) == 1:
+            return live
+        live = live[_cheapest(cost[live], [s.classes[keep[live]] for s in sides])]
+        parts: list[Part] = []
+        for s, cols in zip(sides, columns, strict=True):
+            rows = s.live(keep[live])
+            parts.append((s, rows, renumber(s.classes[keep[live]], rows, len(s.table)), cols))
+        return live[_undominated(cost[live], parts, self.gaps)]
+
+    def _complaint(self, v: int) -> str:
+        node = self.problem.nodes[v]
+        keep = self.keep[v]
+        keep = keep[np.isfinite(node.cost[keep])]
+        if not len(keep):
+            return f"no plan exists: all {len(node.cost)} strategies of {node.name!r} are forbidden"
+        blocking = [
+            s
+            for s in self.sides[v]
+            if not np.isfinite(s.table[s.live(keep)][:, s.columns(self.keep[s.other])]).any()
+        ]
+        names = ", ".join(repr(self.problem.nodes[s.other].name) for s in blocking or self.sides[v])
+        return f"no plan exists: none of the {len(keep)} strategies left of {node.name!r} fits with {names}"
+
+
+def _sides(problem: Problem) -> list[list[_Side]]:
+    sides: list[list[_Side]] = [[] for _ in problem.nodes]
+    for e in problem.edges:
+        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0)))
+        sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1)))
+    return sides
+
+
+def _feasible(cost: Floats, tables: list[Floats], sides: list[_Side], keep: Ints) -> NDArray[np.bool_]:
+    live = np.isfinite(cost)
+    for table, side in zip(tables, sides, strict=True):
+        live &= np.isfinite(table).any(axis=1)[side.classes[keep]]
+    return live
+
+
+def _cheapest(cost: Floats, classes: list[Ints]) -> Ints:
+    """Per combination of classes the first cheapest strategy, ascending."""
+    if not classes:
+        return np.array([cost.argmin()])
+    _, group = np.unique(np.stack(classes, axis=1), axis=0, return_inverse=True)
+    group = group.ravel()
+    order = np.lexsort((cost, group))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = group[order][1:] != group[order][:-1]
+    return np.sort(order[first])
+
+
+Part = tuple[_Side, Ints, Ints, Ints]  # side, live rows (classes), row of each strategy, live columns
+
+
+def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats]) -> Ints:
+    """Strategies that no other dominates, ascending."""
+    leaders = _leaders(cost, parts)
+    gap = cost[:, None] - cost[leaders][None, :]
+    for side, rows, row_of, cols in parts:
+        lead = used(row_of[leaders], len(rows))
+        lead_of = renumber(row_of[leaders], lead, len(rows))
+        key = (side.label, rows.tobytes(), lead.tobytes(), cols.tobytes())
+        if key not in gaps:
+            gaps[key] = _differences(side.table[rows[:, None], cols], lead)
+        gap += gaps[key][row_of][:, lead_of]
+    gap[leaders, np.arange(len(leaders))] = -1.0
+    live = np.ones(len(cost), dtype=bool)
+    for a in np.flatnonzero((gap >= 0).any(axis=1))[::-1]:
+        live[a] = not (gap[a] >= 0)[live[leaders]].any()
+    return np.flatnonzero(live)
+
+
+def _leaders(cost: Floats, parts: list[Part]) -> Ints:
+    """Candidates for dominating others: all of a small domain, else those cheapest at their best and on average."""
+    if len(cost) <= FULL:
+        return np.arange(len(cost))
+    best, mean = cost.copy(), cost.copy()
+    for side, rows, row_of, cols in parts:
+        table = side.table[rows[:, None], cols]
+        finite = np.where(np.isfinite(table), table, table[np.isfinite(table)].max())
+        best += finite.min(axis=1)[row_of]
+        mean += finite.mean(axis=1)[row_of]
+    half = LEADERS // 2
+    chosen = np.concatenate([np.argsort(best, kind="stable")[:half], np.argsort(mean, kind="stable")[:half]])
+    return np.unique(chosen)
+
+
+def _differences(table: Floats, lead: Ints) -> Floats:
+    """D[a, j] = min_t (table[a,t] - table[lead[j],t]); where both are forbidden t says nothing."""
+    finite = bool(np.isfinite(table).all())
+    out = np.empty((len(table), len(lead)))
+    step = max(1, CHUNK // max(1, table.size))
+    for i in range(0, len(lead), step):
+        other = table[lead[i : i + step]]
+        if finite:
+            out[:, i : i + step] = (table[:, None, :] - other[None]).min(axis=2)
+            continue
+        with np.errstate(invalid="ignore"):
+            diff = table[:, None, :] - other[None]
+        out[:, i : i + step] = np.where(np.isnan(diff), np.inf, diff).min(axis=2)
+    return out

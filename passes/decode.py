@@ -1,0 +1,136 @@
+"""Reads a solved model back: the layout of every value and use, and the collectives that follow from them.
+
+    layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
+    layout at a site        = what the reader's strategy wants there                        -> layouts.uses
+    reshards                = steps from home to copy, from copy to each other layout       -> _reshards
+    partial sums            = reduce-scatters, then one joint all-reduce, per operation     -> _sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.cluster import LogicalMesh
+from autopar.collective import Collective
+from autopar.graph import Graph, Op
+from autopar.layout import Layout, steps
+from autopar.passes.clusters import Cluster, Home, Use
+from autopar.passes.intra_op import Model, layout_at
+from autopar.passes.problem import Ints
+from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of one program on one mesh.
+
+    Attributes:
+        values: homed value -> its layout.
+        uses: site -> layout, where it is not that of the value.
+        copies: homed value -> layout of the copy that its readers share, where it is not that of the value.
+    """
+
+    values: Mapping[int, Layout]
+    uses: Mapping[str, Layout]
+    copies: Mapping[int, Layout]
+
+
+def layouts(model: Model, assignment: Ints) -> Layouts:
+    """Layouts under one assignment."""
+    clusters, homes = model.clustering.clusters, model.clustering.homes
+    values = {
+        v: layout_at(clusters[h.cluster].strategies, assignment[h.cluster], h.dims, False)
+        for v, h in homes.items()
+        if h.view is None
+    }
+    copies = {
+        v: layout_at(model.copy_sets[v], assignment[node], tuple(range(len(homes[v].dims))), False)
+        for v, node in model.copies.items()
+    }
+    uses: dict[str, Layout] = {}
+    for use in model.clustering.uses:
+        wanted = layout_at(clusters[use.consumer].strategies, assignment[use.consumer], use.dims, use.assigned)
+        home = homes.get(use.value)
+        if home is None or home.view is not None:
+            if any(d >= 0 for d in wanted):
+                uses[use.site] = wanted
+        elif wanted != values[use.value]:
+            uses[use.site] = wanted
+    return Layouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
+
+
+def through(home: Home, wanted: Layout) -> Layout:
+    """The layout of the value behind a view that shows `wanted`."""
+    if home.view is None:
+        return wanted
+    view = home.view
+    return tuple(view[d] if d >= 0 and view[d] >= 0 else (d if d < 0 else -1) for d in wanted)
+
+
+def collectives(graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh) -> tuple[Collective, ...]:
+    """Every communication step the plan asks for, in program order of the operation that needs it."""
+    parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
+    return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
+
+
+_Placed = tuple[tuple[int, int], Collective]
+
+
+def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
+    seen: set[tuple[int, Layout]] = set()
+    homes = model.clustering.homes
+    for use in model.clustering.uses:
+        home = homes.get(use.value)
+        if home is None:
+            continue
+        value, at_home = home.value, found.values[home.value]
+        default = at_home if home.view is None else (-1,) * len(mesh.sizes)
+        wanted = through(home, found.uses.get(use.site, default))
+        start = found.copies.get(value, at_home)
+        if value in found.copies and (value, start) not in seen:
+            seen.add((value, start))
+            yield from _emit(graph, use, value, at_home, start, mesh)
+        if wanted != start and (value, wanted) not in seen and wanted != at_home:
+            seen.add((value, wanted))
+            yield from _emit(graph, use, value, start, wanted, mesh)
+
+
+def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, mesh: LogicalMesh) -> Iterator[_Placed]:
+    nbytes = graph.types[value].nbytes
+    line = graph.by_index[use.op].source if use.op >= 0 else ""
+    for i, step in enumerate(steps(source, target, mesh.sizes) or ()):
+        if step.kind != "slice":
+            names = tuple(mesh.names[a] for a in step.axes)
+            size = max(1, round(step.fraction * nbytes))
+            order = (use.op if use.op >= 0 else 1 << 60, i)
+            yield order, Collective(step.kind, names, size, max(1, round(use.weight)), use.site, line)
+
+
+def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
+    for index, c in enumerate(model.clustering.clusters):
+        if c.op < 0 or not c.strategies.after.any():
+            continue
+        op = graph.by_index[c.op]
+        for i, (kind, axes, nbytes) in enumerate(sums_of(graph, op, c, int(assignment[index]), model, mesh)):
+            names = tuple(mesh.names[a] for a in axes)
+            yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)
+
+
+def sums_of(
+    graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
+    assigned, after = c.strategies.assigned[choice], c.strategies.after[choice]
+    for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
+        held = float(graph.types[value].nbytes)
+        for axis, size in enumerate(mesh.sizes):
+            if assigned[axis] >= 0 and assigned[axis] in dims:
+                held /= size
+        for axis, size in enumerate(mesh.sizes):
+            if after[axis] == REDUCE_SCATTER:
+                yield "reduce-scatter", (axis,), max(1, round(held))
+                held /= size
+        axes = tuple(a for a in range(len(mesh.sizes)) if after[a] == ALL_REDUCE)
+        if axes:
+            yield "all-reduce", axes, max(1, round(held))

@@ -1,0 +1,202 @@
+"""Dual ascent: sequential tree-reweighted message passing (TRW-S) for a lower bound and good plans.
+
+V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28, 2006, in message form over
+layout classes. With nodes in index order, a pass visits each node v, takes what its neighbours sent,
+
+    theta_v(s)  =  cost_v(s) + sum_e m_{e->v}(class_e(s))
+
+and sends a share of it over each edge e = (v, w) to a node still to come:
+
+    p_e(k)       =  min_{s in class k} gamma_v theta_v(s)  -  m_{e->v}(k)        gamma_v = 1 / max(#before, #after)
+    m_{e->w}(l)  =  min_k T_e(k, l) + p_e(k)                                     -> _send
+
+Every edge visited has T + p - m >= 0, so after a pass, whatever the messages were before,
+
+    bound  =  sum_v min_s (1 - #after_v gamma_v) theta_v(s)                       -> sweep
+
+and it never falls from pass to pass. When the pass is at v, nodes before v are in this pass's state and nodes after v in
+that of the pass before, which went the other way; edges that jump over v hold both sides' shares, and are worth at
+least min_l m_{e->w}(l) + p'_e(l). With those pending edges
+
+    bound_v(a)  =  sum_{u<v} rest_u + sum_{w>v} rest'_w + sum_pending min_l (m + p')  +  theta_v(a)
+
+bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds.
+
+Each pass decodes a plan: the best strategy given the nodes already decided and the messages of the others. The best plan
+is improved by changing one node at a time -> descend.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.passes.problem import Floats, Ints, Problem
+
+PASSES = 400
+PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS, else the ascent stops
+PROGRESS = 0.03
+TOLERANCE = 1e-10  # relative gap that counts as closed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ascent:
+    """lower and value in seconds; value is inf and assignment None if no feasible plan was met.
+
+    strategy_bounds[v][a] (s) bounds from below every plan that takes strategy a at node v.
+    """
+
+    lower: float
+    value: float
+    assignment: Ints | None
+    strategy_bounds: tuple[Floats, ...]
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _End:
+    """An edge seen from one of its nodes; sizes are class counts, table[k, l] with k this node's class."""
+
+    edge: int
+    other: int
+    classes: Ints
+    others: Ints  # the classes of the other node
+    order: Ints | None  # strategies sorted by class, None when every strategy is its own class in order
+    starts: Ints
+    table: Floats
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """Messages into the ends of each edge (lower index first), the shares they last sent, what nodes kept (s)."""
+
+    into: list[list[Floats]]
+    shares: list[list[Floats]]
+    rest: Floats
+    passes: int = 0
+    bounds: list[Floats] = field(default_factory=list)
+
+
+def ascend(problem: Problem, *, deadline: float = np.inf, start: Ints | None = None, passes: int = PASSES) -> Ascent:
+    """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
+
+    Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `start` is a known
+    plan; it counts as decoded.
+    """
+    ends = _ends(problem)
+    state = _initial(problem)
+    lower, value, best = -np.inf, np.inf, None
+    if start is not None:
+        best, value = start, problem.value(start)
+    history: list[float] = []
+    while True:
+        bound, plan = sweep(problem, ends, state)
+        lower = max(lower, bound)
+        found = problem.value(plan)
+        if found < value or best is None:
+            plan = descend(problem, ends, plan)
+            found = problem.value(plan)
+            if found < value:
+                best, value = plan, found
+        history.append(value - lower)
+        if state.passes >= 2 and (_finished(history, value) or time.monotonic() > deadline or state.passes >= passes):
+            break
+    return Ascent(min(lower, value), value, best, tuple(state.bounds), state.passes)
+
+
+def _finished(history: list[float], value: float) -> bool:
+    if history[-1] <= TOLERANCE * abs(value):
+        return True
+    if len(history) <= PATIENCE:
+        return False
+    return not history[-1] < history[-1 - PATIENCE] * (1 - PROGRESS)
+
+
+def _ends(problem: Problem) -> list[list[_End]]:
+    ends: list[list[_End]] = [[] for _ in problem.nodes]
+    for i, e in enumerate(problem.edges):
+        ends[e.u].append(_end(i, e.v, e.gu, e.gv, np.ascontiguousarray(e.table)))
+        ends[e.v].append(_end(i, e.u, e.gv, e.gu, np.ascontiguousarray(e.table.T)))
+    return ends
+
+
+def _end(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> _End:
+    order = np.argsort(classes, kind="stable")
+    starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
+    plain = len(starts) == len(classes) and bool((order == np.arange(len(order))).all())
+    return _End(edge, other, classes, others, None if plain else order, starts, table)
+
+
+def _initial(problem: Problem) -> _State:
+    sizes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
+    into = [[np.zeros(low), np.zeros(high)] for low, high in sizes]
+    bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes]
+    return _State(into, [[np.zeros(0), np.zeros(0)] for _ in problem.edges], np.zeros(len(problem.nodes)), 0, bounds)
+
+
+def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[float, Ints]:
+    """One pass, forward when state.passes is even: the lower bound (s) and a decoded plan. Updates state."""
+    forward = state.passes % 2 == 0
+    nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
+    plan = np.full(len(problem.nodes), -1, dtype=np.int64)
+    held, pending = float(state.rest.sum()), 0.0
+    jump: dict[int, float] = {}
+    for v in nodes:
+        before = [x for x in ends[v] if (x.other < v) == forward]
+        after = [x for x in ends[v] if (x.other > v) == forward]
+        theta = problem.nodes[v].cost.copy()
+        for x in ends[v]:
+            theta += state.into[x.edge][v > x.other][x.classes]
+        plan[v] = _decode(theta, v, before, plan, state)
+        held -= state.rest[v]
+        pending -= sum(jump.pop(x.edge) for x in before)
+        if state.passes:
+            np.maximum(state.bounds[v], held + pending + theta, out=state.bounds[v])
+        gamma = 1.0 / max(len(before), len(after), 1)
+        state.rest[v] = (1.0 - len(after) * gamma) * float(theta.min())
+        held += state.rest[v]
+        share = theta * gamma
+        for x in after:
+            jump[x.edge] = _send(x, v, share, state)
+            pending += jump[x.edge]
+    state.passes += 1
+    return float(state.rest.sum()), plan
+
+
+def _decode(theta: Floats, v: int, before: list[_End], plan: Ints, state: _State) -> int:
+    """First best strategy of v when the nodes before it are decided; their messages give way to their tables."""
+    score = theta
+    for x in before:
+        decided = x.table[:, x.others[plan[x.other]]] - state.into[x.edge][v > x.other]
+        score = score + decided[x.classes]
+    return int(score.argmin())
+
+
+def _send(x: _End, v: int, share: Floats, state: _State) -> float:
+    """Send v's share over x; returns what the edge is worth until its other end is visited."""
+    side = int(v > x.other)
+    least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
+    mine = least - state.into[x.edge][side]
+    message = (x.table + mine[:, None]).min(axis=0)
+    theirs = state.shares[x.edge][1 - side]
+    state.shares[x.edge][side] = mine
+    state.into[x.edge][1 - side] = message
+    return float((message + theirs).min()) if state.passes else 0.0
+
+
+def descend(problem: Problem, ends: list[list[_End]], plan: Ints) -> Ints:
+    """Change one node at a time to its best strategy given the others, until none gets better."""
+    plan = plan.copy()
+    improved = True
+    while improved:
+        improved = False
+        for v, node in enumerate(problem.nodes):
+            score = node.cost.copy()
+            for x in ends[v]:
+                score += x.table[:, x.others[plan[x.other]]][x.classes]
+            best = int(score.argmin())
+            if score[best] < score[plan[v]] - TOLERANCE * abs(score[best]):
+                plan[v], improved = best, True
+    return plan

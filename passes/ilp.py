@@ -1,0 +1,125 @@
+"""The problem as an integer linear program, written with PuLP.
+
+    minimise   sum_v sum_s  cost_v(s) x_vs   +   sum_e sum_kl  table_e(k, l) y_ekl                     -> _build
+    one strategy per node          sum_s x_vs = 1,  x binary                                           -> _build
+    transport from class to class  sum_l y_ekl = sum_{s in k} x_us,   sum_k y_ekl = sum_{s in l} x_vs   -> _transport
+                                   y >= 0, no y where the table forbids
+
+y is continuous: once x is integral each edge has one class at either end and the whole unit flows between them. This is
+the ILP of Alpa (Zheng et al., OSDI 2022, section 4.2) with edge variables over layout classes instead of pairs of
+strategies. Costs may lie anywhere between 1e-9 and 1e3 s, so the objective is shifted by each node's and edge's cheapest
+entry and scaled: what is left to decide is worth SCALE in the solver's units -> scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.passes import solvers
+from autopar.passes.problem import Edge, Floats, Ints, Problem
+
+SCALE = 1e4  # solver units of the largest cost at stake; solvers decide to about 1e-7
+ACCURACY = 1e-9  # relative difference between a plan and its bound that a solver cannot resolve
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What a solver said. value and lower in seconds; status as in solvers.Result, message for people."""
+
+    status: str
+    assignment: Ints | None
+    lower: float
+    rows: int
+    columns: int
+    message: str
+
+
+def solve(problem: Problem, solver: str, *, time_limit: float, upper: float = np.inf) -> Answer:
+    """Solve to proven optimality with "cbc" or "highs"; `upper` (s) is the value of a known plan, used as a cutoff.
+
+    Never raises for what happens to the solver: see `Answer.status`.
+    """
+    shift, stake = scaling(problem, upper)
+    unit = stake / SCALE
+    model = solvers.new_model("autopar")
+    binaries, rows, columns = _build(model, _trimmed(problem, upper - shift), unit)
+    cutoff = (upper - shift) / unit * (1 + 1e-6) + 1e-3 if np.isfinite(upper) else None
+    result = solvers.solve(model, solver, time_limit=time_limit, cutoff=cutoff)
+    lower = -np.inf if result.bound is None else shift + unit * result.bound
+    return Answer(result.status, _decode(binaries, result.values), lower, rows, columns, result.message)
+
+
+def scaling(problem: Problem, upper: float = np.inf) -> tuple[float, float]:
+    """(shift, stake) in seconds: every plan costs at least shift, and what is to be decided is worth about stake."""
+    arrays = [n.cost for n in problem.nodes] + [e.table for e in problem.edges]
+    shift = float(sum(a.min() for a in arrays))
+    if np.isfinite(upper) and upper > shift:
+        return shift, upper - shift
+    stake = max((float(a[np.isfinite(a)].max() - a.min()) for a in arrays), default=0.0)
+    return shift, stake or 1.0
+
+
+def _trimmed(problem: Problem, stake: float) -> Problem:
+    """Entries that alone exceed their array's minimum by more than `stake` (s) become forbidden."""
+    if not np.isfinite(stake):
+        return problem
+    most = stake + 1e-6 * abs(stake)
+    nodes = tuple(replace(n, cost=_capped(n.cost, most)) for n in problem.nodes)
+    return Problem(nodes, tuple(replace(e, table=_capped(e.table, most)) for e in problem.edges))
+
+
+def _capped(array: Floats, most: float) -> Floats:
+    return np.where(array - array.min() <= most, array, np.inf)
+
+
+def _build(model: Any, problem: Problem, unit: float) -> tuple[list[list[tuple[int, Any]]], int, int]:
+    """Variables, objective and rows; returns per node the (strategy, variable) pairs, and how many rows and columns."""
+    objective: dict[Any, float] = {}
+    binaries: list[list[tuple[int, Any]]] = []
+    for v, node in enumerate(problem.nodes):
+        own = [(int(s), solvers.binary(model, f"x{v}_{s}")) for s in np.flatnonzero(np.isfinite(node.cost))]
+        low = node.cost.min()
+        objective.update((x, float(node.cost[s] - low) / unit) for s, x in own)
+        solvers.equal(model, {x: 1.0 for _, x in own}, 1.0, f"one{v}")
+        binaries.append(own)
+    rows = len(binaries)
+    for i, edge in enumerate(problem.edges):
+        flows = _flows(model, i, edge)
+        low = edge.table.min()
+        objective.update((y, float(edge.table[k, l] - low) / unit) for (k, l), y in flows.items())
+        rows += _transport(model, i, 0, edge.gu, binaries[edge.u], flows)
+        rows += _transport(model, i, 1, edge.gv, binaries[edge.v], flows)
+    solvers.minimise(model, objective)
+    return binaries, rows, len(objective)
+
+
+def _flows(model: Any, i: int, edge: Edge) -> dict[tuple[int, int], Any]:
+    """One continuous variable per pair of classes that the table allows."""
+    pairs = np.argwhere(np.isfinite(edge.table)).tolist()
+    return {(k, l): solvers.continuous(model, f"y{i}_{k}_{l}") for k, l in pairs}
+
+
+def _transport(
+    model: Any, i: int, side: int, classes: Ints, own: list[tuple[int, Any]], flows: dict[tuple[int, int], Any]
+) -> int:
+    """Per class of one end: flow out of it = sum of the binaries in it. Returns the number of rows."""
+    rows: dict[int, dict[Any, float]] = {}
+    for pair, y in flows.items():
+        rows.setdefault(pair[side], {})[y] = 1.0
+    for s, x in own:
+        rows.setdefault(int(classes[s]), {})[x] = -1.0
+    for k, row in rows.items():
+        solvers.equal(model, row, 0.0, f"t{i}_{side}_{k}")
+    return len(rows)
+
+
+def _decode(binaries: list[list[tuple[int, Any]]], values: Mapping[str, float]) -> Ints | None:
+    """The strategy with the largest value per node; None without a solution."""
+    if not values:
+        return None
+    chosen = [max(own, key=lambda pair: values.get(pair[1].name, 0.0))[0] for own in binaries]
+    return np.array(chosen, dtype=np.int64)

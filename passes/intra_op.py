@@ -1,0 +1,209 @@
+"""The intra-op pass: one layout for every tensor, chosen by integer linear programming.
+
+    minimise  sum_c  weight_c (roofline_c[s] + partial sums_c[s] + light_c[s])                    -> _node
+            + sum_e  weight_e reshard(layout the producer leaves[s], layout the consumer wants[t]) -> _Edges
+    over one strategy s per cluster
+
+A value that several clusters read through edges gets a *copy*: a layout of its own between its home and its readers,
+so that a reshard which several readers want is paid once. The readers then reshard from the copy where they want yet
+another layout. Copies are decisions like any other, so the optimizer weighs sharing against not sharing.
+
+Source: Zheng et al. (2022), "Alpa", section 4 (strategies, resharding matrices, one-hot linearisation); the linear
+terms e[s,t] with marginals equal to both sides are the local polytope of Wainwright and Jordan (2008), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.resharding import Resharding
+from autopar.graph import Graph
+from autopar.layout import Layout
+from autopar.passes.clusters import FREE, Cluster, Clustering, Home, Use, projection
+from autopar.passes.problem import Edge, Node, Problem
+from autopar.passes.strategies import StrategySet, layouts_of, parts_along
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The problem of one graph on one mesh, with what is needed to read an assignment.
+
+    Attributes:
+        problem: nodes are the clusters, then the copies.
+        clustering: what the nodes stand for.
+        copies: home value -> node of its copy.
+    """
+
+    problem: Problem
+    clustering: Clustering
+    copies: Mapping[int, int]
+    copy_sets: Mapping[int, StrategySet]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One end of an edge: classes of the node's strategies and their layouts; `index` identifies equal ones."""
+
+    index: int
+    classes: NDArray[np.int64]
+    layouts: NDArray[np.int8]
+
+
+@dataclass
+class _Builder:
+    graph: Graph
+    mesh: LogicalMesh
+    resharding: Resharding
+    sides: dict[tuple[int, tuple[int, ...], bool], _Side] = field(default_factory=dict)
+    tables: dict[tuple[int, int, float, float], NDArray[np.float64]] = field(default_factory=dict)
+    costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
+    sets: dict[tuple[int, ...], StrategySet] = field(default_factory=dict)
+
+    def side(self, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
+        key = (strategies.index, dims, assigned)
+        found = self.sides.get(key)
+        if found is None:
+            found = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
+        return found
+
+    def table(self, u: _Side, v: _Side, nbytes: float, weight: float) -> NDArray[np.float64]:
+        key = (u.index, v.index, nbytes, weight)
+        found = self.tables.get(key)
+        if found is None:
+            found = self.tables[key] = self.resharding.table(u.layouts, v.layouts, nbytes) * weight
+        return found
+
+    def layouts(self, shape: tuple[int, ...], first_index: int) -> StrategySet:
+        found = self.sets.get(shape)
+        if found is None:
+            found = self.sets[shape] = layouts_of(shape, self.mesh, first_index + len(self.sets))
+        return found
+
+
+def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
+    """The problem whose solutions are the plans of `graph` on `mesh`."""
+    b = _Builder(graph, mesh, resharding or Resharding(mesh))
+    nodes = [_node(b, c) for c in clustering.clusters]
+    edges = _Edges(b, clustering)
+    readers = _readers(graph, clustering)
+    copies: dict[int, int] = {}
+    copy_sets: dict[int, StrategySet] = {}
+    base = 1 + max((c.strategies.index for c in clustering.clusters), default=0)
+    for value, ends in readers.items():
+        home = clustering.homes[value]
+        if len(ends) == 1:
+            edges.add_home(home, ends[0])
+            continue
+        strategies = b.layouts(graph.types[value].shape, base)
+        copies[value], copy_sets[value] = len(nodes), strategies
+        nodes.append(Node(f"copy of %{value}", np.zeros(len(strategies)), ("copy", strategies.index)))
+        edges.add_copy(home, copies[value], strategies, ends)
+    return Model(Problem(tuple(nodes), edges.merged()), clustering, copies, copy_sets)
+
+
+def _node(b: _Builder, c: Cluster) -> Node:
+    key = (c.strategies.index, c.weight, c.light)
+    cost = b.costs.get(key)
+    if cost is None:
+        cost = c.strategies.cost.copy()
+        for dims, nbytes in c.light:
+            parts = parts_along(c.strategies.held, dims, b.mesh.sizes)
+            cost += nbytes / parts / b.mesh.device.memory_bandwidth
+        cost = b.costs[key] = cost * c.weight
+    return Node(c.name, cost, key)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The reader's end of an edge."""
+
+    consumer: int
+    dims: tuple[int, ...]
+    assigned: bool
+    weight: float
+
+
+def source_dims(home: Home, use: Use) -> tuple[int, ...]:
+    """The consumer's factor for each dimension of the value behind a use (`Home.value`)."""
+    if home.view is None:
+        return use.dims
+    dims = [-1] * len(home.dims)
+    for of_view, factor in zip(home.view, use.dims, strict=True):
+        if of_view != FREE:
+            dims[of_view] = factor
+    return tuple(dims)
+
+
+def _readers(graph: Graph, clustering: Clustering) -> Mapping[int, list[_End]]:
+    """Distinct readers of every homed value, in program order; what a cluster reads from itself as it is, is none."""
+    found: dict[int, dict[tuple[int, tuple[int, ...], bool], float]] = {}
+    for use in clustering.uses:
+        home = clustering.homes.get(use.value)
+        if home is None:
+            continue
+        dims = source_dims(home, use)
+        if home.cluster == use.consumer and not use.assigned and dims == home.dims:
+            continue
+        ends = found.setdefault(home.value, {})
+        key = (use.consumer, dims, use.assigned)
+        ends[key] = max(ends.get(key, 0.0), use.weight)
+    return {value: [_End(*key, weight) for key, weight in ends.items()] for value, ends in found.items()}
+
+
+class _Edges:
+    """Collects edges, merging those between the same nodes with the same projections."""
+
+    def __init__(self, b: _Builder, clustering: Clustering) -> None:
+        self._b = b
+        self._clustering = clustering
+        self._found: dict[tuple[int, int, int, int], list[tuple[float, float]]] = {}
+        self._sides: dict[int, _Side] = {}
+
+    def add_home(self, home: Home, end: _End) -> None:
+        source = self._clustering.clusters[home.cluster].strategies
+        self._add(home.cluster, self._b.side(source, home.dims, False), end, home.value)
+
+    def add_copy(self, home: Home, copy: int, strategies: StrategySet, ends: list[_End]) -> None:
+        identity = tuple(range(len(home.dims)))
+        # What lies outside loops is copied once, however often the loops inside read it.
+        weight = min(end.weight for end in ends)
+        weight = min(weight, self._clustering.clusters[home.cluster].weight) if weight else weight
+        side = self._b.side(strategies, identity, False)
+        source = self._clustering.clusters[home.cluster].strategies
+        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, home.value, weight)
+        for end in ends:
+            self._add(copy, side, end, home.value)
+
+    def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
+        reader = self._clustering.clusters[end.consumer].strategies
+        other = self._b.side(reader, end.dims, end.assigned)
+        self._record(u, side, end.consumer, other, value, end.weight)
+
+    def _record(self, u: int, su: _Side, v: int, sv: _Side, value: int, weight: float) -> None:
+        self._sides[su.index], self._sides[sv.index] = su, sv
+        nbytes = float(self._b.graph.types[value].nbytes)
+        self._found.setdefault((u, v, su.index, sv.index), []).append((nbytes, weight))
+
+    def merged(self) -> tuple[Edge, ...]:
+        kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}
+        out: list[Edge] = []
+        for (u, v, iu, iv), parts in self._found.items():
+            su, sv = self._sides[iu], self._sides[iv]
+            key = (iu, iv, tuple(sorted(parts)))
+            if key not in kinds:
+                kinds[key] = (len(kinds), sum((self._b.table(su, sv, *p) for p in key[2][1:]), self._b.table(su, sv, *key[2][0])))
+            index, table = kinds[key]
+            out.append(Edge(u, v, su.classes, sv.classes, table, (index,)))
+        return tuple(out)
+
+
+def layout_at(strategies: StrategySet, choice: int, dims: tuple[int, ...], assigned: bool) -> Layout:
+    """The layout of a value whose dimensions are these factors, under one strategy."""
+    factors = (strategies.assigned if assigned else strategies.held)[choice]
+    position = {f: d for d, f in enumerate(dims) if f >= 0}
+    return tuple(int(f) if f == -2 else position.get(int(f), -1) for f in factors)

@@ -1,0 +1,96 @@
+"""Layouts that the user fixes: by path glob, "arg:i", "out:i", and `with_sharding_constraint` inside the function.
+
+A pin restricts the strategies of an argument's cluster to one layout, or adds a border cluster with one layout to a
+result; the optimizer then works around it. A pin that fits nothing is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.cluster import LogicalMesh
+from autopar.errors import PinError
+from autopar.graph import Graph, Type
+from autopar.layout import Layout, divides, from_spec
+
+Pins = Mapping[str, PartitionSpec]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Positions of argument and result leaves -> the layout they are fixed to."""
+
+    arguments: Mapping[int, Layout]
+    results: Mapping[int, Layout]
+
+
+def resolve(pins: Pins | None, graph: Graph, mesh: LogicalMesh) -> Pinned:
+    """Which leaves the pins fix.
+
+    A glob matches a whole path ("state/params/w1"), or its part below the argument's name ("params/w1"). Later pins
+    win over earlier ones.
+
+    Raises:
+        PinError: a pin matches no leaf, names an unknown mesh axis, has more dimensions than the leaf, or cuts a
+            dimension that does not divide.
+    """
+    arguments: dict[int, Layout] = {}
+    results: dict[int, Layout] = {}
+    for pattern, partition in (pins or {}).items():
+        spec = _spec(pattern, partition)
+        matches = list(_matches(pattern, graph))
+        if not matches:
+            raise PinError(
+                f"pin '{pattern}' matches no argument. Arguments: {_some(graph.input_paths)}. "
+                f"Results are pinned by position, 'out:0' to 'out:{len(graph.output_paths) - 1}'."
+            )
+        for kind, position in matches:
+            of = graph.input_paths if kind == "arg" else graph.output_paths
+            atom = graph.inputs[position] if kind == "arg" else graph.outputs[position]
+            layout = checked_layout(spec, graph.type_of(atom), mesh, f"pin '{pattern}' on '{of[position]}'")
+            (arguments if kind == "arg" else results)[position] = layout
+    return Pinned(arguments, results)
+
+
+def _spec(pattern: str, partition: Any) -> PartitionSpec:
+    if isinstance(partition, NamedSharding):
+        return partition.spec
+    if isinstance(partition, PartitionSpec):
+        return partition
+    raise PinError(f"pin '{pattern}' must be a PartitionSpec, it is {type(partition).__name__} {partition!r:.60}")
+
+
+def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
+    kind, _, number = pattern.partition(":")
+    if kind in ("arg", "out") and number.isdigit():
+        count = len(graph.inputs if kind == "arg" else graph.outputs)
+        if int(number) >= count:
+            raise PinError(f"pin '{pattern}': there are only {count} {kind} leaves, 0 to {count - 1}")
+        yield kind, int(number)
+        return
+    for i, path in enumerate(graph.input_paths):
+        if fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path.partition("/")[2], pattern):
+            yield "arg", i
+
+
+def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, what: str) -> Layout:
+    """The layout of a spec on a leaf of this type; PinError saying what does not fit."""
+    if len(partition) > type_.rank:
+        raise PinError(f"{what}: {partition} has {len(partition)} dimensions, the value is {type_}")
+    try:
+        layout = from_spec(partition, mesh.names)
+    except KeyError as error:
+        raise PinError(f"{what}: axis {error} not found. Mesh axes: {', '.join(mesh.names)}") from error
+    if not divides(layout, type_.shape, mesh.sizes):
+        sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+        raise PinError(f"{what}: {partition} does not divide {type_} on the mesh {sizes}")
+    return layout
+
+
+def _some(names: tuple[str, ...], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

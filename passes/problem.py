@@ -1,0 +1,175 @@
+"""The discrete problem that the intra-op pass hands to its optimizer.
+
+    minimise   sum_v  cost_v[x_v]  +  sum_(u,v)  table_uv[ gu[x_u], gv[x_v] ]        over x_v in strategies(v)
+
+A node is one decision (the strategy of a cluster of operations, or the layout of an argument or of a shared copy). An
+edge is one tensor: `gu` maps each strategy of its producer to the layout class the tensor then has, `gv` each strategy
+of its consumer to the class it wants, and `table` gives the seconds to get from one to the other. `inf` forbids.
+
+Edges with equal `key` have equal projections and tables, nodes with equal `signature` equal costs: that is what lets
+folding and dead-end elimination work once per kind and not once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import SolverError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A decision with `len(cost)` strategies; `cost` in seconds per step."""
+
+    name: str
+    cost: Floats
+    signature: Hashable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edge:
+    """A tensor between nodes `u` and `v` (indices); `table[gu[i], gv[j]]` in seconds per step."""
+
+    u: int
+    v: int
+    gu: Ints
+    gv: Ints
+    table: Floats
+    key: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """Nodes and edges; see the module's formula."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+
+    @property
+    def variables(self) -> int:
+        """Number of binary variables: one per node and strategy."""
+        return sum(len(n.cost) for n in self.nodes)
+
+    def value(self, assignment: Ints) -> float:
+        """Seconds per step of one full assignment (strategy index per node), shape (len(nodes),)."""
+        nodes = sum(float(n.cost[s]) for n, s in zip(self.nodes, assignment, strict=True))
+        return nodes + sum(float(e.table[e.gu[assignment[e.u]], e.gv[assignment[e.v]]]) for e in self.edges)
+
+
+def check(problem: Problem, *, thorough: bool = True) -> None:
+    """Raise SolverError when shapes, indices or the promise of equal keys and signatures do not hold.
+
+    Unless `thorough`, arrays with equal keys are taken at their word if they have equal lengths.
+    """
+    same = _same if thorough else _alike
+    costs: dict[Hashable, Floats] = {}
+    for node in problem.nodes:
+        first = costs.setdefault(node.signature, node.cost)
+        if first is node.cost and (node.cost.ndim != 1 or not len(node.cost) or np.isnan(node.cost).any()):
+            raise SolverError(f"node {node.name!r} needs a vector of costs without nan, not one of {node.cost.shape}")
+        if not same(first, node.cost):
+            raise SolverError(f"node {node.name!r} has the signature of a node with other costs: {node.signature!r}")
+    firsts: dict[tuple[int, ...], Edge] = {}
+    for edge in problem.edges:
+        other = firsts.setdefault(edge.key, edge)
+        if other is edge:
+            _check_edge(problem, edge)
+        elif not (same(other.gu, edge.gu) and same(other.gv, edge.gv) and same(other.table, edge.table)):
+            raise SolverError(f"edge {_title(problem, edge)} has the key of an edge with another table: {edge.key}")
+        _check_lengths(problem, edge)
+
+
+def _check_lengths(problem: Problem, edge: Edge) -> None:
+    for node, classes in ((edge.u, edge.gu), (edge.v, edge.gv)):
+        if not 0 <= node < len(problem.nodes):
+            raise SolverError(f"an edge with key {edge.key} names node {node}, but there are {len(problem.nodes)}")
+        count = len(problem.nodes[node].cost)
+        if classes.shape != (count,):
+            raise SolverError(
+                f"edge {_title(problem, edge)}: the {count} strategies of {problem.nodes[node].name!r} need one class "
+                f"each, not an array of shape {classes.shape}"
+            )
+
+
+def _check_edge(problem: Problem, edge: Edge) -> None:
+    _check_lengths(problem, edge)
+    for classes, size in zip((edge.gu, edge.gv), edge.table.shape, strict=True):
+        if classes.min() < 0 or classes.max() >= size:
+            raise SolverError(
+                f"edge {_title(problem, edge)}: classes run from {classes.min()} to {classes.max()}, "
+                f"but its table has shape {edge.table.shape}"
+            )
+    if np.isnan(edge.table).any():
+        raise SolverError(f"edge {_title(problem, edge)} has nan in its table of shape {edge.table.shape}")
+
+
+def _title(problem: Problem, edge: Edge) -> str:
+    return f"{problem.nodes[edge.u].name!r} -> {problem.nodes[edge.v].name!r}"
+
+
+def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a is b or np.array_equal(a, b)
+
+
+def _alike(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    return a is b or a.shape == b.shape
+
+
+def absorb_loops(problem: Problem) -> Problem:
+    """The same problem with every edge from a node to itself added to that node's cost."""
+    loops = [e for e in problem.edges if e.u == e.v]
+    if not loops:
+        return problem
+    nodes = list(problem.nodes)
+    for e in loops:
+        old = nodes[e.u]
+        nodes[e.u] = Node(old.name, old.cost + e.table[e.gu, e.gv], (old.signature, e.key))
+    return Problem(tuple(nodes), tuple(e for e in problem.edges if e.u != e.v))
+
+
+def restrict(problem: Problem, keep: Sequence[Ints]) -> Problem:
+    """The problem over the strategies `keep[v]` (ascending indices) of each node; tables keep only classes in use.
+
+    Signatures and keys are extended by a number for what is kept, so that equal ones still mean equal arrays.
+    """
+    kinds: dict[bytes, int] = {}
+    kept = [kinds.setdefault(k.tobytes(), len(kinds)) for k in keep]
+    nodes = tuple(
+        Node(n.name, n.cost[k], (n.signature, i)) for n, k, i in zip(problem.nodes, keep, kept, strict=True)
+    )
+    made: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
+    edges: list[Edge] = []
+    for e in problem.edges:
+        key = (*e.key, kept[e.u], kept[e.v])
+        if key not in made:
+            made[key] = compact(e.gu[keep[e.u]], e.gv[keep[e.v]], e.table)
+        edges.append(Edge(e.u, e.v, *made[key], key))
+    return Problem(nodes, tuple(edges))
+
+
+def compact(gu: Ints, gv: Ints, table: Floats) -> tuple[Ints, Ints, Floats]:
+    """Projections renumbered to the classes in use, and the table cut to them."""
+    rows, cols = used(gu, table.shape[0]), used(gv, table.shape[1])
+    if table.shape == (len(rows), len(cols)):
+        return gu, gv, table
+    return renumber(gu, rows, table.shape[0]), renumber(gv, cols, table.shape[1]), table[rows[:, None], cols]
+
+
+def used(classes: Ints, size: int) -> Ints:
+    """The classes below `size` that occur, ascending."""
+    return np.flatnonzero(np.bincount(classes, minlength=size))
+
+
+def renumber(classes: Ints, present: Ints, size: int) -> Ints:
+    """Classes as positions in `present`, the ascending classes in use out of `size`."""
+    place = np.zeros(size, dtype=np.int64)
+    place[present] = np.arange(len(present))
+    return place[classes]

@@ -1,0 +1,195 @@
+"""The strategies of one operation on one mesh: every map of mesh axes to factors that divides.
+
+Each mesh axis takes one factor of the operation's rule or none; axes are chosen jointly. An axis on a reduced factor
+also says what becomes of its partial sum:
+
+    ALL_REDUCE      summed at once, the result replicated along the axis
+    REDUCE_SCATTER  summed and left cut along a dimension of the result
+    DEFERRED        left partial for its consumers (only where something linear can use it)
+
+Two layouts follow: `assigned`, the factor each axis cuts while the operation runs (what its operands must have), and
+`held`, the factor its results are cut along afterwards (a factor, REPLICATED, or PARTIAL).
+
+    seconds = roofline(flops / parts, local bytes) + sum of the collectives that sum the partials          -> _cost
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.collectives import collective_time
+from autopar.cost_models.compute import op_time
+from autopar.graph import Type
+from autopar.layout import PARTIAL, REPLICATED
+from autopar.rules import Rule
+
+NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
+
+Factors = NDArray[np.int16]
+"""Shape (strategies, mesh axes)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategySet:
+    """All strategies of one kind of operation (or the layouts of one shape).
+
+    Attributes:
+        index: identity within one planning run; equal sets share it.
+        assigned, held, after: shape (n, axes); see the module's text.
+        cost: seconds of one execution, shape (n,).
+        sizes: extent of each factor.
+    """
+
+    index: int
+    assigned: Factors
+    held: Factors
+    after: NDArray[np.int16]
+    cost: NDArray[np.float64]
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one execution of an operation costs before it is cut.
+
+    Attributes:
+        flops: floating-point operations of the whole operation.
+        operands, results: types of what it reads and writes.
+        dtype: type that sets the peak rate.
+        linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
+        deferrable: leaving partial sums to the consumers is of use.
+    """
+
+    flops: float
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    dtype: str
+    linear_sum: bool = True
+    deferrable: bool = False
+
+
+def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int) -> StrategySet:
+    """Every layout of a value of this shape that divides it: the strategies of an argument or of a copy."""
+    held = _product([REPLICATED, *(d for d, n in enumerate(shape) if n > 1)], len(mesh.sizes))
+    held = held[_divides(held, shape, mesh.sizes)]
+    return StrategySet(index, held, held, np.zeros_like(held), np.zeros(len(held)), tuple(shape))
+
+
+def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
+    """Every strategy of an operation with this rule on this mesh."""
+    options = _options(rule, work)
+    axes = len(mesh.sizes)
+    picks = _product(list(range(len(options))), axes)
+    table = np.array(options, np.int16)
+    assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
+    held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
+    held[after == DEFERRED] = PARTIAL
+    valid = _divides(assigned, rule.sizes, mesh.sizes) & _divides(held, rule.sizes, mesh.sizes)
+    valid &= _scatters_in_order(after, held)
+    assigned, after, held = assigned[valid], after[valid].astype(np.int16), held[valid]
+    return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
+
+
+def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
+    """(factor, what becomes of partial sums, factor scattered onto) that one axis may take."""
+    produced = sorted({f for dims in rule.results for f in dims})
+    scatter = [f for f in (rule.results[0] if rule.results else ()) if rule.sizes[f] > 1 and f not in rule.kept]
+    options = [(REPLICATED, NOTHING, REPLICATED)]
+    for factor in rule.free:
+        if factor not in rule.reduced:
+            # A factor that results lack and that is not summed over cannot be cut: the result would be unknown.
+            if factor in produced or not rule.results:
+                options.append((factor, NOTHING, REPLICATED))
+            continue
+        options.append((factor, ALL_REDUCE, REPLICATED))
+        # A vector's reduce-scatter stays an all-reduce in the compilers, so it is not offered.
+        if work.linear_sum and len(rule.results) == 1 and work.results[0].rank > 1:
+            options.extend((factor, REDUCE_SCATTER, onto) for onto in scatter)
+        if work.linear_sum and work.deferrable:
+            options.append((factor, DEFERRED, REPLICATED))
+    return options
+
+
+def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
+    return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
+
+
+def _divides(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.bool_]:
+    """Rows whose every factor's extent is a multiple of the product of the axes on it."""
+    extent = np.array([*extents, 1, 1], np.int64)
+    parts = np.ones((len(factors), len(extent)), np.int64)
+    rows = np.arange(len(factors))
+    for axis, size in enumerate(sizes):
+        held = factors[:, axis].astype(np.int64)
+        parts[rows, np.where(held >= 0, held, len(extents))] *= np.where(held >= 0, size, 1)
+    return (extent % parts == 0).all(1)
+
+
+def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bool_]:
+    """A reduce-scatter onto a dimension that other axes cut is right in major-to-minor order only, one axis each."""
+    ok = np.ones(len(after), bool)
+    for axis in range(after.shape[1]):
+        scatter = after[:, axis] == REDUCE_SCATTER
+        for other in range(after.shape[1]):
+            if other == axis:
+                continue
+            same = scatter & (held[:, other] == held[:, axis])
+            ok &= ~(same & ((after[:, other] == REDUCE_SCATTER) | (other > axis)))
+    return ok
+
+
+def parts_along(factors: Factors, dims: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Into how many pieces each strategy cuts a value whose dimensions are these factors; shape (n,)."""
+    parts = np.ones(len(factors))
+    cut = [d for d in dims if d >= 0]
+    for axis, size in enumerate(sizes):
+        parts *= np.where(np.isin(factors[:, axis], cut), size, 1)
+    return parts
+
+
+def _cost(
+    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
+    parts = np.ones(len(assigned))
+    for axis, size in enumerate(mesh.sizes):
+        parts *= np.where(assigned[:, axis] >= 0, size, 1)
+    local = np.zeros(len(assigned))
+    for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
+        if type_.rank:
+            local += type_.nbytes / parts_along(assigned, dims, mesh.sizes)
+    cost = op_time(work.flops / parts, local, work.dtype, mesh.device, launches=1)
+    return cost + _sum_cost(rule, work, assigned, after, mesh)
+
+
+def _sum_cost(
+    rule: Rule, work: Work, assigned: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
+    """Seconds of the collectives that resolve partial sums: reduce-scatters first, then one joint all-reduce."""
+    cost = np.zeros(len(assigned))
+    if not (after > NOTHING).any():
+        return cost
+    held_bytes = np.zeros(len(assigned))
+    for type_, dims in zip(work.results, rule.results, strict=True):
+        held_bytes += type_.nbytes / parts_along(assigned, dims, mesh.sizes)
+    for axis, size in enumerate(mesh.sizes):
+        scatter = after[:, axis] == REDUCE_SCATTER
+        cost += np.where(scatter, collective_time("reduce-scatter", held_bytes, (axis,), mesh), 0.0)
+        held_bytes = np.where(scatter, held_bytes / size, held_bytes)
+    reducing = after == ALL_REDUCE
+    for axes in _axis_sets(len(mesh.sizes)):
+        exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
+        cost += np.where(exactly, collective_time("all-reduce", held_bytes, axes, mesh), 0.0)
+    return cost
+
+
+def _axis_sets(axes: int) -> list[tuple[int, ...]]:
+    return [s for n in range(1, axes + 1) for s in itertools.combinations(range(axes), n)]

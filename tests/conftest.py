@@ -1,0 +1,14 @@
+"""Eight virtual CPU devices for every test, and a compile cache shared between runs."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
