@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.layout import Layout, replicated, spec
-from autopar.plan import Plan, Stage
+from autopar.plans import Plan, Stage
 from autopar.rules import Rule
 
 AnyMesh = Mesh | AbstractMesh

@@ -48,3 +48,7 @@ class PlanMismatchError(AutoparError, ValueError):
 
 class DonatedError(AutoparError, RuntimeError):
     """An array was used after its buffer had been given to an earlier step."""
+
+
+class AutoparWarning(UserWarning):
+    """Something a user should know that did not stop the step: a fallback, an operation that runs replicated."""

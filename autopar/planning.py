@@ -21,7 +21,7 @@ from autopar.passes import decode, intra_op
 from autopar.passes.clusters import Clustering, flops, match_state
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
-from autopar.plan import Plan, Stage, graph_hash
+from autopar.plans import Plan, Stage, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.trace import Traced
 

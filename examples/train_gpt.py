@@ -18,7 +18,7 @@ import argparse
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 import autopar
+from autopar.collective import Collective
 
 Tree = Any
 Batch = dict[str, np.ndarray]
@@ -56,7 +59,7 @@ class Config:
 
 
 SIZES = {
-    "TOY": Config(layers=2, width=32, heads=8, batch=16, seq=32, learning_rate=1e-2, steps=500, seconds=60.0),
+    "TOY": Config(layers=2, width=32, heads=8, batch=64, seq=32, learning_rate=2e-2, steps=160, seconds=60.0),
     "3M": Config(layers=4, width=256, heads=8, batch=16, seq=128, learning_rate=2e-3, steps=360, seconds=140.0),
     "10M": Config(layers=6, width=384, heads=8, batch=16, seq=128, learning_rate=1e-3, steps=400, seconds=600.0),
 }
@@ -225,6 +228,38 @@ def report_equality(parallel: Snapshot, single: Snapshot) -> tuple[bool, str]:
     )
 
 
+# ---------------------------------------------------------------------------------------------------------- collectives
+
+EMITTED_AS = {"reduce-scatter": "all-reduce"}  # the CPU backend has no reduce-scatter
+
+
+def totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(source line, kind) -> executions and bytes per device and step."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for piece in collectives:
+        key = (piece.source, EMITTED_AS.get(piece.kind, piece.kind))
+        count, size = found.get(key, (0, 0))
+        found[key] = (count + piece.count, size + piece.count * piece.bytes)
+    return found
+
+
+def collective_table(plan: autopar.Plan, report: autopar.Report) -> Table:
+    """What the plan predicts beside what XLA emitted, for each line of the program, the largest first."""
+    table = Table("line", "collective", "predicted", "MB", "compiled", "MB", title="collectives per step")
+    none = (0, 0)
+    predicted, compiled = totals(plan.collectives), totals(report.collectives)
+    order = sorted(predicted | compiled, key=lambda k: (-max(predicted.get(k, none)[1], compiled.get(k, none)[1]), k))
+    for key in order:
+        cells = [part for side in (predicted, compiled) for part in count_and_size(*side.get(key, none))]
+        table.add_row(key[0] or "(none)", key[1], *cells)
+    return table
+
+
+def count_and_size(count: int, size: int) -> tuple[str, str]:
+    """Two cells: executions, and megabytes per device."""
+    return str(count), f"{size / 1e6:.3f}"
+
+
 # ------------------------------------------------------------------------------------------------------------- training
 
 
@@ -316,7 +351,8 @@ def main(arguments: list[str] | None = None) -> int:
     first = take(batches(text.train, config, seed=0), COMPARED_STEPS)
     plan = train_step.plan(shapes, first[0])
     print(plan.summary())
-    print(autopar.verify(plan, train_step.__wrapped__, shapes, first[0], target="cpu"))
+    report = autopar.verify(plan, train_step, shapes, first[0], target="cpu")
+    rich.print(collective_table(plan, report), str(report), sep="\n")
     single = single_device_run(train_step.__wrapped__, init_state, key, first)
 
     state = train_step.init(init_state, key)  # born sharded: never whole on one device

@@ -55,9 +55,14 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contracted:
-    """What is left. `nodes[i]` is the original index of core node i; `constant` (s) is the cost already decided."""
+    """What is left. `nodes[i]` is the original index of core node i; `constant` (s) is the cost already decided.
+
+    `counts` and `pairings` are those of the core's nodes and edges, as in `Folded`.
+    """
 
     problem: Problem
+    counts: Ints
+    pairings: tuple[Ints | None, ...]
     nodes: tuple[int, ...]
     constant: float
     log: tuple[_Step, ...]
@@ -177,13 +182,14 @@ class _Contraction:
         nodes = tuple(v for v, gone in enumerate(self.gone) if not gone)
         new = {v: i for i, v in enumerate(nodes)}
         left = tuple(Node(problem.nodes[v].name, self.costs[v], ("core", v)) for v in nodes)
-        edges = [
+        links = [(v, n, link) for v in nodes for n, link in self.links[v].items() if v < link.other]
+        edges = tuple(
             Edge(new[v], new[link.other], link.here, link.there, np.ascontiguousarray(link.table), (-1, number))
-            for v in nodes
-            for number, link in self.links[v].items()
-            if v < link.other
-        ]
-        return Contracted(Problem(left, tuple(edges)), nodes, self.constant, tuple(self.log))
+            for v, number, link in links
+        )
+        counts = np.array([self.counts[v] for v in nodes], dtype=np.int64)
+        pairings = tuple(link.pairs for _, _, link in links)
+        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log))
 
 
 def _class_min(values: Floats, classes: Ints, size: int) -> Floats:

@@ -20,7 +20,10 @@ least min_l m_{e->w}(l) + p'_e(l). With those pending edges
 
     bound_v(a)  =  sum_{u<v} rest_u + sum_{w>v} rest'_w + sum_pending min_l (m + p')  +  theta_v(a)
 
-bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds.
+bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds. In a folded problem a plan
+of the unfolded one may use a at a single member of a class of n, and only pays the n-th part of a's excess:
+
+    bound_v(a)  =  (as above with min theta_v)  +  (theta_v(a) - min theta_v) / n_v     -> sweep, `counts`
 
 Each pass decodes a plan: the best strategy given the nodes already decided and the messages of the others. The best plan
 is improved by changing one node at a time -> descend.
@@ -29,29 +32,34 @@ is improved by changing one node at a time -> descend.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.passes.problem import Floats, Ints, Problem
+from autopar.passes.problem import Edge, Floats, Ints, Problem
 
 PASSES = 400
 PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS, else the ascent stops
-PROGRESS = 0.03
+PROGRESS = 0.05
 TOLERANCE = 1e-10  # relative gap that counts as closed
+REVIEW = 8  # passes between looks at how many strategies their bounds rule out
+SHRINK = 0.4  # share of strategies ruled out at which it pays to stop and go on without them
+SMALL = 100  # strategies below which it never does
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ascent:
     """lower and value in seconds; value is inf and assignment None if no feasible plan was met.
 
-    strategy_bounds[v][a] (s) bounds from below every plan that takes strategy a at node v.
+    strategy_bounds[v][a] (s) bounds from below every plan that takes strategy a at node v. messages[e] are those into
+    the lower and the higher node of edge e, per class (s).
     """
 
     lower: float
     value: float
     assignment: Ints | None
     strategy_bounds: tuple[Floats, ...]
+    messages: tuple[tuple[Floats, Floats], ...]
     passes: int
 
 
@@ -75,23 +83,25 @@ class _State:
     into: list[list[Floats]]
     shares: list[list[Floats]]
     rest: Floats
+    bounds: list[Floats]
+    counts: Ints
     passes: int = 0
-    bounds: list[Floats] = field(default_factory=list)
 
 
-def ascend(problem: Problem, *, deadline: float = np.inf, start: Ints | None = None, passes: int = PASSES) -> Ascent:
+def ascend(
+    problem: Problem, *, counts: Ints | None = None, upper: float = np.inf, deadline: float = np.inf, passes: int = PASSES
+) -> Ascent:
     """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
 
-    Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `start` is a known
-    plan; it counts as decoded.
+    Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `counts` are the
+    sizes of folded classes, for strategy bounds that hold unfolded; `upper` (s) is the value of a plan known elsewhere.
+    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value.
     """
     ends = _ends(problem)
-    state = _initial(problem)
+    state = _initial(problem, counts)
     lower, value, best = -np.inf, np.inf, None
-    if start is not None:
-        best, value = start, problem.value(start)
-    history: list[float] = []
-    while True:
+    gaps: list[float] = []
+    while not (_finished(gaps, min(value, upper), state) or len(gaps) >= passes or _late(gaps, deadline)):
         bound, plan = sweep(problem, ends, state)
         lower = max(lower, bound)
         found = problem.value(plan)
@@ -100,10 +110,39 @@ def ascend(problem: Problem, *, deadline: float = np.inf, start: Ints | None = N
             found = problem.value(plan)
             if found < value:
                 best, value = plan, found
-        history.append(value - lower)
-        if state.passes >= 2 and (_finished(history, value) or time.monotonic() > deadline or state.passes >= passes):
-            break
-    return Ascent(min(lower, value), value, best, tuple(state.bounds), state.passes)
+        gaps.append(min(value, upper) - lower)
+    messages = tuple((low, high) for low, high in state.into)
+    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.passes)
+
+
+def _finished(gaps: list[float], value: float, state: _State) -> bool:
+    """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
+    if len(gaps) < 2:
+        return False
+    if gaps[-1] <= TOLERANCE * abs(value):
+        return True
+    if len(gaps) % REVIEW == 0 and np.isfinite(value):
+        bounds = np.concatenate(state.bounds)
+        if len(bounds) > SMALL and np.count_nonzero(bounds > value + TOLERANCE * abs(value)) > SHRINK * len(bounds):
+            return True
+    return len(gaps) > PATIENCE and not gaps[-1] < gaps[-1 - PATIENCE] * (1 - PROGRESS)
+
+
+def _late(gaps: list[float], deadline: float) -> bool:
+    return len(gaps) >= 2 and time.monotonic() > deadline
+
+
+def reparametrise(problem: Problem, ascent: Ascent) -> Problem:
+    """The same costs of plans, with the messages moved from tables to nodes: another ascent starts where this ended."""
+    costs = [n.cost.copy() for n in problem.nodes]
+    edges: list[Edge] = []
+    for e, (low, high) in zip(problem.edges, ascent.messages, strict=True):
+        to_u, to_v = (low, high) if e.u < e.v else (high, low)
+        costs[e.u] += to_u[e.gu]
+        costs[e.v] += to_v[e.gv]
+        edges.append(replace(e, table=e.table - to_u[:, None] - to_v, key=(-2, len(edges))))
+    nodes = (replace(n, cost=c, signature=("moved", v)) for v, (n, c) in enumerate(zip(problem.nodes, costs, strict=True)))
+    return Problem(tuple(nodes), tuple(edges))
 
 
 def _finished(history: list[float], value: float) -> bool:
@@ -129,11 +168,13 @@ def _end(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> _
     return _End(edge, other, classes, others, None if plain else order, starts, table)
 
 
-def _initial(problem: Problem) -> _State:
-    sizes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
-    into = [[np.zeros(low), np.zeros(high)] for low, high in sizes]
+def _initial(problem: Problem, counts: Ints | None) -> _State:
+    shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
+    into = [[np.zeros(low), np.zeros(high)] for low, high in shapes]
     bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes]
-    return _State(into, [[np.zeros(0), np.zeros(0)] for _ in problem.edges], np.zeros(len(problem.nodes)), 0, bounds)
+    shares = [[np.zeros(0), np.zeros(0)] for _ in problem.edges]
+    sizes = np.ones(len(problem.nodes), dtype=np.int64) if counts is None else counts
+    return _State(into, shares, np.zeros(len(problem.nodes)), bounds, sizes)
 
 
 def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[float, Ints]:
@@ -152,10 +193,12 @@ def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[floa
         plan[v] = _decode(theta, v, before, plan, state)
         held -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
+        least = float(theta.min())
         if state.passes:
-            np.maximum(state.bounds[v], held + pending + theta, out=state.bounds[v])
+            bound = (theta - least) / state.counts[v] + (held + pending + least)
+            np.maximum(state.bounds[v], bound, out=state.bounds[v])
         gamma = 1.0 / max(len(before), len(after), 1)
-        state.rest[v] = (1.0 - len(after) * gamma) * float(theta.min())
+        state.rest[v] = (1.0 - len(after) * gamma) * least
         held += state.rest[v]
         share = theta * gamma
         for x in after:

@@ -8,9 +8,9 @@
 
 What a `Solution.status` proves, weakest last:
 
-    certified       the root lower bound, which holds for the unfolded problem, meets the plan's value
-    optimal         fixing and, unless the bounds then met, the ILP proved the optimum of the unfolded problem
-    optimal-tied    the same among plans that treat equal layers equally; `gap` is against the root lower bound
+    certified       the lower bound of the dual ascent, which holds for the unfolded problem, meets the plan's value
+    optimal         the ILP proved the optimum of the unfolded problem
+    optimal-tied    the optimum among plans that treat equal layers equally; `gap` is against all plans
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -29,15 +29,16 @@ from autopar.passes import fold as folding
 from autopar.passes import ilp
 from autopar.passes.contract import contract
 from autopar.passes.dead_end import eliminate
-from autopar.passes.dual_ascent import Ascent, ascend
+from autopar.passes.dual_ascent import Ascent, ascend, reparametrise
 from autopar.passes.fold import Folded
 from autopar.passes.problem import Ints, Problem, check
 
 SOLVERS = ("auto", "cbc", "highs")
 CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
-ROUNDS = 6  # of fixing, while each takes away a tenth of the strategies
+KEPT = 0.9  # share of its strategies that a core may keep when fixing is to be tried again
 UNFOLDED_CORE = 20_000  # strategies left up to which the unfolded problem is solved after a tied optimum
+LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 Lift = Callable[[Ints], Ints]
 
@@ -65,25 +66,30 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Core:
-    """A presolved problem; its plans lift to plans of the problem before, which cost `constant` (s) more."""
+    """A presolved problem; `lift` turns its plans into plans of the (folded) problem, which cost `constant` (s) more."""
 
     problem: Problem
+    counts: Ints
+    pairings: tuple[Ints | None, ...]
     constant: float
     lift: Lift
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
-    """A plan of one (folded) problem: lower (s) holds for that problem, root (s) for the unfolded one too."""
+    """The best plan of one (folded) problem, with a lower bound (s)."""
 
     plan: Ints | None
     value: float
     lower: float
-    root: float
-    status: str
+    status: str = "open"
     solver: str = "dual ascent"
     rows: int = 0
     warnings: tuple[str, ...] = ()
+
+    @property
+    def closed(self) -> bool:
+        return self.value - self.lower <= CLOSED * abs(self.value)
 
 
 @dataclass(slots=True)
@@ -119,121 +125,116 @@ def optimize(
     with clock.phase("fold"):
         check(problem, thorough=False)
         folded = folding.fold(problem) if fold else folding.identity(problem)
-    if not problem.nodes:
-        return _solution(problem, folded, _Outcome(np.zeros(0, dtype=np.int64), 0.0, 0.0, 0.0, "certified"), clock)
     outcome = _solve(folded, solver, presolve, clock)
-    if outcome.status == "optimal" and folded.tied and not _closed(outcome.value, outcome.root):
-        outcome = replace(outcome, status="optimal-tied")
-        if solver == "auto" and clock.left > 0:
-            outcome = _untie(problem, folded, outcome, presolve, clock)
-            folded = folding.identity(problem) if outcome.status == "optimal" else folded
+    if outcome.status == "optimal-tied" and solver == "auto" and clock.left > 0:
+        outcome = _untie(problem, folded, outcome, presolve, clock)
+        folded = folding.identity(problem)
     return _solution(problem, folded, outcome, clock)
 
 
-def _closed(value: float, lower: float) -> bool:
-    return value - lower <= CLOSED * abs(value)
-
-
 def _solve(folded: Folded, solver: str, presolve: bool, clock: _Clock) -> _Outcome:
-    """Root bound, and the exact phase where it is needed or asked for."""
+    """Bounds, and the exact phase where it is needed or asked for. outcome.lower holds for the unfolded problem."""
     core = _presolve(folded, presolve, clock)
-    with clock.phase("bound"):
-        ascent = ascend(core.problem, deadline=clock.deadline)
-    outcome = _rooted(folded.problem, core, ascent)
     if solver != "auto":
-        return _by_ilp(folded.problem, core, solver, replace(outcome, value=np.inf), clock, fallback=outcome)
-    if outcome.status == "certified":
-        return outcome
-    return _narrow(folded.problem, core, ascent, outcome, clock)
+        ascent, known = _bound(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
+        return _by_ilp(folded, core, solver, known, clock, cutoff=np.inf)
+    core, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
+    if outcome.closed:
+        return replace(outcome, status="certified")
+    if not folded.tied:
+        return _search(folded, core, outcome, clock)
+    tied = _fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
+    core, _, inner = _narrow(folded.problem, tied, outcome, clock)
+    if inner.closed:
+        return replace(inner, lower=outcome.lower, status="optimal-tied")
+    return _search(folded, core, replace(inner, lower=outcome.lower), clock)
 
 
 def _presolve(folded: Folded, presolve: bool, clock: _Clock) -> _Core:
+    whole = _Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
-        if not presolve:
-            reduced = eliminate(folded.problem, rounds=0)
-            return _Core(reduced.problem, 0.0, reduced.lift)
-        return _reduced(folded.problem, None, folded)
+        if presolve:
+            return _reduced(whole, None)
+        reduced = eliminate(folded.problem, rounds=0)
+        return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
 
-def _reduced(problem: Problem, start: tuple[Ints, ...] | None, folded: Folded | None) -> _Core:
+def _reduced(core: _Core, start: tuple[Ints, ...] | None) -> _Core:
     """Dead ends out, low degrees contracted, infeasible strategies out again."""
-    reduced = eliminate(problem, start=start)
-    smaller = contract(reduced.problem, folded and folded.pairings, None if folded is None else folded.counts)
-    core = eliminate(smaller.problem, rounds=0)
-    return _Core(core.problem, smaller.constant, lambda plan: reduced.lift(smaller.lift(core.lift(plan))))
+    reduced = eliminate(core.problem, start=start)
+    smaller = contract(reduced.problem, core.pairings, core.counts)
+    left = eliminate(smaller.problem, rounds=0)
+    lift: Lift = lambda plan: core.lift(reduced.lift(smaller.lift(left.lift(plan))))  # noqa: E731
+    return _Core(left.problem, smaller.counts, smaller.pairings, core.constant + smaller.constant, lift)
 
 
-def _rooted(problem: Problem, core: _Core, ascent: Ascent) -> _Outcome:
-    plan = None if ascent.assignment is None else core.lift(ascent.assignment)
-    value = np.inf if plan is None else problem.value(plan)
-    lower = min(core.constant + ascent.lower, value)
-    status = "certified" if _closed(value, lower) else "open"
-    return _Outcome(plan, value, lower, lower, status)
+def _narrow(problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock) -> tuple[_Core, Ascent, _Outcome]:
+    """Bound, fix and presolve again while that shrinks the core, until the bounds meet.
 
-
-def _narrow(problem: Problem, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Outcome:
-    """Fix, presolve and bound while that shrinks the core; the rest is the ILP's."""
-    for _ in range(ROUNDS):
-        if not np.isfinite(outcome.value) or clock.left <= 0:
-            break
-        before = core
-        with clock.phase("presolve"):
-            core = _fixed(before, ascent, outcome.value)
-        with clock.phase("bound"):
-            ascent = ascend(core.problem, deadline=clock.deadline)
-        outcome = _improved(problem, core, ascent, outcome)
-        if _closed(outcome.value, outcome.lower):
-            return replace(outcome, status="optimal")
-        if core.problem.variables > 0.9 * before.problem.variables:
-            break
-    if clock.left <= 0:
-        return replace(outcome, status="time-limit", warnings=(_late(),))
-    return _by_ilp(problem, core, "cbc", outcome, clock, fallback=outcome)
-
-
-def _fixed(core: _Core, ascent: Ascent, value: float) -> _Core:
-    """The core without strategies whose bound exceeds the value of the best plan."""
-    limit = value - core.constant + SLACK * abs(value)
-    keep = tuple(np.flatnonzero(b <= limit) for b in ascent.strategy_bounds)
-    if ascent.assignment is not None and ascent.value <= limit:
-        lost = [n.name for n, b, s in zip(core.problem.nodes, ascent.strategy_bounds, ascent.assignment, strict=True) if b[s] > limit]
-        assert not lost, f"a strategy bound exceeds the value of the plan that uses it, at {lost}"
-    inner = _reduced(core.problem, keep, None)
-    return _Core(inner.problem, core.constant + inner.constant, lambda plan: core.lift(inner.lift(plan)))
-
-
-def _improved(problem: Problem, core: _Core, ascent: Ascent, outcome: _Outcome) -> _Outcome:
-    """The outcome with a better plan from the narrowed core, if any, and the bound that now holds.
-
-    A plan outside the core costs more than the best one, so the lower bound is the smaller of that and the core's.
+    A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
     """
+    size = 2 * core.problem.variables
+    while True:
+        ascent, outcome = _bound(problem, core, outcome, clock)
+        done = outcome.closed or not np.isfinite(outcome.value) or clock.left <= 0
+        if done or core.problem.variables > KEPT * size:
+            return core, ascent, outcome
+        size = core.problem.variables
+        core = _fixed(core, ascent, outcome, clock)
+
+
+def _bound(problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock) -> tuple[Ascent, _Outcome]:
+    """Dual ascent on the core: a better plan, if found, and a better lower bound."""
+    with clock.phase("bound"):
+        known = outcome.value - core.constant
+        ascent = ascend(core.problem, counts=core.counts, upper=known, deadline=clock.deadline)
     plan, value = outcome.plan, outcome.value
     if ascent.assignment is not None:
         found = core.lift(ascent.assignment)
         if (cost := problem.value(found)) < value:
             plan, value = found, cost
     lower = min(value, max(outcome.lower, core.constant + ascent.lower))
-    return replace(outcome, plan=plan, value=value, lower=lower)
+    return ascent, replace(outcome, plan=plan, value=value, lower=lower)
+
+
+def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Core:
+    """The core without strategies whose bound exceeds the value of the best plan."""
+    limit = outcome.value - core.constant + SLACK * abs(outcome.value)
+    keep = tuple(np.flatnonzero(b <= limit) for b in ascent.strategy_bounds)
+    if ascent.assignment is not None and ascent.value <= limit:
+        lost = [k for k, s in zip(keep, ascent.assignment, strict=True) if s not in k]
+        assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
+    with clock.phase("presolve"):
+        return _reduced(replace(core, problem=reparametrise(core.problem, ascent)), keep)
+
+
+def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _Outcome:
+    """CBC on the narrowed core."""
+    if clock.left <= 0:
+        return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
+    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=outcome.value)
 
 
 def _by_ilp(
-    problem: Problem, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, fallback: _Outcome
+    folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: float
 ) -> _Outcome:
-    """The ILP over the core. outcome.value serves as cutoff; fallback is returned, with a warning, when it fails."""
+    """The ILP over the core; the outcome so far, with a warning, when the solver fails."""
     with clock.phase("ilp"):
-        answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=outcome.value - core.constant)
-    plan, value = fallback.plan, fallback.value
+        answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=cutoff - core.constant)
+    plan, value = outcome.plan, outcome.value
     if answer.assignment is not None:
         found = core.lift(answer.assignment)
-        cost = problem.value(found)
-        if cost <= value or (answer.status == "optimal" and cost <= value + SLACK * abs(value)):
+        cost = folded.problem.value(found)
+        if cost <= value + (SLACK * abs(value) if answer.status == "optimal" and np.isfinite(value) else 0.0):
             plan, value = found, cost
-    lower = min(value, max(fallback.lower, core.constant + answer.lower))
-    result = replace(outcome, plan=plan, value=value, lower=lower, solver=solver, rows=answer.rows)
     if plan is None:
-        raise SolverError(_nothing(problem, answer))
-    if answer.status == "optimal" and value - lower <= ilp.ACCURACY * abs(value):
-        return replace(result, lower=value, status="optimal")
+        raise SolverError(_nothing(folded.problem, answer))
+    result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
+    proven = core.constant + answer.lower
+    if answer.status == "optimal" and value - proven <= ilp.ACCURACY * abs(value):
+        result = result if folded.tied else replace(result, lower=value)
+        return replace(result, status="optimal" if result.closed else "optimal-tied")
+    result = result if folded.tied else replace(result, lower=min(value, max(result.lower, proven)))
     status = "time-limit" if answer.status == "time-limit" else "fallback"
     return replace(result, status=status, warnings=(*result.warnings, _shortfall(solver, answer, result)))
 
@@ -251,36 +252,25 @@ def _shortfall(solver: str, answer: ilp.Answer, outcome: _Outcome) -> str:
     return f"{solver} ended with {answer.status} ({answer.message}); the plan is within {gap:.2%} of the optimum"
 
 
-def _late() -> str:
-    return "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
-
-
 def _untie(problem: Problem, folded: Folded, tied: _Outcome, presolve: bool, clock: _Clock) -> _Outcome:
     """Try to prove or better a tied optimum on the unfolded problem; the tied outcome where that is too large."""
     assert tied.plan is not None
     whole = folding.identity(problem)
-    known = replace(tied, plan=folded.lift(tied.plan), lower=tied.root)
-    core = _presolve(whole, presolve, clock)
-    with clock.phase("bound"):
-        ascent = ascend(core.problem, deadline=clock.deadline)
-    outcome = _improved(whole.problem, core, ascent, known)
-    if _closed(outcome.value, outcome.lower):
-        return replace(outcome, root=outcome.lower, status="optimal")
-    with clock.phase("presolve"):
-        small = _fixed(core, ascent, outcome.value).problem.variables <= UNFOLDED_CORE
-    if small and clock.left > 0:
-        outcome = _narrow(whole.problem, core, ascent, outcome, clock)
-        if outcome.status == "optimal":
-            return replace(outcome, root=outcome.lower)
-    return tied
+    known = replace(tied, plan=folded.lift(tied.plan))
+    core, _, outcome = _narrow(whole.problem, _presolve(whole, presolve, clock), known, clock)
+    if outcome.closed:
+        return replace(outcome, status="optimal")
+    if core.problem.variables > UNFOLDED_CORE or clock.left <= 0:
+        return outcome
+    found = _by_ilp(whole, core, "cbc", outcome, clock, cutoff=outcome.value)
+    return found if found.status == "optimal" else replace(outcome, plan=found.plan, value=found.value, lower=found.lower)
 
 
 def _solution(problem: Problem, folded: Folded, outcome: _Outcome, clock: _Clock) -> Solution:
     assert outcome.plan is not None
     assignment = folded.lift(outcome.plan)
     value = problem.value(assignment)
-    lower = outcome.root if folded.tied else outcome.lower
-    lower = min(lower, value)
+    lower = min(outcome.lower, value)
     gap = (value - lower) / max(abs(value), np.finfo(float).tiny)
     return Solution(
         assignment=assignment,

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES
+from autopar.rules.registry import registered_rules
 from autopar.rules.shardy import read_rules
 
 __all__ = ["Rule", "parse", "rules_of", "whole"]
@@ -76,6 +77,7 @@ def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tup
 
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
     """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module."""
+    known = registered_rules() if registered is None else registered
     representatives: dict[int, Op] = {}
     for op in graph.walk():
         if not op.regions:
@@ -83,7 +85,7 @@ def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mappi
     found: dict[int, Rule] = {}
     from_shardy: list[Op] = []
     for signature, op in representatives.items():
-        rule = _without_compiler(graph, op, registered or {})
+        rule = _without_compiler(graph, op, known)
         if rule is not None:
             found[signature] = rule
         else:

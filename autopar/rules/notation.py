@@ -114,6 +114,16 @@ def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dim
     return Rule(operands, results, tuple(sizes), reduced, tuple(sorted({*kept, *whole})), origin)
 
 
+def check_syntax(text: str) -> None:
+    """RuleError unless `text` has the form of a rule; shapes are checked where it is applied."""
+    body = text.split("|")[0] if isinstance(text, str) else ""
+    if body.count("->") != 1:
+        raise RuleError(f"rule {text!r} needs exactly one '->', as in 'b m k, k n -> b m n'")
+    for name in body.replace("->", " ").replace(",", " ").split():
+        if not re.fullmatch(r"[A-Za-z]\w*|1|\(\)", name):
+            raise RuleError(f"rule '{text}': '{name}' is no dimension name")
+
+
 def _kept(text: str, notes: Sequence[str], index: dict[str, int]) -> list[int]:
     found: list[int] = []
     for note in notes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ class Classifier(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         config = self.config
-        dtypes = {"dtype": config.precision.compute, "param_dtype": config.precision.params}
+        dtypes: dict[str, Any] = {"dtype": config.precision.compute, "param_dtype": config.precision.params}
         x = images
         for _ in range(config.layers):
             x = nn.relu(nn.Conv(config.width, (3, 3), **dtypes)(x))
@@ -40,7 +42,7 @@ def build(name: str, config: Config) -> Model:
         return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        def loss_fn(params: object) -> jax.Array:
+        def loss_fn(params: Any) -> jax.Array:
             logits = state.apply_fn({"params": params}, batch["images"])
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +18,7 @@ HEADS = 8
 class Block(nnx.Module):
     """Pre-norm attention and feed-forward layer."""
 
-    def __init__(self, config: SequenceConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: SequenceConfig, *, rngs: nnx.Rngs) -> None:
         width, dtypes = config.width, _dtypes(config)
         self.norm1 = nnx.LayerNorm(width, rngs=rngs, **dtypes)
         self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs, **dtypes)
@@ -32,7 +34,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, blocks, output layer: int32[B,S] -> logits [B,S,classes]."""
 
-    def __init__(self, config: SequenceConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: SequenceConfig, *, rngs: nnx.Rngs) -> None:
         dtypes = _dtypes(config)
         self.embed = nnx.Embed(config.classes, config.width, rngs=rngs, **dtypes)
         self.positions = nnx.Embed(config.seq, config.width, rngs=rngs, **dtypes)
@@ -41,13 +43,13 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        mask = nnx.make_causal_mask(tokens)
+        mask = nnx.make_causal_mask(tokens, dtype=jnp.bool_)
         for block in self.blocks:
             x = block(x, mask)
         return self.head(x)
 
 
-def _dtypes(config: SequenceConfig) -> dict[str, str]:
+def _dtypes(config: SequenceConfig) -> dict[str, Any]:
     return {"dtype": config.precision.compute, "param_dtype": config.precision.params}
 
 
@@ -58,7 +60,7 @@ def _loss(model: Decoder, batch: Batch) -> jax.Array:
 def build(name: str, config: SequenceConfig) -> Model:
     """The model of one config; batch = {"tokens", "labels"}, both int32[batch, seq]."""
 
-    def create(key: jax.Array) -> tuple[Decoder, nnx.Optimizer]:
+    def create(key: jax.Array) -> tuple[Decoder, nnx.Optimizer[Decoder]]:
         model = Decoder(config, rngs=nnx.Rngs(key))
         return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from autopar.zoo import nn
 from autopar.zoo.model import (
     MIXED,
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -52,13 +53,11 @@ class Config:
     tied: bool = False
 
 
-_SMALL = Precision()
-
 SIZES: Mapping[str, Config] = MappingProxyType(
     {
-        "toy": Config(layers=2, width=32, heads=8, vocab=64, seq=16, batch=8, precision=_SMALL),
-        "3m": Config(layers=4, width=256, heads=8, vocab=256, seq=128, batch=32, precision=_SMALL),
-        "10m": Config(layers=6, width=384, heads=8, vocab=256, seq=256, batch=32, precision=_SMALL),
+        "toy": Config(layers=2, width=32, heads=8, vocab=64, seq=16, batch=8, precision=SINGLE),
+        "3m": Config(layers=4, width=256, heads=8, vocab=256, seq=128, batch=32, precision=SINGLE),
+        "10m": Config(layers=6, width=384, heads=8, vocab=256, seq=256, batch=32, precision=SINGLE),
         "125m": Config(layers=12, width=768, heads=12),
         "350m": Config(layers=24, width=1024, heads=16),
         "760m": Config(layers=24, width=1536, heads=16),

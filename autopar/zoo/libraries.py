@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.errors import ArgumentError
-from autopar.zoo.model import Model, Precision
+from autopar.zoo.model import SINGLE, Model, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Config:
     width: int = 32
     classes: int = 64
     batch: int = 8
-    precision: Precision = Precision()
+    precision: Precision = SINGLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ def lazily(module: str, library: str) -> Callable[[str, Config], Model]:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != library:
                 raise
-            raise ArgumentError(f"{name!r} needs {library}, which is not installed: pip install autopar[zoo]") from error
+            raise ArgumentError(
+                f"{name!r} needs {library}, which is not installed: pip install autopar[zoo]"
+            ) from error
         return found.build(name, config)
 
     return build

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from autopar.zoo import nn
 from autopar.zoo.model import (
     MIXED,
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -54,7 +55,7 @@ class Config:
 
 SIZES: Mapping[str, Config] = MappingProxyType(
     {
-        "toy": Config(2, 32, heads=8, kv_heads=4, hidden=64, vocab=64, seq=16, batch=8, precision=Precision()),
+        "toy": Config(2, 32, heads=8, kv_heads=4, hidden=64, vocab=64, seq=16, batch=8, precision=SINGLE),
         "8b": Config(32, 4096, heads=32, kv_heads=8, hidden=14336),
         "70b": Config(80, 8192, heads=64, kv_heads=8, hidden=28672),
     }
@@ -127,7 +128,9 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return lax.add(lax.mul(x, lax.broadcast_in_dim(cos, x.shape, where)), turned)
 
 
-def _attention(config: Config, params: Tree, h: jax.Array, cos: jax.Array, sin: jax.Array, bias: jax.Array) -> jax.Array:
+def _attention(
+    config: Config, params: Tree, h: jax.Array, cos: jax.Array, sin: jax.Array, bias: jax.Array
+) -> jax.Array:
     """Grouped-query attention of h [B,S,D]; scores are [B,G,S,R,T]."""
     groups, head = config.kv_heads, config.width // config.heads
     shared = config.heads // groups

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
 from autopar.zoo.model import (
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -37,7 +38,7 @@ class Config:
     width: int
     hidden: int
     batch: int
-    precision: Precision = Precision()
+    precision: Precision = SINGLE
     scan: bool = False
     remat: bool = False
 

@@ -1,7 +1,7 @@
 """What a zoo entry is: a train step, and enough to make its arguments, real or abstract.
 
-A family describes its parameters as a tree of `Param` (a shape and how to draw it), its loss as a function of that tree
-and a batch, and hands both to `trainable`, which adds the optimizer. Nothing here knows about sharding, so that a step of
+A family describes its parameters as a tree of `Param` (a shape and how to draw it), its loss as a function of that
+tree and a batch, and hands both to `trainable`, which adds the optimizer. Nothing here knows about sharding: a step of
 the zoo is what a user would write.
 
 Mixed precision follows Micikevicius et al. (2018), "Mixed precision training": parameters and Adam moments are kept in
@@ -66,10 +66,11 @@ class Model:
 class Precision:
     """The dtype that parameters are kept in and the one they are used in."""
 
-    params: str = "float32"
-    compute: str = "float32"
+    params: str
+    compute: str
 
 
+SINGLE = Precision("float32", "float32")
 MIXED = Precision("float32", "bfloat16")
 
 

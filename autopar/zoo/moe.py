@@ -7,9 +7,9 @@ Tokens are cut into groups g of s tokens; each goes to its two best experts e, a
     y              = combine . expert(dispatch . x)         dispatch = combine > 0; the "gsec,gsd->egcd" einsums
     auxiliary loss = E sum_e (share routed to e)(mean gate) -> balance
 
-The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite: sequence
-length 1024, vocabulary 32000, global batch 1024, groups of 2048 tokens, feed-forward factor 8 in routed and plain layers.
-Its parameter formula counts one embedding table: the "-tied" variants agree with it within 1%.
+The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite:
+sequence length 1024, vocabulary 32000, global batch 1024, groups of 2048 tokens, feed-forward factor 8 in routed and
+plain layers. Its parameter formula counts one embedding table: the "-tied" variants agree with it within 1%.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autopar.errors import ArgumentError
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
     MIXED,
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -65,7 +66,7 @@ class Config:
 
 SIZES: Mapping[str, Config] = MappingProxyType(
     {
-        "toy": Config(2, 32, 8, experts=8, group=16, factor=2, vocab=64, seq=16, batch=8, precision=Precision()),
+        "toy": Config(2, 32, 8, experts=8, group=16, factor=2, vocab=64, seq=16, batch=8, precision=SINGLE),
         "380m": Config(8, 768, 16, experts=8),
         "690m": Config(8, 768, 16, experts=16),
         "1.3b": Config(16, 768, 16, experts=16),

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
 from autopar.zoo.model import (
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -42,7 +43,7 @@ class Config:
     vocab: int
     seq: int
     batch: int
-    precision: Precision = Precision()
+    precision: Precision = SINGLE
     scan: bool = False
     remat: bool = False
 

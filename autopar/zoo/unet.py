@@ -25,14 +25,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
-from autopar.zoo.model import Batch, Model, Param, Precision, Tree, trainable, with_layer_axis
+from autopar.zoo.model import SINGLE, Batch, Model, Param, Precision, Tree, trainable, with_layer_axis
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Dimensions: `channels` (c), `levels`, of which the upper `attending` have transformers (the middle always has one),
+    """Dimensions: `channels` (c), `image` side in pixels, `heads`, `groups` of the norm, `batch` images.
 
-    `image` side in pixels, `heads`, `groups` of the norm, `batch` images.
+    Of the `levels`, the upper `attending` have transformers; the middle always has one.
     """
 
     channels: int
@@ -42,7 +42,7 @@ class Config:
     heads: int = 8
     groups: int = 4
     batch: int = 2048
-    precision: Precision = Precision()
+    precision: Precision = SINGLE
     remat: bool = False
 
     @property
@@ -143,7 +143,7 @@ def _residual_params(config: Config, inputs: int, outputs: int) -> Tree:
         "norm2": _norm_params(outputs),
         "conv2": _conv_params(3, outputs, outputs),
     }
-    return params if inputs == outputs else {**params, "conv0": _conv_params(1, inputs, outputs)}
+    return params if inputs == outputs else {**params, "shortcut": _dense_params(inputs, outputs)}
 
 
 def _attention_params(config: Config, width: int, context: int) -> Tree:
@@ -201,7 +201,7 @@ def _residual(config: Config, params: Tree, x: jax.Array, time: jax.Array) -> ja
     y = _conv(nn.silu(group_norm(x, params["norm1"], config.groups)), params["conv1"])
     y = y + _dense(nn.silu(time), params["time"])[:, None, None, :]
     y = _conv(nn.silu(group_norm(y, params["norm2"], config.groups)), params["conv2"])
-    return y + (_conv(x, params["conv0"]) if "conv0" in params else x)
+    return y + (_dense(x, params["shortcut"]) if "shortcut" in params else x)
 
 
 def _attention(params: Tree, x: jax.Array, context: jax.Array | None) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
     MIXED,
+    SINGLE,
     Batch,
     Model,
     Param,
@@ -46,7 +47,7 @@ class Config:
 
 SIZES: Mapping[str, Config] = MappingProxyType(
     {
-        "toy": Config(2, 32, 8, patch=4, image=16, classes=64, batch=8, precision=Precision()),
+        "toy": Config(2, 32, 8, patch=4, image=16, classes=64, batch=8, precision=SINGLE),
         "b16": Config(12, 768, 12, patch=16),
         "l16": Config(24, 1024, 16, patch=16),
         "h14": Config(32, 1280, 16, patch=14),

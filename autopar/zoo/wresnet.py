@@ -2,11 +2,11 @@
 
     x <- relu(BN(conv1x1(relu(BN(conv3x3(relu(BN(conv1x1(x)))))) + shortcut)     channels f, f w, 4 f
 
-(He et al., 2016; Zagoruyko and Komodakis, 2016.) Images are NHWC, kernels HWIO. The statistics of the norm are taken over
-the global batch, so the batch mixes: what a data-parallel plan must reduce, and a microbatched one cannot split.
+(He et al., 2016; Zagoruyko and Komodakis, 2016.) Images are NHWC, kernels HWIO. The statistics of the norm are taken
+over the global batch, so the batch mixes: what a data-parallel plan must reduce, and a microbatched one cannot split.
 
-The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite: image side
-224, 1024 classes, float32, global batch 1536 (1520 for 13b, as there). Optimizer: AdamW.
+The named sizes are those of the Alpa paper (Zheng et al., 2022), section 8, and of its public benchmark suite: image
+side 224, 1024 classes, float32, global batch 1536 (1520 for 13b, as there). Optimizer: AdamW.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
-from autopar.zoo.model import Batch, Metrics, Model, Param, Precision, State, Tree, draw, image_batch, with_layer_axis
+from autopar.zoo.model import (
+    SINGLE,
+    Batch,
+    Metrics,
+    Model,
+    Param,
+    Precision,
+    State,
+    Tree,
+    draw,
+    image_batch,
+    with_layer_axis,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,7 @@ class Config:
     image: int = 224
     classes: int = 1024
     batch: int = 1536
-    precision: Precision = Precision()
+    precision: Precision = SINGLE
     remat: bool = False
 
 

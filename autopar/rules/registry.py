@@ -1,0 +1,39 @@
+"""Rules that users register for their own primitives: custom calls, Pallas kernels.
+
+The registry is an immutable mapping in a context variable; registering replaces it, so that planning sees one value
+from start to end and tests can undo what they register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from autopar.errors import RuleError
+from autopar.rules.notation import check_syntax
+
+_REGISTERED: ContextVar[Mapping[str, str]] = ContextVar("autopar_registered_rules", default=MappingProxyType({}))
+
+
+def register_rule(primitive: Any, rule: str) -> None:
+    """Tell autopar how the dimensions of a primitive correspond: `register_rule("my_matmul", "m k, k n -> m n")`.
+
+    Args:
+        primitive: a JAX primitive or its name, as `pallas_call`'s `name` or the primitive's `name`.
+        rule: factor notation (docs "Write your own rules"); names in operands only are summed over.
+
+    Raises:
+        RuleError: the text is no rule.
+    """
+    name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
+    if not isinstance(name, str) or not name:
+        raise RuleError(f"register_rule needs a primitive or its name, got {primitive!r:.60}")
+    check_syntax(rule)
+    _REGISTERED.set(MappingProxyType({**_REGISTERED.get(), name: rule}))
+
+
+def registered_rules() -> Mapping[str, str]:
+    """All registered rules: primitive name -> text."""
+    return _REGISTERED.get()

@@ -1,0 +1,136 @@
+"""Does the compiler emit what the plan predicts?
+
+    target "shardy"  the program is lowered on a mesh without devices and partitioned by Shardy alone: any mesh size,
+                     well under a second; collectives must be equal piece by piece
+    target "cpu"     compiled for virtual CPU devices; a reduce-scatter appears there as an all-reduce of the same bytes
+
+A check passes when nothing was emitted that no operation of the plan explains, and the bytes on the wire are within
+`TOLERANCE` of the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import codegen, comparison, hlo, jax_compat, shardy
+from autopar.collective import Collective
+from autopar.errors import ArgumentError, MeshError
+from autopar.plans import Plan, check_matches
+from autopar.rules import rules_of
+from autopar.trace import trace
+
+#: Emitted over predicted wire bytes up to which a plan counts as honoured.
+TOLERANCE = 1.10
+
+TARGETS = ("cpu", "shardy")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        ok: the target emits what the plan predicts.
+        target: "cpu" or "shardy".
+        collectives: what the target emits.
+        comparison: matched and unmatched pieces, and wire bytes of both.
+        memory: bytes per device by kind, where the target reports it.
+        flops: floating-point operations per device, where the target reports it.
+        mismatches: a line for everything that differs, with the user's source line.
+    """
+
+    ok: bool
+    target: str
+    collectives: tuple[Collective, ...]
+    comparison: comparison.Comparison
+    memory: Mapping[str, int]
+    flops: float
+    mismatches: tuple[str, ...]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes each device sends per step in what was emitted."""
+        return self.comparison.emitted_wire_bytes
+
+    def __str__(self) -> str:
+        c = self.comparison
+        head = (
+            f"{'ok' if self.ok else 'MISMATCH'} on {self.target}: {c.matched + c.joined} collectives as predicted, "
+            f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, predicted {c.predicted_wire_bytes:,.0f}"
+        )
+        return "\n".join([head, *self.mismatches])
+
+
+def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
+    """Compare a plan with what a target makes of it.
+
+    Raises:
+        ArgumentError: an unknown target.
+        PlanMismatchError: the plan is for another function or other shapes.
+        MeshError: target "cpu" with fewer devices than the plan has.
+    """
+    if target not in TARGETS:
+        raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
+    fn = getattr(fn, "__wrapped__", fn)
+    traced = trace(fn, *args, **kwargs)
+    check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+    sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
+    mesh = _mesh(plan, target)
+    built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
+    emit = _shardy if target == "shardy" else _compiled
+    found, memory, flops = emit(built, traced.in_avals, plan)
+    compared = comparison.compare(plan.collectives, found, sizes, reduce_scatter_as_all_reduce=target == "cpu")
+    mismatches = tuple(_mismatches(compared))
+    return Report(_holds(compared, target), target, found, compared, memory, flops, mismatches)
+
+
+def _holds(c: comparison.Comparison, target: str) -> bool:
+    if target == "shardy":
+        return not c.predicted_only and not c.emitted_only
+    return 1 / TOLERANCE <= c.ratio <= TOLERANCE
+
+
+def _mesh(plan: Plan, target: str) -> Any:
+    if target == "shardy":
+        return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
+    import math
+
+    import jax
+    import numpy as np
+
+    devices, count = jax.devices(), math.prod(plan.mesh_sizes)
+    if len(devices) < count:
+        raise MeshError(f"target 'cpu' needs {count} devices for mesh {plan.mesh_sizes}, {len(devices)} are here")
+    return jax_compat.auto_mesh(np.array(devices[:count]).reshape(plan.mesh_sizes), plan.mesh_names)
+
+
+def _shardy(built: codegen.Program, avals: Any, plan: Plan) -> tuple[tuple[Collective, ...], dict[str, int], float]:
+    lowered = built.jit().trace(*avals).lower(lowering_platforms=("cpu",))
+    return shardy.collectives(shardy.partition(lowered)), {}, 0.0
+
+
+def _compiled(built: codegen.Program, avals: Any, plan: Plan) -> tuple[tuple[Collective, ...], dict[str, int], float]:
+    # Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
+    options = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
+    compiled = built.jit().lower(*avals).compile(compiler_options=options)
+    stats = compiled.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "results": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+    }
+    found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)
+    return found, memory, float((compiled.cost_analysis() or {}).get("flops", 0.0))
+
+
+def _mismatches(c: comparison.Comparison) -> list[str]:
+    lines: list[str] = []
+    for title, side in (("predicted but not emitted", c.predicted_only), ("emitted but not predicted", c.emitted_only)):
+        for x in side:
+            where = f" at {x.source}" if x.source else ""
+            what = f" ({x.op})" if x.op else ""
+            lines.append(f"{title}: {x.count} x {x.kind} over {'+'.join(x.axes)}, {x.bytes:,} bytes{where}{what}")
+    return lines

@@ -1,0 +1,236 @@
+"""The zoo: every toy trains, sizes match their sources, names are found or refused with the alternatives."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.zoo import TOYS, build, names
+from autopar.zoo.moe import balance, route
+from autopar.zoo.table import FAMILIES
+
+GPT_FORMULA = {  # Alpa: L (12 D^2 + 11 D) + V (D + 1), as printed by its benchmark suite
+    "125m": 124408832,
+    "350m": 354740224,
+    "760m": 758577152,
+    "1.3b": 1313409024,
+    "2.6b": 2648606720,
+    "6.7b": 6653659136,
+    "15b": 15364392960,
+    "39b": 39078512640,
+    "76b": 76028569600,
+}
+MOE_FORMULA = {
+    "380m": 383506688,
+    "690m": 685717760,
+    "1.3b": 1346827520,
+    "2.4b": 2382961920,
+    "7.1b": 7069615360,
+    "10b": 10169642240,
+    "27b": 26648100096,
+    "70b": 70415219968,
+    "140b": 139153571072,
+}
+
+
+def types(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+
+def paths(tree):
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in _leaves(tree)]
+
+
+def _leaves(tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+@pytest.mark.parametrize("target", TOYS)
+def test_toy_trains_two_steps(target):
+    model = build(target)
+    state, batch = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
+    step = jax.jit(model.step)
+    after, first = step(state, batch)
+    final, second = step(after, batch)
+    assert np.isfinite(first["loss"])
+    assert second["loss"] < first["loss"]
+    assert types(final) == types(after)  # after, since Flax's first step counter is a Python int
+
+
+@pytest.mark.parametrize("target", TOYS)
+def test_abstract_arguments_are_those_of_real_ones(target):
+    model = build(target)
+    state, batch = model.abstract_args()
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((state, batch)))
+    assert types(batch) == types(model.make_batch(jax.random.key(0)))
+    after, metrics = jax.eval_shape(model.step, state, batch)
+    assert types(after) == types(state)
+    assert metrics["loss"].shape == ()
+
+
+def test_toys_are_known_names_with_suffixes():
+    assert all(any(toy == name or toy.startswith(f"{name}-") for name in names()) for toy in TOYS)
+
+
+@pytest.mark.parametrize("size", GPT_FORMULA)
+def test_gpt_has_the_parameters_of_its_source(size):
+    config = FAMILIES["gpt"].sizes[size]
+    tied = build(f"gpt-{size}-tied-scan").parameters()
+    assert tied == pytest.approx(GPT_FORMULA[size], rel=0.01)
+    # What the formula leaves out: positions, the last norm, two biases' worth per block; and its own output bias.
+    missing = config.seq * config.width + 2 * config.width + 2 * config.layers * config.width - config.vocab
+    assert tied - GPT_FORMULA[size] == missing
+    assert build(f"gpt-{size}-scan").parameters() == tied + config.vocab * config.width
+
+
+@pytest.mark.parametrize("size", MOE_FORMULA)
+def test_moe_has_the_parameters_of_its_source(size):
+    assert build(f"moe-{size}-tied-scan").parameters() == pytest.approx(MOE_FORMULA[size], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("target", "billions", "tolerance"),
+    [
+        ("llama3-8b-scan", 8.03, 0.001),
+        ("llama3-70b-scan", 70.55, 0.001),
+        ("gpt-3m", 0.003, 0.15),
+        ("gpt-10m", 0.010, 0.15),
+        ("vit-b16", 0.0864, 0.01),
+        ("mlp-1b", 1.074, 0.001),
+    ],
+)
+def test_size_is_as_its_name_says(target, billions, tolerance):
+    assert build(target).parameters() / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+def test_mixed_precision_keeps_float32_state_and_computes_in_bfloat16():
+    model = build("gpt-125m", layers=1, batch=2)
+    state, batch = model.abstract_args()
+    floats = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {"float32"}
+    products = [
+        line for line in str(jax.make_jaxpr(model.step)(state, batch)).splitlines() if " = dot_general[" in line
+    ]
+    assert products
+    assert all(":bf16[" in line for line in products)
+
+
+@pytest.mark.parametrize("target", TOYS)
+def test_float64_reaches_every_float(target):
+    with jax.enable_x64(True):
+        model = build(target, dtype="float64")
+        jaxpr = jax.make_jaxpr(model.step)(*model.abstract_args())
+    assert not narrow_floats(jaxpr.jaxpr)
+
+
+def narrow_floats(jaxpr):
+    """Every value that is a float but not float64, in the jaxpr and all that it calls."""
+    values = [*jaxpr.invars, *(out for equation in jaxpr.eqns for out in equation.outvars)]
+    found = [str(v.aval) for v in values if str(v.aval).startswith(("float32", "bfloat16", "float16"))]
+    for equation in jaxpr.eqns:
+        for param in jax.tree.leaves(
+            tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
+            inner = getattr(param, "jaxpr", param)
+            if hasattr(inner, "eqns"):
+                found += narrow_floats(inner)
+    return found
+
+
+def test_float64_without_64_bit_mode_is_refused():
+    with pytest.raises(ArgumentError, match="JAX_ENABLE_X64"):
+        build("gpt-toy", dtype="float64")
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama3", "moe", "mlp", "vit", "rnn"])
+def test_scanned_and_unrolled_agree(family):
+    plain, scanned = build(f"{family}-toy", layers=4), build(f"{family}-toy-scan", layers=4)
+    state, batch = plain.init(jax.random.key(0)), plain.make_batch(jax.random.key(1))
+    params = {**state["params"], "blocks": jax.tree.map(lambda *x: jnp.stack(x), *state["params"]["blocks"])}
+    other = {**scanned.init(jax.random.key(0)), "params": params}
+    after, expected = jax.jit(plain.step)(state, batch)
+    also, found = jax.jit(scanned.step)(other, batch)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-6)
+    last = jax.tree.map(lambda *x: jnp.stack(x), *after["params"]["blocks"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), also["params"]["blocks"], last)
+
+
+def test_rematerialised_loss_is_the_same():
+    losses = []
+    for target in ("gpt-toy", "gpt-toy-remat"):
+        model = build(target)
+        _, metrics = jax.jit(model.step)(model.init(jax.random.key(0)), model.make_batch(jax.random.key(1)))
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_the_same_key_gives_the_same_state_and_batch():
+    one, two = (build("llama3-toy") for _ in range(2))
+    key = jax.random.key(3)
+    jax.tree.map(np.testing.assert_array_equal, one.init(key), two.init(key))
+    jax.tree.map(np.testing.assert_array_equal, one.make_batch(key), two.make_batch(key))
+
+
+def test_overrides_replace_dimensions():
+    _, batch = build("llama3-8b", layers=1, batch=4, seq=128).abstract_args()
+    assert batch["tokens"].shape == (4, 128)
+    assert build("gpt-toy", layers=5).parameters() - build("gpt-toy", layers=4).parameters() == 12 * 32**2 + 13 * 32
+
+
+@pytest.mark.parametrize("target", [name for name in TOYS if build(name).megatron])
+def test_megatron_table_names_parameters_and_fits_their_ranks(target):
+    model = build(target)
+    params = paths(model.abstract_args()[0]["params"])
+    for glob, spec in model.megatron:
+        found = [(path, leaf) for path, leaf in params if fnmatch.fnmatch(f"params/{path}", glob)]
+        assert found or (glob == "*/head" and "tied" in target), glob
+        for path, leaf in found:
+            assert len(spec) == leaf.ndim, (path, spec, leaf.shape)
+
+
+def test_a_tie_between_experts_and_full_experts_drop_tokens():
+    gates = jnp.array([[[0.6, 0.4, 0.0], [0.7, 0.3, 0.0], [0.2, 0.0, 0.8]]])
+    combine = route(gates, capacity=2)
+    np.testing.assert_allclose(combine[0].sum((1, 2)), [1.0, 1.0, 1.0], rtol=1e-6)
+    # The third token's second choice, expert 0, has no slot left: all its weight goes to expert 2.
+    np.testing.assert_allclose(combine[0, 2].sum(-1), [0.0, 0.0, 1.0], atol=1e-6)
+    assert int((combine[0] > 0).sum(0).max()) == 1  # no slot is used twice
+
+
+def test_balance_is_one_when_even_and_experts_when_not():
+    even = jnp.eye(4)[None]
+    assert float(balance(even)) == pytest.approx(1.0)
+    assert float(balance(jnp.zeros((1, 4, 4)).at[..., 0].set(1.0))) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: build("gpt-2.7b"), "unknown zoo target 'gpt-2.7b'; known, closest first: gpt-2.6b, "),
+        (lambda: build("scan"), "unknown zoo target 'scan'; known, closest first: "),
+        (lambda: build("mlp-toy", seq=4), "'mlp-toy' takes no 'seq'; it takes: layers, batch, precision, scan, remat"),
+        (lambda: build("wresnet-1b-scan"), "'wresnet-1b-scan' takes no 'scan'; it takes: batch, precision, remat"),
+        (lambda: build("gpt-toy", batch=0), "batch=0 of 'gpt-toy' must be at least 1"),
+        (lambda: build("gpt-toy", dtype="int32"), "dtype='int32' is not floating"),
+        (lambda: build("gpt-toy", dtype="float31"), "dtype='float31' is no dtype"),
+        (lambda: build("moe-toy", layers=3), "layers=3 of 'moe-toy' must be even"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_the_alternatives(call, message):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    monkeypatch.delitem(sys.modules, "autopar.zoo.equinox_mlp", raising=False)
+    with pytest.raises(ArgumentError, match=r"autopar\[zoo\]"):
+        build("equinox-toy")
