@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import Layout, replicated, spec
+from autopar.layout import PARTIAL, Layout, replicated, spec
 from autopar.plans import Plan, Stage
 from autopar.rules import Rule
 
@@ -71,6 +71,11 @@ def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) 
     )
 
 
+def partial_axes(layout: Layout | None) -> list[int]:
+    """Mesh axes along which a value in this layout is a partial sum: each is a leading dimension of its array."""
+    return [axis for axis, dim in enumerate(layout or ()) if dim == PARTIAL]
+
+
 @dataclass(frozen=True, eq=False)
 class _Context:
     """What all scopes of one program share."""
@@ -82,8 +87,18 @@ class _Context:
     names: tuple[str, ...]
 
     def constrain(self, array: Any, layout: Layout) -> Any:
-        sharding = NamedSharding(self.mesh, spec(layout, array.ndim, self.names))
+        """Constrain an array to a layout; one leading dimension per axis along which it is partial."""
+        lead = partial_axes(layout)
+        shifted = tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
+        sharding = NamedSharding(self.mesh, spec(shifted, array.ndim, self.names))
         return jax.lax.with_sharding_constraint(array, sharding)
+
+    def settle(self, array: Any, lead: Sequence[int], layout: Layout) -> Any:
+        """An array that is partial along `lead`, brought to a layout: what is not to stay partial is summed."""
+        done = tuple(i for i, axis in enumerate(lead) if layout[axis] != PARTIAL)
+        if done:
+            array = jax.lax.reduce_sum_p.bind(array, axes=done, out_sharding=None)
+        return self.constrain(array, layout)
 
 
 
@@ -121,7 +136,73 @@ class _Scope:
 
     def _run_leaf(self, op: Op) -> None:
         operands = [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)]
-        self._store(op, self._bind(op, operands))
+        leads = [partial_axes(self._layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
+        lead = max(leads, key=len, default=[])
+        kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
+        if lead:
+            self._store(op, self._bind_partial(op, operands, leads), lead)
+        elif kept:
+            self._store(op, [self._split_product(op, operands, kept)], kept)
+        else:
+            self._store(op, self._bind(op, operands))
+
+    def _layout_at(self, atom: Atom, site: str) -> Layout | None:
+        """The layout of an operand at a site; None for literals, scalars, free values and views."""
+        if not isinstance(atom, int) or atom not in self.context.stage.values:
+            return None
+        return self.context.stage.uses.get(site, self.context.stage.values[atom])
+
+    def _bind_partial(self, op: Op, operands: Sequence[Any], leads: Sequence[Sequence[int]]) -> list[Any]:
+        """A linear operation on partial sums: batched over their leading dimensions."""
+        batched: Callable[..., tuple[Any, ...]] = lambda *xs: tuple(jax_compat.bind(op.equation, xs))
+        axes = tuple(0 if lead else None for lead in leads)
+        for _ in max(leads, key=len):
+            batched = jax.vmap(batched, in_axes=axes)
+        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            return list(batched(*operands))
+
+    def _split_product(self, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
+        """A product whose partial sums along the axes `kept` stay: the contracted dimension is split,
+
+            sum_k a[.., k] b[k, ..]  ->  [sum_{k in part p} a[.., k] b[k, ..]  for p in parts]
+
+        with the parts a batch dimension that lies along the axis.
+        """
+        (lhs_c, rhs_c), (lhs_b, rhs_b) = op.params["dimension_numbers"]
+        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            lhs, lhs_dims = self._split(op, 0, operands[0], lhs_c, lhs_b, kept)
+            rhs, rhs_dims = self._split(op, 1, operands[1], rhs_c, rhs_b, kept)
+            numbers = ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1]))
+            return op.equation.primitive.bind(lhs, rhs, **{**op.params, "dimension_numbers": numbers})
+
+    def _split(
+        self, op: Op, k: int, array: Any, contracted: Sequence[int], batch: Sequence[int], kept: Sequence[int]
+    ) -> tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """An operand with its contracted dimensions split by the mesh axes on them, and its new (contracted, batch)."""
+        layout = self._layout_at(op.inputs[k], f"{op.tag}.in{k}")
+        if layout is None:
+            layout = self.context.stage.uses.get(f"{op.tag}.in{k}", replicated(len(self.context.names)))
+        sizes = [self.context.mesh.shape[name] for name in self.context.names]
+        shape: list[int] = []
+        home: dict[int, list[int]] = {}
+        placed = [-1] * len(sizes)
+        for dim, extent in enumerate(array.shape):
+            axes = [a for a, d in enumerate(layout) if d == dim]
+            split = [a for a in axes if dim in contracted]
+            for a in split:
+                placed[a] = len(shape)
+                home.setdefault(dim, []).append(len(shape))
+                shape.append(sizes[a])
+                extent //= sizes[a]
+            for a in axes:
+                if a not in split:
+                    placed[a] = len(shape)
+            home.setdefault(dim, []).append(len(shape))
+            shape.append(extent)
+        array = self.context.constrain(array.reshape(shape), tuple(placed))
+        lead = [placed[a] for a in kept]
+        rest = tuple(p for dim in contracted for p in home[dim] if p not in lead)
+        return array, (rest, (*lead, *(home[dim][0] for dim in batch)))
 
     def _bind(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         if op.name == "sharding_constraint":
@@ -129,12 +210,12 @@ class _Scope:
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             return jax_compat.bind(op.equation, operands)
 
-    def _store(self, op: Op, results: Sequence[Any]) -> None:
+    def _store(self, op: Op, results: Sequence[Any], lead: Sequence[int] = ()) -> None:
         for value, array in zip(op.outputs, results, strict=True):
             layout = self.context.stage.values.get(value)
             if layout is not None:
                 with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-                    array = self.context.constrain(array, layout)
+                    array = self.context.settle(array, lead, layout)
             self.arrays[value] = array
 
     # Reading
@@ -159,9 +240,11 @@ class _Scope:
         found = self.copies.get((value, wanted))
         if found is None:
             copy = stage.copies.get(value)
-            source = self.arrays[value] if copy is None or copy == wanted else self.at(value, copy, site, reader)
+            direct = copy is None or copy == wanted
+            source = self.arrays[value] if direct else self.at(value, copy, site, reader)
+            lead = partial_axes(stage.values[value] if direct else copy)
             with jax_compat.emitting(reader.equation.source_info, reader.name_stack, site):
-                found = self.copies[value, wanted] = self.context.constrain(source, wanted)
+                found = self.copies[value, wanted] = self.context.settle(source, lead, wanted)
         return found
 
     def materialise(self, value: int, wanted: Layout, site: str, reader: Op) -> Any:
@@ -204,9 +287,11 @@ class _Scope:
         found = self.copies.get((atom, layout))
         if found is None:
             copy = stage.copies.get(atom)
-            source = self.copies.get((atom, copy), self.arrays[atom]) if copy is not None else self.arrays[atom]
+            source = self.arrays[atom] if copy is None else self.copies.get((atom, copy), self.arrays[atom])
             with jax.named_scope(site):
-                found = self.copies[atom, layout] = self.context.constrain(source, layout)
+                found = self.copies[atom, layout] = self.context.settle(
+                    source, partial_axes(stage.values[atom]) if source is self.arrays[atom] else (), layout
+                )
         return found
 
     # Regions

@@ -26,7 +26,9 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.graph import Atom, Constant, Graph, Op, Region, Type
 from autopar.layout import Layout
-from autopar.passes.strategies import StrategySet, Work, layouts_of, strategies_of
+from autopar.passes import deferral
+from autopar.passes.deferral import Deferral
+from autopar.passes.strategies import StrategySet, Work, layouts_of, strategies_of, sum_strategies
 from autopar.rules import Rule
 
 #: A dimension of a view along which any layout costs nothing.
@@ -145,6 +147,7 @@ class _Builder:
     graph: Graph
     rules: Mapping[int, Rule]
     mesh: LogicalMesh
+    deferral: Deferral
     drafts: list[_Draft] = field(default_factory=list)
     homes: dict[int, Home] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
@@ -201,7 +204,7 @@ def cluster(
         mesh: the mesh to plan for.
         pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
     """
-    b = _Builder(graph, rules, mesh)
+    b = _Builder(graph, rules, mesh, deferral.find(graph))
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         if graph.types[value].shape:
             b.enter(path, value, 1.0, (pinned_arguments or {}).get(position))
@@ -274,7 +277,7 @@ def _leaf(b: _Builder, op: Op, weight: float) -> None:
         return
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
-    leader = _leader(b, op, kind)
+    leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
     if leader is not None:
         _follow(b, op, kind, leader, weight)
     elif not _view_of_unary(b, op, kind):
@@ -319,7 +322,8 @@ def _follow(b: _Builder, op: Op, kind: _Kind, leader: int, weight: float) -> Non
 
 def _anchor(b: _Builder, op: Op, kind: _Kind, weight: float) -> None:
     rule = kind.rule
-    strategies = b.strategy_set(op.signature, lambda index: _op_strategies(b, op, rule, index))
+    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index))
+    strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
     cluster = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
     for value, dims in zip(op.outputs, rule.results, strict=True):
         if b.graph.types[value].shape:
@@ -333,8 +337,11 @@ def _anchor(b: _Builder, op: Op, kind: _Kind, weight: float) -> None:
 def _op_strategies(b: _Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     operands = tuple(b.graph.type_of(a) for a in op.inputs)
     results = tuple(b.graph.types[v] for v in op.outputs)
-    work = Work(flops(op, operands, results), operands, results, operands[0].dtype if operands else results[0].dtype)
-    work = Work(work.flops, operands, results, work.dtype, linear_sum=op.name in SUMS)
+    dtype = operands[0].dtype if operands else results[0].dtype
+    defers = op.index in b.deferral.products
+    work = Work(flops(op, operands, results), operands, results, dtype, op.name in SUMS, defers)
+    if op.index in b.deferral.sums:
+        return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)
 
 

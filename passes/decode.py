@@ -3,7 +3,7 @@
     layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
     layout at a site        = what the reader's strategy wants there                        -> layouts.uses
     reshards                = steps from home to copy, from copy to each other layout       -> _reshards
-    partial sums            = reduce-scatters, then one joint all-reduce, per operation     -> _sums
+    partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.layout import Layout, steps
 from autopar.passes.clusters import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
-from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER
+from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, emitted
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def sums_of(
     graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
-    assigned, after = c.strategies.assigned[choice], c.strategies.after[choice]
+    assigned, after = c.strategies.assigned[choice], emitted(c.strategies.after[choice : choice + 1])[0]
     for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
         held = float(graph.types[value].nbytes)
         for axis, size in enumerate(mesh.sizes):

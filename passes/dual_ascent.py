@@ -40,7 +40,7 @@ from autopar.passes.problem import Edge, Floats, Ints, Problem
 
 PASSES = 400
 PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS, else the ascent stops
-PROGRESS = 0.05
+PROGRESS = 0.15
 TOLERANCE = 1e-10  # relative gap that counts as closed
 REVIEW = 8  # passes between looks at how many strategies their bounds rule out
 SHRINK = 0.4  # share of strategies ruled out at which it pays to stop and go on without them
@@ -143,14 +143,6 @@ def reparametrise(problem: Problem, ascent: Ascent) -> Problem:
         edges.append(replace(e, table=e.table - to_u[:, None] - to_v, key=(-2, len(edges))))
     nodes = (replace(n, cost=c, signature=("moved", v)) for v, (n, c) in enumerate(zip(problem.nodes, costs, strict=True)))
     return Problem(tuple(nodes), tuple(edges))
-
-
-def _finished(history: list[float], value: float) -> bool:
-    if history[-1] <= TOLERANCE * abs(value):
-        return True
-    if len(history) <= PATIENCE:
-        return False
-    return not history[-1] < history[-1 - PATIENCE] * (1 - PROGRESS)
 
 
 def _ends(problem: Problem) -> list[list[_End]]:

@@ -38,17 +38,20 @@ class Answer:
     message: str
 
 
-def solve(problem: Problem, solver: str, *, time_limit: float, upper: float = np.inf) -> Answer:
-    """Solve to proven optimality with "cbc" or "highs"; `upper` (s) is the value of a known plan, used as a cutoff.
+def solve(
+    problem: Problem, solver: str, *, time_limit: float, upper: float = np.inf, cutoff: bool = False
+) -> Answer:
+    """Solve to proven optimality with "cbc" or "highs".
 
-    Never raises for what happens to the solver: see `Answer.status`.
+    `upper` (s) is the value of a known plan: it scales the objective, forbids what alone costs more, and is told to the
+    solver as a bound if `cutoff`. Never raises for what happens to the solver: see `Answer.status`.
     """
     shift, stake = scaling(problem, upper)
     unit = stake / SCALE
     model = solvers.new_model("autopar")
     binaries, rows, columns = _build(model, _trimmed(problem, upper - shift), unit)
-    cutoff = (upper - shift) / unit * (1 + 1e-6) + 1e-3 if np.isfinite(upper) else None
-    result = solvers.solve(model, solver, time_limit=time_limit, cutoff=cutoff)
+    limit = (upper - shift) / unit * (1 + 1e-6) + 1e-3 if cutoff and np.isfinite(upper) else None
+    result = solvers.solve(model, solver, time_limit=time_limit, cutoff=limit)
     lower = -np.inf if result.bound is None else shift + unit * result.bound
     return Answer(result.status, _decode(binaries, result.values), lower, rows, columns, result.message)
 

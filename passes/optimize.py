@@ -36,7 +36,8 @@ from autopar.passes.problem import Ints, Problem, check
 SOLVERS = ("auto", "cbc", "highs")
 CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
-KEPT = 0.9  # share of its strategies that a core may keep when fixing is to be tried again
+FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
+KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
 UNFOLDED_CORE = 20_000  # strategies left up to which the unfolded problem is solved after a tied optimum
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
@@ -125,43 +126,64 @@ def optimize(
     with clock.phase("fold"):
         check(problem, thorough=False)
         folded = folding.fold(problem) if fold else folding.identity(problem)
-    outcome = _solve(folded, solver, presolve, clock)
-    if outcome.status == "optimal-tied" and solver == "auto" and clock.left > 0:
-        outcome = _untie(problem, folded, outcome, presolve, clock)
-        folded = folding.identity(problem)
-    return _solution(problem, folded, outcome, clock)
-
-
-def _solve(folded: Folded, solver: str, presolve: bool, clock: _Clock) -> _Outcome:
-    """Bounds, and the exact phase where it is needed or asked for. outcome.lower holds for the unfolded problem."""
     core = _presolve(folded, presolve, clock)
-    if solver != "auto":
-        ascent, known = _bound(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
-        return _by_ilp(folded, core, solver, known, clock, cutoff=np.inf)
-    core, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
-    if outcome.closed:
-        return replace(outcome, status="certified")
-    if not folded.tied:
-        return _search(folded, core, outcome, clock)
-    tied = _fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
-    core, _, inner = _narrow(folded.problem, tied, outcome, clock)
-    if inner.closed:
-        return replace(inner, lower=outcome.lower, status="optimal-tied")
-    return _search(folded, core, replace(inner, lower=outcome.lower), clock)
+    small, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
+    if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
+        outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
+    elif outcome.closed:
+        outcome = replace(outcome, status="certified")
+    elif not folded.tied:
+        outcome = _search(folded, small, outcome, clock)
+    else:
+        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock), clock)
+    return _solution(problem, folded, _lifted(folded, outcome), clock)
+
+
+def _untie(
+    problem: Problem, folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock
+) -> _Outcome:
+    """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
+
+    A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at once.
+    """
+    few = problem.variables <= 2 * folded.problem.variables
+    tied = outcome if few else _tied(folded, core, ascent, outcome, clock)
+    known = _lifted(folded, tied)
+    if clock.left <= 0:
+        return known
+    whole = folding.identity(problem)
+    small, _, found = _narrow(whole.problem, _presolve(whole, True, clock), known, clock)
+    if found.closed:
+        return replace(found, status="certified")
+    if few or (small.problem.variables <= UNFOLDED_CORE and clock.left > 0):
+        return _search(whole, small, found, clock)
+    return found
+
+
+def _tied(folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Outcome:
+    """The optimum of the folded problem; the lower bound stays that of the unfolded one."""
+    start = _fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
+    small, _, inner = _narrow(folded.problem, start, outcome, clock)
+    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock)
+    return replace(inner, lower=outcome.lower)
+
+
+def _lifted(folded: Folded, outcome: _Outcome) -> _Outcome:
+    return replace(outcome, plan=None if outcome.plan is None else folded.lift(outcome.plan))
 
 
 def _presolve(folded: Folded, presolve: bool, clock: _Clock) -> _Core:
     whole = _Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if presolve:
-            return _reduced(whole, None)
+            return _reduced(whole, None, FIRST_ROUNDS)
         reduced = eliminate(folded.problem, rounds=0)
         return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
 
-def _reduced(core: _Core, start: tuple[Ints, ...] | None) -> _Core:
+def _reduced(core: _Core, start: tuple[Ints, ...] | None, rounds: int) -> _Core:
     """Dead ends out, low degrees contracted, infeasible strategies out again."""
-    reduced = eliminate(core.problem, start=start)
+    reduced = eliminate(core.problem, rounds, start)
     smaller = contract(reduced.problem, core.pairings, core.counts)
     left = eliminate(smaller.problem, rounds=0)
     lift: Lift = lambda plan: core.lift(reduced.lift(smaller.lift(left.lift(plan))))  # noqa: E731
@@ -205,38 +227,41 @@ def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Co
         lost = [k for k, s in zip(keep, ascent.assignment, strict=True) if s not in k]
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
-        return _reduced(replace(core, problem=reparametrise(core.problem, ascent)), keep)
+        return _reduced(replace(core, problem=reparametrise(core.problem, ascent)), keep, LATER_ROUNDS)
 
 
 def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _Outcome:
     """CBC on the narrowed core."""
     if clock.left <= 0:
         return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
-    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=outcome.value)
+    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True)
 
 
 def _by_ilp(
-    folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: float
+    folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: bool
 ) -> _Outcome:
     """The ILP over the core; the outcome so far, with a warning, when the solver fails."""
     with clock.phase("ilp"):
-        answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=cutoff - core.constant)
+        answer = ilp.solve(
+            core.problem, solver, time_limit=clock.left, upper=outcome.value - core.constant, cutoff=cutoff
+        )
     plan, value = outcome.plan, outcome.value
     if answer.assignment is not None:
         found = core.lift(answer.assignment)
         cost = folded.problem.value(found)
-        if cost <= value + (SLACK * abs(value) if answer.status == "optimal" and np.isfinite(value) else 0.0):
+        if not cost > value * (1 + SLACK) or plan is None:
             plan, value = found, cost
     if plan is None:
         raise SolverError(_nothing(folded.problem, answer))
-    result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
     proven = core.constant + answer.lower
-    if answer.status == "optimal" and value - proven <= ilp.ACCURACY * abs(value):
-        result = result if folded.tied else replace(result, lower=value)
-        return replace(result, status="optimal" if result.closed else "optimal-tied")
-    result = result if folded.tied else replace(result, lower=min(value, max(result.lower, proven)))
+    result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
+    if answer.status == "optimal" and abs(value - proven) <= ilp.ACCURACY * abs(value):
+        lower = result.lower if folded.tied else value
+        return replace(result, lower=lower, status="optimal" if value - lower <= CLOSED * abs(value) else "optimal-tied")
+    lower = result.lower if folded.tied else min(value, max(result.lower, proven))
     status = "time-limit" if answer.status == "time-limit" else "fallback"
-    return replace(result, status=status, warnings=(*result.warnings, _shortfall(solver, answer, result)))
+    result = replace(result, lower=lower, status=status)
+    return replace(result, warnings=(*result.warnings, _shortfall(solver, answer, result)))
 
 
 def _nothing(problem: Problem, answer: ilp.Answer) -> str:
@@ -252,23 +277,9 @@ def _shortfall(solver: str, answer: ilp.Answer, outcome: _Outcome) -> str:
     return f"{solver} ended with {answer.status} ({answer.message}); the plan is within {gap:.2%} of the optimum"
 
 
-def _untie(problem: Problem, folded: Folded, tied: _Outcome, presolve: bool, clock: _Clock) -> _Outcome:
-    """Try to prove or better a tied optimum on the unfolded problem; the tied outcome where that is too large."""
-    assert tied.plan is not None
-    whole = folding.identity(problem)
-    known = replace(tied, plan=folded.lift(tied.plan))
-    core, _, outcome = _narrow(whole.problem, _presolve(whole, presolve, clock), known, clock)
-    if outcome.closed:
-        return replace(outcome, status="optimal")
-    if core.problem.variables > UNFOLDED_CORE or clock.left <= 0:
-        return outcome
-    found = _by_ilp(whole, core, "cbc", outcome, clock, cutoff=outcome.value)
-    return found if found.status == "optimal" else replace(outcome, plan=found.plan, value=found.value, lower=found.lower)
-
-
 def _solution(problem: Problem, folded: Folded, outcome: _Outcome, clock: _Clock) -> Solution:
-    assert outcome.plan is not None
-    assignment = folded.lift(outcome.plan)
+    assignment = outcome.plan
+    assert assignment is not None
     value = problem.value(assignment)
     lower = min(outcome.lower, value)
     gap = (value - lower) / max(abs(value), np.finfo(float).tiny)

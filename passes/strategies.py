@@ -86,16 +86,40 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int) -> StrategyS
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
     """Every strategy of an operation with this rule on this mesh."""
-    options = _options(rule, work)
-    axes = len(mesh.sizes)
-    picks = _product(list(range(len(options))), axes)
+    assigned, held, after = _expand(_options(rule, work), rule, mesh)
+    return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
+
+
+def _expand(
+    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh
+) -> tuple[Factors, Factors, NDArray[np.int16]]:
+    """(assigned, held, after) of every valid choice of one option per axis."""
+    picks = _product(list(range(len(options))), len(mesh.sizes))
     table = np.array(options, np.int16)
     assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
     held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
     held[after == DEFERRED] = PARTIAL
     valid = _divides(assigned, rule.sizes, mesh.sizes) & _divides(held, rule.sizes, mesh.sizes)
     valid &= _scatters_in_order(after, held)
-    assigned, after, held = assigned[valid], after[valid].astype(np.int16), held[valid]
+    return assigned[valid], held[valid], after[valid].astype(np.int16)
+
+
+def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> StrategySet:
+    """Strategies of an elementwise sum of two values that may be partial.
+
+    Each axis cuts a dimension, nothing, or finds both operands partial along it: then the sum is all-reduced, scattered
+    onto a dimension, or (if `stays`) left partial.
+    """
+    result = work.results[0]
+    dims = [d for d, n in enumerate(result.shape) if n > 1]
+    options = [(REPLICATED, NOTHING, REPLICATED), *((d, NOTHING, REPLICATED) for d in dims)]
+    options.append((PARTIAL, ALL_REDUCE, REPLICATED))
+    if result.rank > 1:
+        options.extend((PARTIAL, REDUCE_SCATTER, d) for d in dims)
+    if stays:
+        options.append((PARTIAL, DEFERRED, REPLICATED))
+    rule = Rule((tuple(range(result.rank)),) * 2, (tuple(range(result.rank)),), result.shape, (), (), "autopar")
+    assigned, held, after = _expand(options, rule, mesh)
     return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
 
 
@@ -173,10 +197,11 @@ def _cost(
 def _sum_cost(
     rule: Rule, work: Work, assigned: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
-    """Seconds of the collectives that resolve partial sums: reduce-scatters first, then one joint all-reduce."""
+    """Seconds of the collectives that resolve partial sums: reduce-scatters, or one joint all-reduce."""
     cost = np.zeros(len(assigned))
     if not (after > NOTHING).any():
         return cost
+    after = emitted(after)
     held_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):
         held_bytes += type_.nbytes / parts_along(assigned, dims, mesh.sizes)
@@ -189,6 +214,13 @@ def _sum_cost(
         exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
         cost += np.where(exactly, collective_time("all-reduce", held_bytes, axes, mesh), 0.0)
     return cost
+
+
+def emitted(after: NDArray[np.int16]) -> NDArray[np.int16]:
+    """`after` (n, axes) as the compilers carry it out: partial sums along several axes are summed together, and scattered
+    only if all of them are; otherwise one all-reduce over all is followed by a local slice."""
+    mixed = (after == REDUCE_SCATTER).any(1) & (after == ALL_REDUCE).any(1)
+    return np.where(mixed[:, None] & (after == REDUCE_SCATTER), ALL_REDUCE, after).astype(np.int16)
 
 
 def _axis_sets(axes: int) -> list[tuple[int, ...]]:

@@ -1,14 +1,15 @@
 """A conditional U-Net for diffusion: convolutions, time embedding, self- and cross-attention, skips from down to up.
 
-    down: residual block, transformer (not at the lowest level), halve     -> _down
-    middle: residual block, transformer, residual block                    -> _middle
-    up: twice (concatenate a skip, residual block, transformer), double    -> _up
+    down, per level: residual block, transformer; halve
+    middle: residual block, transformer, residual block
+    up, per level: concatenate the level's output on the way down, residual block, transformer; double
 
 (Ronneberger et al., 2015; Ho et al., 2020; Rombach et al., 2022.) The skips join distant layers, which a chain of
-pipeline stages must carry along. Predicts the noise of NHWC images; the loss is the mean squared error.
+pipeline stages must carry along -> _predict. It predicts the noise of NHWC images; the loss is the mean squared error.
 
-The named sizes are those of Alpa's public benchmark suite: image side 32, channels (c, 2 c, 4 c, 4 c), one block per
-level, eight heads, context of (side / 8)^2 tokens of width 4 c, float32.
+The named sizes are those of Alpa's public benchmark suite: image side 32, channels (c, 2 c, 4 c, 4 c), eight heads,
+context of (side / 8)^2 tokens of width 4 c, float32. Its up path differs in detail (which levels attend, how many
+skips), so that parameter counts here are near the names, not equal to them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ IMAGE_CHANNELS = 4
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = images and noise [B,H,W,4], times [B], context [B,T,4 c]."""
     init, step = trainable(_params(config), partial(_loss, config), optax.adamw(1e-4), config.precision.params)
-    notes = "Dimensions: Alpa's benchmark suite. Times are one per image; one projection of time per residual block."
+    notes = "Dimensions: Alpa's benchmark suite; the up path is plainer, so sizes are near the names only."
     return Model(name, "unet", step, init, partial(_batch, config), with_layer_axis(TABLE, frozenset()), notes)
 
 
@@ -88,16 +89,16 @@ def build(name: str, config: Config) -> Model:
 
 def _params(config: Config) -> Tree:
     widths, base = config.widths, config.channels
+    residual = {"residual": _residual_params(config, widths[-1], widths[-1])}
     return {
         "first": _conv_params(3, IMAGE_CHANNELS, base),
         "time1": _dense_params(base, 4 * base),
         "time2": _dense_params(4 * base, 4 * base),
         "down": [_down_params(config, level) for level in range(config.levels)],
-        "middle": {
-            "residual1": _residual_params(config, widths[-1], widths[-1]),
-            "transformer": _transformer_params(config, widths[-1]),
-            "residual2": _residual_params(config, widths[-1], widths[-1]),
-        },
+        "middle": [
+            {**residual, "transformer": _transformer_params(config, widths[-1])},
+            residual,
+        ],
         "up": [_up_params(config, level) for level in reversed(range(config.levels))],
         "norm": _norm_params(base),
         "last": _conv_params(3, base, IMAGE_CHANNELS),
@@ -112,15 +113,14 @@ def _down_params(config: Config, level: int) -> Tree:
 
 def _up_params(config: Config, level: int) -> Tree:
     width, below = config.widths[level], config.widths[min(level + 1, config.levels - 1)]
-    skips = (width, config.widths[max(level - 1, 0)])
-    blocks = [_block_params(config, level, inputs) for inputs in (below + skips[0], width + skips[1])]
-    return {"blocks": blocks, **({"resize": _conv_params(3, width, width)} if level > 0 else {})}
+    resize = {"resize": _conv_params(3, width, width)} if level > 0 else {}
+    return {**_block_params(config, level, below + width), **resize}
 
 
 def _block_params(config: Config, level: int, inputs: int) -> Tree:
-    width = config.widths[level]
-    params = {"residual": _residual_params(config, inputs, width)}
-    return {**params, "transformer": _transformer_params(config, width)} if level < config.attending else params
+    params = {"residual": _residual_params(config, inputs, config.widths[level])}
+    attends = level < config.attending
+    return {**params, "transformer": _transformer_params(config, config.widths[level])} if attends else params
 
 
 def _conv_params(side: int, inputs: int, outputs: int) -> Tree:
@@ -252,19 +252,15 @@ def _predict(config: Config, params: Tree, images: jax.Array, times: jax.Array, 
     time = nn.silu(_dense(time_embedding(times, config.channels).astype(images.dtype), params["time1"]))
     time = _dense(time, params["time2"])
     x = _conv(images, params["first"])
-    skips = [x]
+    skips: list[jax.Array] = []
     for level in params["down"]:
         x = block(level, x, time, context)
         skips.append(x)
-        if "resize" in level:
-            x = _conv(x, level["resize"], 2)
-            skips.append(x)
-    middle = params["middle"]
-    x = block({"residual": middle["residual1"], "transformer": middle["transformer"]}, x, time, context)
-    x = block({"residual": middle["residual2"]}, x, time, context)
+        x = _conv(x, level["resize"], 2) if "resize" in level else x
+    for layer in params["middle"]:
+        x = block(layer, x, time, context)
     for level in params["up"]:
-        for layer in level["blocks"]:
-            x = block(layer, jnp.concatenate([x, skips.pop()], -1), time, context)
+        x = block(level, jnp.concatenate([x, skips.pop()], -1), time, context)
         x = _conv(_double(x), level["resize"]) if "resize" in level else x
     return _conv(nn.silu(group_norm(x, params["norm"], config.groups)), params["last"])
 

@@ -1,0 +1,324 @@
+"""One case of `autopar bench equal`: three parallel steps against three steps on one device.
+
+    reference(model)        states and losses of `jax.jit(step)` on one device
+    by_hand(model, n)       the same through a data-parallel step as an expert writes it: batch cut over the most
+                            devices (up to n) that divide it
+    run(model, mesh, ...)   the same through `autopar.parallelize`, and what can be checked on the way
+
+Criteria, with |.| the largest magnitude of a leaf:
+
+    float64     |parallel - single| <= 1e-9 |single| for every leaf of the state
+    float32     the losses agree to 1e-5, and the largest |parallel - single| / |single| of a parameter is at most ten
+                times that of the data-parallel step (Adam divides rounding by rounding where a gradient is nearly zero)
+
+A leaf that is zero but for rounding (a key bias, of which the softmax takes no notice) has no digits to agree in: its
+magnitude counts as at least `NOISE` of the largest of its kind (parameters, first moments, second moments).
+
+The default cluster makes compute dear and communication cheap (`dear`): on figures of a real machine the best plan of
+a toy is to compute everything everywhere, which would test nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import autopar
+from autopar import jax_compat, verification, zoo
+from autopar.bench.worker import cpu_devices, serve
+from autopar.cluster import Cluster
+
+STEPS = 3
+TOLERANCE_64 = 1e-9
+TOLERANCE_LOSS = 1e-5
+TIMES_BY_HAND = 10.0
+FLOOR_32 = 1e-6  # relative difference below which float32 parameters count as equal
+FLOPS_FLAG = 1.25
+NOISE = {"float64": 1e-7, "float32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case found; differences are relative to the largest magnitude of a leaf.
+
+    Attributes:
+        ok: all of `failures` is empty.
+        loss, params, state: largest relative difference of a loss, of a parameter leaf, of any floating leaf.
+        worst: path of the leaf behind `state`.
+        by_hand: `params` of the hand-written data-parallel step on `by_hand_devices` devices.
+        flops_ratio: FLOPs per device of the compiled program times devices over those of one device.
+        bytes_ratio: emitted over predicted bytes on the wire.
+        wire_bytes: predicted bytes that each device sends per step.
+        replicated: what the plan says about the FLOPs where `flops_ratio` exceeds `FLOPS_FLAG`.
+        failures: a line for each criterion that does not hold.
+    """
+
+    model: str
+    mesh: tuple[int, ...]
+    dtype: str
+    ok: bool
+    loss: float = 0.0
+    params: float = 0.0
+    state: float = 0.0
+    worst: str = ""
+    by_hand: float = 0.0
+    by_hand_devices: int = 1
+    flops_ratio: float = 0.0
+    bytes_ratio: float = 0.0
+    wire_bytes: float = 0.0
+    replicated: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The final state and the losses of `STEPS` steps, as host values."""
+
+    state: Any
+    losses: tuple[float, ...]
+
+
+def dear(mesh: Sequence[int]) -> Cluster:
+    """Slow devices (1 Gflop/s, 1 GB/s) on a fast network (0.1 us, 100 GB/s): worth cutting the smallest model."""
+    peaks = dict.fromkeys(("float64", "float32", "bfloat16"), 1e9)
+    return Cluster.custom(mesh, 1e-7, 1e-11, peaks, 1e9, 2**34, name="dear compute")
+
+
+CLUSTERS: Mapping[str, Callable[[Sequence[int]], Cluster | None]] = {"dear": dear, "local": lambda mesh: None}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A model with its first state and a batch for each step, on the host."""
+
+    model: zoo.Model
+    state: Any
+    batches: tuple[Any, ...]
+
+    @property
+    def batch_size(self) -> int:
+        return max(leaf.shape[0] for leaf in jax.tree.leaves(self.batches[0]))
+
+
+def inputs(target: str, dtype: str) -> Inputs:
+    """The same numbers for every mesh."""
+    model = zoo.build(target, dtype=dtype)
+    batches = tuple(model.make_batch(jax.random.key(1 + i)) for i in range(STEPS))
+    return Inputs(model, model.init(jax.random.key(0)), batches)
+
+
+def steps(step: Callable[..., Any], given: Inputs, state: Any) -> Run:
+    """`STEPS` steps from `state`."""
+    losses: list[float] = []
+    for batch in given.batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return Run(autopar.gather(state), tuple(losses))
+
+
+def by_hand(given: Inputs, devices: int) -> tuple[Run, int]:
+    """Data parallelism as an expert writes it, and over how many devices it goes."""
+    used = max(n for n in range(1, devices + 1) if given.batch_size % n == 0)
+    mesh = jax_compat.auto_mesh(np.array(jax.devices()[:used]), ("data",))
+    whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    step = jax.jit(given.model.step, in_shardings=(whole, cut), out_shardings=whole)
+    return steps(step, given, given.state), used
+
+
+# Comparing
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def kind(path: str) -> str:
+    """Which leaves are of one magnitude: "params", "mu", "nu", or the first part of the path."""
+    parts = path.split("/")
+    return next((p for p in parts if p in ("mu", "nu")), parts[0])
+
+
+def differences(ours: Any, theirs: Any, noise: float) -> dict[str, float]:
+    """Path -> largest difference over largest magnitude (see the module); integers differ by 0 or infinity."""
+    pairs = [(path, x, y) for (path, x), (_, y) in zip(_leaves(ours), _leaves(theirs), strict=True)]
+    largest: dict[str, float] = {}
+    for path, _, y in pairs:
+        largest[kind(path)] = max(largest.get(kind(path), 0.0), _magnitude(y))
+    return {path: _difference(x, y, noise * largest[kind(path)]) for path, x, y in pairs}
+
+
+def _host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _magnitude(x: Any) -> float:
+    x = _host(x)
+    return float(np.max(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 0.0
+
+
+def _difference(x: Any, y: Any, floor: float) -> float:
+    x, y = _host(x), _host(y)
+    if not np.issubdtype(y.dtype, np.floating):
+        return 0.0 if np.array_equal(x, y) else math.inf
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        return math.inf
+    scale = max(_magnitude(y), floor)
+    return float(np.max(np.abs(x.astype(np.float64) - y), initial=0.0)) / scale if scale > 0 else float((x != y).any())
+
+
+def _loss_difference(ours: Run, theirs: Run) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
+
+
+def _of_params(found: Mapping[str, float]) -> float:
+    return max(v for path, v in found.items() if path.startswith("params"))
+
+
+# Running
+
+
+class Counted:
+    """A step that counts how often Python runs it, which is how often it is traced."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+        self.calls = 0
+        self.__name__ = getattr(step, "__name__", "step")
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        self.calls += 1
+        return self.step(state, batch)
+
+
+@dataclass(frozen=True, eq=False)
+class Parallel:
+    """What the parallel steps gave, and the habits of the step that were seen."""
+
+    run: Run
+    plan: autopar.Plan
+    flops: float
+    habits: tuple[str, ...]
+
+
+def parallel(given: Inputs, mesh: Sequence[int], cluster: str) -> Parallel:
+    """`STEPS` steps through autopar; `habits` has a line for each of donation, tracing and replanning that fails."""
+    counted = Counted(given.model.step)
+    step = autopar.parallelize(counted, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
+    state, losses, habits = given.state, [], []
+    for i, batch in enumerate(given.batches):
+        before = state
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        if i > 0:
+            habits += _not_donated(before, step.plan(state, batch))
+    if counted.calls != 1:
+        habits.append(f"{STEPS} steps of one shape traced the function {counted.calls} times")
+    plan = step.plan(state, given.batches[0])
+    flops = step.lower(state, given.batches[0]).compile().cost_analysis()["flops"]
+    traced = counted.calls
+    double = jax.tree.map(lambda x: jnp.concatenate([x, x]), given.batches[0])
+    if step.plan(state, double).graph_hash == plan.graph_hash or counted.calls != traced + 1:
+        habits.append(f"a batch of twice the size traced the function {counted.calls - traced} times, not once")
+    return Parallel(Run(autopar.gather(state), tuple(losses)), plan, flops, tuple(dict.fromkeys(habits)))
+
+
+def _not_donated(before: Any, plan: autopar.Plan) -> list[str]:
+    leaves = _leaves(before)
+    kept = [path for i, (path, x) in enumerate(leaves) if i in plan.donated and not x.is_deleted()]
+    missing = [path for i, (path, _) in enumerate(leaves) if i not in plan.donated]
+    lines = [f"state not donated: {', '.join(missing[:3])}"] if missing else []
+    return [*lines, f"donated but still alive: {', '.join(kept[:3])}"] if kept else lines
+
+
+@dataclass(frozen=True, eq=False)
+class Single:
+    """One model on one device: what every mesh is compared with."""
+
+    given: Inputs
+    run: Run
+    flops: float
+
+
+def single(target: str, dtype: str) -> Single:
+    """`STEPS` jitted steps on one device."""
+    given = inputs(target, dtype)
+    compiled = jax.jit(given.model.step).lower(given.state, given.batches[0]).compile()
+    run = steps(jax.jit(given.model.step), given, given.state)
+    return Single(given, run, float((compiled.cost_analysis() or {})["flops"]))
+
+
+def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
+    """All criteria for one model on one mesh."""
+    devices = math.prod(mesh)
+    ours = parallel(one.given, mesh, cluster)
+    hand, used = by_hand(one.given, devices)
+    noise = NOISE[dtype]
+    found = differences(ours.run.state, one.run.state, noise)
+    worst = max(found, key=lambda path: found[path])
+    expert = _of_params(differences(hand.state, one.run.state, noise))
+    report = verification.verify(ours.plan, one.given.model.step, one.given.state, one.given.batches[0])
+    flops_ratio = ours.flops * devices / one.flops
+    loss, params = _loss_difference(ours.run, one.run), _of_params(found)
+    wrong = _numbers_64(found) if dtype == "float64" else _numbers_32(loss, params, expert)
+    failures = (*wrong, *ours.habits, *_bytes(report))
+    return Row(
+        one.given.model.name,
+        tuple(mesh),
+        dtype,
+        ok=not failures,
+        loss=loss,
+        params=params,
+        state=found[worst],
+        worst=worst,
+        by_hand=expert,
+        by_hand_devices=used,
+        flops_ratio=flops_ratio,
+        bytes_ratio=report.comparison.ratio,
+        wire_bytes=ours.plan.wire_bytes(),
+        replicated=(ours.plan.notes or ("no note in the plan",)) if flops_ratio > FLOPS_FLAG else (),
+        failures=failures,
+    )
+
+
+def _numbers_64(found: Mapping[str, float]) -> list[str]:
+    return [f"{path} differs by {v:.1e} of its magnitude" for path, v in found.items() if not v <= TOLERANCE_64]
+
+
+def _numbers_32(loss: float, params: float, expert: float) -> list[str]:
+    allowed = max(TIMES_BY_HAND * expert, FLOOR_32)
+    lines = [] if loss <= TOLERANCE_LOSS else [f"a loss differs by {loss:.1e}"]
+    return lines if params <= allowed else [*lines, f"parameters differ by {params:.1e}, by hand {expert:.1e}"]
+
+
+def _bytes(report: autopar.Report) -> list[str]:
+    return [] if report.ok else [f"bytes on the wire: {report.comparison.ratio:.2f} of the plan", *report.mismatches]
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rows of one model and dtype on several meshes; an error becomes a failed row."""
+    cpu_devices(max(8, *(math.prod(m) for m in spec["meshes"])))
+    jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
+    warnings.simplefilter("ignore")
+    one = single(spec["model"], spec["dtype"])
+    for mesh in spec["meshes"]:
+        try:
+            row = case(one, mesh, spec["dtype"], spec["cluster"])
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            row = Row(spec["model"], tuple(mesh), spec["dtype"], False, failures=(text[:300],))
+        yield asdict(row)
+
+
+if __name__ == "__main__":
+    serve(work)

@@ -1,0 +1,54 @@
+"""Measurements in processes of their own: cold caches, bounded memory, and a crash that costs one row.
+
+A worker is `python -m MODULE SPEC`, SPEC a JSON object; each line that it prints is a JSON object. `lines` starts one
+and yields what it prints; `cpu_devices` is what a worker calls before JAX starts a backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autopar.errors import AutoparError
+
+TAIL = 3  # lines of a dead worker's last words that are shown
+
+
+class WorkerError(AutoparError, RuntimeError):
+    """A worker of a benchmark died; the message holds its last words."""
+
+
+def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """The objects that `python -m module` prints for this spec. WorkerError if it ends with another status than 0."""
+    command = [sys.executable, "-m", module, json.dumps(spec)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **(env or {})}) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        words = child.stderr.read().strip().splitlines()
+    if child.returncode != 0:
+        raise WorkerError(f"{module} {json.dumps(spec)} ended with {child.returncode}: {' | '.join(words[-TAIL:])}")
+
+
+def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> None:
+    """The main function of a worker: print what `work` yields for the spec on the command line."""
+    for row in work(json.loads(sys.argv[1])):
+        print(json.dumps(row), flush=True)
+
+
+def cpu_devices(count: int) -> None:
+    """Use `count` virtual CPU devices; to be called before JAX starts a backend."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
