@@ -280,8 +280,9 @@ def _place(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
             )
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        # A copy, so that donating it cannot take the caller's own buffer away.
-        return jax.device_put(leaf, sharding, may_alias=False if donated else None)
+        # A copy, so that donating it cannot take the caller's own buffer away: device_put aliases the shard of the
+        # device that holds the array, whatever may_alias says, when it replicates (seen on 0.10.2).
+        return jax.device_put(leaf.copy() if donated else leaf, sharding)
     return jax.device_put(leaf, sharding)
 
 

@@ -6,11 +6,11 @@ axes on one dimension cut it in mesh order, the first axis major.
 Asked for an arbitrary change of layout, XLA may gather the whole value first, or exchange it among parts of an axis. A
 few elementary moves it makes just as asked, so that every change is made of these (h: bytes held before, h': after):
 
-    replicated -> dim d     a local slice; then a permute of h', if a more minor axis cuts d            -> _slices
+    replicated -> dim d     a local slice, if no more minor axis cuts d                                 -> _slices
     dim c -> replicated     an all-gather to h'; a permute of h before, if a more minor axis stays      -> _gathers
     dim c -> dim d          an all-to-all of h, for the most minor axes of c; then a permute of h,
                             if a more minor axis cuts d                                                 -> _exchanges
-    same cuts, other axes   a permute of h                                                              -> _permutes
+    other axes, no coarser  a local slice of one dimension, or none, then a permute of h'               -> _permutes
 
 One move is one sharding constraint. `route` finds the moves with the fewest bytes on the wire, among the layouts that
 give every axis its source, its target or nothing, by Dijkstra's algorithm (1959); codegen emits the layouts on the
@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, combinations, count, pairwise, product
+from itertools import chain, combinations, count, groupby, pairwise, product
 from typing import Any
 
 import jax
@@ -70,7 +70,7 @@ def spec(layout: Layout, rank: int, names: Sequence[str]) -> jax.sharding.Partit
     return jax.sharding.PartitionSpec(*entries)
 
 
-def from_spec(partition: Sequence[Any], names: Sequence[str]) -> Layout:
+def from_spec(partition: Iterable[Any], names: Sequence[str]) -> Layout:
     """The layout of a PartitionSpec. KeyError on an axis name that the mesh lacks."""
     layout = [REPLICATED] * len(names)
     position = {name: i for i, name in enumerate(names)}
@@ -120,11 +120,12 @@ def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layou
     """
     if _into_partial(source, target):
         return ()
-    reduced, _ = _reduced(source, target, sizes)
+    reduced, sums = _reduced(source, target, sizes)
     moves = _moves(reduced, target, sizes)
     # local slices one after the other are one constraint
     stops = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
-    return tuple(stops if reduced in (source, target) else [reduced, *stops])
+    path = [source, *_sum_stops(source, target, sums), reduced, *stops, target]
+    return tuple(layout for layout, _ in groupby(path))[1:-1]
 
 
 def _into_partial(source: Layout, target: Layout) -> bool:
@@ -164,6 +165,17 @@ def _reduced(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[Layo
     return _put(current, rest, REPLICATED), tuple(out)
 
 
+def _sum_stops(source: Layout, target: Layout, sums: Sequence[Step]) -> tuple[Layout, ...]:
+    """Where to stop before a sum is scattered: the whole sum, which compilers turn into a reduce-scatter themselves.
+
+    Without the stop XLA puts idle axes to use in its own way, or sums twice. Only one scatter next to an all-reduce,
+    with no axis idle, comes out as planned by itself; the stop would make it an all-reduce over all axes.
+    """
+    if [step.kind for step in sums] == ["reduce-scatter", "all-reduce"] and REPLICATED not in source:
+        return ()
+    return (tuple(REPLICATED if s == PARTIAL != t else s for s, t in zip(source, target, strict=True)),)
+
+
 # --- elementary moves -------------------------------------------------------------------------------------------------
 
 
@@ -179,9 +191,6 @@ class _Move:
         return all(step.kind == "slice" for step in self.steps)
 
 
-_Cuts = tuple[tuple[int, int], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class _Region:
     """Where a route may lead.
@@ -194,7 +203,7 @@ class _Region:
 
     sizes: tuple[int, ...]
     options: tuple[tuple[int, ...], ...]
-    layouts: Mapping[Layout, _Cuts]
+    layouts: Mapping[Layout, Mapping[int, int]]
 
 
 def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> _Region:
@@ -204,20 +213,14 @@ def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> _Region:
     allowed = {d: math.lcm(before.get(d, 1), after.get(d, 1)) for d in {**before, **after}}
     found = {layout: cuts(layout, sizes) for layout in product(*options)}
     fits = {layout: c for layout, c in found.items() if all(allowed[d] % parts == 0 for d, parts in c.items())}
-    return _Region(sizes, options, {layout: tuple(sorted(c.items())) for layout, c in fits.items()})
+    return _Region(sizes, options, fits)
 
 
 def _slices(layout: Layout, region: _Region) -> Iterator[_Move]:
     for axis in _axes_on(layout, REPLICATED):
-        for dim in (d for d in region.options[axis] if d >= 0):
+        for dim in (d for d in region.options[axis] if d >= 0 and d not in layout[axis + 1 :]):
             target = _put(layout, (axis,), dim)
-            held = _held(target, region.sizes)
-            cut = Step("slice", (axis,), held)
-            if dim not in layout[axis + 1 :]:
-                yield _Move(target, (cut,))
-            elif spare := _spare(layout, region.sizes[axis], region.sizes):
-                moved = _moved((*_axes_on(layout, dim), *spare), _axes_on(target, dim), region.sizes)
-                yield _Move(target, (cut, Step("collective-permute", moved, held)))
+            yield _Move(target, (Step("slice", (axis,), _held(target, region.sizes)),))
 
 
 def _gathers(layout: Layout, region: _Region) -> Iterator[_Move]:
@@ -228,10 +231,11 @@ def _gathers(layout: Layout, region: _Region) -> Iterator[_Move]:
         held = _held(target, region.sizes)
         if dim not in target[axes[0] :]:
             yield _Move(target, (Step("all-gather", axes, held),))
-        elif spare := _spare(target, math.prod(region.sizes[axis] for axis in axes), region.sizes):
-            moved = _moved(_axes_on(layout, dim), (*_axes_on(target, dim), *spare), region.sizes)
+        elif whole := _whole_axes(_major_replicas(target, _count(axes, region.sizes), region.sizes), region.sizes):
+            after = _pieces((*_axes_on(target, dim), *whole), region.sizes)
+            moved = _moved(_pieces(_axes_on(layout, dim), region.sizes), after)
             permute = Step("collective-permute", moved, _held(layout, region.sizes))
-            yield _Move(target, (permute, Step("all-gather", spare, held)))
+            yield _Move(target, (permute, Step("all-gather", whole, held)))
 
 
 def _exchanges(layout: Layout, region: _Region) -> Iterator[_Move]:
@@ -243,17 +247,25 @@ def _exchanges(layout: Layout, region: _Region) -> Iterator[_Move]:
             if any(onto not in region.options[axis] for axis in axes):
                 continue
             target = _put(layout, axes, onto)
-            moved = _moved((*_axes_on(layout, onto), *axes), _axes_on(target, onto), region.sizes)
+            arrived = _pieces((*_axes_on(layout, onto), *axes), region.sizes)
+            moved = _moved(arrived, _pieces(_axes_on(target, onto), region.sizes))
             permute = (Step("collective-permute", moved, held),) if moved else ()
             yield _Move(target, (Step("all-to-all", axes, held), *permute))
 
 
 def _permutes(layout: Layout, region: _Region) -> Iterator[_Move]:
-    cut = region.layouts[layout]
-    for target, same in region.layouts.items():
-        if same == cut and target != layout:
-            moved = _moved(_device_order(layout), _device_order(target), region.sizes)
-            yield _Move(target, (Step("collective-permute", moved, _held(layout, region.sizes)),))
+    before = region.layouts[layout]
+    for target, after in region.layouts.items():
+        changed = [dim for dim in {**before, **after} if before.get(dim, 1) != after.get(dim, 1)]
+        # two dimensions at once would make the axes depend on which one XLA cuts first
+        if target == layout or len(changed) > 1:
+            continue
+        dim = changed[0] if changed else REPLICATED
+        parts, rest = divmod(after.get(dim, 1), before.get(dim, 1))
+        if rest == 0 and (refined := _refined(layout, dim, parts, region.sizes)):
+            moved = _moved(refined, _pieces(_device_order(target), region.sizes))
+            if moved:  # else they are local slices
+                yield _Move(target, (Step("collective-permute", moved, _held(target, region.sizes)),))
 
 
 _MOVES: tuple[Callable[[Layout, _Region], Iterator[_Move]], ...] = (_slices, _gathers, _exchanges, _permutes)
@@ -266,31 +278,69 @@ def _groups(layout: Layout) -> Iterator[tuple[tuple[int, ...], int]]:
         yield from ((group, dim) for n in range(1, len(axes) + 1) for group in combinations(axes, n))
 
 
-def _spare(layout: Layout, parts: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The axes whose replicas XLA tells apart to cut a dimension in parts: its most major ones; none if only partly.
+def _count(axes: Sequence[int], sizes: Sequence[int]) -> int:
+    return math.prod(sizes[axis] for axis in axes)
 
-    They stand in for the axis that was meant until the permute that comes along with the move.
-    """
-    found: tuple[int, ...] = ()
-    for axis in _axes_on(layout, REPLICATED):
-        if math.prod(sizes[a] for a in found) < parts:
-            found = (*found, axis)
-    return found if math.prod(sizes[a] for a in found) == parts else ()
+
+# --- who holds what ---------------------------------------------------------------------------------------------------
+
+_Pieces = tuple[tuple[int, int], ...]
+"""(axis, how many ways it or a part of it cuts), major to minor: the order in which devices number what they hold."""
+
+
+def _pieces(axes: Sequence[int], sizes: Sequence[int]) -> _Pieces:
+    return tuple((axis, sizes[axis]) for axis in axes if sizes[axis] > 1)
 
 
 def _device_order(layout: Layout) -> tuple[int, ...]:
-    """Axes in the order in which they number the pieces, then the replicas of each piece."""
+    """Axes in the order in which they number the shards, then the replicas of each shard."""
     dims = sorted({d for d in layout if d >= 0})
     return tuple(chain.from_iterable(_axes_on(layout, dim) for dim in (*dims, REPLICATED)))
 
 
-def _moved(before: Sequence[int], after: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Axes along which data travels when axes that number pieces in one order number them in another."""
-    strides = [
-        {axis: math.prod(sizes[a] for a in order[i + 1 :]) for i, axis in enumerate(order)} for order in (before, after)
-    ]
-    every = sorted({*before, *after})
-    return tuple(axis for axis in every if sizes[axis] > 1 and strides[0].get(axis) != strides[1].get(axis))
+def _major_replicas(layout: Layout, parts: int, sizes: Sequence[int]) -> _Pieces:
+    """The replicas that XLA tells apart to cut a dimension further: the most major ones, perhaps part of an axis.
+
+    They stand in for the axes that were meant until the permute of the same move. Empty where they do not divide.
+    """
+    found: list[tuple[int, int]] = []
+    for axis, size in _pieces(_axes_on(layout, REPLICATED), sizes):
+        part = math.gcd(parts, size)
+        if parts > 1 and part > 1:
+            found.append((axis, part))
+            parts //= part
+        if part < size:
+            break
+    return tuple(found) if parts == 1 else ()
+
+
+def _whole_axes(pieces: _Pieces, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The axes of these pieces; none if some piece is a part of its axis."""
+    return tuple(axis for axis, _ in pieces) if all(size == sizes[axis] for axis, size in pieces) else ()
+
+
+def _refined(layout: Layout, dim: int, parts: int, sizes: Sequence[int]) -> _Pieces:
+    """How devices number what they hold once a dimension is cut into so many parts more; empty where that fails."""
+    taken = _major_replicas(layout, parts, sizes)
+    if parts > 1 and not taken:
+        return ()
+    used = dict(taken)
+    replicas = _pieces(_axes_on(layout, REPLICATED), sizes)
+    left = ((axis, size // used.get(axis, 1)) for axis, size in replicas if used.get(axis) != size)
+    dims = sorted({d for d in (*layout, dim) if d >= 0})
+    shards = ((*_pieces(_axes_on(layout, d), sizes), *(taken if d == dim else ())) for d in dims)
+    return (*chain.from_iterable(shards), *left)
+
+
+def _moved(before: _Pieces, after: _Pieces) -> tuple[int, ...]:
+    """Axes along which data travels from devices that number it one way to devices that number it another way."""
+    first, second = _strides(before), _strides(after)
+    return tuple(sorted(axis for axis in {**first, **second} if first.get(axis) != second.get(axis)))
+
+
+def _strides(pieces: _Pieces) -> Mapping[int, tuple[int, int]]:
+    """Axis -> (how far apart its neighbours are, its size); one in two parts is told by the size of either."""
+    return {axis: (math.prod(n for _, n in pieces[i + 1 :]), size) for i, (axis, size) in enumerate(pieces)}
 
 
 # --- the cheapest route -----------------------------------------------------------------------------------------------
@@ -323,6 +373,5 @@ def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Mov
 def _wire(move: _Move, sizes: tuple[int, ...]) -> int:
     """Bytes per device on the wire for a value of as many bytes as makes them whole."""
     whole = math.prod(sizes) ** 2
-    groups = [math.prod(sizes[axis] for axis in step.axes) for step in move.steps]
-    parts = zip(move.steps, groups, strict=True)
-    return sum(round(wire_bytes(s.kind, s.fraction * whole, n)) for s, n in parts if s.kind != "slice")
+    sent = (step for step in move.steps if step.kind != "slice")
+    return sum(round(wire_bytes(step.kind, step.fraction * whole, _count(step.axes, sizes))) for step in sent)

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 import rich
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 import autopar
 from autopar.collective import Collective
@@ -245,7 +245,8 @@ def totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int
 
 def collective_table(plan: autopar.Plan, report: autopar.Report) -> Table:
     """What the plan predicts beside what XLA emitted, for each line of the program, the largest first."""
-    table = Table("line", "collective", "predicted", "MB", "compiled", "MB", title="collectives per step")
+    figures = (Column(name, justify="right") for name in ("predicted", "MB", "compiled", "MB"))
+    table = Table("line", "collective", *figures, title="collectives per step")
     none = (0, 0)
     predicted, compiled = totals(plan.collectives), totals(report.collectives)
     order = sorted(predicted | compiled, key=lambda k: (-max(predicted.get(k, none)[1], compiled.get(k, none)[1]), k))

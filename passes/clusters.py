@@ -28,7 +28,7 @@ from autopar.graph import Atom, Constant, Graph, Op, Region, Type
 from autopar.layout import Layout
 from autopar.passes import deferral
 from autopar.passes.deferral import Deferral
-from autopar.passes.strategies import StrategySet, Work, layouts_of, strategies_of, sum_strategies
+from autopar.passes.strategies import MOST_PADDING, StrategySet, Work, layouts_of, strategies_of, sum_strategies
 from autopar.rules import Rule
 
 #: A dimension of a view along which any layout costs nothing.
@@ -43,6 +43,8 @@ UNKNOWN_TRIPS = 10
 ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
 #: Operations that are not repeated for every layout that wants their result.
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
+#: Operations that are only cut where it divides: the compilers pad their operands in ways that cost more than they save.
+EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "conv_general_dilated", "reshape", "sharding_constraint")
 #: Reductions that are sums, whose partial results may be scattered.
 SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
@@ -167,23 +169,27 @@ class _Builder:
             found = self.sets[key] = make(len(self.sets))
         return found
 
-    def layouts(self, shape: tuple[int, ...]) -> StrategySet:
-        return self.strategy_set(("layouts", shape), lambda index: layouts_of(shape, self.mesh, index))
+    def layouts(self, shape: tuple[int, ...], most_padding: float = MOST_PADDING) -> StrategySet:
+        key = ("layouts", shape, most_padding)
+        return self.strategy_set(key, lambda index: layouts_of(shape, self.mesh, index, most_padding))
 
     def is_free(self, atom: Atom) -> bool:
         return not isinstance(atom, int) or not self.graph.types[atom].shape or atom not in self.homes
 
     def pinned(self, shape: tuple[int, ...], layout: Layout) -> StrategySet:
         """The layouts of this shape, restricted to one."""
-        every = self.layouts(shape)
+        every = self.layouts(shape, 1.0)
         row = (every.held == np.array(layout, every.held.dtype)).all(1)
         parts = (every.assigned[row], every.held[row], every.after[row], every.cost[row], every.sizes)
         return self.strategy_set(("pinned", shape, layout), lambda index: StrategySet(index, *parts))
 
-    def enter(self, name: str, value: int, weight: float, pin: Layout | None = None) -> int:
-        """A cluster for a value that comes from outside: an argument or the border of a region."""
+    def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:
+        """A cluster for a value that comes from outside: the border of a region."""
+        return self.enter_as(name, value, weight, self.layouts(self.graph.types[value].shape, most_padding))
+
+    def enter_as(self, name: str, value: int, weight: float, strategies: StrategySet) -> int:
+        """A cluster for a value that comes from outside, with these layouts."""
         shape = self.graph.types[value].shape
-        strategies = self.layouts(shape) if pin is None else self.pinned(shape, pin)
         cluster = self.new(name, strategies, weight, -1, value)
         self.homes[value] = Home(cluster, value, tuple(range(len(shape))))
         return cluster
@@ -206,8 +212,10 @@ def cluster(
     """
     b = _Builder(graph, rules, mesh, deferral.find(graph))
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
-        if graph.types[value].shape:
-            b.enter(path, value, 1.0, (pinned_arguments or {}).get(position))
+        shape = graph.types[value].shape
+        if shape:
+            pin = (pinned_arguments or {}).get(position)
+            b.enter_as(path, value, 1.0, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
     arguments = tuple(range(len(b.drafts)))
     for value, _ in graph.constants:
         if graph.types[value].shape:
@@ -328,9 +336,13 @@ def _anchor(b: _Builder, op: Op, kind: _Kind, weight: float) -> None:
     for value, dims in zip(op.outputs, rule.results, strict=True):
         if b.graph.types[value].shape:
             b.homes[value] = Home(cluster, value, tuple(dims))
+    light = op.index in b.deferral.sums
+    if light:
+        b.followers.append((op, weight))
     for k, atom in enumerate(op.inputs):
         if isinstance(atom, int):
-            b.heavy_reads.add(atom)
+            if not light:
+                b.heavy_reads.add(atom)
             _use(b, f"{op.tag}.in{k}", atom, cluster, tuple(rule.operands[k]), True, weight, op.index)
 
 
@@ -339,7 +351,8 @@ def _op_strategies(b: _Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    work = Work(flops(op, operands, results), operands, results, dtype, op.name in SUMS, defers)
+    paddable = op.name not in EVEN_ONLY
+    work = Work(flops(op, operands, results), operands, results, dtype, op.name in SUMS, defers, paddable)
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)

@@ -5,14 +5,14 @@
     degree 2    T_ab[x,y] +=  min_s (T_a[x, s] + cost(s) + T_b[s, y])                       -> _bridge
 
 Rows and columns of a table are layout classes, so the new tables stay as small as the old ones. `Contracted.lift`
-replays the log backwards: a contracted strategy is the first argmin given its neighbours. (Bucket elimination, R. Dechter,
-"Bucket elimination: a unifying framework for reasoning", AI 113, 1999, stopped at width two.)
+replays the log backwards: a contracted strategy is the first argmin given its neighbours. (Bucket elimination,
+R. Dechter, "Bucket elimination: a unifying framework for reasoning", AI 113, 1999, stopped at width two.)
 
-In a folded problem the lower bound must hold for the unfolded one as well. Degrees 0 and 1, and a bridge between nodes
-without an edge, keep the LP bound as it is: local marginals along a path glue together. Closing a triangle, or adding up
-two edges between the same nodes, raises the bound, and the unfolded problem only follows if the same members face each
-other along both; that is what `pairings` tells (class A may meet class B shifted by a layer). Otherwise edges stay apart
--> _Contraction.add, _allowed.
+In a folded problem the lower bound must hold for the unfolded one as well. Degrees 0 and 1, and a bridge between
+nodes without an edge, keep the LP bound as it is: local marginals along a path glue together. Closing a triangle, or
+adding up two edges between the same nodes, raises the bound, and the unfolded problem only follows if the same
+members face each other along both; that is what `pairings` tells (class A may meet class B shifted by a layer).
+Otherwise edges stay apart -> _Contraction.add, _allowed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Contraction:
         heapq.heapify(queue)
         while queue:
             rank = heapq.heappop(queue)
-            v = rank[2]
+            v = rank[-1]
             if self.gone[v] or rank != self.rank(v) or not self._allowed(v):
                 continue
             around = [link.other for link in self.links[v].values()]
@@ -138,8 +138,9 @@ class _Contraction:
                 if len(self.links[w]) <= 2:
                     heapq.heappush(queue, self.rank(w))
 
-    def rank(self, v: int) -> tuple[int, int, int]:
-        return len(self.links[v]), len(self.costs[v]), v
+    def rank(self, v: int) -> tuple[int, int, int, int]:
+        """Low degree first; then large classes, as a hub between them would go with the knowledge of who faces whom."""
+        return len(self.links[v]), -int(self.counts[v]), len(self.costs[v]), v
 
     def _allowed(self, v: int) -> bool:
         links = list(self.links[v].values())

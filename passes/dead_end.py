@@ -6,10 +6,10 @@ Strategy a of node v goes when
     equivalent    some b lies in the same class on every edge and costs no more                    -> _cheapest
     dominated     cost(a) - cost(b) + sum_e min_t (T_e[a,t] - T_e[b,t]) >= 0 for some b            -> _undominated
 
-The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994); t runs over the
-live classes of the neighbour, so a drop may enable others and nodes are visited until nothing changes. Of two strategies
-that dominate each other the later index goes. Everything works on class tables, and the answer is kept per (node kind,
-edge kinds, live classes around), so that equal layers are solved once.
+The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994); t runs
+over the live classes of the neighbour, so a drop may enable others and nodes are visited until nothing changes. Of
+two strategies that dominate each other the later index goes. Everything works on class tables, and the answer is kept
+per (node kind, edge kinds, live classes around), so that equal layers are solved once.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _State:
         self.problem = problem
         self.keep = list(start) if start else [np.arange(len(n.cost)) for n in problem.nodes]
         self.sides = _sides(problem)
-        self.answers: dict[Hashable, Ints | _Side | None] = {}
+        self.answers: dict[Hashable, Ints | None] = {}
         self.gaps: dict[Hashable, Floats] = {}
         self.kinds: dict[Hashable, int] = {}
 
@@ -107,9 +107,9 @@ class _State:
         if key not in self.answers:
             self.answers[key] = self._live(v, columns, full)
         live = self.answers[key]
-        if isinstance(live, np.ndarray):
-            return live
-        raise SolverError(self._complaint(v))
+        if live is None:
+            raise SolverError(self._complaint(v))
+        return live
 
     def _kind(self, key: Hashable) -> int:
         return self.kinds.setdefault(key, len(self.kinds))
@@ -119,7 +119,7 @@ class _State:
         keep = self.keep[v]
         sides = self.sides[v]
         cost = self.problem.nodes[v].cost[keep]
-        live = np.flatnonzero(_feasible(cost, [s.table[:, c] for s, c in zip(sides, columns, strict=True)], sides, keep))
+        live = np.flatnonzero(_feasible(cost, sides, columns, keep))
         if not len(live):
             return None
         if not full or len(live) == 1:
@@ -138,9 +138,7 @@ class _State:
         if not len(keep):
             return f"no plan exists: all {len(node.cost)} strategies of {node.name!r} are forbidden"
         blocking = [
-            s
-            for s in self.sides[v]
-            if not np.isfinite(s.table[s.live(keep)][:, s.columns(self.keep[s.other])]).any()
+            s for s in self.sides[v] if not np.isfinite(s.table[s.live(keep)][:, s.columns(self.keep[s.other])]).any()
         ]
         names = ", ".join(repr(self.problem.nodes[s.other].name) for s in blocking or self.sides[v])
         return f"no plan exists: none of the {len(keep)} strategies left of {node.name!r} fits with {names}"
@@ -154,10 +152,10 @@ def _sides(problem: Problem) -> list[list[_Side]]:
     return sides
 
 
-def _feasible(cost: Floats, tables: list[Floats], sides: list[_Side], keep: Ints) -> NDArray[np.bool_]:
+def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints) -> NDArray[np.bool_]:
     live = np.isfinite(cost)
-    for table, side in zip(tables, sides, strict=True):
-        live &= np.isfinite(table).any(axis=1)[side.classes[keep]]
+    for side, cols in zip(sides, columns, strict=True):
+        live &= np.logical_or.reduce(np.isfinite(side.table[:, cols]), axis=1)[side.classes[keep]]
     return live
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.cluster import LogicalMesh
 from autopar.collective import Collective
-from autopar.graph import Graph, Op
+from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, steps
 from autopar.passes.clusters import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
-from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, emitted
+from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, padding, share, emitted
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> 
 
 
 def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, mesh: LogicalMesh) -> Iterator[_Placed]:
-    nbytes = graph.types[value].nbytes
+    nbytes = _padded(graph.types[value], source, target, mesh)
     line = graph.by_index[use.op].source if use.op >= 0 else ""
     for i, step in enumerate(steps(source, target, mesh.sizes) or ()):
         if step.kind != "slice":
@@ -105,6 +107,11 @@ def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, me
             size = max(1, round(step.fraction * nbytes))
             order = (use.op if use.op >= 0 else 1 << 60, i)
             yield order, Collective(step.kind, names, size, max(1, round(use.weight)), use.site, line)
+
+
+def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> float:
+    """Bytes of a value whose dimensions are padded to what both layouts cut them into."""
+    return type_.nbytes * float(padding(np.array([source]), np.array([target]), type_.shape, mesh.sizes)[0, 0])
 
 
 def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
@@ -123,10 +130,9 @@ def sums_of(
     """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
     assigned, after = c.strategies.assigned[choice], emitted(c.strategies.after[choice : choice + 1])[0]
     for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
-        held = float(graph.types[value].nbytes)
-        for axis, size in enumerate(mesh.sizes):
-            if assigned[axis] >= 0 and assigned[axis] in dims:
-                held /= size
+        row = slice(choice, choice + 1)
+        pieces = share(c.strategies.assigned[row], dims, c.strategies.sizes, mesh.sizes)
+        held = graph.types[value].nbytes * float(pieces[0])
         for axis, size in enumerate(mesh.sizes):
             if after[axis] == REDUCE_SCATTER:
                 yield "reduce-scatter", (axis,), max(1, round(held))

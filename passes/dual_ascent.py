@@ -14,19 +14,19 @@ Every edge visited has T + p - m >= 0, so after a pass, whatever the messages we
 
     bound  =  sum_v min_s (1 - #after_v gamma_v) theta_v(s)                       -> sweep
 
-and it never falls from pass to pass. When the pass is at v, nodes before v are in this pass's state and nodes after v in
-that of the pass before, which went the other way; edges that jump over v hold both sides' shares, and are worth at
+and it never falls from pass to pass. When the pass is at v, nodes before v are in this pass's state and nodes after v
+in that of the pass before, which went the other way; edges that jump over v hold both sides' shares, and are worth at
 least min_l m_{e->w}(l) + p'_e(l). With those pending edges
 
     bound_v(a)  =  sum_{u<v} rest_u + sum_{w>v} rest'_w + sum_pending min_l (m + p')  +  theta_v(a)
 
-bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds. In a folded problem a plan
-of the unfolded one may use a at a single member of a class of n, and only pays the n-th part of a's excess:
+bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds. In a folded problem a
+plan of the unfolded one may use a at a single member of a class of n, and only pays the n-th part of a's excess:
 
     bound_v(a)  =  (as above with min theta_v)  +  (theta_v(a) - min theta_v) / n_v     -> sweep, `counts`
 
-Each pass decodes a plan: the best strategy given the nodes already decided and the messages of the others. The best plan
-is improved by changing one node at a time -> descend.
+Each pass decodes a plan: the best strategy given the nodes already decided and the messages of the others. The best
+plan is improved by changing one node at a time -> descend.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ class _State:
 
 
 def ascend(
-    problem: Problem, *, counts: Ints | None = None, upper: float = np.inf, deadline: float = np.inf, passes: int = PASSES
+    problem: Problem,
+    *,
+    counts: Ints | None = None,
+    upper: float = np.inf,
+    deadline: float = np.inf,
+    passes: int = PASSES,
 ) -> Ascent:
     """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
 
@@ -119,9 +124,9 @@ def _finished(gaps: list[float], value: float, state: _State) -> bool:
     """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
     if len(gaps) < 2:
         return False
-    if gaps[-1] <= TOLERANCE * abs(value):
+    if np.isfinite(value) and gaps[-1] <= TOLERANCE * abs(value):
         return True
-    if len(gaps) % REVIEW == 0 and np.isfinite(value):
+    if np.isfinite(value) and len(gaps) % REVIEW == 0:
         bounds = np.concatenate(state.bounds)
         if len(bounds) > SMALL and np.count_nonzero(bounds > value + TOLERANCE * abs(value)) > SHRINK * len(bounds):
             return True
@@ -141,8 +146,8 @@ def reparametrise(problem: Problem, ascent: Ascent) -> Problem:
         costs[e.u] += to_u[e.gu]
         costs[e.v] += to_v[e.gv]
         edges.append(replace(e, table=e.table - to_u[:, None] - to_v, key=(-2, len(edges))))
-    nodes = (replace(n, cost=c, signature=("moved", v)) for v, (n, c) in enumerate(zip(problem.nodes, costs, strict=True)))
-    return Problem(tuple(nodes), tuple(edges))
+    nodes = tuple(replace(n, cost=costs[v], signature=("moved", v)) for v, n in enumerate(problem.nodes))
+    return Problem(nodes, tuple(edges))
 
 
 def _ends(problem: Problem) -> list[list[_End]]:
@@ -232,6 +237,6 @@ def descend(problem: Problem, ends: list[list[_End]], plan: Ints) -> Ints:
             for x in ends[v]:
                 score += x.table[:, x.others[plan[x.other]]][x.classes]
             best = int(score.argmin())
-            if score[best] < score[plan[v]] - TOLERANCE * abs(score[best]):
+            if score[best] + TOLERANCE * abs(score[best]) < score[plan[v]]:
                 plan[v], improved = best, True
     return plan

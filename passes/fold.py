@@ -7,15 +7,16 @@ Colour refinement (the Weisfeiler-Leman fixpoint) on
 
 ends in an equitable partition: every member of a class sees the same number of edges of each kind into each other
 class. Then (Grohe, Kersting, Mladenov, Selman, "Dimension Reduction via Colour Refinement", ESA 2014) averaging an LP
-solution over the classes keeps it feasible and at the same cost, so the LP bound of the folded problem, in which a class
-has one variable and costs multiply by its size, is the LP bound of the unfolded one. Three constraints keep that true:
+solution over the classes keeps it feasible and at the same cost, so the LP bound of the folded problem, in which a
+class has one variable and costs multiply by its size, is the LP bound of the unfolded one. Three constraints keep
+that true:
 
     edges inside a class  -> _split_inner    (one variable would tie both ends; such classes are taken apart)
     stopping early        -> never           (a coarser partition than the fixpoint has no valid bound)
-    who faces whom        -> Folded.pairings (two edges between the same classes may join other members; `contract` asks)
+    who faces whom        -> Folded.pairings (two edges between the same classes may join other members: `contract`)
 
-Colours are refined with a worklist: when a class splits, its largest part keeps the colour, and only neighbours of nodes
-with a new colour are looked at again, O(edges log nodes) label sorts in all.
+Colours are refined with a worklist: when a class splits, its largest part keeps the colour, and only neighbours of
+nodes with a new colour are looked at again, O(edges log nodes) label sorts in all.
 """
 
 from __future__ import annotations
@@ -117,9 +118,7 @@ def _signatures(
     return found
 
 
-def _new_parts(
-    members: dict[int, list[int]], colour: int, parts: dict[tuple[int, ...], list[int]]
-) -> list[list[int]]:
+def _new_parts(members: dict[int, list[int]], colour: int, parts: dict[tuple[int, ...], list[int]]) -> list[list[int]]:
     """The parts of class `colour` that get a colour of their own: all but the largest. Shrinks `members[colour]`.
 
     Nodes of the class that are not dirty saw no change around them, so they form one part, unlike every dirty part.

@@ -50,9 +50,14 @@ def _answer(solver: highspy.Highs, status: str) -> dict[str, object]:
     names = solver.getLp().col_names_
     values = {n: x for n, x in zip(names, solver.getSolution().col_value, strict=True) if x} if solved else {}
     bound = info.mip_dual_bound if mip else info.objective_function_value
-    known = status == "optimal" or (status == "time-limit" and mip)
+    known = (status == "optimal" or (status == "time-limit" and mip)) and abs(bound) < 1e300
     message = solver.modelStatusToString(solver.getModelStatus())
-    return {"status": status, "bound": bound if known and abs(bound) < 1e300 else None, "values": values, "message": message}
+    return {
+        "status": status,
+        "bound": bound if known else None,
+        "values": values,
+        "message": message,
+    }
 
 
 if __name__ == "__main__":

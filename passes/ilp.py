@@ -5,10 +5,10 @@
     transport from class to class  sum_l y_ekl = sum_{s in k} x_us,   sum_k y_ekl = sum_{s in l} x_vs   -> _transport
                                    y >= 0, no y where the table forbids
 
-y is continuous: once x is integral each edge has one class at either end and the whole unit flows between them. This is
-the ILP of Alpa (Zheng et al., OSDI 2022, section 4.2) with edge variables over layout classes instead of pairs of
-strategies. Costs may lie anywhere between 1e-9 and 1e3 s, so the objective is shifted by each node's and edge's cheapest
-entry and scaled: what is left to decide is worth SCALE in the solver's units -> scaling.
+y is continuous: once x is integral each edge has one class at either end and the whole unit flows between them. This
+is the ILP of Alpa (Zheng et al., OSDI 2022, section 4.2) with edge variables over layout classes instead of pairs of
+strategies. Costs may lie anywhere between 1e-9 and 1e3 s, so the objective is shifted by each node's and edge's
+cheapest entry and scaled: what is left to decide is worth SCALE in the solver's units -> scaling.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Answer:
     message: str
 
 
-def solve(
-    problem: Problem, solver: str, *, time_limit: float, upper: float = np.inf, cutoff: bool = False
-) -> Answer:
+def solve(problem: Problem, solver: str, *, time_limit: float, upper: float = np.inf, cutoff: bool = False) -> Answer:
     """Solve to proven optimality with "cbc" or "highs".
 
     `upper` (s) is the value of a known plan: it scales the objective, forbids what alone costs more, and is told to the
     solver as a bound if `cutoff`. Never raises for what happens to the solver: see `Answer.status`.
     """
+    if not all(np.isfinite(a.min()) for a in _arrays(problem)):
+        return Answer("infeasible", None, np.inf, 0, 0, "a node or an edge is forbidden altogether")
     shift, stake = scaling(problem, upper)
     unit = stake / SCALE
     model = solvers.new_model("autopar")
@@ -58,12 +58,16 @@ def solve(
 
 def scaling(problem: Problem, upper: float = np.inf) -> tuple[float, float]:
     """(shift, stake) in seconds: every plan costs at least shift, and what is to be decided is worth about stake."""
-    arrays = [n.cost for n in problem.nodes] + [e.table for e in problem.edges]
+    arrays = _arrays(problem)
     shift = float(sum(a.min() for a in arrays))
     if np.isfinite(upper) and upper > shift:
         return shift, upper - shift
     stake = max((float(a[np.isfinite(a)].max() - a.min()) for a in arrays), default=0.0)
     return shift, stake or 1.0
+
+
+def _arrays(problem: Problem) -> list[Floats]:
+    return [n.cost for n in problem.nodes] + [e.table for e in problem.edges]
 
 
 def _trimmed(problem: Problem, stake: float) -> Problem:

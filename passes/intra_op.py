@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.resharding import Resharding
-from autopar.graph import Graph
+from autopar.graph import Graph, Type
 from autopar.layout import Layout
 from autopar.passes.clusters import FREE, Cluster, Clustering, Home, Use, projection
 from autopar.passes.problem import Edge, Node, Problem
-from autopar.passes.strategies import StrategySet, layouts_of, parts_along
+from autopar.passes.strategies import StrategySet, layouts_of, padding, share
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class _Builder:
     mesh: LogicalMesh
     resharding: Resharding
     sides: dict[tuple[int, tuple[int, ...], bool], _Side] = field(default_factory=dict)
-    tables: dict[tuple[int, int, float, float], NDArray[np.float64]] = field(default_factory=dict)
+    tables: dict[tuple[int, int, Type, float], NDArray[np.float64]] = field(default_factory=dict)
     costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
     sets: dict[tuple[int, ...], StrategySet] = field(default_factory=dict)
 
@@ -71,11 +71,17 @@ class _Builder:
             found = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
         return found
 
-    def table(self, u: _Side, v: _Side, nbytes: float, weight: float) -> NDArray[np.float64]:
-        key = (u.index, v.index, nbytes, weight)
+    def table(self, u: _Side, v: _Side, type_: Type, weight: float) -> NDArray[np.float64]:
+        """Seconds per step between the classes of two ends, what uneven pieces move in excess included."""
+        key = (u.index, v.index, type_, weight)
         found = self.tables.get(key)
         if found is None:
-            found = self.tables[key] = self.resharding.table(u.layouts, v.layouts, nbytes) * weight
+            excess = padding(u.layouts, v.layouts, type_.shape, self.mesh.sizes)
+            found = np.zeros(excess.shape)
+            for ratio in np.unique(excess):
+                prices = self.resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
+                found = np.where(excess == ratio, prices * weight, found)
+            self.tables[key] = found
         return found
 
     def layouts(self, shape: tuple[int, ...], first_index: int) -> StrategySet:
@@ -112,8 +118,8 @@ def _node(b: _Builder, c: Cluster) -> Node:
     if cost is None:
         cost = c.strategies.cost.copy()
         for dims, nbytes in c.light:
-            parts = parts_along(c.strategies.held, dims, b.mesh.sizes)
-            cost += nbytes / parts / b.mesh.device.memory_bandwidth
+            pieces = share(c.strategies.held, dims, c.strategies.sizes, b.mesh.sizes)
+            cost += nbytes * pieces / b.mesh.device.memory_bandwidth
         cost = b.costs[key] = cost * c.weight
     return Node(c.name, cost, key)
 
@@ -161,7 +167,7 @@ class _Edges:
     def __init__(self, b: _Builder, clustering: Clustering) -> None:
         self._b = b
         self._clustering = clustering
-        self._found: dict[tuple[int, int, int, int], list[tuple[float, float]]] = {}
+        self._found: dict[tuple[int, int, int, int], list[tuple[Type, float]]] = {}
         self._sides: dict[int, _Side] = {}
 
     def add_home(self, home: Home, end: _End) -> None:
@@ -186,17 +192,16 @@ class _Edges:
 
     def _record(self, u: int, su: _Side, v: int, sv: _Side, value: int, weight: float) -> None:
         self._sides[su.index], self._sides[sv.index] = su, sv
-        nbytes = float(self._b.graph.types[value].nbytes)
-        self._found.setdefault((u, v, su.index, sv.index), []).append((nbytes, weight))
+        self._found.setdefault((u, v, su.index, sv.index), []).append((self._b.graph.types[value], weight))
 
     def merged(self) -> tuple[Edge, ...]:
         kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}
         out: list[Edge] = []
         for (u, v, iu, iv), parts in self._found.items():
             su, sv = self._sides[iu], self._sides[iv]
-            key = (iu, iv, tuple(sorted(parts)))
+            key = (iu, iv, tuple(sorted(parts, key=str)))
             if key not in kinds:
-                kinds[key] = (len(kinds), sum((self._b.table(su, sv, *p) for p in key[2][1:]), self._b.table(su, sv, *key[2][0])))
+                kinds[key] = (len(kinds), np.sum([self._b.table(su, sv, *part) for part in key[2]], axis=0))
             index, table = kinds[key]
             out.append(Edge(u, v, su.classes, sv.classes, table, (index,)))
         return tuple(out)

@@ -38,7 +38,7 @@ CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
 FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
-UNFOLDED_CORE = 20_000  # strategies left up to which the unfolded problem is solved after a tied optimum
+UNFOLDED_CORE = 3_000  # strategies left up to which CBC is asked about the unfolded problem after a tied optimum
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 Lift = Callable[[Ints], Ints]
@@ -67,7 +67,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Core:
-    """A presolved problem; `lift` turns its plans into plans of the (folded) problem, which cost `constant` (s) more."""
+    """A presolved problem; `lift` turns its plans into plans of the (folded) one, which cost `constant` (s) more."""
 
     problem: Problem
     counts: Ints
@@ -90,7 +90,7 @@ class _Outcome:
 
     @property
     def closed(self) -> bool:
-        return self.value - self.lower <= CLOSED * abs(self.value)
+        return bool(np.isfinite(self.value)) and self.value - self.lower <= CLOSED * abs(self.value)
 
 
 @dataclass(slots=True)
@@ -114,9 +114,10 @@ class _Clock:
 def optimize(
     problem: Problem, *, solver: str = "auto", time_limit: float = 60.0, fold: bool = True, presolve: bool = True
 ) -> Solution:
-    """The cheapest plan. `solver` "auto" asks CBC only when the bounds do not meet, "cbc" and "highs" always run the ILP.
+    """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
 
-    Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit <= 0.
+    Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
+    is not above zero.
     """
     if solver not in SOLVERS:
         raise ArgumentError(f"solver={solver!r} is not known. Available: {', '.join(map(repr, SOLVERS))}")
@@ -139,12 +140,11 @@ def optimize(
     return _solution(problem, folded, _lifted(folded, outcome), clock)
 
 
-def _untie(
-    problem: Problem, folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock
-) -> _Outcome:
+def _untie(problem: Problem, folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Outcome:
     """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
 
-    A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at once.
+    A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at
+    once.
     """
     few = problem.variables <= 2 * folded.problem.variables
     tied = outcome if few else _tied(folded, core, ascent, outcome, clock)
@@ -155,9 +155,10 @@ def _untie(
     small, _, found = _narrow(whole.problem, _presolve(whole, True, clock), known, clock)
     if found.closed:
         return replace(found, status="certified")
-    if few or (small.problem.variables <= UNFOLDED_CORE and clock.left > 0):
-        return _search(whole, small, found, clock)
-    return found
+    if not few and small.problem.variables > UNFOLDED_CORE:
+        return found
+    final = _search(whole, small, found, clock)
+    return final if few or final.status == "optimal" else replace(found, plan=final.plan, lower=final.lower)
 
 
 def _tied(folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Outcome:
@@ -186,7 +187,10 @@ def _reduced(core: _Core, start: tuple[Ints, ...] | None, rounds: int) -> _Core:
     reduced = eliminate(core.problem, rounds, start)
     smaller = contract(reduced.problem, core.pairings, core.counts)
     left = eliminate(smaller.problem, rounds=0)
-    lift: Lift = lambda plan: core.lift(reduced.lift(smaller.lift(left.lift(plan))))  # noqa: E731
+
+    def lift(plan: Ints) -> Ints:
+        return core.lift(reduced.lift(smaller.lift(left.lift(plan))))
+
     return _Core(left.problem, smaller.counts, smaller.pairings, core.constant + smaller.constant, lift)
 
 
@@ -237,9 +241,7 @@ def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _O
     return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True)
 
 
-def _by_ilp(
-    folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: bool
-) -> _Outcome:
+def _by_ilp(folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: bool) -> _Outcome:
     """The ILP over the core; the outcome so far, with a warning, when the solver fails."""
     with clock.phase("ilp"):
         answer = ilp.solve(
@@ -257,7 +259,9 @@ def _by_ilp(
     result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
     if answer.status == "optimal" and abs(value - proven) <= ilp.ACCURACY * abs(value):
         lower = result.lower if folded.tied else value
-        return replace(result, lower=lower, status="optimal" if value - lower <= CLOSED * abs(value) else "optimal-tied")
+        return replace(
+            result, lower=lower, status="optimal" if value - lower <= CLOSED * abs(value) else "optimal-tied"
+        )
     lower = result.lower if folded.tied else min(value, max(result.lower, proven))
     status = "time-limit" if answer.status == "time-limit" else "fallback"
     result = replace(result, lower=lower, status=status)

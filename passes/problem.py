@@ -142,9 +142,7 @@ def restrict(problem: Problem, keep: Sequence[Ints]) -> Problem:
     """
     kinds: dict[bytes, int] = {}
     kept = [kinds.setdefault(k.tobytes(), len(kinds)) for k in keep]
-    nodes = tuple(
-        Node(n.name, n.cost[k], (n.signature, i)) for n, k, i in zip(problem.nodes, keep, kept, strict=True)
-    )
+    nodes = tuple(Node(n.name, n.cost[k], (n.signature, i)) for n, k, i in zip(problem.nodes, keep, kept, strict=True))
     made: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
     edges: list[Edge] = []
     for e in problem.edges:

@@ -1,13 +1,14 @@
 """The one place that knows PuLP's versions and the solvers.
 
-A model is built with PuLP 3 or 4 (`new_model`, `binary`, `continuous`, `equal`, `minimise`: coefficients are passed as
-dicts, which is several times faster than sums of products), written as an MPS file into a temporary folder, and solved by
-a child process, so that a solver that crashes, is killed or hangs takes nothing along:
+A model is built with PuLP 3 or 4 (`new_model`, `binary`, `continuous`, `equal`, `minimise`: coefficients are passed
+as dicts, which is several times faster than sums of products), written as an MPS file into a temporary folder, and
+solved by a child process, so that a solver that crashes, is killed or hangs takes nothing along:
 
     cbc     the binary that PuLP 3 carries, or that `pulp[cbc]` brings along for PuLP 4, or `cbc` on the PATH
     highs   `highs_child.py` under this Python, where highspy is installed
 
-Both run on one thread with a gap of zero, and their output goes to the folder. `solve` answers every mishap with a status.
+Both run on one thread with a gap of zero, and their output goes to the folder. `solve` answers every mishap with a
+status.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import Any
 
 import pulp
 
-# CBC's options: no gap, one thread, and none of its cuts, heuristics and preprocessing. The relaxation is tight and a good
-# plan is known, so branching alone ends 3 to 10 times sooner.
-EXACT = ("-ratio", "0", "-allow", "0", "-threads", "0", "-cuts", "off", "-heuristicsOnOff", "off", "-preprocess", "off")
+# CBC's options: no gap, one thread, and none of its cuts, heuristics and preprocessing. The relaxation is tight and a
+# good plan is known, so branching alone ends 3 to 10 times sooner.
+EXACT = ["-ratio", "0", "-allow", "0", "-threads", "0", "-cuts", "off", "-heuristicsOnOff", "off", "-preprocess", "off"]
 GRACE = 5.0  # seconds that a solver may take beyond its time limit before it is killed
 
 

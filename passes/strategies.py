@@ -31,6 +31,10 @@ from autopar.rules import Rule
 
 NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
 
+#: A dimension may be cut into pieces that do not divide it if padding makes it at most this much longer. The padding is
+#: paid for: every price below counts the padded piece.
+MOST_PADDING = 1.5
+
 Factors = NDArray[np.int16]
 """Shape (strategies, mesh axes)."""
 
@@ -67,6 +71,7 @@ class Work:
         dtype: type that sets the peak rate.
         linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
         deferrable: leaving partial sums to the consumers is of use.
+        paddable: pieces may be uneven.
     """
 
     flops: float
@@ -75,23 +80,29 @@ class Work:
     dtype: str
     linear_sum: bool = True
     deferrable: bool = False
+    paddable: bool = True
 
 
-def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int) -> StrategySet:
-    """Every layout of a value of this shape that divides it: the strategies of an argument or of a copy."""
+def layouts_of(
+    shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING
+) -> StrategySet:
+    """Every layout of a value of this shape: the strategies of a copy or of a region's border.
+
+    Arguments and results of the program must divide: `most_padding` 1.
+    """
     held = _product([REPLICATED, *(d for d, n in enumerate(shape) if n > 1)], len(mesh.sizes))
-    held = held[_divides(held, shape, mesh.sizes)]
+    held = held[_fits(held, shape, mesh.sizes, most_padding)]
     return StrategySet(index, held, held, np.zeros_like(held), np.zeros(len(held)), tuple(shape))
 
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
     """Every strategy of an operation with this rule on this mesh."""
-    assigned, held, after = _expand(_options(rule, work), rule, mesh)
+    assigned, held, after = _expand(_options(rule, work), rule, mesh, MOST_PADDING if work.paddable else 1.0)
     return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
 
 
 def _expand(
-    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh
+    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float
 ) -> tuple[Factors, Factors, NDArray[np.int16]]:
     """(assigned, held, after) of every valid choice of one option per axis."""
     picks = _product(list(range(len(options))), len(mesh.sizes))
@@ -99,7 +110,7 @@ def _expand(
     assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
     held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
     held[after == DEFERRED] = PARTIAL
-    valid = _divides(assigned, rule.sizes, mesh.sizes) & _divides(held, rule.sizes, mesh.sizes)
+    valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(held, rule.sizes, mesh.sizes, most_padding)
     valid &= _scatters_in_order(after, held)
     return assigned[valid], held[valid], after[valid].astype(np.int16)
 
@@ -108,7 +119,7 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
     """Strategies of an elementwise sum of two values that may be partial.
 
     Each axis cuts a dimension, nothing, or finds both operands partial along it: then the sum is all-reduced, scattered
-    onto a dimension, or (if `stays`) left partial.
+    onto a dimension, or (if `stays`) left partial. Its memory traffic is charged like that of any light operation.
     """
     result = work.results[0]
     dims = [d for d, n in enumerate(result.shape) if n > 1]
@@ -119,8 +130,8 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
     if stays:
         options.append((PARTIAL, DEFERRED, REPLICATED))
     rule = Rule((tuple(range(result.rank)),) * 2, (tuple(range(result.rank)),), result.shape, (), (), "autopar")
-    assigned, held, after = _expand(options, rule, mesh)
-    return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
+    assigned, held, after = _expand(options, rule, mesh, MOST_PADDING)
+    return StrategySet(index, assigned, held, after, _sum_cost(rule, work, assigned, after, mesh), rule.sizes)
 
 
 def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
@@ -147,15 +158,36 @@ def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
     return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
 
 
-def _divides(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.bool_]:
-    """Rows whose every factor's extent is a multiple of the product of the axes on it."""
-    extent = np.array([*extents, 1, 1], np.int64)
-    parts = np.ones((len(factors), len(extent)), np.int64)
+def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Into how many pieces each of `count` factors is cut, shape (n, count)."""
+    parts = np.ones((len(factors), count + 1), np.int64)
     rows = np.arange(len(factors))
     for axis, size in enumerate(sizes):
         held = factors[:, axis].astype(np.int64)
-        parts[rows, np.where(held >= 0, held, len(extents))] *= np.where(held >= 0, size, 1)
-    return (extent % parts == 0).all(1)
+        parts[rows, np.where(held >= 0, held, count)] *= np.where(held >= 0, size, 1)
+    return parts[:, :count]
+
+
+def _fits(factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float) -> NDArray[np.bool_]:
+    """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent."""
+    extent = np.array(extents, np.int64)
+    parts = _parts(factors, len(extents), sizes)
+    padded = -(-extent // parts) * parts
+    return ((parts <= np.maximum(extent, 1)) & (padded <= most * extent)).all(1)
+
+
+def share(factors: Factors, dims: Sequence[int], extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The share of a value, whose dimensions are these factors, that one device holds, padding included; shape (n,)."""
+    extent = np.array([max(n, 1) for n in extents], np.int64)
+    pieces = -(-extent // _parts(factors, len(extents), sizes)) / extent
+    return pieces[:, [d for d in dims if d >= 0]].prod(1)
+
+
+def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """By how much resharding moves more than the value because its pieces are uneven; shape (sources, targets), >= 1."""
+    extent = np.array([max(n, 1) for n in shape], np.int64)
+    parts = np.maximum(_parts(sources, len(shape), sizes)[:, None], _parts(targets, len(shape), sizes)[None])
+    return (-(-extent // parts) * parts / extent).prod(-1)
 
 
 def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bool_]:
@@ -171,26 +203,15 @@ def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bo
     return ok
 
 
-def parts_along(factors: Factors, dims: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Into how many pieces each strategy cuts a value whose dimensions are these factors; shape (n,)."""
-    parts = np.ones(len(factors))
-    cut = [d for d in dims if d >= 0]
-    for axis, size in enumerate(sizes):
-        parts *= np.where(np.isin(factors[:, axis], cut), size, 1)
-    return parts
-
-
 def _cost(
     rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
-    parts = np.ones(len(assigned))
-    for axis, size in enumerate(mesh.sizes):
-        parts *= np.where(assigned[:, axis] >= 0, size, 1)
+    everything = share(assigned, range(len(rule.sizes)), rule.sizes, mesh.sizes)
     local = np.zeros(len(assigned))
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
         if type_.rank:
-            local += type_.nbytes / parts_along(assigned, dims, mesh.sizes)
-    cost = op_time(work.flops / parts, local, work.dtype, mesh.device, launches=1)
+            local += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
+    cost = op_time(work.flops * everything, local, work.dtype, mesh.device, launches=1)
     return cost + _sum_cost(rule, work, assigned, after, mesh)
 
 
@@ -204,7 +225,7 @@ def _sum_cost(
     after = emitted(after)
     held_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):
-        held_bytes += type_.nbytes / parts_along(assigned, dims, mesh.sizes)
+        held_bytes += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
     for axis, size in enumerate(mesh.sizes):
         scatter = after[:, axis] == REDUCE_SCATTER
         cost += np.where(scatter, collective_time("reduce-scatter", held_bytes, (axis,), mesh), 0.0)

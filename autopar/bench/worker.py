@@ -39,8 +39,11 @@ def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = 
 
 def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> None:
     """The main function of a worker: print what `work` yields for the spec on the command line."""
-    for row in work(json.loads(sys.argv[1])):
-        print(json.dumps(row), flush=True)
+    try:
+        for row in work(json.loads(sys.argv[1])):
+            print(json.dumps(row), flush=True)
+    except AutoparError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def cpu_devices(count: int) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import optax
 
 from autopar.zoo.libraries import Config
-from autopar.zoo.model import Batch, Metrics, Model, State
+from autopar.zoo.model import Batch, Metrics, Model, State, labels_from, normals
 
 
 def _create(config: Config, key: jax.Array) -> eqx.nn.MLP:
@@ -38,11 +37,9 @@ def build(name: str, config: Config) -> Model:
         updates, opt = optimizer.update(grads, state["opt"], state["params"])
         return {"params": eqx.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss}
 
+    @jax.jit
     def make_batch(key: jax.Array) -> Batch:
-        rows, labels = jax.random.split(key)
-        return {
-            "x": jax.random.normal(rows, (config.batch, config.width), config.precision.params),
-            "labels": jax.random.randint(labels, (config.batch,), 0, config.classes, jnp.int32),
-        }
+        x, noise = normals([(config.batch, config.width), (config.batch,)], key, config.precision.params)
+        return {"x": x, "labels": labels_from(noise, config.classes)}
 
     return Model(name, "equinox", step, init, make_batch, (), "Written as in the guides of Equinox.")

@@ -24,6 +24,7 @@ from autopar.zoo.model import (
     Precision,
     Tree,
     block_params,
+    normals,
     repeat_blocks,
     trainable,
     with_layer_axis,
@@ -61,7 +62,7 @@ def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"x", "y"}, both [batch, width]."""
     init, step = trainable(_params(config), partial(_loss, config), optax.adamw(1e-3), config.precision.params)
     names = frozenset(TABLE) if config.scan else frozenset[str]()
-    return Model(name, "mlp", step, init, partial(_batch, config), with_layer_axis(TABLE, names))
+    return Model(name, "mlp", step, init, jax.jit(partial(_batch, config)), with_layer_axis(TABLE, names))
 
 
 def _params(config: Config) -> Tree:
@@ -87,6 +88,5 @@ def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
 
 def _batch(config: Config, key: jax.Array) -> Batch:
     shape = (config.batch, config.width)
-    first, second = jax.random.split(key)
-    dtype = config.precision.params
-    return {"x": jax.random.normal(first, shape, dtype), "y": jax.random.normal(second, shape, dtype)}
+    x, y = normals([shape, shape], key, config.precision.params)
+    return {"x": x, "y": y}

@@ -10,8 +10,9 @@ Mixed precision follows Micikevicius et al. (2018), "Mixed precision training": 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,37 +85,42 @@ class Param:
 
 
 DRAW = 2**24
-"""Numbers drawn at once: XLA compiles every draw anew, so that small leaves share one."""
+"""Numbers drawn at once: XLA compiles every draw anew, so that small arrays share one."""
 
 
 def draw(spec: Tree, key: jax.Array, dtype: str) -> Tree:
-    """Arrays for a tree of `Param`; run number i of leaves is drawn from `fold_in(key, i)`."""
+    """Arrays for a tree of `Param`."""
     leaves, treedef = jax.tree.flatten(spec, is_leaf=lambda node: isinstance(node, Param))
-    arrays = [jnp.full(leaf.shape, leaf.mean, dtype) for leaf in leaves]
-    for number, run in enumerate(_runs(leaves)):
-        total = sum(math.prod(leaves[i].shape) for i in run)
-        values = jax.random.normal(jax.random.fold_in(key, number), (total,), dtype)
-        offset = 0
-        for i in run:
-            size = math.prod(leaves[i].shape)
-            piece = jax.lax.slice_in_dim(values, offset, offset + size).reshape(leaves[i].shape)
-            arrays[i] = leaves[i].mean + leaves[i].std * piece
-            offset += size
-    return treedef.unflatten(arrays)
+    noise = iter(normals([leaf.shape for leaf in leaves if leaf.std], key, dtype))
+    return treedef.unflatten([_array(leaf, next(noise) if leaf.std else None, dtype) for leaf in leaves])
 
 
-def _runs(leaves: list[Param]) -> list[list[int]]:
-    """Indices of the random leaves, in runs of at most `DRAW` numbers or of one leaf."""
-    runs: list[list[int]] = []
+def _array(param: Param, noise: jax.Array | None, dtype: str) -> jax.Array:
+    return jnp.full(param.shape, param.mean, dtype) if noise is None else param.mean + param.std * noise
+
+
+def normals(shapes: Sequence[tuple[int, ...]], key: jax.Array, dtype: str) -> list[jax.Array]:
+    """Standard normal arrays of the given shapes; run number i of shapes is drawn from `fold_in(key, i)`."""
+    arrays: list[jax.Array] = []
+    for number, run in enumerate(_runs(shapes)):
+        sizes = [math.prod(shape) for shape in run]
+        values = jax.random.normal(jax.random.fold_in(key, number), (sum(sizes),), dtype)
+        ends = list(itertools.accumulate(sizes))
+        pieces = (jax.lax.slice_in_dim(values, end - size, end) for size, end in zip(sizes, ends, strict=True))
+        arrays += [piece.reshape(shape) for piece, shape in zip(pieces, run, strict=True)]
+    return arrays
+
+
+def _runs(shapes: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """The shapes in order, in runs of at most `DRAW` numbers or of one shape."""
+    runs: list[list[tuple[int, ...]]] = []
     filled = DRAW
-    for i, leaf in enumerate(leaves):
-        size = math.prod(leaf.shape)
-        if leaf.std == 0.0:
-            continue
+    for shape in shapes:
+        size = math.prod(shape)
         if filled + size > DRAW:
             runs.append([])
             filled = 0
-        runs[-1].append(i)
+        runs[-1].append(shape)
         filled += size
     return runs
 
@@ -181,14 +187,17 @@ def token_batch(batch: int, seq: int, vocab: int) -> Callable[[jax.Array], Batch
 def image_batch(batch: int, size: int, channels: int, classes: int, dtype: str) -> Callable[[jax.Array], Batch]:
     """make_batch of a classifier: images dtype[batch, size, size, channels] and labels int32[batch]."""
 
+    @jax.jit
     def make_batch(key: jax.Array) -> Batch:
-        pixels, labels = jax.random.split(key)
-        return {
-            "images": jax.random.normal(pixels, (batch, size, size, channels), dtype),
-            "labels": jax.random.randint(labels, (batch,), 0, classes, jnp.int32),
-        }
+        images, noise = normals([(batch, size, size, channels), (batch,)], key, dtype)
+        return {"images": images, "labels": labels_from(noise, classes)}
 
     return make_batch
+
+
+def labels_from(noise: jax.Array, classes: int) -> jax.Array:
+    """Labels in [0, classes), int32, from normal noise: low digits of it, about uniform."""
+    return jnp.abs(noise * 2**16).astype(jnp.int32) % classes
 
 
 def with_layer_axis(table: Mapping[str, PartitionSpec], names: frozenset[str]) -> MegatronTable:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -103,14 +104,20 @@ def build(
         changes["layers"] = 2 * config.layers  # a scan of two is too short to cut into stages
     if dtype is not None:
         changes["precision"] = _uniform(dtype)
-    return FAMILIES[family].build(target, _replace(target, config, changes))
+    return _model(family, target, _replace(target, config, changes))
+
+
+@functools.lru_cache(maxsize=64)
+def _model(family: str, target: str, config: Any) -> Model:
+    """Equal calls share a model, so that whatever JAX has traced or compiled for it is found again."""
+    return FAMILIES[family].build(target, config)
 
 
 def _split(target: str) -> tuple[str, tuple[str, ...]]:
     """The target without its suffixes, and the suffixes in the order they were written."""
     words = target.split("-")
     count = len(words)
-    while words[count - 1] in SUFFIXES:
+    while count > 1 and words[count - 1] in SUFFIXES:
         count -= 1
     return "-".join(words[:count]), tuple(words[count:])
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
-from autopar.zoo.model import SINGLE, Batch, Model, Param, Precision, Tree, trainable, with_layer_axis
+from autopar.zoo.model import SINGLE, Batch, Model, Param, Precision, Tree, normals, trainable, with_layer_axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ TABLE = {
     "wo": PartitionSpec("model", None, None),
     "w1": PartitionSpec(None, None, "model"),
     "w2": PartitionSpec("model", None),
-    "conv1": PartitionSpec(None, None, None, "model"),
-    "conv2": PartitionSpec(None, None, "model", None),
+    "conv1/kernel": PartitionSpec(None, None, None, "model"),
+    "conv2/kernel": PartitionSpec(None, None, "model", None),
 }
 
 IMAGE_CHANNELS = 4
@@ -81,7 +81,7 @@ def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = images and noise [B,H,W,4], times [B], context [B,T,4 c]."""
     init, step = trainable(_params(config), partial(_loss, config), optax.adamw(1e-4), config.precision.params)
     notes = "Dimensions: Alpa's benchmark suite; the up path is plainer, so sizes are near the names only."
-    return Model(name, "unet", step, init, partial(_batch, config), with_layer_axis(TABLE, frozenset()), notes)
+    return Model(name, "unet", step, init, jax.jit(partial(_batch, config)), with_layer_axis(TABLE, frozenset()), notes)
 
 
 # Parameters
@@ -276,13 +276,8 @@ def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
 
 
 def _batch(config: Config, key: jax.Array) -> Batch:
-    dtype = config.precision.params
-    keys = jax.random.split(key, 4)
     images = (config.batch, config.image, config.image, IMAGE_CHANNELS)
     tokens = (config.image // 2 ** (config.levels - 1)) ** 2
-    return {
-        "images": jax.random.normal(keys[0], images, dtype),
-        "noise": jax.random.normal(keys[1], images, dtype),
-        "times": jax.random.uniform(keys[2], (config.batch,), dtype, 0.0, 1000.0),
-        "context": jax.random.normal(keys[3], (config.batch, tokens, config.widths[-1]), dtype),
-    }
+    shapes = [images, images, (config.batch, tokens, config.widths[-1]), (config.batch,)]
+    clean, noise, context, times = normals(shapes, key, config.precision.params)
+    return {"images": clean, "noise": noise, "context": context, "times": 1000 * lax.logistic(times)}

@@ -1,0 +1,133 @@
+"""`autopar bench equal`: is the parallel step the single-device step? Every zoo toy on every small mesh.
+
+One worker per model and dtype goes through the meshes (`equal_case`), so that the single-device run is shared and
+memory is given back. A row is appended to the resume file as soon as it is known; rows found there are not run again.
+
+XLA is told to optimise little (`QUICK`): the programs are partitioned as always, and compiling them, which is nearly
+all of the time, takes half as long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar import zoo
+from autopar.bench import worker
+from autopar.errors import ArgumentError
+
+MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2), (3,), (6,))
+DTYPES = ("float32", "float64")
+CLUSTERS = ("dear", "local")
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+Row = Mapping[str, Any]
+Key = tuple[str, tuple[int, ...], str, str]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What to run: every model on every mesh in every dtype."""
+
+    models: tuple[str, ...] = zoo.TOYS
+    meshes: tuple[tuple[int, ...], ...] = MESHES
+    dtypes: tuple[str, ...] = DTYPES
+    cluster: str = "dear"
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("dtype", self.dtypes, DTYPES),
+            ("cluster", (self.cluster,), CLUSTERS),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+
+    def keys(self) -> list[Key]:
+        """Every case, models outermost."""
+        return [(m, mesh, d, self.cluster) for m in self.models for d in self.dtypes for mesh in self.meshes]
+
+
+def run(product: Product, resume: Path | None = None, tell: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """Rows of all cases in the order of `Product.keys`; `tell` hears of each as it is done."""
+    rows = _done(resume)
+    wanted = product.keys()
+    for model in product.models:
+        for dtype in product.dtypes:
+            todo = [k[1] for k in wanted if k[0] == model and k[2] == dtype and k not in rows]
+            for row in _rows(model, dtype, todo, product.cluster):
+                rows[_key(row)] = row
+                tell(line(row))
+                if resume is not None:
+                    with resume.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    return [rows[k] for k in wanted]
+
+
+def _key(row: Row) -> Key:
+    return row["model"], tuple(row["mesh"]), row["dtype"], row["cluster"]
+
+
+def _done(resume: Path | None) -> dict[Key, Row]:
+    if resume is None or not resume.exists():
+        return {}
+    found = [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
+    return {_key(row): row for row in found}
+
+
+def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
+    """Rows of one worker; where it dies, a failed row for each mesh that is missing."""
+    if not meshes:
+        return
+    spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster}
+    left = list(meshes)
+    try:
+        for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": QUICK}):
+            left.remove(tuple(row["mesh"]))
+            yield {**row, "cluster": cluster}
+    except worker.WorkerError as error:
+        for mesh in left:
+            yield {**_dead(model, mesh, dtype, str(error)), "cluster": cluster}
+
+
+def _dead(model: str, mesh: tuple[int, ...], dtype: str, message: str) -> Row:
+    from autopar.bench.equal_case import Row as Case
+
+    return asdict(Case(model, mesh, dtype, ok=False, failures=(message,)))
+
+
+def line(row: Row) -> str:
+    """One row for people."""
+    mesh = "x".join(map(str, row["mesh"]))
+    numbers = (
+        f"loss {row['loss']:.1e} leaf {row['leaf']:.1e} params {row['params']:.1e} (by hand {row['by_hand']:.1e}) "
+        f"flops {row['flops_ratio']:.2f} bytes {row['bytes_ratio']:.2f}"
+    )
+    head = f"{'ok  ' if row['ok'] else 'FAIL'} {row['model']:<20} {mesh:<6} {row['dtype']} {numbers}"
+    return "\n".join([head, *(f"       {text}" for text in row["failures"])])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each mesh, then exceptions with their reasons, then the count."""
+    lines = [line(row) for row in rows]
+    flagged = [row for row in rows if row["replicated"]]
+    if flagged:
+        lines.append("more than 1.25 of the FLOPs per device, and what the plan says about it:")
+        lines += [f"  {r['model']} {tuple(r['mesh'])}: {r['flops_ratio']:.2f}: {r['replicated'][0]}" for r in flagged]
+    lines.append(f"{sum(bool(r['ok']) for r in rows)} of {len(rows)} cases equal the single-device run")
+    return "\n".join(lines)
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """The largest differences of all rows, and the counts: what `--json` prints last."""
+    return {
+        "rows": len(rows),
+        "ok": sum(bool(r["ok"]) for r in rows),
+        "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
+        "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
+        "flops_flagged": sum(bool(r["replicated"]) for r in rows),
+        "bytes_ratio_max": max((r["bytes_ratio"] for r in rows), default=0.0),
+    }

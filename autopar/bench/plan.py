@@ -1,0 +1,113 @@
+"""`autopar bench plan`: seconds from a Python function to its Plan, each repeat in a fresh process.
+
+`total_s` starts with the function and its abstract arguments and ends with the Plan: tracing, reading the rules,
+building the graph of decisions, solving, writing the plan. Importing JAX and autopar and describing the model's shapes
+come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from autopar import api, targets
+from autopar.bench import worker
+from autopar.errors import ArgumentError
+
+PHASES = ("trace", "rules", "graph", "fold", "presolve", "bound", "ilp", "inter_op", "export")
+
+Result = dict[str, Any]
+
+
+def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lambda text: None) -> Result:
+    """Medians over `repeats` processes.
+
+    Args:
+        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver.
+        repeats: number of processes.
+        tell: hears of each as it ends.
+
+    Raises:
+        ArgumentError: repeats below 1.
+        WorkerError: planning failed; the message is the worker's.
+    """
+    if repeats < 1:
+        raise ArgumentError(f"repeats={repeats} must be at least 1")
+    found: list[Result] = []
+    for i in range(repeats):
+        found.extend(worker.lines("autopar.bench.plan", spec))
+        tell(f"{i + 1}/{repeats}: {found[-1]['total_s']:.2f} s")
+    return summarise(found)
+
+
+def summarise(found: Sequence[Result]) -> Result:
+    """Medians of the times, the largest memory, and the raw times; the rest is that of the first process."""
+    raw = {
+        "total_s": [f["total_s"] for f in found],
+        "phases": {p: [f["phases"][p] for f in found] for p in PHASES},
+    }
+    medians = {p: statistics.median(times) for p, times in raw["phases"].items()}
+    return {
+        **found[0],
+        "total_s": statistics.median(raw["total_s"]),
+        "phases": medians,
+        "peak_rss_bytes": max(f["peak_rss_bytes"] for f in found),
+        "repeats": len(found),
+        "raw": raw,
+    }
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Result]:
+    """One measurement."""
+    fn, args = targets.load(spec["model"], layers=spec.get("layers"), batch=spec.get("batch"), seq=spec.get("seq"))
+    mesh, cluster = spec.get("mesh"), spec.get("cluster")
+    found = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
+    begin = time.perf_counter()
+    plan = api.plan(fn, *args, mesh=tuple(mesh) if mesh else None, cluster=found, solver=spec.get("solver") or "auto")
+    total = time.perf_counter() - begin
+    yield {
+        "model": spec["model"],
+        "mesh": list(plan.mesh_sizes),
+        "cluster": plan.cluster,
+        "total_s": total,
+        "phases": {p: float(plan.phases.get(p, 0.0)) for p in PHASES},
+        "variables": plan.variables,
+        "variables_unfolded": plan.variables_unfolded,
+        "rows": plan.rows,
+        "gap": plan.gap,
+        "solver": plan.solver,
+        "status": plan.solver_status,
+        "certified": plan.solver_status == "certified",
+        "ilp_calls": int(plan.rows > 0),
+        "objective_s": plan.objective_s,
+        "step_time_s": plan.step_time_s,
+        "peak_rss_bytes": _peak_rss(),
+    }
+
+
+def _peak_rss() -> int:
+    """Bytes of memory that this process has held at most."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def table(found: Result) -> str:
+    """The result for people."""
+    phases = "  ".join(f"{p} {found['phases'][p]:.2f}" for p in PHASES)
+    return "\n".join(
+        [
+            f"{found['model']} on {'x'.join(map(str, found['mesh']))} of {found['cluster']}: {found['total_s']:.2f} s "
+            f"(median of {found['repeats']}), {found['peak_rss_bytes'] / 1e9:.2f} GB",
+            f"  seconds: {phases}",
+            f"  {found['variables_unfolded']:,} variables, {found['variables']:,} folded, {found['rows']:,} rows; "
+            f"{found['status']}, gap {found['gap']:.2g}; predicted step {found['step_time_s']:.4g} s",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    worker.serve(work)

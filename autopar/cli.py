@@ -1,0 +1,306 @@
+"""The command line: `autopar COMMAND TARGET ...`, and `autopar bench MEASUREMENT ...`.
+
+Exit status 0: fine; 1: an AutoparError, or a check that fails; 2: wrong usage. With --json, stdout holds JSON alone;
+progress and errors go to stderr. --debug, anywhere, shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import ArgumentError, AutoparError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+bench = typer.Typer(no_args_is_help=True, help="Measurements, as docs/benchmarks.md quotes them.")
+app.add_typer(bench, name="bench")
+
+Target = Annotated[str, typer.Argument(help="zoo name such as llama3-8b, or file.py:function")]
+ClusterName = Annotated[str | None, typer.Option("--cluster", help="preset, or a TOML file")]
+Hosts = Annotated[int | None, typer.Option(help="number of hosts; default: what the mesh needs")]
+MeshSizes = Annotated[
+    str | None, typer.Option("--mesh", help="axis sizes, such as 32,8; priced as dgx-h100 by default")
+]
+Layers = Annotated[int | None, typer.Option(help="layers of the model")]
+Batch = Annotated[int | None, typer.Option(help="global batch")]
+Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
+Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
+MemoryBudget = Annotated[str | None, typer.Option(help="bytes per device; not available in this version")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, which this version always does")]
+Models = Annotated[str | None, typer.Option(help="zoo names, with commas between")]
+Repeats = Annotated[int, typer.Option(min=1, help="how often to measure; medians are shown")]
+
+LOCAL_DEVICES = 8  # virtual CPU devices of `verify --target cpu` without a mesh
+
+
+def say(text: str) -> None:
+    """Progress and errors, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(data: Any) -> None:
+    """One line of JSON on stdout."""
+    print(json.dumps(data), flush=True)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """ "32,8" -> (32, 8). ArgumentError if it is no list of positive integers."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentError(f"mesh {text!r}: give sizes with commas between, such as 32,8") from error
+    if any(size < 1 for size in found):
+        raise ArgumentError(f"mesh {text!r}: sizes must be at least 1")
+    return found
+
+
+def words(text: str | None, default: Sequence[str]) -> tuple[str, ...]:
+    """ "a,b" -> ("a", "b")."""
+    return tuple(default) if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def options(
+    mesh: str | None, cluster: str | None, hosts: int | None, solver: str, memory_budget: str | None
+) -> dict[str, Any]:
+    """Options of `autopar.plan`."""
+    from autopar import targets
+
+    if hosts is not None and cluster is None:
+        raise ArgumentError(f"--hosts {hosts} needs --cluster")
+    found = None if mesh is None else sizes(mesh)
+    chosen: dict[str, Any] = {"mesh": found, "solver": solver}
+    if cluster is not None:
+        chosen["cluster"] = targets.cluster(cluster, hosts, found)
+    return chosen if memory_budget is None else {**chosen, "memory_budget": memory_budget}
+
+
+@app.command()
+def plan(
+    target: Target,
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_budget: MemoryBudget = None,
+    solver: Solver = "auto",
+    output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
+    as_json: Json = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Plan TARGET and print the plan as a table, or as JSON."""
+    from autopar import api, targets
+    from autopar.trace import trace
+
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    found = api.plan(fn, *args, **options(mesh, cluster, hosts, solver, memory_budget))
+    if output is not None:
+        found.save(output)
+        say(f"saved to {output}")
+    print(found.to_json() if as_json else found.summary(trace(fn, *args).graph))
+
+
+@app.command()
+def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
+    """List each distinct operation of TARGET: how often it stands there, name, operands, rule, and whose rule it is."""
+    from autopar import targets
+
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    for row in _rules(fn, args):
+        if as_json:
+            show(row)
+        else:
+            print(f"{row['count']:>6}  {row['name']}({', '.join(row['operands'])})  {row['rule']}  [{row['origin']}]")
+
+
+def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
+    from autopar.rules import rules_of
+    from autopar.trace import trace
+
+    graph = trace(fn, *args).graph
+    found = rules_of(graph)
+    rows: dict[int, dict[str, Any]] = {}
+    for op in graph.walk():
+        if op.regions:
+            continue
+        if op.signature not in rows:
+            rule = found[op.signature]
+            operands = [str(graph.type_of(a)) for a in op.inputs]
+            rows[op.signature] = {
+                "name": op.name, "operands": operands, "rule": str(rule), "origin": rule.origin, "count": 0
+            }  # fmt: skip
+        rows[op.signature]["count"] += 1
+    return list(rows.values())
+
+
+@app.command()
+def verify(
+    target: Target,
+    against: Annotated[str, typer.Option("--target", help="cpu (virtual devices) or shardy (any size)")] = "shardy",
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")] = None,
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    solver: Solver = "auto",
+    as_json: Json = False,
+) -> None:
+    """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
+    from autopar import api, targets, verification
+    from autopar.bench.worker import cpu_devices
+    from autopar.plans import Plan
+
+    saved = None if plan_file is None else Plan.load(plan_file)
+    chosen = options(mesh, cluster, hosts, solver, None)
+    if against == "cpu":
+        cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    found = verification.verify(saved or api.plan(fn, *args, **chosen), fn, *args, target=against)
+    if as_json:
+        show(_report(found))
+    else:
+        print(found)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:
+    if mesh is not None:
+        return math.prod(mesh)
+    return LOCAL_DEVICES if cluster is None else cluster.num_devices
+
+
+def _report(found: Any) -> dict[str, Any]:
+    compared = found.comparison
+    return {
+        "ok": found.ok,
+        "target": found.target,
+        "predicted_wire_bytes": compared.predicted_wire_bytes,
+        "emitted_wire_bytes": compared.emitted_wire_bytes,
+        "ratio": compared.ratio,
+        "flops": found.flops,
+        "memory": dict(found.memory),
+        "mismatches": list(found.mismatches),
+    }
+
+
+@app.command()
+def clusters(as_json: Json = False) -> None:
+    """List the cluster presets with their figures."""
+    from autopar.cluster import Cluster
+
+    for name in Cluster.presets():
+        one = Cluster.preset(name)
+        if as_json:
+            show(_figures(name, one))
+        else:
+            peaks = ", ".join(f"{rate / 1e12:g} Tflop/s {dtype}" for dtype, rate in one.device.peak_flops.items())
+            print(
+                f"{name}: {one.devices_per_host} x {one.device.name} a host, {one.device.memory_bytes / 2**30:.0f} GiB"
+            )
+            print(f"  {peaks}; memory {one.device.memory_bandwidth / 1e12:g} TB/s")
+            for where, link in (("in a host", one.intra), ("between hosts", one.inter)):
+                print(f"  {where}: {link.bandwidth / 1e9:g} GB/s a device, latency {link.alpha * 1e6:g} us")
+
+
+def _figures(name: str, one: Any) -> Mapping[str, Any]:
+    from dataclasses import asdict
+
+    return {"name": name, **asdict(one)}
+
+
+@bench.command("plan")
+def bench_plan(
+    model: Annotated[str, typer.Option(help="zoo name, or file.py:function")] = "llama3-8b",
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    solver: Solver = "auto",
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8."""
+    from autopar.bench import plan as measure
+
+    found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
+    spec = {
+        "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
+        "layers": layers, "batch": batch, "seq": seq, "solver": solver,
+    }  # fmt: skip
+    result = measure.run(spec, repeats, say)
+    if as_json:
+        show(result)
+    else:
+        print(measure.table(result))
+
+
+@bench.command("equal")
+def bench_equal(
+    models: Models = None,
+    meshes: Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")] = None,
+    dtypes: Annotated[str | None, typer.Option(help="float32, float64 or both")] = None,
+    cluster: Annotated[str, typer.Option(help="dear: plans are really parallel; local: this machine")] = "dear",
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Three parallel steps against three single-device steps, over models and meshes of virtual devices."""
+    from autopar.bench import equal
+
+    product = equal.Product(
+        words(models, equal.Product.models),
+        equal.MESHES if meshes is None else tuple(sizes(part) for part in meshes.split(";")),
+        words(dtypes, equal.DTYPES),
+        cluster,
+    )
+    rows = equal.run(product, resume, say)
+    if as_json:
+        for row in rows:
+            show(row)
+        show(equal.figures(rows))
+    else:
+        print(equal.table(rows))
+    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+@bench.command("step")
+def bench_step(
+    models: Models = None,
+    repeats: Repeats = 20,
+    as_json: Json = False,
+) -> None:
+    """Time autopar's step against the same model sharded by hand, on 8 virtual devices, taking turns."""
+    from autopar.bench import step
+
+    rows = step.run(words(models, step.MODELS), repeats, say)
+    if as_json:
+        show({"rows": rows})
+    else:
+        print(step.table(rows))
+
+
+def main() -> None:
+    """The entry point `autopar`."""
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        app(arguments)
+    except AutoparError as error:
+        if "--debug" in sys.argv[1:]:
+            raise
+        say(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Plans for people: tables, later diagrams and traces. Nothing here decides anything."""

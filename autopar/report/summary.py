@@ -1,0 +1,225 @@
+"""The plan as tables for a terminal: what lies where and why, what a step takes, what is sent, what was proven.
+
+    arguments       one row per group of equal layers: "state/params/blocks/*/wq x4"       `argument_rows`
+    activations     the largest values that operations make, by operation and source line  `activation_rows`
+    collectives     by kind, axes and source line                                          `collective_rows`
+
+The text is plain (no colour, 110 columns) and equal for equal plans.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from autopar.collective import Collective, wire_bytes
+from autopar.graph import Graph, Op
+from autopar.layout import local_shape, spec
+from autopar.plans import Plan
+from autopar.report.reasons import Reasons, placed
+
+WIDTH = 110
+ACTIVATIONS = 10  # rows of the table of activations
+COLLECTIVES = 16  # rows of the table of collectives
+
+STATUS: Mapping[str, str] = {
+    "certified": "optimum proven by bounds, without an ILP",
+    "optimal": "optimum proven by the ILP solver",
+    "optimal-tied": "optimum among plans that treat equal layers equally",
+    "time-limit": "best plan found within the time limit",
+    "fallback": "best plan found without the ILP solver, which failed",
+}
+
+KEPT_WHOLE = ("shape", "PartitionSpec", "times", "bytes sent")
+
+Rows = list[tuple[str, ...]]
+
+
+def summary(plan: Plan, graph: Graph | None = None) -> str:
+    """The plan as text; with the graph it was made for also activations, and reasons that name source lines."""
+    reasons = None if graph is None else Reasons(plan, graph)
+    parts = [_head(plan)]
+    for title, members in sections(plan).items():
+        parts.append(_table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
+    if reasons is not None:
+        rows = activation_rows(plan, reasons)
+        parts.append(_table("largest activations", ("", "shape", "PartitionSpec", "why"), rows))
+    if plan.collectives:
+        parts.append(_table("collectives", ("", "axes", "times", "bytes sent", "at"), collective_rows(plan)))
+    return "\n".join([*parts, "", *_foot(plan)])
+
+
+def _head(plan: Plan) -> str:
+    mesh = ", ".join(f"{n}={s}" for n, s in zip(plan.mesh_names, plan.mesh_sizes, strict=True))
+    return f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
+
+
+def _table(title: str, heads: Sequence[str], rows: Rows) -> str:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in heads:
+        table.add_column(head or title, overflow="fold", no_wrap=head in KEPT_WHOLE, ratio=1 if head == "why" else None)
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False)
+    console.print(table)
+    return "\n".join(["", *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
+
+
+# Arguments
+
+
+def sections(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Title -> argument leaves, in their order; empty sections are left out."""
+    found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
+    for i, path in enumerate(plan.input_paths):
+        parts = path.split("/")
+        optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
+        found[_title(i in plan.donated, optimizer)].append(i)
+    return {title: tuple(members) for title, members in found.items() if members}
+
+
+def _title(state: bool, optimizer: bool) -> str:
+    return "other arguments" if not state else "optimizer state" if optimizer else "parameters and other state"
+
+
+def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
+    """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
+    likeness = _like_parameters(plan, members)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in members:
+        same = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i]), plan.input_types[i], str(plan.inputs[i])
+        groups.setdefault((likeness[i],) if i in likeness else same, []).append(i)
+    return [_argument(plan, key, group, reasons) for key, group in groups.items()]
+
+
+def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
+    first = group[0]
+    if len(key) == 1:
+        return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", "lies as the parameter does"
+    why = _why(plan, first, reasons)
+    return _label([plan.input_paths[i] for i in group]), plan.input_types[first], _spec(plan.in_specs()[first]), why
+
+
+def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
+    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
+
+    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
+    """
+    known = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
+    found: dict[int, str] = {}
+    for i in members:
+        parts = plan.input_paths[i].split("/")
+        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in known]
+        if ends and "params" not in parts[: ends[0]]:
+            j = known["/".join(parts[ends[0] :])]
+            if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
+                found[i] = "/".join(parts[: ends[0]])
+    return found
+
+
+def _label(paths: Sequence[str]) -> str:
+    """The path that all have in common, with "*" where they differ, and how many there are."""
+    columns = zip(*(path.split("/") for path in paths), strict=True)
+    name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
+    return name if len(paths) == 1 else f"{name} x{len(paths)}"
+
+
+def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
+    return placed(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
+
+
+def _spec(found: object) -> str:
+    return str(found).replace("PartitionSpec", "P").replace(",)", ")")
+
+
+# Activations
+
+
+def activation_rows(plan: Plan, reasons: Reasons) -> Rows:
+    """(operations and lines, shape, spec, why) of the layouts with the most bytes in all, update left out."""
+    graph, values = reasons.graph, plan.stages[0].values
+    groups: dict[tuple[str, str], list[tuple[Op, int]]] = {}
+    for op in graph.walk():
+        for v in op.outputs if op.phase != "update" and not op.regions else ():
+            if v in values and graph.types[v].size > 1:
+                groups.setdefault((str(graph.types[v]), str(values[v])), []).append((op, v))
+    ranked = sorted(groups.values(), key=lambda g: (-len(g) * graph.types[g[0][1]].nbytes, g[0][0].index))
+    return [_activation(plan, reasons, group) for group in ranked[:ACTIVATIONS]]
+
+
+def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -> tuple[str, ...]:
+    value = group[0][1]
+    kind, layout = reasons.graph.types[value], plan.stages[0].values[value]
+    names = list(dict.fromkeys(f"{op.name} {op.source}".strip() for op, _ in group))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    local = math.prod(local_shape(layout, kind.shape, plan.mesh_sizes)) * kind.itemsize
+    why = f"{reasons.results([op for op, _ in group], layout, kind.shape)}; {size(local)} each"
+    return f"{names[0]}{more} x{len(group)}", str(kind), _spec(spec(layout, kind.rank, plan.mesh_names)), why
+
+
+# Collectives and figures
+
+
+def collective_rows(plan: Plan) -> Rows:
+    """(kind, axes, times, bytes on the wire, line), most bytes first."""
+    groups: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for c in plan.collectives:
+        key = (c.kind, "+".join(c.axes), c.source or _result(plan, c))
+        times, sent = groups.get(key, (0, 0.0))
+        groups[key] = (times + c.count, sent + _sent(plan, c))
+    ranked = sorted(groups.items(), key=lambda item: (-item[1][1], item[0]))
+    rows: Rows = [(k, axes, f"{n:,}", size(sent), at) for (k, axes, at), (n, sent) in ranked[:COLLECTIVES]]
+    rest = ranked[COLLECTIVES:]
+    if rest:
+        times, sent = sum(n for _, (n, _) in rest), sum(s for _, (_, s) in rest)
+        rows.append((f"{len(rest)} more groups", "", f"{times:,}", size(sent), ""))
+    return rows
+
+
+def _result(plan: Plan, c: Collective) -> str:
+    """The result that a collective without a source line is for: its tag is "out" and a position."""
+    position = c.op.removeprefix("out")
+    return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
+
+
+def _sent(plan: Plan, c: Collective) -> float:
+    sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
+    return c.count * wire_bytes(c.kind, c.bytes, math.prod(sizes[a] for a in c.axes))
+
+
+def _foot(plan: Plan) -> list[str]:
+    parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items())
+    memory = "; ".join(
+        f"{s.name}: {', '.join(f'{kind} {size(n)}' for kind, n in s.memory.items())}" for s in plan.stages
+    )
+    return [
+        f"predicted step: {seconds(plan.step_time_s)} ({parts}), model FLOPs utilisation {plan.mfu:.1%}",
+        f"memory per device, without temporaries: {memory}",
+        f"sent per device: {size(plan.wire_bytes())} in {sum(c.count for c in plan.collectives):,} collectives",
+        f"solver: {plan.solver_status}, gap {plan.gap:.2g} ({STATUS.get(plan.solver_status, plan.solver)}); "
+        f"{plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
+        *(f"note: {note}" for note in plan.notes),
+    ]
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a unit, three digits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def seconds(t: float) -> str:
+    """Seconds with a unit, three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if t >= scale:
+            return f"{t / scale:.3g} {unit}"
+    return "0 s" if t == 0 else f"{t:.2g} s"

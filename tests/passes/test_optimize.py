@@ -1,0 +1,231 @@
+"""The whole optimizer against brute force, against each of its own shortcuts, and with the solver taken away."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import ArgumentError, SolverError
+from autopar.passes import solvers
+from autopar.passes.optimize import Solution, optimize
+from autopar.passes.problem import Problem
+from tests.passes.small_problems import brute, dense_problems, edge, frustrated, layered, node, problems, random_problem
+
+INF = float("inf")
+WAYS = {
+    "default": {},
+    "unfolded": {"fold": False},
+    "raw": {"presolve": False},
+    "raw, unfolded": {"fold": False, "presolve": False},
+}
+FRACTIONAL = (
+    *(f"complete-{n}" for n in range(4, 10)),
+    *(f"complete-{n}/3" for n in range(4, 7)),
+    *(f"wheel-{n}" for n in (4, 5, 6, 7, 9)),
+    *(f"wheel-{n}/3" for n in (5, 7)),
+    *(f"circulant-{n}" for n in (5, 6, 7, 9)),
+    *(f"circulant-{n}/3" for n in (5, 7, 8)),
+    *(f"prism-{n}" for n in (5, 7)),
+    "petersen",
+)
+
+
+def proven(solution: Solution, problem: Problem, best: float) -> None:
+    """The plan has the value it claims, the value is the optimum, and the optimizer knows that it is."""
+    assert solution.objective == problem.value(solution.assignment)
+    assert solution.objective == pytest.approx(best, abs=1e-12)
+    assert solution.gap == 0.0
+    assert solution.lower_bound <= solution.objective
+    assert solution.warnings == ()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=60, deadline=None)
+@given(problem=problems)
+def test_equals_brute_force(way: str, problem: Problem) -> None:
+    best = brute(problem)
+    if best == INF:
+        with pytest.raises(SolverError, match="no plan exists"):
+            optimize(problem, **WAYS[way])
+        return
+    proven(optimize(problem, **WAYS[way]), problem, best)
+
+
+@settings(max_examples=25, deadline=None)
+@given(dense_problems)
+def test_dense_problems(problem: Problem) -> None:
+    proven(optimize(problem), problem, brute(problem))
+
+
+@pytest.mark.parametrize("way", ["default", "unfolded", "raw"])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
+def test_layers(way: str, seed: int, shift: int) -> None:
+    """Folded or not, the optimum is that of the unfolded problem."""
+    problem = layered(seed, 3, shift)
+    proven(optimize(problem, **WAYS[way]), problem, brute(problem))
+
+
+@pytest.mark.parametrize("solver", [s for s in ("cbc", "highs") if s in solvers.available()])
+@pytest.mark.parametrize("presolve", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_certificate_and_solvers_agree(solver: str, presolve: bool, seed: int) -> None:
+    problem = random_problem(seed, nodes=7, edges=16)
+    solution = optimize(problem, solver=solver, presolve=presolve)
+    proven(solution, problem, optimize(problem).objective)
+    assert (solution.status, solution.solver_used) == ("optimal", solver)
+    assert solution.rows > 0 or solution.variables == 0 or presolve
+
+
+@pytest.mark.parametrize("name", FRACTIONAL)
+def test_where_the_bounds_do_not_meet_cbc_decides(name: str) -> None:
+    problem = frustrated(name)
+    solution = optimize(problem)
+    proven(solution, problem, brute(problem))
+    assert (solution.status, solution.solver_used) == ("optimal", "cbc")
+    assert solution.rows > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(dense_problems, st.data())
+def test_a_changed_cost_is_seen(problem: Problem, data: st.DataObject) -> None:
+    """Making one strategy of the best plan dearer raises the optimum as brute force says, and no plan is reused."""
+    before = optimize(problem)
+    v = data.draw(st.integers(0, len(problem.nodes) - 1))
+    cost = problem.nodes[v].cost.copy()
+    cost[before.assignment[v]] += 1.0
+    nodes = list(problem.nodes)
+    nodes[v] = dataclasses.replace(nodes[v], cost=cost, signature="changed")
+    changed = Problem(tuple(nodes), problem.edges)
+    after = optimize(changed)
+    proven(after, changed, brute(changed))
+    assert after.objective >= before.objective
+
+
+def test_many_layers_are_solved_as_one() -> None:
+    problem = layered(5, 200)
+    solution = optimize(problem)
+    assert solution.status == "certified"
+    assert solution.gap == 0.0
+    assert solution.variables == 11
+    assert solution.variables_unfolded == problem.variables == 1802
+    assert len({tuple(solution.assignment[1 + 3 * i : 4 + 3 * i]) for i in range(200)}) == 1
+
+
+def test_phases_are_reported() -> None:
+    phases = optimize(frustrated("complete-5")).phases
+    assert list(phases) == ["fold", "presolve", "bound", "ilp"]
+    assert all(seconds > 0 for seconds in phases.values())
+
+
+def test_the_empty_problem() -> None:
+    solution = optimize(Problem((), ()))
+    assert (solution.objective, solution.gap, solution.status) == (0.0, 0.0, "certified")
+
+
+def test_ties_are_broken_the_same_way_every_time() -> None:
+    equal = Problem(tuple(node(f"n{i}", 1.0, 1.0, 1.0) for i in range(4)), (edge(0, 1, [[0.0] * 3] * 3),))
+    assert optimize(equal).assignment.tolist() == [0, 0, 0, 0]
+    for name in ("petersen", "complete-6/3"):
+        plans = {tuple(optimize(frustrated(name)).assignment.tolist()) for _ in range(2)}
+        assert len(plans) == 1
+
+
+def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "from tests.passes.small_problems import layered; from autopar.passes.optimize import optimize; "
+        "print(optimize(layered(4, 5, 1)).assignment.tolist())"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for seed in ("0", "7")
+    ]
+    assert runs[0].stdout == runs[1].stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (Problem((node("weights", INF),), ()), "all 1 strategies of 'weights' are forbidden"),
+        (
+            Problem((node("dot", 0.0), node("sum", 0.0)), (edge(0, 1, [[INF]]),)),
+            "none of the 1 strategies left of 'dot' fits with 'sum'",
+        ),
+        (
+            Problem(
+                tuple(node(f"n{i}", 0.0, 0.0, 0.0) for i in range(4)),
+                tuple(edge(u, v, np.where(np.eye(3) > 0, INF, 0.0).tolist()) for u in range(4) for v in range(u)),
+            ),
+            "the strategies of 'n0', 'n1', 'n2', 'n3' cannot be combined",
+        ),
+    ],
+    ids=["node", "edge", "combination"],
+)
+def test_what_cannot_be_planned_is_named(problem: Problem, message: str) -> None:
+    with pytest.raises(SolverError, match=message):
+        optimize(problem)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"solver": "gurobi"}, "solver='gurobi' is not known. Available: 'auto', 'cbc', 'highs'"),
+        ({"time_limit": 0.0}, "time_limit=0.0 must be a number of seconds above zero"),
+        ({"time_limit": float("nan")}, "time_limit=nan must be"),
+    ],
+)
+def test_wrong_options(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        optimize(Problem((node("a", 1.0),), ()), **option)
+
+
+def kill_at_birth(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    solver = subprocess.Popen(command, **how)
+    os.kill(solver.pid, signal.SIGKILL)
+    return solver
+
+
+@pytest.mark.parametrize("solver", ["auto", "cbc"])
+def test_a_killed_solver_leaves_the_best_plan_of_the_ascent(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = frustrated("complete-7/3")
+    best = brute(problem)
+    monkeypatch.setattr(solvers, "start", kill_at_birth)
+    solution = optimize(problem, solver=solver)
+    assert solution.status == "fallback"
+    assert "exit code -9" in solution.warnings[0]
+    assert solution.objective == problem.value(solution.assignment) >= best - 1e-12
+    assert solution.lower_bound <= best + 1e-12
+    assert solution.gap == pytest.approx((solution.objective - solution.lower_bound) / solution.objective)
+    assert solution.gap > 0
+
+
+def test_a_time_limit_is_a_status_with_a_gap() -> None:
+    problem = frustrated("complete-16/3")
+    solution = optimize(problem, time_limit=1.5)
+    assert solution.status in ("time-limit", "fallback")
+    assert solution.warnings
+    assert solution.gap > 0
+    assert solution.objective == problem.value(solution.assignment)
+
+
+def test_no_time_at_all_still_gives_a_plan() -> None:
+    problem = frustrated("complete-9")
+    solution = optimize(problem, time_limit=1e-6)
+    assert solution.status == "time-limit"
+    assert solution.objective == problem.value(solution.assignment)
+    assert "time limit was reached" in solution.warnings[0]

@@ -1,0 +1,45 @@
+"""Programs as people write them give the same results under `parallelize` as under `jax.jit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.api import parallelize
+from tests.real_programs import PROGRAMS
+
+MESHES = ((2, 4), (8,))
+
+
+def values(tree: Any) -> Any:
+    """Host arrays of a tree, random keys by their bits; None stays None."""
+    raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return jax.tree.map(lambda x: np.asarray(raw(x)) if isinstance(x, jax.Array) else x, tree)
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    """Same tree, dtypes and weak types; integers, booleans and keys bit for bit, floats to rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type), name
+        a, b = values(a), values(b)
+        if not jax.numpy.issubdtype(a.dtype, jax.numpy.inexact):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        else:
+            scale = max(float(np.abs(b).max(initial=0.0)), 1e-30)
+            tolerance = 2e-2 if a.dtype.itemsize == 2 else 2e-5
+            assert np.abs(a.astype(b.dtype) - b).max(initial=0.0) <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("program", [p for _, p in PROGRAMS], ids=[n for n, _ in PROGRAMS])
+def test_same_results_as_jit(program: Any, mesh: tuple[int, ...]) -> None:
+    fn, args, *rest = program()
+    options = rest[0] if rest else {}
+    expected = jax.jit(fn, static_argnums=options.get("static_argnums", ()))(*args)
+    step = parallelize(fn, mesh=mesh, donate_argnums=(), **options)
+    assert_equal(step(*args), expected)
