@@ -145,6 +145,7 @@ class _Prepared:
     target: Target
 
 
+@jax_compat.automatic_axes()
 def _plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool) -> _Prepared:
     begin = time.perf_counter()
     traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
@@ -306,7 +307,10 @@ class Lowered:
 
 
 class ParallelFunction:
-    """A function that plans and compiles itself for the shapes it is called with."""
+    """A function that plans and compiles itself for the shapes it is called with.
+
+    Called while another function is being traced, it is inlined there, and the outermost `parallelize` plans it.
+    """
 
     def __init__(self, fn: Callable[..., Any], chosen: Settings) -> None:
         functools.update_wrapper(self, fn)
@@ -317,6 +321,8 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, key = self._key(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self.__wrapped__(*args, **kwargs)
         executable = self._executables.get(key)
         if executable is None:
             executable = self._executables[key] = self.lower(*args, **kwargs).compile()
@@ -326,6 +332,7 @@ class ParallelFunction:
         """The plan for these arguments (arrays or ShapeDtypeStructs), made once per structure."""
         return self._prepare(args, kwargs).planned.plan
 
+    @jax_compat.automatic_axes()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments."""
         prepared = self._prepare(args, kwargs)
@@ -372,15 +379,19 @@ class ParallelFunction:
             hash(fixed)
         except TypeError as error:
             raise ArgumentError(f"static arguments must be hashable: {fixed!r:.80}: {error}") from error
-        return leaves, (tree, fixed, tuple(map(_leaf_key, leaves)))
+        return leaves, (tree, fixed, tuple(map(_leaf_key, leaves)), jax_compat.trace_context())
 
 
 def _leaf_key(leaf: Any) -> Any:
+    """Shape, dtype and weak type as JAX would trace them, so that a step count given as 0 and returned as an array
+    are one."""
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.shape, leaf.dtype, False
-    return type(leaf)
+        return leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return type(leaf)  # no array: tracing says so, with its path
+    return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
 
 
 def _spread(shape: Sequence[int], devices: int) -> PartitionSpec:

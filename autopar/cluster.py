@@ -78,6 +78,7 @@ class Device:
         memory_bytes: bytes that programs may use.
         kernel_overhead: s that a kernel costs however small it is.
         efficiency: share of `peak_flops` that large matrix products reach.
+        reduce_scatter: the backend has one; XLA on CPU all-reduces and slices instead.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Device:
     memory_bytes: int
     kernel_overhead: float = 0.0
     efficiency: float = 1.0
+    reduce_scatter: bool = True
 
     def peak(self, dtype: str) -> float:
         """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""
@@ -345,6 +347,7 @@ def _host_cluster(hosts: int, devices: int, cores: int) -> Cluster:
         _physical_memory() // devices,
         HOST.kernel_overhead,
         HOST.efficiency,
+        reduce_scatter=False,
     )
     intra = Link(HOST.collective_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
     inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)

@@ -277,7 +277,7 @@ class _Scope:
     def output(self, position: int, atom: Atom, layout: Layout) -> Any:
         """Result `position` of the program."""
         if not isinstance(atom, int):
-            return jax.numpy.asarray(atom.value, atom.type.dtype)
+            return jax.numpy.asarray(atom.value)  # typed by JAX, weakly where the function's result is
         site = f"out{position}"
         stage = self.context.stage
         if atom in self.lazy:

@@ -105,8 +105,8 @@ def steps(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Step,
     """The steps from one layout to another on a mesh of these axis sizes; None if there is no way (into PARTIAL)."""
     if _into_partial(source, target):
         return None
-    reduced, sums = _reduced(source, target, sizes)
-    found = chain(sums, *(move.steps for move in _moves(reduced, target, sizes)))
+    _, sums, moves = _way(source, target, sizes)
+    found = chain(sums, *(move.steps for move in moves))
     # an axis of a single device moves nothing
     real = (replace(step, axes=tuple(axis for axis in step.axes if sizes[axis] > 1)) for step in found)
     return tuple(step for step in real if step.axes)
@@ -120,8 +120,7 @@ def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layou
     """
     if _into_partial(source, target):
         return ()
-    reduced, sums = _reduced(source, target, sizes)
-    moves = _moves(reduced, target, sizes)
+    reduced, sums, moves = _way(source, target, sizes)
     # local slices one after the other are one constraint
     stops = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
     path = [source, *_sum_stops(source, target, sums), reduced, *stops, target]
@@ -137,6 +136,16 @@ def _held(layout: Layout, sizes: Sequence[int]) -> float:
     return 1.0 / math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
 
 
+def _most_cuts(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[int, int]:
+    """Into how many parts each dimension can be cut if all that is known is that source and target divide it."""
+    before, after = cuts(source, sizes), cuts(target, sizes)
+    return {dim: math.lcm(before.get(dim, 1), after.get(dim, 1)) for dim in {**before, **after}}
+
+
+def _within(parts: Mapping[int, int], most: Mapping[int, int]) -> bool:
+    return all(most.get(dim, 1) % n == 0 for dim, n in parts.items())
+
+
 def _axes_on(layout: Layout, dim: int) -> tuple[int, ...]:
     """Mesh axes that cut a dimension (or that are REPLICATED), major to minor."""
     return tuple(axis for axis, d in enumerate(layout) if d == dim)
@@ -146,19 +155,36 @@ def _put(layout: Layout, axes: Sequence[int], dim: int) -> Layout:
     return tuple(dim if axis in axes else d for axis, d in enumerate(layout))
 
 
+def _way(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...], tuple[_Move, ...]]:
+    """Where the partial sums end, how they are summed, and the moves from there."""
+    reduced, sums = _reduced(source, target, sizes)
+    moves = _moves(reduced, target, sizes)
+    whole = _summed(source, target)
+    if any(move.target == whole for move in moves):  # what was scattered is gathered again: not scattered, then
+        reduced, sums = _reduced(source, whole, sizes)
+        moves = _moves(reduced, target, sizes)
+    return reduced, sums, moves
+
+
 # --- partial sums -----------------------------------------------------------------------------------------------------
 
 
-def _reduced(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[Layout, tuple[Step, ...]]:
+def _summed(source: Layout, target: Layout) -> Layout:
+    """The source with every sum that ends replicated."""
+    return tuple(REPLICATED if s == PARTIAL != t else s for s, t in zip(source, target, strict=True))
+
+
+def _reduced(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...]]:
     """The layout once the partial sums that end are summed, and the steps that sum them."""
     out: list[Step] = []
     current = source
     ending = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == PARTIAL and t != PARTIAL]
+    most = _most_cuts(source, target, sizes)
     for axis in ending:
-        dim = target[axis]
-        if dim >= 0 and dim not in current[axis + 1 :]:
+        scattered = _put(current, (axis,), target[axis])
+        if target[axis] >= 0 and target[axis] not in current[axis + 1 :] and _within(cuts(scattered, sizes), most):
             out.append(Step("reduce-scatter", (axis,), _held(current, sizes)))
-            current = _put(current, (axis,), dim)
+            current = scattered
     rest = tuple(axis for axis in ending if current[axis] == PARTIAL)
     if rest:
         out.append(Step("all-reduce", rest, _held(current, sizes)))
@@ -173,7 +199,7 @@ def _sum_stops(source: Layout, target: Layout, sums: Sequence[Step]) -> tuple[La
     """
     if [step.kind for step in sums] == ["reduce-scatter", "all-reduce"] and REPLICATED not in source:
         return ()
-    return (tuple(REPLICATED if s == PARTIAL != t else s for s, t in zip(source, target, strict=True)),)
+    return (_summed(source, target),)
 
 
 # --- elementary moves -------------------------------------------------------------------------------------------------
@@ -209,10 +235,9 @@ class _Region:
 def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> _Region:
     ends = list(zip(source, target, strict=True))
     options = tuple((PARTIAL,) if PARTIAL in pair else tuple(dict.fromkeys((*pair, REPLICATED))) for pair in ends)
-    before, after = cuts(source, sizes), cuts(target, sizes)
-    allowed = {d: math.lcm(before.get(d, 1), after.get(d, 1)) for d in {**before, **after}}
+    most = _most_cuts(source, target, sizes)
     found = {layout: cuts(layout, sizes) for layout in product(*options)}
-    fits = {layout: c for layout, c in found.items() if all(allowed[d] % parts == 0 for d, parts in c.items())}
+    fits = {layout: parts for layout, parts in found.items() if _within(parts, most)}
     return _Region(sizes, options, fits)
 
 

@@ -7,10 +7,11 @@ cluster into up to two axes is a candidate, and its prime factorisation if that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar import jax_compat
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import MeshError
 
@@ -41,9 +42,18 @@ def targets(mesh: Any, cluster: Cluster | None, *, local: bool) -> tuple[Target,
     sizes, names, devices = _read(mesh)
     if sizes is None:
         found = cluster or Cluster.local()
-        return tuple(Target(found.logical_mesh(s), found) for s in factorisations(found.num_devices))
+        return _distinct([Target(found.logical_mesh(s), found) for s in factorisations(found.num_devices)])
     found = cluster or _default_cluster(sizes, local)
     return (Target(found.logical_mesh(sizes, names), found, devices),)
+
+
+def _distinct(candidates: Sequence[Target]) -> tuple[Target, ...]:
+    """Without meshes that are others with their axes renamed: where all links are alike, (4, 2) is (2, 4)."""
+    seen: dict[str, Target] = {}
+    for target in candidates:
+        axes = zip(target.logical.sizes, target.logical.links, target.logical.levels, strict=True)
+        seen.setdefault(str(sorted(map(str, axes))), target)
+    return tuple(seen.values())
 
 
 def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, Any]:
@@ -54,7 +64,8 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
     if isinstance(mesh, tuple | list):
         return _sizes(tuple(mesh), mesh), None, None
     if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
-        return tuple(mesh.axis_sizes), tuple(mesh.axis_names), getattr(mesh, "devices", None)
+        devices = mesh.devices if jax_compat.is_concrete_mesh(mesh) else None
+        return tuple(mesh.axis_sizes), tuple(mesh.axis_names), devices
     raise MeshError(f"mesh={mesh!r} is no jax Mesh, AbstractMesh, tuple of sizes or {{name: size}}")
 
 

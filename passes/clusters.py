@@ -28,6 +28,7 @@ from autopar.graph import Atom, Constant, Graph, Op, Region, Type
 from autopar.layout import Layout
 from autopar.passes import deferral
 from autopar.passes.deferral import Deferral
+from autopar.passes.pins import constraint
 from autopar.passes.strategies import MOST_PADDING, StrategySet, Work, layouts_of, strategies_of, sum_strategies
 from autopar.rules import Rule
 
@@ -176,12 +177,13 @@ class _Builder:
     def is_free(self, atom: Atom) -> bool:
         return not isinstance(atom, int) or not self.graph.types[atom].shape or atom not in self.homes
 
-    def pinned(self, shape: tuple[int, ...], layout: Layout) -> StrategySet:
-        """The layouts of this shape, restricted to one."""
+    def pinned(self, shape: tuple[int, ...], layout: Layout, open_dims: tuple[int, ...] = ()) -> StrategySet:
+        """The layouts of this shape, restricted to one; axes it leaves out may cut the open dimensions."""
         every = self.layouts(shape, 1.0)
-        row = (every.held == np.array(layout, every.held.dtype)).all(1)
-        parts = (every.assigned[row], every.held[row], every.after[row], every.cost[row], every.sizes)
-        return self.strategy_set(("pinned", shape, layout), lambda index: StrategySet(index, *parts))
+        wanted = np.array(layout, every.held.dtype)
+        rows = ((every.held == wanted) | ((wanted == WHOLE) & np.isin(every.held, open_dims))).all(1)
+        parts = (every.assigned[rows], every.held[rows], every.after[rows], every.cost[rows], every.sizes)
+        return self.strategy_set(("pinned", shape, layout, open_dims), lambda index: StrategySet(index, *parts))
 
     def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:
         """A cluster for a value that comes from outside: the border of a region."""
@@ -280,8 +282,8 @@ def _leaf(b: _Builder, op: Op, weight: float) -> None:
         return
     if kind.may_be_free and all(b.is_free(a) for a in op.inputs):
         return
-    if op.name == "optimization_barrier":
-        _pass_through(b, op, weight)
+    if op.name in _BORDERS:
+        _BORDERS[op.name](b, op, weight)
         return
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
@@ -302,6 +304,22 @@ def _pass_through(b: _Builder, op: Op, weight: float) -> None:
             cluster = b.enter(f"{op.tag} %{result}", result, weight)
             if isinstance(atom, int):
                 _use(b, f"{op.tag}.in{i}", atom, cluster, tuple(range(b.graph.types[result].rank)), False, weight, op.index)
+
+
+def _constrained(b: _Builder, op: Op, weight: float) -> None:
+    """The user's `with_sharding_constraint`: a cluster with the layouts that it allows."""
+    (result,) = op.outputs
+    type_ = b.graph.types[result]
+    if not type_.shape:
+        return
+    layout, open_dims = constraint(op, type_, b.mesh)
+    cluster = b.enter_as(f"{op.tag} {op.name}", result, weight, b.pinned(type_.shape, layout, open_dims))
+    if isinstance(op.inputs[0], int):
+        _use(b, f"{op.tag}.in0", op.inputs[0], cluster, tuple(range(type_.rank)), False, weight, op.index)
+
+
+#: Operations whose result lies where the user or the operand says.
+_BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _constrained}
 
 
 def _leader(b: _Builder, op: Op, kind: _Kind) -> int | None:

@@ -84,6 +84,7 @@ class _State:
         self.answers: dict[Hashable, Ints | None] = {}
         self.gaps: dict[Hashable, Floats] = {}
         self.kinds: dict[Hashable, int] = {}
+        self.costs = [self._kind(n.signature) for n in problem.nodes]
 
     def sweep(self, nodes: list[int], full: bool) -> list[int]:
         """Visit nodes; the sorted neighbours whose live classes around changed."""
@@ -101,7 +102,7 @@ class _State:
 
     def _answer(self, v: int, full: bool) -> Ints:
         columns = [s.columns(self.keep[s.other]) for s in self.sides[v]]
-        kind = self._kind((self.problem.nodes[v].signature, self.keep[v].tobytes()))
+        kind = self._kind((self.costs[v], self.keep[v].tobytes()))
         around = [self._kind((s.label, c.tobytes())) for s, c in zip(self.sides[v], columns, strict=True)]
         key = (full, kind, tuple(sorted(around)))
         if key not in self.answers:

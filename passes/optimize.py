@@ -10,7 +10,7 @@ What a `Solution.status` proves, weakest last:
 
     certified       the lower bound of the dual ascent, which holds for the unfolded problem, meets the plan's value
     optimal         the ILP proved the optimum of the unfolded problem
-    optimal-tied    the optimum among plans that treat equal layers equally; `gap` is against all plans
+    optimal-tied    no plan that treats equal layers equally is better; `gap` is against all plans
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -37,8 +37,9 @@ SOLVERS = ("auto", "cbc", "highs")
 CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
 FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
+FEW = 2  # how many times the folded strategies still count as few layers
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
-UNFOLDED_CORE = 3_000  # strategies left up to which CBC is asked about the unfolded problem after a tied optimum
+UNFOLDED_CORE = 4_000  # strategies left, unfolded, up to which the unfolded problem is tried after a tied optimum
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 Lift = Callable[[Ints], Ints]
@@ -48,8 +49,8 @@ Lift = Callable[[Ints], Ints]
 class Solution:
     """assignment: strategy per node of the given problem; objective, lower_bound: s; gap: relative, 0 when closed.
 
-    phases: seconds in fold, presolve, bound, ilp. variables and rows are those of the problem handed to the last phase
-    (rows is 0 without an ILP), variables_unfolded those of the given problem.
+    phases: seconds in fold, presolve, bound, ilp. variables: strategies after folding, variables_unfolded: before; rows
+    of the ILP, 0 where none was needed.
     """
 
     assignment: Ints
@@ -144,21 +145,27 @@ def _untie(problem: Problem, folded: Folded, core: _Core, ascent: Ascent, outcom
     """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
 
     A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at
-    once.
+    once, many only if few strategies are left.
     """
-    few = problem.variables <= 2 * folded.problem.variables
-    tied = outcome if few else _tied(folded, core, ascent, outcome, clock)
-    known = _lifted(folded, tied)
-    if clock.left <= 0:
+    if problem.variables <= FEW * folded.problem.variables:
+        return _unfolded(problem, _lifted(folded, outcome), clock)
+    tied = _tied(folded, core, ascent, outcome, clock)
+    core, _, found = _narrow(folded.problem, core, tied, clock)
+    known = _lifted(folded, found)
+    if found.closed:
+        return replace(known, status="certified", warnings=())
+    left = sum(int(n) * len(node.cost) for n, node in zip(core.counts, core.problem.nodes, strict=True))
+    if left > UNFOLDED_CORE or clock.left <= 0:
         return known
+    final = _unfolded(problem, replace(known, warnings=()), clock)
+    return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
+
+
+def _unfolded(problem: Problem, known: _Outcome, clock: _Clock) -> _Outcome:
+    """The whole problem, every node on its own, from a known plan."""
     whole = folding.identity(problem)
     small, _, found = _narrow(whole.problem, _presolve(whole, True, clock), known, clock)
-    if found.closed:
-        return replace(found, status="certified")
-    if not few and small.problem.variables > UNFOLDED_CORE:
-        return found
-    final = _search(whole, small, found, clock)
-    return final if few or final.status == "optimal" else replace(found, plan=final.plan, lower=final.lower)
+    return replace(found, status="certified") if found.closed else _search(whole, small, found, clock)
 
 
 def _tied(folded: Folded, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Outcome:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.cluster import LogicalMesh
 from autopar.errors import PinError
-from autopar.graph import Graph, Type
+from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, divides, from_spec
 
 Pins = Mapping[str, PartitionSpec]
@@ -76,6 +76,21 @@ def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
     for i, path in enumerate(graph.input_paths):
         if fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path.partition("/")[2], pattern):
             yield "arg", i
+
+
+def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[int, ...]]:
+    """What a `with_sharding_constraint` in the user's function demands: a layout, and the dimensions it leaves open.
+
+    Raises:
+        PinError: its sharding has no spec, or the spec does not fit the value or the mesh.
+    """
+    where = f"with_sharding_constraint{f' at {op.source}' if op.source else ''}"
+    sharding = op.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        raise PinError(f"{where} must have a PartitionSpec or a NamedSharding, it has {type(sharding).__name__}")
+    open_dims = tuple(sorted(op.params["unconstrained_dims"]))
+    named = [None if d in open_dims else entry for d, entry in enumerate(sharding.spec)]
+    return checked_layout(PartitionSpec(*named), type_, mesh, where), open_dims
 
 
 def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, what: str) -> Layout:

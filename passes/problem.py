@@ -138,11 +138,16 @@ def absorb_loops(problem: Problem) -> Problem:
 def restrict(problem: Problem, keep: Sequence[Ints]) -> Problem:
     """The problem over the strategies `keep[v]` (ascending indices) of each node; tables keep only classes in use.
 
-    Signatures and keys are extended by a number for what is kept, so that equal ones still mean equal arrays.
+    Signatures become numbers, and they and the keys are extended by a number for what is kept, so that equal ones
+    still mean equal arrays.
     """
     kinds: dict[bytes, int] = {}
     kept = [kinds.setdefault(k.tobytes(), len(kinds)) for k in keep]
-    nodes = tuple(Node(n.name, n.cost[k], (n.signature, i)) for n, k, i in zip(problem.nodes, keep, kept, strict=True))
+    costs: dict[Hashable, int] = {}
+    nodes = tuple(
+        Node(n.name, n.cost[k], (costs.setdefault(n.signature, len(costs)), i))
+        for n, k, i in zip(problem.nodes, keep, kept, strict=True)
+    )
     made: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
     edges: list[Edge] = []
     for e in problem.edges:

@@ -1,760 +1,185 @@
-"""An independent judge of the intra-op pass: it prices plans from layouts, and finds the cheapest one its own way.
+"""The judge of intra-op optimality: what the optimizer finds against what exhaustive search finds, program by program.
 
-It reads the same Graph and the same Rules, and asks the same cost models what one operation or one collective takes.
-How these make up a step it works out by itself, from the documented meaning of a plan:
+    program(seed)      a small random train step or function on a small random mesh      tests/random_programs.py
+    survey             its decisions and their seconds, worked out independently          tests/judge_survey.py
+    optimum            over all assignments                                               tests/judge_model.py
 
-    decisions   one per argument, region border, heavy operation, sum of partial sums, and shared copy   -> survey
-    options     a map of mesh axes to factors, and what becomes of partial sums                           -> _options
-    seconds     sum_d weight_d (roofline + partial sums + light traffic)                                  -> _alone
-              + sum of the moves between what a decision leaves and what a reader wants                   -> _between
-    a plan      layouts of values, sites and copies; the options that show them                           -> Judge.read
-    optimum     all assignments where there are few, else elimination of one decision after another       -> Judge.optimum
-
-`python -m tests.judge --graphs 1000` compares optimizer and judge on random programs and prints what it counted.
+`python -m tests.judge --graphs 1000` judges that many programs of 4 to 10 clusters and prints what it counted;
+`--zoo` prices the plans of all toy models instead.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from autopar import jax_compat
-from autopar.cluster import LogicalMesh
-from autopar.cost_models.collectives import collective_time
-from autopar.cost_models.compute import conv_flops, op_time
-from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import Layout, steps
+from autopar import zoo
+from autopar.cluster import Cluster
+from autopar.graph import Graph
+from autopar.passes.optimize import optimize
+from autopar.planning import Options, Planned, make_plan
 from autopar.plans import Stage
-from autopar.rules import Rule
+from autopar.trace import trace
+from autopar.zoo.table import TOYS
+from tests.judge_model import Judge
+from tests.judge_survey import survey
+from tests.random_programs import program
 
-WHOLE, PARTIAL, ANY = -1, -2, -3
-SLICE = 1e-8  # s of a local slice
-TRIPS = 10  # of a loop that ends only at run time
-ENUMERATED = 2_000_000  # assignments up to which every one is priced
-LARGEST = 30_000_000  # entries of the largest table that elimination may make
+CLUSTERS = range(4, 11)
+ROUNDING = 1e-9  # relative
 
-NEVER_FOLLOW = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
-NEVER_REPEATED = (*NEVER_FOLLOW, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
-SCATTERABLE = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
-ADDITIONS = ("add", "add_any", "sub")
-LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
-
-Factors = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Option:
-    """Per mesh axis: the factor cut while running, the one its results are cut along, and how its sum ends."""
-
-    cut: Factors
-    left: Factors
-    ends: tuple[str, ...]
+#: What else must find the same optimum, as options of `optimize`.
+VARIANTS = {
+    "unfolded": {"fold": False},
+    "raw": {"presolve": False},
+    "cbc": {"solver": "cbc"},
+    "highs": {"solver": "highs"},
+}
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What is chosen at one place of the program, with the seconds of each option."""
+class Verdict:
+    """One program judged; everything in seconds per step but the counts.
 
-    name: str
-    options: tuple[Option, ...]
-    seconds: np.ndarray
+    Attributes:
+        planned: what the optimizer says its plan takes.
+        priced: what the judge says that plan takes.
+        optimum: the least that the judge finds, and how.
+        others: optima of the optimizer run in other ways.
+        clusters, shared: clusters and shared copies.
+        diamond: some decisions meet again on another way.
+        weights_cut: some product reads a parameter that is cut, so the plan is not pure data parallel.
+    """
 
-
-@dataclass(frozen=True)
-class Read:
-    """A value wanted at a site; `factors` of the reader per dimension, seen while it runs or after it."""
-
-    site: str
-    value: int
-    decision: int
-    factors: Factors
-    running: bool
-    weight: float
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a value's layout comes from; a view shows dimensions of the value behind it, or ANY."""
-
-    decision: int
-    behind: int
-    factors: Factors
-    view: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Judge:
-    """A surveyed program: seconds(choice) = sum_d decisions[d].seconds[choice] + sum tables[u, v][choice]."""
-
-    decisions: tuple[Decision, ...]
-    tables: Mapping[tuple[int, int], np.ndarray]
-    places: Mapping[int, Place]
-    reads: tuple[Read, ...]
-    copies: Mapping[int, int]
-
-    def seconds(self, choice: Sequence[int]) -> float:
-        """Seconds per step of one option per decision."""
-        alone = sum(float(d.seconds[c]) for d, c in zip(self.decisions, choice, strict=True))
-        return alone + sum(float(t[choice[u], choice[v]]) for (u, v), t in self.tables.items())
-
-    def read(self, stage: Stage) -> list[int]:
-        """The options that show a plan's layouts, the cheapest where several do."""
-        shown: list[list[tuple[Factors, bool, Layout]]] = [[] for _ in self.decisions]
-        for value, place in self.places.items():
-            if place.view is None:
-                shown[place.decision].append((place.factors, False, stage.values[value]))
-        for read in self.reads:
-            place = self.places.get(read.value)
-            kept = stage.values[read.value] if place is not None and place.view is None else None
-            if (layout := stage.uses.get(read.site, kept)) is not None:
-                shown[read.decision].append((read.factors, read.running, layout))
-        for value, decision in self.copies.items():
-            copy = stage.copies.get(value, stage.values[value])
-            shown[decision].append((tuple(range(len(self.places[value].factors))), False, copy))
-        return [_showing(d, facts) for d, facts in zip(self.decisions, shown, strict=True)]
-
-    def price(self, stage: Stage) -> float:
-        """Seconds per step of a plan."""
-        return self.seconds(self.read(stage))
+    seed: int
+    planned: float
+    priced: float
+    optimum: float
+    method: str
+    status: str
+    others: dict[str, float]
+    clusters: int
+    shared: int
+    diamond: bool
+    weights_cut: bool
 
     @property
-    def assignments(self) -> float:
-        return math.prod(float(len(d.options)) for d in self.decisions)
-
-    def optimum(self) -> tuple[float, list[int], str]:
-        """(seconds, choice, "enumerated" or "eliminated")."""
-        if self.assignments <= ENUMERATED:
-            return (*_enumerated(self), "enumerated")
-        return (*_eliminated(self), "eliminated")
-
-
-def _showing(decision: Decision, facts: Sequence[tuple[Factors, bool, Layout]]) -> int:
-    fits = [
-        (decision.seconds[i], i)
-        for i, o in enumerate(decision.options)
-        if all(shown(o.cut if running else o.left, factors) == layout for factors, running, layout in facts)
-    ]
-    if not fits:
-        raise AssertionError(f"no option of {decision.name!r} shows {facts}")
-    return min(fits)[1]
-
-
-def shown(axes: Factors, factors: Factors) -> Layout:
-    """Layout of a value whose dimensions are these factors, when the mesh axes cut those."""
-    where = {f: dim for dim, f in enumerate(factors) if f >= 0}
-    return tuple(f if f == PARTIAL else where.get(f, WHOLE) for f in axes)
-
-
-# The cheapest assignment
-
-
-def _enumerated(judge: Judge) -> tuple[float, list[int]]:
-    counts = [len(d.options) for d in judge.decisions]
-    total = np.zeros(counts)
-    for i, d in enumerate(judge.decisions):
-        total = total + d.seconds.reshape([-1 if j == i else 1 for j in range(len(counts))])
-    for (u, v), table in judge.tables.items():
-        first, second = min(u, v), max(u, v)
-        oriented = table if u < v else table.T
-        total = total + oriented.reshape([counts[j] if j in (first, second) else 1 for j in range(len(counts))])
-    best = int(total.argmin())
-    return float(total.flat[best]), [int(i) for i in np.unravel_index(best, counts)]
-
-
-def _eliminated(judge: Judge) -> tuple[float, list[int]]:
-    """Variable elimination: minimise over one decision given its neighbours, the one with the smallest table first."""
-    counts = [len(d.options) for d in judge.decisions]
-    pots = [((i,), d.seconds) for i, d in enumerate(judge.decisions)] + list(judge.tables.items())
-    order: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-    left, total = set(range(len(counts))), 0.0
-    while left:
-        scopes = {i: sorted({j for scope, _ in pots if i in scope for j in scope} - {i}) for i in sorted(left)}
-        pick = min(scopes, key=lambda i: (math.prod(counts[j] for j in scopes[i]) * counts[i], i))
-        scope = (pick, *scopes[pick])
-        if math.prod(counts[j] for j in scope) > LARGEST:
-            raise MemoryError(f"eliminating {judge.decisions[pick].name!r} needs a table over {len(scope)} decisions")
-        joint = np.zeros([counts[j] for j in scope])
-        for s, table in [p for p in pots if pick in p[0]]:
-            axes = np.argsort([scope.index(j) for j in s])
-            joint = joint + table.transpose(axes).reshape([counts[j] if j in s else 1 for j in scope])
-        pots = [p for p in pots if pick not in p[0]]
-        order.append((pick, scope[1:], joint.argmin(0)))
-        if len(scope) > 1:
-            pots.append((scope[1:], joint.min(0)))
-        else:
-            total += float(joint.min())
-        left.remove(pick)
-    choice = [0] * len(counts)
-    for pick, scope, best in reversed(order):
-        choice[pick] = int(best[tuple(choice[j] for j in scope)])
-    return total, choice
-
-
-# Options
-
-
-def _fits(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> bool:
-    parts: dict[int, int] = {}
-    for f, size in zip(factors, sizes, strict=True):
-        if f >= 0:
-            parts[f] = parts.get(f, 1) * size
-    return all(extents[f] % n == 0 for f, n in parts.items())
-
-
-def _layout_options(shape: Sequence[int], sizes: Sequence[int]) -> tuple[Option, ...]:
-    each = [WHOLE, *(d for d, n in enumerate(shape) if n > 1)]
-    every = itertools.product(each, repeat=len(sizes))
-    return tuple(Option(f, f, ("",) * len(sizes)) for f in every if _fits(f, shape, sizes))
-
-
-def _options(op: Op, rule: Rule, defers: bool, sizes: Sequence[int], rank: int) -> tuple[Option, ...]:
-    """Every map of mesh axes to factors that divides; what is summed may be all-reduced, scattered, or left."""
-    each: list[tuple[int, int, str]] = [(WHOLE, WHOLE, "")]
-    cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.kept]
-    for f in cuttable:
-        if f not in rule.reduced:
-            if not rule.results or any(f in dims for dims in rule.results):
-                each.append((f, f, ""))
-            continue
-        each.append((f, WHOLE, "reduce"))
-        if op.name in SCATTERABLE and len(rule.results) == 1 and rank > 1:
-            each.extend((f, onto, "scatter") for onto in rule.results[0] if onto in cuttable)
-        if op.name in SCATTERABLE and defers:
-            each.append((f, PARTIAL, "leave"))
-    return _joint(each, rule.sizes, sizes)
-
-
-def _sum_options(shape: Sequence[int], stays: bool, sizes: Sequence[int]) -> tuple[Option, ...]:
-    """A sum of two values: cut alike, or partial alike along an axis."""
-    dims = [d for d, n in enumerate(shape) if n > 1]
-    each = [(WHOLE, WHOLE, ""), *((d, d, "") for d in dims), (PARTIAL, WHOLE, "reduce")]
-    each += [(PARTIAL, d, "scatter") for d in dims if len(shape) > 1]
-    each += [(PARTIAL, PARTIAL, "leave")] * stays
-    return _joint(each, shape, sizes)
-
-
-def _joint(each: Sequence[tuple[int, int, str]], extents: Sequence[int], sizes: Sequence[int]) -> tuple[Option, ...]:
-    found: list[Option] = []
-    for picks in itertools.product(each, repeat=len(sizes)):
-        o = Option(*(tuple(p[i] for p in picks) for i in range(3)))  # type: ignore[arg-type]
-        if _fits(o.cut, extents, sizes) and _fits(o.left, extents, sizes) and _ordered(o):
-            found.append(o)
-    return tuple(found)
-
-
-def _ordered(o: Option) -> bool:
-    """A scatter goes to the minor end of a dimension, one axis to a dimension."""
-    for a, ending in enumerate(o.ends):
-        others = [b for b, f in enumerate(o.left) if b != a and f == o.left[a]]
-        if ending == "scatter" and any(o.ends[b] == "scatter" or b > a for b in others):
-            return False
-    return True
-
-
-# Seconds
+    def worst(self) -> float:
+        """The largest relative difference to the judge's optimum."""
+        return max(abs(v / self.optimum - 1) for v in (self.planned, self.priced, *self.others.values()))
 
 
 @dataclass(frozen=True)
-class _Pricing:
-    graph: Graph
-    rules: Mapping[int, Rule]
-    mesh: LogicalMesh
-    moves: dict[tuple[Layout, Layout, int], float] = field(default_factory=dict)
+class Judged:
+    """A planned program with the judge's own account of it."""
 
-    def parts(self, axes: Factors, factors: Sequence[int]) -> int:
-        """Pieces of a value whose dimensions are these factors."""
-        return math.prod(size for f, size in zip(axes, self.mesh.sizes, strict=True) if f >= 0 and f in factors)
-
-    def running(self, op: Op, o: Option) -> float:
-        """Roofline of one execution on one device."""
-        rule, types = self.rules[op.signature], [self.graph.type_of(a) for a in (*op.inputs, *op.outputs)]
-        local = sum(
-            t.nbytes / self.parts(o.cut, dims)
-            for t, dims in zip(types, (*rule.operands, *rule.results), strict=True)
-            if t.shape
-        )
-        devices = math.prod(size for f, size in zip(o.cut, self.mesh.sizes, strict=True) if f >= 0)
-        return op_time(self.flops(op) / devices, local, types[0].dtype, self.mesh.device, launches=1)
-
-    def flops(self, op: Op) -> float:
-        types = [self.graph.type_of(a) for a in (*op.inputs, *op.outputs)]
-        if op.name == "dot_general":
-            return 2.0 * math.prod(self.rules[op.signature].sizes)
-        if op.name == "conv_general_dilated":
-            names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation")
-            more = {n: op.params[n] for n in (*names, "batch_group_count")}
-            return float(conv_flops(types[0].shape, types[1].shape, **more))
-        return float(max(t.size for t in types))
-
-    def sums(self, op: Op, factors: Sequence[Factors], o: Option) -> float:
-        """Collectives that end the partial sums: scattered only if all are, else reduced together."""
-        nbytes = sum(
-            self.graph.types[v].nbytes / self.parts(o.cut, dims) for v, dims in zip(op.outputs, factors, strict=True)
-        )
-        ending = tuple(a for a, e in enumerate(o.ends) if e in ("reduce", "scatter"))
-        if any(o.ends[a] == "reduce" for a in ending):
-            return collective_time("all-reduce", nbytes, ending, self.mesh)
-        total = 0.0
-        for axis in ending:
-            total += collective_time("reduce-scatter", nbytes, (axis,), self.mesh)
-            nbytes /= self.mesh.sizes[axis]
-        return total
-
-    def move(self, source: Layout, target: Layout, nbytes: int) -> float:
-        """Seconds to reshard a value of so many bytes."""
-        key = (source, target, nbytes)
-        if key not in self.moves:
-            recipe = steps(source, target, self.mesh.sizes)
-            self.moves[key] = math.inf if recipe is None else sum(map(self._step(nbytes), recipe))
-        return self.moves[key]
-
-    def _step(self, nbytes: int):  # noqa: ANN202
-        return lambda s: (
-            SLICE if s.kind == "slice" else collective_time(s.kind, s.fraction * nbytes, s.axes, self.mesh)
-        )
+    planned: Planned
+    judge: Judge
 
 
-# The survey
-
-
-@dataclass
-class _Draft:
-    name: str
-    options: tuple[Option, ...]
-    weight: float
-    seconds: list[float]
-    light: list[tuple[frozenset[int], int]] = field(default_factory=list)
-
-
-@dataclass
-class _Survey:
-    price: _Pricing
-    deferring: frozenset[int]
-    sums: Mapping[int, bool]
-    drafts: list[_Draft] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)
-    reads: list[Read] = field(default_factory=list)
-    light: list[Op] = field(default_factory=list)
-    read_by: dict[int, list[str]] = field(default_factory=dict)  # value -> "light" or "heavy", once per operand
-    options: dict[object, tuple[tuple[Option, ...], list[float]]] = field(default_factory=dict)
-
-    @property
-    def graph(self) -> Graph:
-        return self.price.graph
-
-    def decide(self, name: str, weight: float, options: tuple[Option, ...], seconds: list[float]) -> int:
-        self.drafts.append(_Draft(name, options, weight, seconds))
-        return len(self.drafts) - 1
-
-    def border(self, name: str, value: int, weight: float) -> int:
-        """A decision on the layout of a value that comes from outside."""
-        decision = self.layout_decision(name, self.graph.types[value].shape, weight)
-        self.places[value] = Place(decision, value, tuple(range(self.graph.types[value].rank)))
-        return decision
-
-    def layout_decision(self, name: str, shape: tuple[int, ...], weight: float) -> int:
-        options = _layout_options(shape, self.price.mesh.sizes)
-        return self.decide(name, weight, options, [0.0] * len(options))
-
-    def want(self, site: str, atom: Atom, decision: int, factors: Factors, weight: float, running: bool = False) -> None:
-        if not isinstance(atom, int) or not factors:
-            return
-        if running or self.places.get(atom) != Place(decision, atom, factors):
-            self.reads.append(Read(site, atom, decision, factors, running, weight))
-
-    def settled(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and bool(self.graph.types[atom].shape) and atom in self.places
-
-    def firm(self, atom: Atom) -> Place | None:
-        place = self.places.get(atom) if isinstance(atom, int) else None
-        return place if place is not None and place.view is None else None
-
-
-def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
-    """Decisions of a program, and what they cost alone and in pairs."""
-    s = _Survey(_Pricing(graph, rules, mesh), *_deferral(graph))
-    for value, path in zip(graph.inputs, graph.input_paths, strict=True):
-        if graph.types[value].shape:
-            s.border(path, value, 1.0)
-    for value, _ in graph.constants:
-        if graph.types[value].shape:
-            s.border(f"constant {value}", value, 1.0)
-    _visit(s, graph.ops, 1.0)
-    for out, argument in _state(graph).items():
-        rank = graph.types[argument].rank
-        if rank:
-            s.want(f"out{out}", graph.outputs[out], s.places[argument].decision, tuple(range(rank)), 1.0)
-    _charge(s)
-    return _finish(s)
-
-
-def _visit(s: _Survey, ops: Sequence[Op], weight: float) -> None:
-    for op in ops:
-        if op.regions:
-            _BODIES["remat" if op.name in jax_compat.REMAT else op.name](s, op, weight)
-        else:
-            _leaf(s, op, weight)
-
-
-def _large(rule: Rule, dims: Sequence[int]) -> list[int]:
-    return sorted(f for f in dims if rule.sizes[f] > 1)
-
-
-def _leaders(op: Op, rule: Rule, s: _Survey) -> list[int]:
-    """Operands with exactly the large factors of the largest result, none of which is summed or kept."""
-    if op.name in NEVER_FOLLOW:
-        return []
-    largest = max(range(len(op.outputs)), key=lambda i: (s.graph.types[op.outputs[i]].size, -i))
-    wanted = _large(rule, rule.results[largest])
-    bad = len({*wanted}) < len(wanted) or {*rule.reduced, *rule.kept} & {*wanted}
-    if bad or any({*_large(rule, dims)} - {*wanted} for dims in rule.results):
-        return []
-    return [k for k, dims in enumerate(rule.operands) if dims and _large(rule, dims) == wanted]
-
-
-def _leaf(s: _Survey, op: Op, weight: float) -> None:
-    rule = s.price.rules[op.signature]
-    if not op.outputs:
-        return
-    repeatable = op.name not in NEVER_REPEATED and not rule.reduced and not op.equation.effects
-    if repeatable and not any(s.settled(a) for a in op.inputs):
-        _note(s, op, "light")
-    elif op.name == "optimization_barrier":
-        _barrier(s, op, weight)
-    elif view := _view(s, op, rule):
-        s.places[op.outputs[0]] = view
-        _note(s, op, "light")
-    elif op.index not in s.sums and (leaders := [k for k in _leaders(op, rule, s) if s.firm(op.inputs[k])]):
-        _follow(s, op, rule, min(leaders, key=lambda k: (s.places[op.inputs[k]].decision, k)), weight)  # type: ignore[index]
-    else:
-        _heavy(s, op, rule, weight)
-
-
-def _note(s: _Survey, op: Op, how: str) -> None:
-    for atom in op.inputs:
-        if isinstance(atom, int):
-            s.read_by.setdefault(atom, []).append(how)
-
-
-def _barrier(s: _Survey, op: Op, weight: float) -> None:
-    _note(s, op, "light")
-    for i, (atom, result) in enumerate(zip(op.inputs, op.outputs, strict=True)):
-        if place := s.firm(atom):
-            s.places[result] = Place(place.decision, result, place.factors)
-        elif s.graph.types[result].shape:
-            own = tuple(range(s.graph.types[result].rank))
-            s.want(f"{op.tag}.in{i}", atom, s.border(f"{op.tag} {result}", result, weight), own, weight)
-
-
-def _view(s: _Survey, op: Op, rule: Rule) -> Place | None:
-    """A broadcast of a settled value, or an elementwise operation on nothing settled but a view."""
-    settled = [k for k, a in enumerate(op.inputs) if s.settled(a)]
-    leaders = _leaders(op, rule, s)
-    if op.name == "broadcast_in_dim" and 0 in settled and 0 not in leaders:
-        return _through(s.places[op.inputs[0]], rule, 0)  # type: ignore[index]
-    led = op.index not in s.sums and any(s.firm(op.inputs[k]) for k in leaders)
-    if led or len(settled) != 1 or settled[0] not in leaders or len(op.outputs) != 1:
+def judged(seed: int) -> Judged | None:
+    """The program of this seed, planned and surveyed; None if it has too few or too many clusters."""
+    p = program(seed)
+    traced = trace(p.step, *p.args)
+    planned = make_plan(traced, p.mesh, "random", Options())
+    if len(planned.model.clustering.clusters) not in CLUSTERS:
         return None
-    place = s.places[op.inputs[settled[0]]]  # type: ignore[index]
-    return None if place.view is None else _through(place, rule, settled[0])
+    return Judged(planned, survey(traced.graph, planned.rules, p.mesh))
 
 
-def _through(place: Place, rule: Rule, operand: int) -> Place:
-    dims = place.view if place.view is not None else tuple(range(len(place.factors)))
-    seen = {f: dims[i] for i, f in enumerate(rule.operands[operand]) if rule.sizes[f] > 1}
-    return Place(place.decision, place.behind, place.factors, tuple(seen.get(f, ANY) for f in rule.results[0]))
+def judged_programs(count: int) -> Iterator[tuple[int, Judged]]:
+    """The first `count` seeds whose programs are of the right size."""
+    seed = 0
+    while count:
+        if found := judged(seed):
+            yield seed, found
+            count -= 1
+        seed += 1
 
 
-def _follow(s: _Survey, op: Op, rule: Rule, leader: int, weight: float) -> None:
-    place = s.places[op.inputs[leader]]  # type: ignore[index]
-    own = {f: mine for f, mine in zip(rule.operands[leader], place.factors, strict=True) if rule.sizes[f] > 1}
-    for value, dims in zip(op.outputs, rule.results, strict=True):
-        s.places[value] = Place(place.decision, value, tuple(own.get(f, WHOLE) for f in dims))
-    _note(s, op, "light")
-    s.light.append(op)
-    for k, atom in enumerate(op.inputs):
-        if k != leader:
-            s.want(f"{op.tag}.in{k}", atom, place.decision, tuple(own.get(f, WHOLE) for f in rule.operands[k]), weight)
-
-
-def _heavy(s: _Survey, op: Op, rule: Rule, weight: float) -> None:
-    """An operation with options of its own."""
-    is_sum = op.index in s.sums
-    kind = (op.signature, op.index in s.deferring, s.sums.get(op.index))
-    if kind not in s.options:
-        s.options[kind] = _priced(s, op, rule)
-    decision = s.decide(f"{op.tag} {op.name}", weight, *s.options[kind])
-    for value, dims in zip(op.outputs, rule.results, strict=True):
-        if s.graph.types[value].shape:
-            s.places[value] = Place(decision, value, tuple(dims))
-    _note(s, op, "light" if is_sum else "heavy")
-    if is_sum:
-        s.light.append(op)
-    for k, atom in enumerate(op.inputs):
-        s.want(f"{op.tag}.in{k}", atom, decision, tuple(rule.operands[k]), weight, running=True)
-
-
-def _priced(s: _Survey, op: Op, rule: Rule) -> tuple[tuple[Option, ...], list[float]]:
-    sizes, result = s.price.mesh.sizes, s.graph.types[op.outputs[0]]
-    if op.index in s.sums:
-        options = _sum_options(result.shape, s.sums[op.index], sizes)
-        own = (tuple(range(result.rank)),)
-        return options, [s.price.sums(op, own, o) for o in options]
-    options = _options(op, rule, op.index in s.deferring, sizes, result.rank)
-    return options, [s.price.running(op, o) + s.price.sums(op, rule.results, o) for o in options]
-
-
-# Sums that may stay partial
-
-
-def _deferral(graph: Graph) -> tuple[frozenset[int], Mapping[int, bool]]:
-    """Products that may leave partial sums, and the sums that may take them (True: and leave them)."""
-    deferring: set[int] = set()
-    sums: dict[int, bool] = {}
-    for ops, outputs in [(graph.ops, graph.outputs), *((r.ops, r.outputs) for op in graph.walk() for r in op.regions)]:
-        made = {v: op for op in ops for v in op.outputs}
-        reads = [a for op in ops for a in op.inputs] + list(outputs)
-        once = {a for a in made if reads.count(a) == 1}
-        for op in ops:
-            if origins := _summands(graph, op, made, once):
-                sums.setdefault(op.index, False)
-                deferring.update(o.index for o in origins if o.name not in ADDITIONS)
-                sums.update((o.index, True) for o in origins if o.name in ADDITIONS)
-    return frozenset(deferring), sums
-
-
-def _summands(graph: Graph, op: Op, made: Mapping[int, Op], once: set[int]) -> list[Op]:
-    """The products and sums that an addition adds up, if it adds nothing else; empty otherwise."""
-    if op.name not in ADDITIONS or len({*op.inputs}) != 2:
-        return []
-    if len({graph.type_of(a).shape for a in op.inputs}) != 1:
-        return []
-    found = [_origin(graph, a, made, once) for a in op.inputs]
-    return [o for o in found if o] if all(found) else []
-
-
-def _origin(graph: Graph, atom: Atom, made: Mapping[int, Op], once: set[int]) -> Op | None:
-    if atom not in once:
-        return None
-    op = made[atom]  # type: ignore[index]
-    if op.name == "dot_general":
-        return op
-    if op.name in ADDITIONS:
-        return op if _summands(graph, op, made, once) else None
-    big = [a for a in op.inputs if graph.type_of(a).shape]
-    if op.name not in LINEAR or len(op.outputs) != 1 or len(big) != 1 or (op.name == "div" and op.inputs[0] != big[0]):
-        return None
-    before, after = graph.type_of(big[0]), graph.types[op.outputs[0]]
-    grows = after.size == before.size and after.itemsize >= before.itemsize and "float" in after.dtype
-    return _origin(graph, big[0], made, once) if grows else None
-
-
-# Regions
-
-
-def _enter(s: _Survey, op: Op, region: Region, inputs: Sequence[int], shift: int, outer: float, inner: float) -> list:
-    """Decisions of region inputs; input i reads operand i + shift, whose leading dimension a scan takes apart."""
-    found: list[int | None] = []
-    for i in inputs:
-        value, atom = region.inputs[i], op.inputs[i + shift]
-        rank = s.graph.types[value].rank
-        decision = s.border(f"{op.tag} enters {value}", value, inner) if rank else None
-        found.append(decision)
-        if decision is not None:
-            lead = (WHOLE,) * (s.graph.type_of(atom).rank - rank)
-            s.want(f"{op.tag}.in{i + shift}", atom, decision, lead + tuple(range(rank)), outer)
-    return found
-
-
-def _body(s: _Survey, region: Region, weight: float) -> None:
-    for value, _ in region.constants:
-        if s.graph.types[value].shape:
-            s.border(f"constant {value}", value, weight)
-    _visit(s, region.ops, weight)
-
-
-def _carried(s: _Survey, op: Op, region: Region, j: int, decision: int | None, weight: float) -> None:
-    atom = region.outputs[j]
-    if decision is not None and isinstance(atom, int):
-        own = tuple(range(s.graph.types[atom].rank))
-        s.want(f"{op.tag}.{region.name}.out{j}", atom, decision, own, weight)
-
-
-def _leave(s: _Survey, op: Op, region: Region, j: int, weight: float, stacked: bool) -> None:
-    atom, result = region.outputs[j], op.outputs[j]
-    lead = (WHOLE,) * stacked
-    rank = s.graph.types[result].rank
-    if rank == 0:
-        return
-    if rank == stacked:
-        s.border(f"{op.tag} {result}", result, weight)
-    elif place := s.firm(atom):
-        s.places[result] = Place(place.decision, result, lead + place.factors)
-    else:
-        inner = s.graph.type_of(atom)
-        decision = s.layout_decision(f"{op.tag} out {j}", inner.shape, weight)
-        s.want(f"{op.tag}.{region.name}.out{j}", atom, decision, tuple(range(inner.rank)), weight)
-        s.places[result] = Place(decision, result, lead + tuple(range(inner.rank)))
-
-
-def _scan(s: _Survey, op: Op, weight: float) -> None:
-    region, inner = op.regions[0], weight * (op.trips or TRIPS)
-    constants, carries = jax_compat.scan_counts(op.params)
-    entered = _enter(s, op, region, range(len(region.inputs)), 0, weight, inner)
-    _body(s, region, inner)
-    for j in range(carries):
-        decision = entered[constants + j]
-        _carried(s, op, region, j, decision, inner)
-        if decision is not None:
-            s.places[op.outputs[j]] = Place(decision, op.outputs[j], tuple(range(s.graph.types[op.outputs[j]].rank)))
-    for j in range(carries, len(op.outputs)):
-        _leave(s, op, region, j, inner, stacked=True)
-
-
-def _alias(s: _Survey, op: Op, region: Region, shift: int, weight: float) -> None:
-    for i, value in enumerate(region.inputs):
-        atom, rank = op.inputs[i + shift], s.graph.types[value].rank
-        if place := s.firm(atom):
-            s.places[value] = Place(place.decision, value, place.factors)
-        elif rank:
-            decision = s.border(f"{op.tag} enters {value}", value, weight)
-            s.want(f"{op.tag}.in{i + shift}", atom, decision, tuple(range(rank)), weight)
-
-
-def _remat(s: _Survey, op: Op, weight: float) -> None:
-    _alias(s, op, op.regions[0], 0, weight)
-    _body(s, op.regions[0], weight)
-    for j in range(len(op.outputs)):
-        _leave(s, op, op.regions[0], j, weight, stacked=False)
-
-
-def _cond(s: _Survey, op: Op, weight: float) -> None:
-    for region in op.regions:
-        _alias(s, op, region, 1, weight)
-        _body(s, region, weight)
-    for j, result in enumerate(op.outputs):
-        if s.graph.types[result].shape:
-            decision = s.border(f"{op.tag} out {j}", result, weight)
-            for region in op.regions:
-                _carried(s, op, region, j, decision, weight)
-
-
-_BODIES = {"scan": _scan, "remat": _remat, "cond": _cond}
-
-
-# Borders, traffic of light operations, tables
-
-
-def _state(graph: Graph) -> dict[int, int]:
-    """Result position -> the argument of equal path and type that it becomes in the next step."""
-    names = list(dict.fromkeys(path.split("/")[0] for path in graph.input_paths))
-    arguments = dict(zip(graph.input_paths, graph.inputs, strict=True))
-    found: dict[int, int] = {}
-    rest: list[int] = []
-    for out, path in enumerate(graph.output_paths):
-        head, _, tail = path.partition("/")
-        guesses = [f"{names[int(head)]}/{tail}".rstrip("/")] if head.isdigit() and int(head) < len(names) else []
-        guesses += [f"{name}/{path}".rstrip("/") for name in names[:1]]
-        hits = [arguments[g] for g in guesses if g in arguments]
-        _take(graph, found, out, hits)
-        rest += [out] if out not in found and tail else []
-    for out in rest:
-        tail = graph.output_paths[out].partition("/")[2]
-        _take(graph, found, out, [v for p, v in arguments.items() if p.partition("/")[2] == tail or p == tail])
-    return found
-
-
-def _take(graph: Graph, found: dict[int, int], out: int, arguments: Sequence[int]) -> None:
-    for v in arguments:
-        if v not in found.values() and graph.types[v] == graph.type_of(graph.outputs[out]):
-            found[out] = v
-            return
-
-
-def _charge(s: _Survey) -> None:
-    """Light operations read arguments from memory, and write what heavy ones, several, or the caller read."""
-    results = {a for a in s.graph.outputs if isinstance(a, int)}
-    arguments = {*s.graph.inputs}
-    for op in s.light:
-        for value in op.outputs:
-            readers = s.read_by.get(value, [])
-            if value in results or "heavy" in readers or len(readers) > 1:
-                _traffic(s, value)
-        for atom in op.inputs:
-            if isinstance(atom, int) and atom in arguments and atom in s.places:
-                _traffic(s, atom)
-
-
-def _traffic(s: _Survey, value: int) -> None:
-    place = s.places[value]
-    factors = frozenset(f for f in place.factors if f >= 0)
-    s.drafts[place.decision].light.append((factors, s.graph.types[value].nbytes))
-
-
-def _alone(s: _Survey, d: _Draft) -> np.ndarray:
-    bandwidth = s.price.mesh.device.memory_bandwidth
-    traffic = [sum(n / s.price.parts(o.left, tuple(f)) for f, n in d.light) / bandwidth for o in d.options]
-    return (np.array(d.seconds) + np.array(traffic)) * d.weight
-
-
-_Side = tuple[int, Factors, bool]  # decision, its factors along a value's dimensions, while running
-
-
-def _edges(s: _Survey, copies: dict[int, int]) -> Iterator[tuple[_Side, _Side, int, float]]:
-    """(from, to, value, weight) of every move; a value with several readers goes to them from one copy."""
-    readers: dict[int, dict[_Side, float]] = {}
-    for read in s.reads:
-        if not (place := s.places.get(read.value)):
-            continue
-        factors = read.factors if place.view is None else _behind(place, read.factors)
-        side = (read.decision, factors, read.running)
-        if side != (place.decision, place.factors, False):
-            group = readers.setdefault(place.behind, {})
-            group[side] = max(group.get(side, 0.0), read.weight)
-    for value, sides in readers.items():
-        home = (s.places[value].decision, s.places[value].factors, False)
-        if len(sides) > 1:
-            once = min(min(sides.values()), s.drafts[home[0]].weight)
-            shape = s.graph.types[value].shape
-            copies[value] = s.layout_decision(f"copy of {value}", shape, 1.0)
-            copy = (copies[value], tuple(range(len(shape))), False)
-            yield home, copy, value, once
-            home = copy
-        yield from ((home, side, value, weight) for side, weight in sides.items())
-
-
-def _behind(place: Place, factors: Factors) -> Factors:
-    assert place.view is not None
-    seen = {dim: f for dim, f in zip(place.view, factors, strict=True) if dim != ANY}
-    return tuple(seen.get(dim, WHOLE) for dim in range(len(place.factors)))
-
-
-def _between(s: _Survey, u: _Side, v: _Side, value: int) -> np.ndarray:
-    """Seconds of the move between every pair of options, through the few layouts that they show."""
-    nbytes = s.graph.types[value].nbytes
-    ends = [[shown(o.cut if run else o.left, f) for o in s.drafts[d].options] for d, f, run in (u, v)]
-    kinds = [list(dict.fromkeys(layouts)) for layouts in ends]
-    table = np.array([[s.price.move(a, b, nbytes) for b in kinds[1]] for a in kinds[0]])
-    rows, cols = ([kind.index(x) for x in layouts] for kind, layouts in zip(kinds, ends, strict=True))
-    return table[np.ix_(rows, cols)]
-
-
-def _finish(s: _Survey) -> Judge:
-    copies: dict[int, int] = {}
-    tables: dict[tuple[int, int], np.ndarray] = {}
-    own: dict[int, np.ndarray] = {}
-    for u, v, value, weight in list(_edges(s, copies)):
-        table = _between(s, u, v, value) * weight
-        pair = (min(u[0], v[0]), max(u[0], v[0]))
-        if u[0] == v[0]:
-            own[u[0]] = own.get(u[0], 0.0) + np.diag(table)
-        else:
-            tables[pair] = tables.get(pair, 0.0) + (table if u[0] == pair[0] else table.T)
-    decisions = tuple(
-        Decision(d.name, d.options, _alone(s, d) + own.get(i, 0.0)) for i, d in enumerate(s.drafts)
+def verdict(seed: int, found: Judged, variants: Sequence[str]) -> Verdict:
+    """Compare the optimizer, also run in these ways, with the judge."""
+    planned, judge = found.planned, found.judge
+    optimum, _, method = judge.optimum()
+    problem = planned.model.problem
+    others = {name: optimize(problem, **VARIANTS[name]).objective for name in variants}  # type: ignore[arg-type]
+    return Verdict(
+        seed=seed,
+        planned=planned.plan.objective_s,
+        priced=judge.price(planned.plan.stages[0]),
+        optimum=optimum,
+        method=method,
+        status=planned.plan.solver_status,
+        others=others,
+        clusters=len(planned.model.clustering.clusters),
+        shared=len(judge.copies),
+        diamond=len(judge.tables) >= len(judge.decisions),
+        weights_cut=cuts_weights(planned.graph, planned.plan.stages[0]),
     )
-    return Judge(decisions, tables, s.places, tuple(s.reads), copies)
+
+
+def cuts_weights(graph: Graph, stage: Stage) -> bool:
+    """Some product reads a parameter in pieces."""
+    params = {v for v, path in graph.names.items() if path.startswith("params")}
+    return any(
+        dim >= 0
+        for op in graph.walk()
+        if op.name == "dot_general"
+        for k, atom in enumerate(op.inputs)
+        if isinstance(atom, int) and atom in params
+        for dim in stage.uses.get(f"{op.tag}.in{k}", stage.values[atom])
+    )
+
+
+def zoo_prices(names: Sequence[str], shape: tuple[int, ...] = (2, 4)) -> Iterator[tuple[str, float, float]]:
+    """(model, the planner's price of its plan, the judge's)."""
+    mesh = Cluster.custom(shape, (1e-6, 1e-7), (4e-9, 1e-10), 1e12, 1e11, 10**10).logical_mesh(shape)
+    for name in names:
+        model = zoo.build(name)
+        traced = trace(model.step, *model.abstract_args())
+        planned = make_plan(traced, mesh, "custom", Options())
+        judge = survey(traced.graph, planned.rules, mesh)
+        yield name, planned.plan.objective_s, judge.price(planned.plan.stages[0])
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    """What was judged, counted."""
+    return {
+        "graphs": len(verdicts),
+        "disagreements": [v.seed for v in verdicts if v.worst > ROUNDING],
+        "worst": max(v.worst for v in verdicts),
+        "not_data_parallel": sum(v.weights_cut for v in verdicts),
+        "diamonds": sum(v.diamond for v in verdicts),
+        "shared_reshards": sum(v.shared > 0 for v in verdicts),
+        "clusters": dict(sorted(Counter(v.clusters for v in verdicts).items())),
+        "methods": dict(Counter(v.method for v in verdicts)),
+        "statuses": dict(Counter(v.status for v in verdicts)),
+        "variants": dict(Counter(name for v in verdicts for name in v.others)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.judge", description=__doc__.split("\n")[0])
+    parser.add_argument("--graphs", type=int, default=1000, help="random programs to judge")
+    parser.add_argument("--every", type=int, default=10, help="each so many go through CBC and HiGHS as well")
+    parser.add_argument("--zoo", action="store_true", help="price the plans of the toy models instead")
+    chosen = parser.parse_args()
+    if chosen.zoo:
+        for name, ours, theirs in zoo_prices(TOYS):
+            print(json.dumps({"model": name, "planned_s": ours, "judged_s": theirs, "difference": theirs / ours - 1}))
+        return
+    begin = time.perf_counter()
+    variants = [("unfolded", "raw"), ("unfolded", "raw", "cbc", "highs")]
+    verdicts = [
+        verdict(seed, found, variants[i % chosen.every == 0])
+        for i, (seed, found) in enumerate(judged_programs(chosen.graphs))
+    ]
+    print(json.dumps({**summary(verdicts), "seconds": round(time.perf_counter() - begin, 1)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -133,6 +133,16 @@ def test_ways_on_two_by_two_by_two(line: str) -> None:
     assert way(parse(first), parse(last), (2, 2, 2)) == line
 
 
+def test_a_sum_is_not_scattered_to_be_gathered_again() -> None:
+    expected = "00+ 00- 010: all-reduce z 1/4, collective-permute yz 1/8"
+    assert way(parse("00+"), parse("010"), (2, 2, 2)) == expected
+
+
+def test_a_sum_is_not_scattered_further_than_shapes_must_allow() -> None:
+    # a dimension of 4 divides at both ends, though not in 8
+    assert not any(step.kind == "reduce-scatter" for step in steps(parse("0+"), parse("10"), (2, 4)) or ())
+
+
 def test_no_way_into_a_partial_sum() -> None:
     assert steps(parse("0-"), parse("+-"), (2, 4)) is None
     assert route(parse("0-"), parse("+-"), (2, 4)) == ()

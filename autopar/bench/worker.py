@@ -16,10 +16,11 @@ from typing import Any
 from autopar.errors import AutoparError
 
 TAIL = 3  # lines of a dead worker's last words that are shown
+REFUSED = 3  # exit status of a worker whose work ended in an AutoparError, which it prints last
 
 
 class WorkerError(AutoparError, RuntimeError):
-    """A worker of a benchmark died; the message holds its last words."""
+    """A worker of a benchmark failed; the message is its own error, or its last words if it died."""
 
 
 def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
@@ -33,6 +34,8 @@ def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = 
             if line.startswith("{"):
                 yield json.loads(line)
         words = child.stderr.read().strip().splitlines()
+    if child.returncode == REFUSED:
+        raise WorkerError(words[-1])
     if child.returncode != 0:
         raise WorkerError(f"{module} {json.dumps(spec)} ended with {child.returncode}: {' | '.join(words[-TAIL:])}")
 
@@ -43,7 +46,8 @@ def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> N
         for row in work(json.loads(sys.argv[1])):
             print(json.dumps(row), flush=True)
     except AutoparError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def cpu_devices(count: int) -> None:

@@ -9,22 +9,17 @@ The text is plain (no colour, 110 columns) and equal for equal plans.
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from autopar.collective import Collective, wire_bytes
 from autopar.graph import Graph, Op
 from autopar.layout import local_shape, spec
 from autopar.plans import Plan
 from autopar.report.reasons import Reasons, placed
+from autopar.report.text import Rows, seconds, size, spec_text, table
 
-WIDTH = 110
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives
 
@@ -36,40 +31,24 @@ STATUS: Mapping[str, str] = {
     "fallback": "best plan found without the ILP solver, which failed",
 }
 
-KEPT_WHOLE = ("shape", "PartitionSpec", "times", "bytes sent")
-
-Rows = list[tuple[str, ...]]
-
 
 def summary(plan: Plan, graph: Graph | None = None) -> str:
     """The plan as text; with the graph it was made for also activations, and reasons that name source lines."""
     reasons = None if graph is None else Reasons(plan, graph)
     parts = [_head(plan)]
     for title, members in sections(plan).items():
-        parts.append(_table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
+        parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
     if reasons is not None:
         rows = activation_rows(plan, reasons)
-        parts.append(_table("largest activations", ("", "shape", "PartitionSpec", "why"), rows))
+        parts.append(table("largest activations", ("", "shape", "PartitionSpec", "why"), rows))
     if plan.collectives:
-        parts.append(_table("collectives", ("", "axes", "times", "bytes sent", "at"), collective_rows(plan)))
+        parts.append(table("collectives", ("", "axes", "times", "bytes sent", "at"), collective_rows(plan)))
     return "\n".join([*parts, "", *_foot(plan)])
 
 
 def _head(plan: Plan) -> str:
     mesh = ", ".join(f"{n}={s}" for n, s in zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     return f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
-
-
-def _table(title: str, heads: Sequence[str], rows: Rows) -> str:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in heads:
-        table.add_column(head or title, overflow="fold", no_wrap=head in KEPT_WHOLE, ratio=1 if head == "why" else None)
-    for row in rows:
-        table.add_row(*row)
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False)
-    console.print(table)
-    return "\n".join(["", *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
 
 
 # Arguments
@@ -104,7 +83,7 @@ def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: R
     if len(key) == 1:
         return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", "lies as the parameter does"
     why = _why(plan, first, reasons)
-    return _label([plan.input_paths[i] for i in group]), plan.input_types[first], _spec(plan.in_specs()[first]), why
+    return _label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
 
 
 def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
@@ -135,10 +114,6 @@ def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
     return placed(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
 
 
-def _spec(found: object) -> str:
-    return str(found).replace("PartitionSpec", "P").replace(",)", ")")
-
-
 # Activations
 
 
@@ -160,8 +135,8 @@ def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -
     names = list(dict.fromkeys(f"{op.name} {op.source}".strip() for op, _ in group))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     local = math.prod(local_shape(layout, kind.shape, plan.mesh_sizes)) * kind.itemsize
-    why = f"{reasons.results([op for op, _ in group], layout, kind.shape)}; {size(local)} each"
-    return f"{names[0]}{more} x{len(group)}", str(kind), _spec(spec(layout, kind.rank, plan.mesh_names)), why
+    why = f"{reasons.results([op for op, _ in group], layout, kind.shape)}; each {size(local)} a device"
+    return f"{names[0]}{more} x{len(group)}", str(kind), spec_text(spec(layout, kind.rank, plan.mesh_names)), why
 
 
 # Collectives and figures
@@ -207,19 +182,3 @@ def _foot(plan: Plan) -> list[str]:
         f"{plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
         *(f"note: {note}" for note in plan.notes),
     ]
-
-
-def size(nbytes: float) -> str:
-    """Bytes with a unit, three digits."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def seconds(t: float) -> str:
-    """Seconds with a unit, three digits."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if t >= scale:
-            return f"{t / scale:.3g} {unit}"
-    return "0 s" if t == 0 else f"{t:.2g} s"

@@ -8,6 +8,7 @@ fill, argsort, cumsum); their factors are then unified along the values that flo
     a dimension with factors (i, j)  is cut along its major factor only                          -> _major
     CHLO operations                  one to one                                                  -> _elementwise
     reduced / kept                   if any of the StableHLO operations says so                  -> _Reader
+    the bits of a random key         dimensions that only the lowered form has, kept whole       -> _Reader.logical
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tup
     with module.context:
         passmanager.PassManager.parse(_POPULATE).run(module.operation)
         reader = _Reader(module)
-        arguments = [[reader.unify.new(size) for size in a.shape] for a in flat]
+        arguments = reader.arguments("main")
         results = reader.visit("main", arguments)
-    shapes = [a.shape for a in flat]
-    return _cut_apart(reader, arguments, results, counts, result_counts, shapes)
+    arguments = reader.logical(arguments, [len(a.shape) for a in flat])
+    results = reader.logical(results, [len(v.aval.shape) for op in ops for v in op.equation.outvars])
+    return _cut_apart(reader, arguments, results, counts, result_counts)
 
 
 def _lower(ops: Sequence[Op], flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, list[int]]:
@@ -106,6 +108,16 @@ class _Reader:
         self.kept: list[int] = []
         self._parsed: dict[Any, _Parsed] = {}
         self._functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
+
+    def arguments(self, name: str) -> list[list[int]]:
+        """A fresh factor for every dimension of the arguments of one function."""
+        block = self._functions[name].regions[0].blocks[0]
+        return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
+
+    def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
+        """Values with the dimensions that JAX shows; further ones hold the bits of a random key and are kept whole."""
+        self.kept.extend(f for dims, rank in zip(values, ranks, strict=True) for f in dims[rank:])
+        return [dims[:rank] for dims, rank in zip(values, ranks, strict=True)]
 
     def visit(self, name: str, arguments: Sequence[list[int]]) -> list[list[int]]:
         """Factors of the results of one function, given those of its arguments."""
@@ -205,7 +217,6 @@ def _cut_apart(
     results: Sequence[list[int]],
     counts: Sequence[int],
     result_counts: Sequence[int],
-    shapes: Sequence[Sequence[int]],
 ) -> tuple[Rule, ...]:
     find = reader.unify.find
     reduced = {find(f) for f in reader.reduced}

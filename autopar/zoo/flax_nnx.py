@@ -24,7 +24,7 @@ class Block(nnx.Module):
     def __init__(self, config: SequenceConfig, *, rngs: nnx.Rngs) -> None:
         width, dtypes = config.width, _dtypes(config)
         self.norm1 = nnx.LayerNorm(width, rngs=rngs, **dtypes)
-        self.qkv = nnx.LinearGeneral(width, (3, HEADS, width // HEADS), rngs=rngs, **dtypes)
+        self.qkv = nnx.LinearGeneral(width, (3, HEADS, width // HEADS), use_bias=False, rngs=rngs, **dtypes)
         self.merge = nnx.LinearGeneral((HEADS, width // HEADS), width, axis=(-2, -1), rngs=rngs, **dtypes)
         self.norm2 = nnx.LayerNorm(width, rngs=rngs, **dtypes)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs, **dtypes)

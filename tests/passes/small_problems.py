@@ -80,6 +80,15 @@ def layered(seed: int, layers: int, shift: int = 0) -> Problem:
     return Problem(tuple(nodes), tuple(edges))
 
 
+def twisted_ring(rungs: int) -> Problem:
+    """a_i = b_i and b_i != a_{i+1}, each at 1 s: all rungs alike must break `rungs` edges, in truth one is enough."""
+    nodes = [Node(f"{k}{i}", np.zeros(2), k) for i in range(rungs) for k in ("a", "b")]
+    equal, unequal = [[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]
+    edges = [edge(2 * i, 2 * i + 1, equal, 0) for i in range(rungs)]
+    edges += [edge(2 * i + 1, (2 * i + 2) % (2 * rungs), unequal, 1) for i in range(rungs)]
+    return Problem(tuple(nodes), tuple(edges))
+
+
 problems = st.builds(
     random_problem,
     seed=st.integers(0, 10**6),

@@ -103,15 +103,6 @@ def test_the_folded_bound_holds_unfolded(seed: int, shift: int) -> None:
     assert ascend(fold(problem).problem).lower <= brute(problem) + 1e-12
 
 
-def twisted_ring(rungs: int) -> Problem:
-    """a_i = b_i and b_i != a_{i+1}, each at 1 s: all rungs alike must break `rungs` edges, in truth one is enough."""
-    nodes = [Node(f"{k}{i}", np.zeros(2), k) for i in range(rungs) for k in ("a", "b")]
-    equal, unequal = FREE, [[1.0, 0.0], [0.0, 1.0]]
-    edges = [edge(2 * i, 2 * i + 1, equal, 0) for i in range(rungs)]
-    edges += [edge(2 * i + 1, (2 * i + 2) % (2 * rungs), unequal, 1) for i in range(rungs)]
-    return Problem(tuple(nodes), tuple(edges))
-
-
 def test_a_tied_optimum_is_not_taken_for_the_optimum() -> None:
     problem = twisted_ring(3)
     assert brute(fold(problem).problem) == 3.0

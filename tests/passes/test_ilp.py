@@ -15,6 +15,7 @@ from autopar.passes import ilp, solvers
 from autopar.passes.problem import Edge, Node, Problem, absorb_loops
 from tests.passes.small_problems import brute, edge, frustrated, node, problems, random_problem
 
+pytestmark = pytest.mark.core
 INF = float("inf")
 SOLVERS = [
     pytest.param(s, marks=pytest.mark.skipif(s not in solvers.available(), reason=f"{s} is not installed"))

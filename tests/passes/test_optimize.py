@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from autopar.errors import ArgumentError, SolverError
 from autopar.passes import solvers
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
-from tests.passes.small_problems import brute, dense_problems, edge, frustrated, layered, node, problems, random_problem
+from tests.passes.small_problems import brute, dense_problems, edge, frustrated, layered, node, problems, random_problem, twisted_ring
 
+pytestmark = pytest.mark.core
 INF = float("inf")
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "unfolded": {"fold": False},
     "raw": {"presolve": False},
@@ -121,6 +123,18 @@ def test_many_layers_are_solved_as_one() -> None:
     assert len({tuple(solution.assignment[1 + 3 * i : 4 + 3 * i]) for i in range(200)}) == 1
 
 
+def test_a_tied_optimum_that_cannot_be_bettered_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rungs alike break four edges, in truth none need be; without leave to unfold, that stays a gap."""
+    problem = twisted_ring(4)
+    monkeypatch.setattr("autopar.passes.optimize.UNFOLDED_CORE", 0)
+    solution = optimize(problem)
+    assert (solution.status, solution.objective) == ("optimal-tied", 4.0)
+    assert solution.lower_bound <= brute(problem) == 0.0
+    assert solution.gap == 1.0
+    monkeypatch.undo()
+    assert optimize(problem).objective == 0.0
+
+
 def test_phases_are_reported() -> None:
     phases = optimize(frustrated("complete-5")).phases
     assert list(phases) == ["fold", "presolve", "bound", "ilp"]
@@ -148,6 +162,7 @@ def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
     runs = [
         subprocess.run(
             [sys.executable, "-c", code],
+            cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
@@ -194,7 +209,7 @@ def test_wrong_options(option: dict[str, Any], message: str) -> None:
         optimize(Problem((node("a", 1.0),), ()), **option)
 
 
-def kill_at_birth(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+def kill_at_birth(command: list[str], **how: Any) -> Any:
     solver = subprocess.Popen(command, **how)
     os.kill(solver.pid, signal.SIGKILL)
     return solver

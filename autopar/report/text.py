@@ -1,0 +1,49 @@
+"""Plain text for terminals: tables of fixed width, bytes and seconds with their units."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WIDTH = 110  # columns
+KEPT_WHOLE = ("shape", "PartitionSpec", "times", "bytes sent")  # columns that are never broken over lines
+
+Rows = list[tuple[str, ...]]
+
+
+def table(title: str, heads: Sequence[str], rows: Rows) -> str:
+    """A table without colour, after an empty line; `title` stands above the column whose head is empty."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in heads:
+        grid.add_column(head or title, overflow="fold", no_wrap=head in KEPT_WHOLE, ratio=1 if head == "why" else None)
+    for row in rows:
+        grid.add_row(*row)
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, force_terminal=False, highlight=False, markup=False)
+    console.print(grid)
+    return "\n".join(["", *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
+
+
+def spec_text(found: object) -> str:
+    """A PartitionSpec in short: P('x', None)."""
+    return str(found).replace("PartitionSpec", "P").replace(",)", ")")
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a unit, three digits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def seconds(t: float) -> str:
+    """Seconds with a unit, three digits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if t >= scale:
+            return f"{t / scale:.3g} {unit}"
+    return "0 s" if t == 0 else f"{t:.2g} s"

@@ -1,0 +1,134 @@
+"""bench equal: what counts as equal, what is resumed, what a dead worker leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.bench import equal, equal_case, worker
+from autopar.errors import ArgumentError
+
+
+def row(model="mlp-toy", mesh=(8,), dtype="float32", ok=True, **more):
+    return {**asdict(equal_case.Row(model, mesh, dtype, ok, **more)), "cluster": "dear"}
+
+
+# Numbers
+
+
+def test_differences_are_relative_to_the_largest_of_a_leaf():
+    found = equal_case.differences({"w": np.array([1.0, 4.0]), "n": 3}, {"w": np.array([1.5, 5.0]), "n": 3})
+    assert found == {"n": 0.0, "w": pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize("ours", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0])])
+def test_what_is_not_finite_never_agrees(ours):
+    assert equal_case.differences({"w": ours}, {"w": np.ones(2)}) == {"w": math.inf}
+
+
+def test_integers_must_be_equal():
+    assert equal_case.differences({"n": jnp.int32(3)}, {"n": jnp.int32(4)}) == {"n": math.inf}
+
+
+def test_a_leaf_of_zeros_differs_by_what_it_is_not_zero():
+    assert equal_case.differences({"w": np.array([0.0, 0.5])}, {"w": np.zeros(2)}) == {"w": 0.5}
+
+
+def test_rounding_leaves_are_judged_among_their_kind():
+    state = {
+        "params": {"w": np.ones(2), "bk": np.full(2, 1e-7), "zero": np.zeros(2)},
+        "mu": {"w": np.full(2, 1e-3), "bk": np.full(2, 1e-12)},
+        "nu": {"w": np.full(2, 1e-6), "bk": np.full(2, 1e-11)},
+    }
+    assert equal_case.rounding_leaves(state) == {"params/bk", "mu/bk"}
+
+
+def test_parameters_are_compared_by_their_norm():
+    ours, theirs = {"params": {"a": np.array([3.0, 0.0])}}, {"params": {"a": np.array([3.0, 4.0])}}
+    assert equal_case.of_params({**ours, "opt": 1}, {**theirs, "opt": 2}) == pytest.approx(0.8)
+
+
+def test_float64_asks_nine_digits_but_of_rounding_only_what_the_expert_reaches():
+    found, expert = {"w": 2e-9, "bk": 5e-3, "bq": 5e-2}, {"w": 1e-3, "bk": 1e-3, "bq": 1e-3}
+    failures = equal_case._numbers_64(found, expert, frozenset({"bk", "bq"}))
+    assert [text.split()[0] for text in failures] == ["w", "bq"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "by_hand", "failures"),
+    [(1e-6, 9e-6, 1e-6, 0), (2e-5, 0.0, 0.0, 1), (0.0, 1.1e-5, 1e-6, 1), (0.0, 9e-7, 0.0, 0)],
+)
+def test_float32_is_judged_by_loss_and_expert(loss, params, by_hand, failures):
+    one = equal_case.Row("m", (8,), "float32", True, loss=loss, params=params, by_hand=by_hand)
+    assert len(equal_case._numbers_32(one)) == failures
+
+
+def test_a_wrong_step_fails_the_comparison():
+    one = equal_case.single("mlp-toy", "float32")
+    wrong = equal_case.steps(
+        lambda s, b: one.given.model.step(s, {**b, "x": b["x"] * 1.001}), one.given, one.given.state
+    )
+    assert equal_case._loss_difference(wrong, one.run) > equal_case.TOLERANCE_LOSS
+    assert equal_case.of_params(wrong.state, one.run.state) > equal_case.FLOOR_32
+
+
+def test_the_expert_goes_over_the_most_devices_that_divide_the_batch():
+    given = equal_case.inputs("mlp-toy", "float32")
+    assert [equal_case.by_hand(given, n)[1] for n in (8, 6, 3)] == [8, 4, 2]
+
+
+# Rows
+
+
+def test_rows_are_resumed_and_appended(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row(mesh=(8,))) + "\n")
+    asked = []
+
+    def lines(module, spec, env):
+        asked.append((spec["model"], spec["dtype"], list(spec["meshes"])))
+        yield from ({**row(spec["model"], mesh, spec["dtype"])} for mesh in spec["meshes"])
+
+    monkeypatch.setattr(worker, "lines", lines)
+    product = equal.Product(("mlp-toy",), ((8,), (3,)), ("float32", "float64"))
+    rows = equal.run(product, path)
+    assert asked == [("mlp-toy", "float32", [(3,)]), ("mlp-toy", "float64", [(8,), (3,)])]
+    assert [(r["dtype"], tuple(r["mesh"])) for r in rows] == [
+        ("float32", (8,)), ("float32", (3,)), ("float64", (8,)), ("float64", (3,))
+    ]  # fmt: skip
+    assert len(path.read_text().splitlines()) == 4
+    assert equal.run(product, path) == json.loads(json.dumps(rows))
+    assert len(asked) == 2
+
+
+def test_a_dead_worker_fails_the_meshes_it_has_not_reached(monkeypatch):
+    def lines(module, spec, env):
+        yield row(mesh=(8,))
+        raise worker.WorkerError("out of memory")
+
+    monkeypatch.setattr(worker, "lines", lines)
+    rows = equal.run(equal.Product(("mlp-toy",), ((8,), (3,)), ("float32",)))
+    assert [r["ok"] for r in rows] == [True, False]
+    assert rows[1]["failures"] == ("out of memory",)
+
+
+def test_the_table_gives_the_reasons():
+    rows = [
+        row(),
+        row(mesh=(3,), flops_ratio=3.0, replicated=("no dimension divides",)),
+        row(ok=False, failures=("x",)),
+    ]
+    text = equal.table(rows)
+    assert "mlp-toy (3,): 3.00: no dimension divides" in text
+    assert text.endswith("2 of 3 cases equal the single-device run")
+    assert equal.figures(rows)["flops_flagged"] == 1
+
+
+def test_unknown_choices_are_refused():
+    with pytest.raises(ArgumentError, match="dtype 'int8'"):
+        equal.Product(dtypes=("int8",))

@@ -1,0 +1,31 @@
+"""Every zoo toy on one mesh, every mesh for several toys: the cases of `autopar bench equal` that the suite runs.
+
+Each runs in a worker, as the benchmark does it: three steps, donation, tracing, replanning, bytes on the wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autopar import zoo
+from autopar.bench import equal
+
+CASES = tuple(
+    (model, mesh, "float64" if i % 3 == 1 else "float32")
+    for i, (model, mesh) in enumerate(zip(zoo.TOYS, itertools.cycle(equal.MESHES), strict=False))
+)
+
+
+def test_the_cover_has_every_model_mesh_and_dtype():
+    models, meshes, dtypes = (tuple(dict.fromkeys(column)) for column in zip(*CASES, strict=True))
+    assert (models, meshes, sorted(dtypes)) == (zoo.TOYS, equal.MESHES, sorted(equal.DTYPES))
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "dtype"), CASES, ids=lambda x: x if isinstance(x, str) else "x".join(map(str, x))
+)
+def test_parallel_steps_equal_single_device_steps(model, mesh, dtype):
+    (row,) = equal.run(equal.Product((model,), (mesh,), (dtype,)))
+    assert row["ok"], equal.line(row)

@@ -1,0 +1,49 @@
+"""bench plan: the object it ends with, and the medians."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.bench import plan, worker
+from autopar.errors import ArgumentError
+
+KEYS = {
+    "model", "mesh", "cluster", "total_s", "phases", "variables", "variables_unfolded", "rows", "gap", "solver",
+    "objective_s", "step_time_s", "peak_rss_bytes", "repeats", "raw", "certified", "ilp_calls",
+}  # fmt: skip
+
+
+def one(total: float, trace: float, rss: int) -> plan.Result:
+    return {"total_s": total, "phases": dict.fromkeys(plan.PHASES, trace), "peak_rss_bytes": rss, "gap": 0.0}
+
+
+def test_medians_keep_the_raw_times():
+    found = plan.summarise([one(3.0, 0.3, 10), one(1.0, 0.1, 30), one(2.0, 0.2, 20)])
+    assert found["total_s"] == 2.0
+    assert found["phases"]["trace"] == 0.2
+    assert found["peak_rss_bytes"] == 30
+    assert found["raw"]["total_s"] == [3.0, 1.0, 2.0]
+    assert found["raw"]["phases"]["ilp"] == [0.3, 0.1, 0.2]
+    assert found["repeats"] == 3
+
+
+def test_a_fresh_process_measures_a_toy():
+    heard: list[str] = []
+    found = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append)
+    assert set(found) >= KEYS
+    assert set(found["phases"]) == set(plan.PHASES)
+    assert sum(found["phases"].values()) <= found["total_s"]
+    assert found["gap"] == 0.0
+    assert found["certified"] == (found["ilp_calls"] == 0)
+    assert len(heard) == 1
+    assert plan.table(found).startswith("mlp-toy on 2x4 of dgx-h100")
+
+
+def test_the_error_of_the_process_is_the_error():
+    with pytest.raises(worker.WorkerError, match="ArgumentError: unknown zoo target 'nope'"):
+        plan.run({"model": "nope", "mesh": [2]}, 1)
+
+
+def test_no_repeats_are_refused():
+    with pytest.raises(ArgumentError, match="repeats=0"):
+        plan.run({"model": "mlp-toy", "mesh": [2]}, 0)

@@ -1,0 +1,259 @@
+"""`parallelize`, `plan`, `gather` and what they return: kept plans, donation, meshes, placement, saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+import autopar
+from autopar.api import gather, parallelize
+from autopar.cluster import Cluster
+from autopar.plans import Plan
+from tests.real_programs import array, loss, sgd, two_layers
+from tests.test_real_programs import assert_equal
+
+P = PartitionSpec
+
+
+class Counted:
+    """A step that counts how often it is traced."""
+
+    __name__ = "counted"
+
+    def __init__(self) -> None:
+        self.traces = 0
+
+    def __call__(self, params: Any, x: jax.Array) -> Any:
+        self.traces += 1
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return sgd(params, grads), value
+
+
+def plain(params: Any, x: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return sgd(params, grads), value
+
+
+# One plan per argument structure
+
+
+@pytest.fixture(scope="module")
+def counted() -> tuple[Counted, Any]:
+    fn = Counted()
+    return fn, parallelize(fn, mesh=(2, 4))
+
+
+@pytest.mark.core
+def test_a_second_call_neither_traces_nor_plans_again(counted: Any) -> None:
+    fn, step = counted
+    params = two_layers()
+    before = fn.traces
+    plan = step.plan(params, array(16, 8))
+    for _ in range(3):
+        params, _ = step(params, array(16, 8))
+    assert fn.traces - before == 1
+    assert step.plan(params, np.ones((16, 8), np.float32)) is plan
+    assert step.plan(*jax.eval_shape(lambda: (params, array(16, 8)))) is plan
+
+
+def test_changed_shapes_dtypes_and_settings_plan_again(counted: Any) -> None:
+    fn, step = counted
+    step.plan(two_layers(), array(16, 8))
+    before = fn.traces
+    assert step.plan(two_layers(), array(24, 8)).input_shapes[-1] == (24, 8)
+    assert step.plan(two_layers(), array(16, 8, dtype=jnp.bfloat16)).input_types[-1] == "bf16[16,8]"
+    with jax.default_matmul_precision("highest"):
+        step.plan(two_layers(), array(16, 8))
+    assert fn.traces - before == 3
+
+
+def test_a_step_count_may_begin_as_a_python_number() -> None:
+    traces: list[int] = []
+
+    def count(n: Any, x: jax.Array) -> Any:
+        traces.append(1)
+        return n + 1, x * n
+
+    step = parallelize(count, mesh=(8,))
+    n: Any = 0
+    for expected in (1, 2, 3):
+        n, _ = step(n, array(8, 8))
+        assert (int(n), n.weak_type) == (expected, True)
+    assert len(traces) == 1
+
+
+def test_static_arguments_are_part_of_the_key() -> None:
+    step = parallelize(lambda x, power: x**power, static_argnums=1, mesh=(8,))
+    assert [step(2.0 * jnp.ones(8), p)[0] for p in (1, 2, 3, 2)] == [2, 4, 8, 4]
+
+
+def test_inlined_while_another_function_is_traced(counted: Any) -> None:
+    _, step = counted
+    params, x = two_layers(), array(16, 8)
+    expected = jax.grad(lambda p: plain(p, x)[1])(params)
+    assert_equal(jax.grad(lambda p: step(p, x)[1])(params), expected)
+    outer = parallelize(lambda p, x: step(step(p, x)[0], x), mesh=(8,), donate_argnums=())
+    assert_equal(outer(params, x), jax.jit(lambda p, x: plain(plain(p, x)[0], x))(params, x))
+
+
+def test_the_wrapper_looks_like_the_function() -> None:
+    step = parallelize(plain)
+    assert (step.__name__, step.__wrapped__) == ("plain", plain)
+
+
+# Donation
+
+
+@pytest.mark.core
+def test_state_is_donated_and_the_batch_is_not(counted: Any) -> None:
+    _, step = counted
+    x = array(16, 8)
+    first, _ = step(two_layers(), x)
+    second, _ = step(first, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert not x.is_deleted()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(second))
+
+
+@pytest.mark.parametrize("place", ["one device", "replicated", "other cut"])
+def test_donation_spares_what_had_to_be_moved(place: str) -> None:
+    step = parallelize(plain, mesh={"x": 8}, pins={"params/*": P("x")})
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    places = {"one device": jax.devices()[1], "replicated": NamedSharding(mesh, P()), "other cut": NamedSharding(mesh, P(None, "all"))}
+    params = jax.device_put(two_layers(), places[place])
+    step(params, array(16, 8))
+    assert_equal(params, two_layers())
+
+
+def test_donation_can_be_chosen() -> None:
+    for chosen, donated in (((), ()), (0, (0, 1)), ((0, 1), (0, 1, 2))):
+        plan = autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,), donate_argnums=chosen)
+        assert plan.donated == donated
+
+
+# Meshes
+
+
+MESHES = {
+    "tuple": (2, 4),
+    "names": {"x": 2, "y": 4},
+    "auto": Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2),
+    "explicit": jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2),
+    "other order": Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("x", "y")),
+    "half the devices": Mesh(np.array(jax.devices())[4:].reshape(2, 2), ("x", "y")),
+    "search": None,
+}
+
+
+@pytest.mark.parametrize("mesh", list(MESHES.values()), ids=list(MESHES))
+def test_a_mesh_in_every_form(mesh: Any) -> None:
+    step = parallelize(plain, mesh=mesh, donate_argnums=())
+    args = two_layers(), array(16, 8)
+    results = step(*args)
+    assert_equal(results, jax.jit(plain)(*args))
+    if isinstance(mesh, Mesh):
+        assert step.plan(*args).mesh_names == mesh.axis_names
+        assert results[0]["up"].sharding.device_set == set(mesh.devices.flat)
+
+
+def test_planning_needs_no_devices() -> None:
+    shapes = jax.eval_shape(lambda: (two_layers(), array(512, 8)))
+    by_mesh = autopar.plan(plain, *shapes, mesh=AbstractMesh((64, 8), ("data", "model")))
+    assert (by_mesh.mesh_sizes, by_mesh.mesh_names) == ((64, 8), ("data", "model"))
+    cluster = Cluster.custom((4, 16), alpha=(1e-5, 1e-6), beta=(1e-10, 1e-11), peak_flops=1e14, memory_bandwidth=1e12, memory_bytes=8e10)
+    assert autopar.plan(plain, *shapes, cluster=cluster, mesh=(4, 16)).mesh_sizes == (4, 16)
+
+
+# Arrays that lie somewhere already
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P("b", "a"), P(None, ("a", "b"))], ids=str)
+def test_arrays_sharded_over_another_mesh(counted: Any, spec: PartitionSpec) -> None:
+    _, step = counted
+    other = Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("a", "b"))
+    args = two_layers(), array(16, 8)
+    expected = jax.jit(plain)(*args)
+    assert_equal(step(*jax.device_put(args, NamedSharding(other, spec))), expected)
+
+
+def shares(tree: Any) -> dict[str, int]:
+    """For each leaf, into how many pieces its largest piece would cut it."""
+    return {name: leaf.size // max(s.data.size for s in leaf.addressable_shards) for name, leaf in tree.items()}
+
+
+@pytest.mark.core
+def test_init_never_holds_a_whole_array_on_one_device() -> None:
+    pins = {"params/up": P("x", "y"), "params/down": P("y")}
+    step = parallelize(plain, mesh={"x": 2, "y": 4}, pins=pins)
+    spread = step.init(lambda seed: two_layers(), 0)
+    step.plan(spread, array(16, 8))
+    planned = step.init(lambda seed: two_layers(), 0)
+    assert (shares(spread), shares(planned)) == ({"up": 8, "down": 8}, {"up": 8, "down": 4})
+    for params in (spread, planned):
+        assert_equal(params, two_layers())
+
+
+def test_results_keep_the_shardings_of_the_plan(counted: Any) -> None:
+    _, step = counted
+    args = two_layers(), array(16, 8)
+    plan = step.plan(*args)
+    params, value = step(*args)
+    assert params["up"].sharding.spec == plan.shardings()["params/up"]
+    assert value.sharding.is_fully_replicated
+
+
+def test_gather_gives_whole_host_values() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    key = jax.random.key(1)
+    tree = {"x": jax.device_put(array(16, 8), NamedSharding(mesh, P("d"))), "key": key, "none": None, "text": "a"}
+    whole = gather(tree)
+    np.testing.assert_array_equal(whole["x"], array(16, 8))
+    assert isinstance(whole["x"], np.ndarray)
+    assert (whole["key"] is key, whole["none"], whole["text"]) == (True, None, "a")
+
+
+# Ahead of time, and from a saved plan
+
+
+def test_lower_and_compile_ahead_of_time(counted: Any) -> None:
+    _, step = counted
+    args = two_layers(), array(16, 8)
+    expected = jax.jit(plain)(*args)
+    lowered = step.lower(*args)
+    exe = lowered.compile()
+    assert list(exe.programs) == ["step"]
+    assert "stablehlo" in lowered.as_text()
+    assert "HloModule" in exe.as_text()
+    assert exe.memory_analysis().argument_size_in_bytes > 0
+    assert exe.cost_analysis()["flops"] > 0
+    assert_equal(exe(*args), expected)
+
+
+@pytest.mark.core
+def test_a_plan_goes_through_a_file(counted: Any, tmp_path: Path) -> None:
+    _, step = counted
+    args = two_layers(), array(16, 8)
+    plan = step.plan(*args)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        other = parallelize(plain, plan=given, donate_argnums=())
+        assert other.plan(*args) == plan
+    assert_equal(other(*args), jax.jit(plain)(*args))
+
+
+def test_shardings_by_path_and_by_tree(counted: Any) -> None:
+    _, step = counted
+    args = two_layers(), array(16, 8)
+    plan = step.plan(*args)
+    by_path = plan.shardings()
+    assert list(by_path) == ["params/down", "params/up", "x"]
+    assert plan.shardings(args) == ({"down": by_path["params/down"], "up": by_path["params/up"]}, by_path["x"])
+    assert plan.shardings(args[0]) == {"down": by_path["params/down"], "up": by_path["params/up"]}

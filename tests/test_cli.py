@@ -1,0 +1,174 @@
+"""The command line: what stands on stdout and stderr, exit statuses, targets and options."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from autopar import cli
+from autopar.errors import ArgumentError
+from autopar.plans import Plan
+
+EXAMPLE = """
+import jax
+import jax.numpy as jnp
+
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+def example():
+    return step, (jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32))
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def autopar(monkeypatch, capsys):
+    """Run the command line; returns (exit status, stdout, stderr)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["autopar", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def example(tmp_path):
+    path = tmp_path / "example_target.py"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def test_plan_prints_the_table(autopar):
+    status, out, err = autopar("plan", "mlp-toy", "--mesh", "2,4")
+    assert (status, err) == (0, "")
+    assert out.startswith("Plan for 8 devices, mesh (x=2, y=4), on ")
+    assert "state/params/blocks/*/w1 x2" in out
+    assert "predicted step: " in out
+
+
+def test_plan_as_json_is_the_saved_plan_and_nothing_else(autopar, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, err = autopar("plan", "mlp-toy", "--mesh", "4", "--json", "--no-cache", "--output", path)
+    assert status == 0
+    assert json.loads(out)["mesh_sizes"] == [4]
+    assert Plan.load(path).to_json() == out.strip()
+    assert str(path) in err
+
+
+@pytest.mark.parametrize("solver", ["cbc", "auto"])
+def test_solver_is_passed_on(autopar, solver):
+    _, out, _ = autopar("plan", "mlp-toy", "--mesh", "2", "--solver", solver, "--json")
+    assert (json.loads(out)["solver"] == "cbc") == (solver == "cbc")
+
+
+def test_sizes_change_the_model(autopar):
+    _, out, _ = autopar("plan", "gpt-toy", "--mesh", "2", "--layers", 1, "--batch", 4, "--seq", 12, "--json")
+    plan = json.loads(out)
+    assert plan["input_shapes"][plan["input_paths"].index("batch/tokens")] == [4, 12]
+    assert not [path for path in plan["input_paths"] if "blocks/1" in path]
+
+
+def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
+    _, out, _ = autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--mesh", "4,8", "--json")
+    assert json.loads(out)["mesh_sizes"] == [4, 8]
+    status, _, err = autopar("plan", "mlp-toy", "--cluster", "dgx-h100", "--hosts", 2, "--mesh", "4,8")
+    assert status == 1
+    assert "multiply to 32" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "mlp-toi", "--mesh", "2"), "unknown zoo target 'mlp-toi'"),
+        (("plan", "mlp-toy", "--mesh", "2,x"), "mesh '2,x': give sizes with commas between"),
+        (("plan", "mlp-toy", "--mesh", "0"), "sizes must be at least 1"),
+        (("plan", "mlp-toy", "--mesh", "2", "--hosts", "3"), "--hosts 3 needs --cluster"),
+        (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: dgx-h100"),
+        (("plan", "mlp-toy", "--mesh", "2", "--solver", "abacus"), "solver='abacus' is not known"),
+        (("plan", "mlp-toy", "--mesh", "2", "--memory-budget", "1GiB"), "memory_budget='1GiB' is not available"),
+        (("plan", "nowhere.py:example", "--mesh", "2"), "nowhere.py is no Python file"),
+        (("verify", "mlp-toy", "--mesh", "2", "--target", "abacus"), "target='abacus' is not known"),
+        (("bench", "equal", "--dtypes", "float8"), "dtype 'float8' is not known. Available: float32, float64"),
+        (("bench", "equal", "--cluster", "abacus"), "cluster 'abacus' is not known. Available: dear, local"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_1(autopar, arguments, message):
+    status, out, err = autopar(*arguments, *(["--json"] if arguments[0] == "plan" else []))
+    assert (status, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_wrong_usage_is_status_2(autopar):
+    assert autopar("plan", "mlp-toy", "--bogus")[0] == 2
+    assert autopar("plan")[0] == 2
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["autopar", "plan", "mlp-toi", "--mesh", "2", "--debug"])
+    with pytest.raises(ArgumentError, match="unknown zoo target"):
+        cli.main()
+
+
+def test_a_file_is_a_target(autopar, example):
+    status, out, _ = autopar("plan", f"{example}:example", "--mesh", "4", "--json")
+    assert status == 0
+    assert json.loads(out)["input_paths"] == ["w", "x"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("missing", (), "has no function 'missing'"),
+        ("nothing", (), "nothing() of"),
+        ("example", ("--batch", "3"), "change zoo models only"),
+    ],
+)
+def test_a_file_that_is_no_target(autopar, example, name, more, message):
+    status, _, err = autopar("plan", f"{example}:{name}", "--mesh", "2", *more)
+    assert status == 1
+    assert message in err
+
+
+def test_rules_name_each_distinct_operation_once(autopar):
+    _, out, _ = autopar("rules", "mlp-toy")
+    lines = [line for line in out.splitlines() if "dot_general(f32[8,32], f32[32,64])" in line]
+    assert lines == ["     2  dot_general(f32[8,32], f32[32,64])  a b, b c -> a c | reduce b  [shardy]"]
+    _, out, _ = autopar("rules", "mlp-toy", "--json")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert {"name", "operands", "rule", "origin", "count"} == set(rows[0])
+    assert len(rows) == len({json.dumps([row["name"], row["operands"], row["rule"], i]) for i, row in enumerate(rows)})
+
+
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_verify_compares_with_what_is_emitted(autopar, target):
+    status, out, _ = autopar("verify", "mlp-toy", "--batch", 4096, "--mesh", "8", "--target", target, "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], found["target"]) == (0, True, target)
+
+
+def test_verify_takes_a_saved_plan(autopar, tmp_path):
+    path = tmp_path / "plan.json"
+    autopar("plan", "mlp-toy", "--mesh", "2,4", "--output", path)
+    status, out, _ = autopar("verify", "mlp-toy", "--plan", path)
+    assert status == 0
+    assert out.startswith("ok on shardy")
+    status, _, err = autopar("verify", "mlp-toy", "--batch", 16, "--plan", path)
+    assert status == 1
+    assert "the plan was made for other arguments" in err
+
+
+def test_clusters_lists_the_presets(autopar):
+    _, out, _ = autopar("clusters")
+    assert out.startswith("dgx-h100: 8 x ")
+    _, out, _ = autopar("clusters", "--json")
+    assert json.loads(out.splitlines()[0])["devices_per_host"] == 8
