@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,41 +23,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import codegen, jax_compat, meshes
-from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, AutoparWarning, DonatedError
+from autopar.errors import ArgumentError, AutoparWarning, DonatedError, PinError
 from autopar.graph import verify as verify_graph
 from autopar.meshes import Target
-from autopar.passes.pins import Pins
-from autopar.plans import Plan, check_matches
 from autopar.planning import Options, Planned, make_plan
+from autopar.plans import Plan, check_matches
 from autopar.rules import rules_of
-from autopar.trace import Traced, trace
-
-#: Choices that later versions will search; today each has one value.
-_ONLY = {
-    "num_microbatches": ("auto", 1),
-    "stages": ("auto", 1),
-    "schedule": ("auto", "none"),
-    "remat": ("auto", "none"),
-    "memory_budget": (None,),
-    "per_microbatch": ((),),
-}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Every option of `parallelize`, checked."""
-
-    cluster: Cluster | None = None
-    mesh: Any = None
-    batch_argnums: tuple[int, ...] | str = "auto"
-    donate_argnums: tuple[int, ...] | str = "auto"
-    static_argnums: tuple[int, ...] = ()
-    pins: Pins | None = None
-    solver: str = "auto"
-    time_limit: float = 60.0
-    plan: Plan | None = None
-    progress: bool = False
+from autopar.settings import Settings, settings
+from autopar.trace import Traced, flatten, trace
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -96,6 +69,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     Options are those of `parallelize` but `plan`. Without `cluster`, a given mesh is priced as the preset dgx-h100.
     """
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
+    if not callable(fn):
+        raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
     return _plan(fn, args, {}, settings(options), local=False).planned.plan
 
 
@@ -108,34 +83,6 @@ def _extended(x: jax.Array) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def settings(options: Mapping[str, Any]) -> Settings:
-    """Options of the public functions, checked. ArgumentError names the option and what is available."""
-    known = {*Settings.__dataclass_fields__, *_ONLY}
-    for name, value in options.items():
-        if name not in known:
-            raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(known))}")
-        if name in _ONLY and value not in _ONLY[name]:
-            choices = " or ".join(repr(v) for v in _ONLY[name])
-            raise ArgumentError(f"{name}={value!r} is not available in this version; it must be {choices}")
-    kept = {k: v for k, v in options.items() if k not in _ONLY}
-    for name in ("batch_argnums", "donate_argnums", "static_argnums"):
-        if name in kept and kept[name] != "auto":
-            kept[name] = _positions(name, kept[name])
-    given = kept.get("plan")
-    if isinstance(given, str | os.PathLike):
-        kept["plan"] = Plan.load(given)
-    elif given is not None and not isinstance(given, Plan):
-        raise ArgumentError(f"plan={given!r:.60} is neither a Plan nor the path of one")
-    return Settings(**kept)
-
-
-def _positions(name: str, value: Any) -> tuple[int, ...]:
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    if any(not isinstance(n, int) or n < 0 for n in numbers):
-        raise ArgumentError(f"{name}={value!r} must be positions of positional arguments, 0 or more")
-    return numbers
-
-
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     """A plan with the trace it belongs to and the mesh it is for."""
@@ -146,7 +93,9 @@ class _Prepared:
 
 
 @jax_compat.automatic_axes()
-def _plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool) -> _Prepared:
+def _plan(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
+) -> _Prepared:
     begin = time.perf_counter()
     traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
     verify_graph(traced.graph)
@@ -157,14 +106,37 @@ def _plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     _check_batch(fn, traced, args, s, candidates)
     options = Options(pins=s.pins, solver=s.solver, time_limit=s.time_limit, donate=_donated(traced, args, s))
     best: _Prepared | None = None
+    misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
     for target in candidates:
-        planned = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
+        try:
+            planned = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
+        except PinError as error:
+            misfits.append(error)
+            continue
+        if s.progress:
+            _report(_name(fn), planned.plan)
         if best is None or planned.plan.step_time_s < best.planned.plan.step_time_s * (1 - 1e-9):
             best = _Prepared(traced, planned, target)
-    assert best is not None
+    if best is None:
+        raise misfits[0]
     for warning in best.planned.solution.warnings:
-        warnings.warn(f"{_name(fn)}: {warning}", AutoparWarning, stacklevel=4)
+        warnings.warn(f"{_name(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
     return best
+
+
+def _user_stacklevel() -> int:
+    """The `stacklevel` at which a warning of the caller points to the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _report(name: str, made: Plan) -> None:
+    """What planning for one mesh took, on stderr."""
+    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
+    mesh = dict(zip(made.mesh_names, made.mesh_sizes, strict=True))
+    print(f"autopar: {name} on mesh {mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -284,6 +256,10 @@ def _place(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
         # A copy, so that donating it cannot take the caller's own buffer away: device_put aliases the shard of the
         # device that holds the array, whatever may_alias says, when it replicates (seen on 0.10.2).
         return jax.device_put(leaf.copy() if donated else leaf, sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ArgumentError(
+            f"'{path}' is {leaf}; a call needs arrays. With shapes alone use .plan(...) or .lower(...)."
+        )
     return jax.device_put(leaf, sharding)
 
 
@@ -373,13 +349,21 @@ class ParallelFunction:
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         static = self.settings.static_argnums
         dynamic = tuple(a for i, a in enumerate(args) if i not in static) if static else args
-        leaves, tree = jax.tree.flatten((dynamic, dict(kwargs)))
+        leaves, tree = flatten(dynamic, dict(kwargs), jax.tree.flatten)
         fixed = tuple(args[i] for i in static if i < len(args))
-        try:
-            hash(fixed)
-        except TypeError as error:
-            raise ArgumentError(f"static arguments must be hashable: {fixed!r:.80}: {error}") from error
+        for i, value in zip(static, fixed, strict=False):
+            _check_hashable(_name(self.__wrapped__), i, value)
         return leaves, (tree, fixed, tuple(map(_leaf_key, leaves)), jax_compat.trace_context())
+
+
+def _check_hashable(name: str, position: int, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ArgumentError(
+            f"static argument {position} of {name} must be hashable, "
+            f"it is {type(value).__name__} {value!r:.60} ({error})"
+        ) from None
 
 
 def _leaf_key(leaf: Any) -> Any:

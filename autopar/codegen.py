@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import PARTIAL, Layout, replicated, spec
+from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec
 from autopar.plans import Plan, Stage
 from autopar.rules import Rule
 
@@ -93,13 +93,32 @@ class _Context:
         sharding = NamedSharding(self.mesh, spec(shifted, array.ndim, self.names))
         return jax.lax.with_sharding_constraint(array, sharding)
 
-    def settle(self, array: Any, lead: Sequence[int], layout: Layout) -> Any:
-        """An array that is partial along `lead`, brought to a layout: what is not to stay partial is summed."""
-        done = tuple(i for i, axis in enumerate(lead) if layout[axis] != PARTIAL)
-        if done:
-            array = jax.lax.reduce_sum_p.bind(array, axes=done, out_sharding=None)
-        return self.constrain(array, layout)
+    def move(self, array: Any, source: Layout, target: Layout) -> Any:
+        """An array that lies as `source`, brought to `target` by the steps that the plan priced.
 
+        What is partial in the source and not in the target is summed over its leading dimension first.
+        """
+        return self.along(self.summed(array, partial_axes(source), target), source, target)
+
+    def summed(self, array: Any, lead: Sequence[int], target: Layout) -> Any:
+        """An array with the leading dimensions of `lead` that are not to stay partial added up.
+
+        Several are merged into one before, so that the compiler sums over all their axes at once.
+        """
+        done = [i for i, axis in enumerate(lead) if target[axis] != PARTIAL]
+        if len(done) > 1 and len(done) == len(lead):
+            array = array.reshape(-1, *array.shape[len(lead) :])
+            names = tuple(self.names[axis] for axis in lead)
+            rest = [PartitionSpec.UNCONSTRAINED] * (array.ndim - 1)
+            array = jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(names, *rest)))
+            done = [0]
+        return jax_compat.reduce_sum(array, done) if done else array
+
+    def along(self, array: Any, source: Layout, target: Layout) -> Any:
+        """Constrain an array to every layout of the route, the target last."""
+        for stop in (*route(source, target, tuple(self.mesh.shape[name] for name in self.names)), target):
+            array = self.constrain(array, stop)
+        return array
 
 
 @dataclass(eq=False)
@@ -137,10 +156,9 @@ class _Scope:
     def _run_leaf(self, op: Op) -> None:
         operands = [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)]
         leads = [partial_axes(self._layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
-        lead = max(leads, key=len, default=[])
         kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
-        if lead:
-            self._store(op, self._bind_partial(op, operands, leads), lead)
+        if any(leads):
+            self._store(op, self._bind_partial(op, operands, leads), max(leads, key=len))
         elif kept:
             self._store(op, [self._split_product(op, operands, kept)], kept)
         else:
@@ -211,12 +229,34 @@ class _Scope:
             return jax_compat.bind(op.equation, operands)
 
     def _store(self, op: Op, results: Sequence[Any], lead: Sequence[int] = ()) -> None:
-        for value, array in zip(op.outputs, results, strict=True):
+        """Keep results in their layouts; `lead` are the axes that are leading dimensions of the arrays."""
+        for position, (value, array) in enumerate(zip(op.outputs, results, strict=True)):
             layout = self.context.stage.values.get(value)
             if layout is not None:
                 with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-                    array = self.context.settle(array, lead, layout)
+                    array = self._settle(op, position, array, lead, layout)
             self.arrays[value] = array
+
+    def _settle(self, op: Op, position: int, array: Any, lead: Sequence[int], layout: Layout) -> Any:
+        """A result where the plan wants it, its sums resolved in the order that the plan priced."""
+        if op.regions:
+            return self.context.constrain(array, layout)
+        fresh = self._unsummed(op, position, lead)
+        array = self.context.summed(array, lead, layout)
+        if not any(s == PARTIAL != t for s, t in zip(fresh, layout, strict=True)):
+            return self.context.constrain(array, layout)
+        return self.context.along(array, fresh, layout)
+
+    def _unsummed(self, op: Op, position: int, lead: Sequence[int]) -> Layout:
+        """The layout a result has before its partial sums are added up: PARTIAL along axes that cut a reduced factor."""
+        rule = self.context.rules[op.signature]
+        result = {f: d for d, f in enumerate(rule.results[position])}
+        layout = [PARTIAL if axis in lead else REPLICATED for axis in range(len(self.context.names))]
+        for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
+            for axis, dim in enumerate(self._layout_at(atom, f"{op.tag}.in{k}") or ()):
+                if dim >= 0:
+                    layout[axis] = PARTIAL if dims[dim] in rule.reduced else result.get(dims[dim], layout[axis])
+        return tuple(layout)
 
     # Reading
 
@@ -239,13 +279,18 @@ class _Scope:
             return self.arrays[value]
         found = self.copies.get((value, wanted))
         if found is None:
-            copy = stage.copies.get(value)
-            direct = copy is None or copy == wanted
-            source = self.arrays[value] if direct else self.at(value, copy, site, reader)
-            lead = partial_axes(stage.values[value] if direct else copy)
+            array, lies = self._nearest(value, wanted, site, reader)
             with jax_compat.emitting(reader.equation.source_info, reader.name_stack, site):
-                found = self.copies[value, wanted] = self.context.settle(source, lead, wanted)
+                found = self.copies[value, wanted] = self.context.move(array, lies, wanted)
         return found
+
+    def _nearest(self, value: int, wanted: Layout, site: str, reader: Op) -> tuple[Any, Layout]:
+        """What readers of a value start from: its shared copy, or the value itself."""
+        stage = self.context.stage
+        copy = stage.copies.get(value)
+        if copy is None or copy == wanted:
+            return self.arrays[value], stage.values[value]
+        return self.at(value, copy, site, reader), copy
 
     def materialise(self, value: int, wanted: Layout, site: str, reader: Op) -> Any:
         """A free value or a view, computed in the layout that is wanted."""
@@ -287,11 +332,11 @@ class _Scope:
         found = self.copies.get((atom, layout))
         if found is None:
             copy = stage.copies.get(atom)
-            source = self.arrays[atom] if copy is None else self.copies.get((atom, copy), self.arrays[atom])
+            shared = self.copies.get((atom, copy)) if copy is not None else None
+            lies = stage.values[atom] if shared is None or copy is None else copy
             with jax.named_scope(site):
-                found = self.copies[atom, layout] = self.context.settle(
-                    source, partial_axes(stage.values[atom]) if source is self.arrays[atom] else (), layout
-                )
+                found = self.context.move(self.arrays[atom] if shared is None else shared, lies, layout)
+            self.copies[atom, layout] = found
         return found
 
     # Regions

@@ -60,7 +60,7 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
     if mesh is None:
         return None, None, None
     if isinstance(mesh, Mapping):
-        return _sizes(tuple(mesh.values()), mesh), tuple(mesh), None
+        return _sizes(tuple(mesh.values()), mesh), _names(mesh), None
     if isinstance(mesh, tuple | list):
         return _sizes(tuple(mesh), mesh), None, None
     if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
@@ -70,9 +70,15 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
 
 
 def _sizes(sizes: tuple[Any, ...], mesh: Any) -> tuple[int, ...]:
-    if not sizes or any(not isinstance(s, int) or s < 1 for s in sizes):
+    if not sizes or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in sizes):
         raise MeshError(f"mesh={mesh!r}: sizes must be integers of at least 1")
     return sizes
+
+
+def _names(mesh: Mapping[Any, Any]) -> tuple[str, ...]:
+    if any(not isinstance(name, str) or not name for name in mesh):
+        raise MeshError(f"mesh={mesh!r}: axis names must be strings")
+    return tuple(mesh)
 
 
 def _default_cluster(sizes: tuple[int, ...], local: bool) -> Cluster:
@@ -118,5 +124,8 @@ def concrete(target: Target) -> Any:
     devices = jax.devices()
     sizes = target.logical.sizes
     if len(devices) < math.prod(sizes):
-        raise MeshError(f"mesh {sizes} needs {math.prod(sizes)} devices, but only {len(devices)} are here")
+        raise MeshError(
+            f"mesh {sizes} of cluster '{target.cluster.name}' needs {math.prod(sizes)} devices to run on, but only "
+            f"{len(devices)} are here. autopar.plan and .plan(...) plan for it without devices."
+        )
     return np.array(devices[: math.prod(sizes)]).reshape(sizes)

@@ -212,11 +212,18 @@ def from_json(data: Mapping[str, Any], where: str = "the data") -> Plan:
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
         raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {found})")
+    try:
+        return Plan(**_values(data))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanMismatchError(f"{where} is a damaged plan: {type(error).__name__} {error}") from error
+
+
+def _values(data: Mapping[str, Any]) -> dict[str, Any]:
     tuples = {f.name for f in fields(Plan) if str(f.type).startswith("tuple")}
     values: dict[str, Any] = {k: (_tuples(v) if k in tuples else v) for k, v in data.items()}
     values["collectives"] = tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"])
     values["stages"] = tuple(_stage(s) for s in data["stages"])
-    return Plan(**values)
+    return values
 
 
 def _stage(data: Mapping[str, Any]) -> Stage:

@@ -90,17 +90,22 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
 def without_reduce_scatter(predicted: Sequence[Collective], sizes: Mapping[str, int]) -> tuple[Collective, ...]:
     """What a backend that has no reduce-scatter makes of these: XLA on CPU all-reduces and slices afterwards.
 
-    A reduce-scatter becomes an all-reduce of the same operand; the second of two on one operation runs on the whole of
-    what the first left, since the slices come last.
+    One reduce-scatter becomes an all-reduce of the same operand. Where an operation scatters along several axes, one
+    joint all-reduce does it all, with the same bytes on the wire: 2 (xy-1)/xy = 2 (x-1)/x + 2 (y-1)/(xy).
     """
-    out: list[Collective] = []
-    scattered: dict[str, int] = {}
+    sums: dict[str, list[Collective]] = {}
     for c in predicted:
-        if c.kind == "reduce-scatter":
-            before = scattered.get(c.op, 1)
-            scattered[c.op] = before * comparison.group_size(c.axes, sizes)
-            c = replace(c, kind="all-reduce", bytes=c.bytes * before)
-        out.append(c)
+        if c.kind in ("reduce-scatter", "all-reduce"):
+            sums.setdefault(c.op, []).append(c)
+    order = list(sizes)
+    out: list[Collective] = []
+    for c in predicted:
+        scatters = [s for s in sums.get(c.op, ()) if s.kind == "reduce-scatter"]
+        if c not in sums.get(c.op, ()) or len(scatters) < 2:
+            out.append(replace(c, kind="all-reduce") if c.kind == "reduce-scatter" else c)
+        elif c is scatters[0]:
+            axes = sorted({a for s in sums[c.op] for a in s.axes}, key=order.index)
+            out.append(replace(c, kind="all-reduce", axes=tuple(axes)))
     return tuple(out)
 
 

@@ -258,17 +258,15 @@ def _by_ilp(folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: 
     if answer.assignment is not None:
         found = core.lift(answer.assignment)
         cost = folded.problem.value(found)
-        if not cost > value * (1 + SLACK) or plan is None:
+        if plan is None or cost <= value + SLACK * abs(value):
             plan, value = found, cost
     if plan is None:
         raise SolverError(_nothing(folded.problem, answer))
     proven = core.constant + answer.lower
     result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
     if answer.status == "optimal" and abs(value - proven) <= ilp.ACCURACY * abs(value):
-        lower = result.lower if folded.tied else value
-        return replace(
-            result, lower=lower, status="optimal" if value - lower <= CLOSED * abs(value) else "optimal-tied"
-        )
+        result = result if folded.tied else replace(result, lower=value)
+        return replace(result, status="optimal" if result.closed else "optimal-tied")
     lower = result.lower if folded.tied else min(value, max(result.lower, proven))
     status = "time-limit" if answer.status == "time-limit" else "fallback"
     result = replace(result, lower=lower, status=status)

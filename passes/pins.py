@@ -97,10 +97,14 @@ def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, wha
     """The layout of a spec on a leaf of this type; PinError saying what does not fit."""
     if len(partition) > type_.rank:
         raise PinError(f"{what}: {partition} has {len(partition)} dimensions, the value is {type_}")
+    names = [name for entry in partition if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise PinError(f"{what}: {partition} cuts two dimensions over the same axis '{twice[0]}'")
     try:
         layout = from_spec(partition, mesh.names)
     except KeyError as error:
-        raise PinError(f"{what}: axis {error} not found. Mesh axes: {', '.join(mesh.names)}") from error
+        raise PinError(f"{what}: axis {error} not found. Mesh axes: {', '.join(mesh.names)}") from None
     if not divides(layout, type_.shape, mesh.sizes):
         sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
         raise PinError(f"{what}: {partition} does not divide {type_} on the mesh {sizes}")

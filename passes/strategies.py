@@ -169,11 +169,16 @@ def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int
 
 
 def _fits(factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float) -> NDArray[np.bool_]:
-    """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent."""
+    """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent.
+
+    Only one axis may cut a factor unevenly: two would make the compiler gather it whole at the next change of layout.
+    """
     extent = np.array(extents, np.int64)
     parts = _parts(factors, len(extents), sizes)
     padded = -(-extent // parts) * parts
-    return ((parts <= np.maximum(extent, 1)) & (padded <= most * extent)).all(1)
+    alone = (factors[:, :, None] == np.arange(len(extents))).sum(1) <= 1
+    fits = (parts <= np.maximum(extent, 1)) & (padded <= most * extent) & (alone | (padded == extent))
+    return fits.all(1)
 
 
 def share(factors: Factors, dims: Sequence[int], extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:

@@ -163,7 +163,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.judge", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.judge", description="judge the optimizer on random programs")
     parser.add_argument("--graphs", type=int, default=1000, help="random programs to judge")
     parser.add_argument("--every", type=int, default=10, help="each so many go through CBC and HiGHS as well")
     parser.add_argument("--zoo", action="store_true", help="price the plans of the toy models instead")

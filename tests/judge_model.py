@@ -148,7 +148,9 @@ def enumerated(judge: Judge) -> tuple[float, list[int]]:
 def eliminated(judge: Judge) -> tuple[float, list[int]]:
     """Variable elimination: minimise over one decision given its neighbours, the one with the smallest table first."""
     counts = [len(d.options) for d in judge.decisions]
-    pots = [((i,), d.seconds) for i, d in enumerate(judge.decisions)] + list(judge.tables.items())
+    pots: list[tuple[tuple[int, ...], np.ndarray]] = [((i,), d.seconds) for i, d in enumerate(judge.decisions)] + list(
+        judge.tables.items()
+    )
     order: list[tuple[int, tuple[int, ...], np.ndarray]] = []
     left, total = set(range(len(counts))), 0.0
     while left:

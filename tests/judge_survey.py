@@ -1,18 +1,15 @@
-"""Surveys a program for the judge: decisions, their options and seconds, from the documented meaning of a plan.
+"""Surveys a program for the judge: its decisions, who reads what, and tables of seconds, from what a plan means.
 
 Nothing here comes from the model builder: only the Graph, its Rules, the reshard recipe and the prices of one operation
 and one collective are shared.
 
     decisions   one per argument, region border, heavy operation, sum of partial sums, shared copy    -> survey
-    options     a map of mesh axes to factors, and what becomes of partial sums                       -> _options
-    seconds     weight (roofline + partial sums + light traffic)                                      -> _alone
-              + moves between what a decision leaves and what a reader wants                          -> _between
+    alone       weight (roofline + partial sums + light traffic)                                      -> _alone
+    in pairs    weight (move between what a decision leaves and what a reader wants)                  -> _between
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,168 +17,16 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.cluster import LogicalMesh
-from autopar.cost_models.collectives import collective_time
-from autopar.cost_models.compute import conv_flops, op_time
-from autopar.graph import Atom, Graph, Op, Region, Type
-from autopar.layout import Layout, steps
+from autopar.graph import Atom, Graph, Op, Region
 from autopar.rules import Rule
-from tests.judge_model import ANY, PARTIAL, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
+from tests.judge_facts import deferral, state
+from tests.judge_model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
+from tests.judge_pricing import EVEN, PADDED, Pricing, layout_options, op_options, sum_options
 
-SLICE = 1e-8  # s of a local slice
 TRIPS = 10  # of a loop that ends only at run time
 
 NEVER_FOLLOW = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
 NEVER_REPEATED = (*NEVER_FOLLOW, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
-SCATTERABLE = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
-ADDITIONS = ("add", "add_any", "sub")
-EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "conv_general_dilated", "reshape", "sharding_constraint")
-EVEN, PADDED = 1.0, 1.5  # how much longer padding may make a dimension
-LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
-
-
-# Options
-
-
-def _pieces(axes: Factors, sizes: Sequence[int]) -> dict[int, int]:
-    """Into how many pieces each factor is cut that is cut at all."""
-    parts: dict[int, int] = {}
-    for f, size in zip(axes, sizes, strict=True):
-        if f >= 0:
-            parts[f] = parts.get(f, 1) * size
-    return parts
-
-
-def _padded(extent: int, parts: int) -> int:
-    return -(-extent // parts) * parts
-
-
-def _fits(axes: Factors, extents: Sequence[int], sizes: Sequence[int], most: float) -> bool:
-    pieces = _pieces(axes, sizes)
-    return all(n <= extents[f] and _padded(extents[f], n) <= most * extents[f] for f, n in pieces.items())
-
-
-def _layout_options(shape: Sequence[int], sizes: Sequence[int], most: float) -> tuple[Option, ...]:
-    each = [WHOLE, *(d for d, n in enumerate(shape) if n > 1)]
-    every = itertools.product(each, repeat=len(sizes))
-    return tuple(Option(f, f, ("",) * len(sizes)) for f in every if _fits(f, shape, sizes, most))
-
-
-def _options(op: Op, rule: Rule, defers: bool, sizes: Sequence[int], rank: int) -> tuple[Option, ...]:
-    """Every map of mesh axes to factors that divides; what is summed may be all-reduced, scattered, or left."""
-    each: list[tuple[int, int, str]] = [(WHOLE, WHOLE, "")]
-    cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.kept]
-    for f in cuttable:
-        if f not in rule.reduced:
-            if not rule.results or any(f in dims for dims in rule.results):
-                each.append((f, f, ""))
-            continue
-        each.append((f, WHOLE, "reduce"))
-        if op.name in SCATTERABLE and len(rule.results) == 1 and rank > 1:
-            each.extend((f, onto, "scatter") for onto in rule.results[0] if onto in cuttable)
-        if op.name in SCATTERABLE and defers:
-            each.append((f, PARTIAL, "leave"))
-    return _joint(each, rule.sizes, sizes, EVEN if op.name in EVEN_ONLY else PADDED)
-
-
-def _sum_options(shape: Sequence[int], stays: bool, sizes: Sequence[int]) -> tuple[Option, ...]:
-    """A sum of two values: cut alike, or partial alike along an axis."""
-    dims = [d for d, n in enumerate(shape) if n > 1]
-    each = [(WHOLE, WHOLE, ""), *((d, d, "") for d in dims), (PARTIAL, WHOLE, "reduce")]
-    each += [(PARTIAL, d, "scatter") for d in dims if len(shape) > 1]
-    each += [(PARTIAL, PARTIAL, "leave")] * stays
-    return _joint(each, shape, sizes, PADDED)
-
-
-def _joint(
-    each: Sequence[tuple[int, int, str]], extents: Sequence[int], sizes: Sequence[int], most: float
-) -> tuple[Option, ...]:
-    found: list[Option] = []
-    for picks in itertools.product(each, repeat=len(sizes)):
-        o = Option(*(tuple(p[i] for p in picks) for i in range(3)))  # type: ignore[arg-type]
-        if all(_fits(axes, extents, sizes, most) for axes in (o.cut, o.left)) and _ordered(o):
-            found.append(o)
-    return tuple(found)
-
-
-def _ordered(o: Option) -> bool:
-    """A scatter goes to the minor end of a dimension, one axis to a dimension."""
-    for a, ending in enumerate(o.ends):
-        others = [b for b, f in enumerate(o.left) if b != a and f == o.left[a]]
-        if ending == "scatter" and any(o.ends[b] == "scatter" or b > a for b in others):
-            return False
-    return True
-
-
-# Seconds
-
-
-@dataclass(frozen=True)
-class _Pricing:
-    graph: Graph
-    rules: Mapping[int, Rule]
-    mesh: LogicalMesh
-    moves: dict[tuple[Layout, Layout, Type], float] = field(default_factory=dict)
-
-    def share(self, axes: Factors, factors: Sequence[int], extents: Sequence[int]) -> float:
-        """What one device holds of a value whose dimensions are these factors, padding included."""
-        pieces = _pieces(axes, self.mesh.sizes)
-        return math.prod(-(-extents[f] // pieces[f]) / extents[f] for f in factors if f in pieces)
-
-    def running(self, op: Op, o: Option) -> float:
-        """Roofline of one execution on one device."""
-        rule, types = self.rules[op.signature], [self.graph.type_of(a) for a in (*op.inputs, *op.outputs)]
-        local = sum(
-            t.nbytes * self.share(o.cut, dims, rule.sizes)
-            for t, dims in zip(types, (*rule.operands, *rule.results), strict=True)
-            if t.shape
-        )
-        mine = self.flops(op) * self.share(o.cut, range(len(rule.sizes)), rule.sizes)
-        return op_time(mine, local, types[0].dtype, self.mesh.device, launches=1)
-
-    def flops(self, op: Op) -> float:
-        types = [self.graph.type_of(a) for a in (*op.inputs, *op.outputs)]
-        if op.name == "dot_general":
-            return 2.0 * math.prod(self.rules[op.signature].sizes)
-        if op.name == "conv_general_dilated":
-            names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation")
-            more = {n: op.params[n] for n in (*names, "batch_group_count")}
-            return float(conv_flops(types[0].shape, types[1].shape, **more))
-        return float(max(t.size for t in types))
-
-    def sums(self, op: Op, factors: Sequence[Factors], extents: Sequence[int], o: Option) -> float:
-        """Collectives that end the partial sums: scattered only if all are, else reduced together."""
-        nbytes = sum(
-            self.graph.types[v].nbytes * self.share(o.cut, dims, extents)
-            for v, dims in zip(op.outputs, factors, strict=True)
-        )
-        ending = tuple(a for a, e in enumerate(o.ends) if e in ("reduce", "scatter"))
-        if any(o.ends[a] == "reduce" for a in ending):
-            return collective_time("all-reduce", nbytes, ending, self.mesh)
-        total = 0.0
-        for axis in ending:
-            total += collective_time("reduce-scatter", nbytes, (axis,), self.mesh)
-            nbytes /= self.mesh.sizes[axis]
-        return total
-
-    def move(self, source: Layout, target: Layout, value: Type) -> float:
-        """Seconds to reshard a value; every dimension is padded to the finer of the two cuts."""
-        key = (source, target, value)
-        if key not in self.moves:
-            before, after = (_pieces(layout, self.mesh.sizes) for layout in (source, target))
-            finer = {d: max(before.get(d, 1), after.get(d, 1)) for d in (*before, *after)}
-            excess = math.prod(_padded(value.shape[d], n) / value.shape[d] for d, n in finer.items())
-            recipe = steps(source, target, self.mesh.sizes)
-            times = [math.inf] if recipe is None else map(self._step(value.nbytes * excess), recipe)
-            self.moves[key] = sum(times)
-        return self.moves[key]
-
-    def _step(self, nbytes: float):  # noqa: ANN202
-        return lambda s: (
-            SLICE if s.kind == "slice" else collective_time(s.kind, s.fraction * nbytes, s.axes, self.mesh)
-        )
-
-
-# The survey
 
 
 @dataclass
@@ -196,7 +41,7 @@ class _Draft:
 
 @dataclass
 class _Survey:
-    price: _Pricing
+    price: Pricing
     deferring: frozenset[int]
     sums: Mapping[int, bool]
     drafts: list[_Draft] = field(default_factory=list)
@@ -221,10 +66,12 @@ class _Survey:
         return decision
 
     def layout_decision(self, name: str, shape: tuple[int, ...], weight: float, most: float = PADDED) -> int:
-        options = _layout_options(shape, self.price.mesh.sizes, most)
+        options = layout_options(shape, self.price.mesh.sizes, most)
         return self.decide(_Draft(name, options, weight, [0.0] * len(options), shape))
 
-    def want(self, site: str, atom: Atom, decision: int, factors: Factors, weight: float, running: bool = False) -> None:
+    def want(
+        self, site: str, atom: Atom, decision: int, factors: Factors, weight: float, running: bool = False
+    ) -> None:
         if not isinstance(atom, int) or not factors:
             return
         if running or self.places.get(atom) != Place(decision, atom, factors):
@@ -240,7 +87,7 @@ class _Survey:
 
 def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
     """Decisions of a program, and what they cost alone and in pairs."""
-    s = _Survey(_Pricing(graph, rules, mesh), *_deferral(graph))
+    s = _Survey(Pricing(graph, rules, mesh), *deferral(graph))
     for value, path in zip(graph.inputs, graph.input_paths, strict=True):
         if graph.types[value].shape:
             s.border(path, value, 1.0, EVEN)
@@ -248,7 +95,7 @@ def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
         if graph.types[value].shape:
             s.border(f"constant {value}", value, 1.0)
     _visit(s, graph.ops, 1.0)
-    for out, argument in _state(graph).items():
+    for out, argument in state(graph).items():
         rank = graph.types[argument].rank
         if rank:
             s.want(f"out{out}", graph.outputs[out], s.places[argument].decision, tuple(range(rank)), 1.0)
@@ -366,73 +213,27 @@ def _heavy(s: _Survey, op: Op, rule: Rule, weight: float) -> None:
 def _priced(s: _Survey, op: Op, rule: Rule) -> tuple[tuple[Option, ...], list[float], tuple[int, ...]]:
     sizes, result = s.price.mesh.sizes, s.graph.types[op.outputs[0]]
     if op.index in s.sums:
-        options = _sum_options(result.shape, s.sums[op.index], sizes)
+        options = sum_options(result.shape, s.sums[op.index], sizes)
         own = (tuple(range(result.rank)),)
         return options, [s.price.sums(op, own, result.shape, o) for o in options], result.shape
-    options = _options(op, rule, op.index in s.deferring, sizes, result.rank)
+    options = op_options(op, rule, op.index in s.deferring, sizes, result.rank)
     seconds = [s.price.running(op, o) + s.price.sums(op, rule.results, rule.sizes, o) for o in options]
     return options, seconds, rule.sizes
-
-
-# Sums that may stay partial
-
-
-def _deferral(graph: Graph) -> tuple[frozenset[int], Mapping[int, bool]]:
-    """Products that may leave partial sums, and the sums that may take them (True: and leave them)."""
-    deferring: set[int] = set()
-    sums: dict[int, bool] = {}
-    for ops, outputs in [(graph.ops, graph.outputs), *((r.ops, r.outputs) for op in graph.walk() for r in op.regions)]:
-        made = {v: op for op in ops for v in op.outputs}
-        reads = [a for op in ops for a in op.inputs] + list(outputs)
-        once = {a for a in made if reads.count(a) == 1}
-        for op in ops:
-            if origins := _summands(graph, op, made, once):
-                sums.setdefault(op.index, False)
-                deferring.update(o.index for o in origins if o.name not in ADDITIONS)
-                sums.update((o.index, True) for o in origins if o.name in ADDITIONS)
-    return frozenset(deferring), sums
-
-
-def _summands(graph: Graph, op: Op, made: Mapping[int, Op], once: set[int]) -> list[Op]:
-    """The products and sums that an addition adds up, if it adds nothing else; empty otherwise."""
-    if op.name not in ADDITIONS or len({*op.inputs}) != 2:
-        return []
-    if len({graph.type_of(a).shape for a in op.inputs}) != 1:
-        return []
-    found = [_origin(graph, a, made, once) for a in op.inputs]
-    return [o for o in found if o] if all(found) else []
-
-
-def _origin(graph: Graph, atom: Atom, made: Mapping[int, Op], once: set[int]) -> Op | None:
-    if atom not in once:
-        return None
-    op = made[atom]  # type: ignore[index]
-    if op.name == "dot_general":
-        return op
-    if op.name in ADDITIONS:
-        return op if _summands(graph, op, made, once) else None
-    big = [a for a in op.inputs if graph.type_of(a).shape]
-    if op.name not in LINEAR or len(op.outputs) != 1 or len(big) != 1 or (op.name == "div" and op.inputs[0] != big[0]):
-        return None
-    before, after = graph.type_of(big[0]), graph.types[op.outputs[0]]
-    grows = after.size == before.size and after.itemsize >= before.itemsize and "float" in after.dtype
-    return _origin(graph, big[0], made, once) if grows else None
 
 
 # Regions
 
 
-def _enter(s: _Survey, op: Op, region: Region, inputs: Sequence[int], shift: int, outer: float, inner: float) -> list:
-    """Decisions of region inputs; input i reads operand i + shift, whose leading dimension a scan takes apart."""
+def _enter(s: _Survey, op: Op, region: Region, outer: float, inner: float) -> list[int | None]:
+    """Decisions of a scan's inputs; what is scanned over loses its leading dimension."""
     found: list[int | None] = []
-    for i in inputs:
-        value, atom = region.inputs[i], op.inputs[i + shift]
+    for i, (value, atom) in enumerate(zip(region.inputs, op.inputs, strict=True)):
         rank = s.graph.types[value].rank
         decision = s.border(f"{op.tag} enters {value}", value, inner) if rank else None
         found.append(decision)
         if decision is not None:
             lead = (WHOLE,) * (s.graph.type_of(atom).rank - rank)
-            s.want(f"{op.tag}.in{i + shift}", atom, decision, lead + tuple(range(rank)), outer)
+            s.want(f"{op.tag}.in{i}", atom, decision, lead + tuple(range(rank)), outer)
     return found
 
 
@@ -470,7 +271,7 @@ def _leave(s: _Survey, op: Op, region: Region, j: int, weight: float, stacked: b
 def _scan(s: _Survey, op: Op, weight: float) -> None:
     region, inner = op.regions[0], weight * (op.trips or TRIPS)
     constants, carries = jax_compat.scan_counts(op.params)
-    entered = _enter(s, op, region, range(len(region.inputs)), 0, weight, inner)
+    entered = _enter(s, op, region, weight, inner)
     _body(s, region, inner)
     for j in range(carries):
         decision = entered[constants + j]
@@ -512,33 +313,7 @@ def _cond(s: _Survey, op: Op, weight: float) -> None:
 _BODIES = {"scan": _scan, "remat": _remat, "cond": _cond}
 
 
-# Borders, traffic of light operations, tables
-
-
-def _state(graph: Graph) -> dict[int, int]:
-    """Result position -> the argument of equal path and type that it becomes in the next step."""
-    names = list(dict.fromkeys(path.split("/")[0] for path in graph.input_paths))
-    arguments = dict(zip(graph.input_paths, graph.inputs, strict=True))
-    found: dict[int, int] = {}
-    rest: list[int] = []
-    for out, path in enumerate(graph.output_paths):
-        head, _, tail = path.partition("/")
-        guesses = [f"{names[int(head)]}/{tail}".rstrip("/")] if head.isdigit() and int(head) < len(names) else []
-        guesses += [f"{name}/{path}".rstrip("/") for name in names[:1]]
-        hits = [arguments[g] for g in guesses if g in arguments]
-        _take(graph, found, out, hits)
-        rest += [out] if out not in found and tail else []
-    for out in rest:
-        tail = graph.output_paths[out].partition("/")[2]
-        _take(graph, found, out, [v for p, v in arguments.items() if p.partition("/")[2] == tail or p == tail])
-    return found
-
-
-def _take(graph: Graph, found: dict[int, int], out: int, arguments: Sequence[int]) -> None:
-    for v in arguments:
-        if v not in found.values() and graph.types[v] == graph.type_of(graph.outputs[out]):
-            found[out] = v
-            return
+# Traffic of light operations, tables
 
 
 def _charge(s: _Survey) -> None:
@@ -621,7 +396,5 @@ def _finish(s: _Survey) -> Judge:
             own[u[0]] = own.get(u[0], 0.0) + np.diag(table)
         else:
             tables[pair] = tables.get(pair, 0.0) + (table if u[0] == pair[0] else table.T)
-    decisions = tuple(
-        Decision(d.name, d.options, _alone(s, d) + own.get(i, 0.0)) for i, d in enumerate(s.drafts)
-    )
+    decisions = tuple(Decision(d.name, d.options, _alone(s, d) + own.get(i, 0.0)) for i, d in enumerate(s.drafts))
     return Judge(decisions, tables, s.places, tuple(s.reads), copies)

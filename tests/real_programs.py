@@ -7,6 +7,7 @@ A program is a function without arguments that returns (function, arguments) or 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ import numpy as np
 import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback, pallas
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 def array(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
@@ -138,7 +142,10 @@ def constants_only() -> Any:
 
 
 def numpy_arguments() -> Any:
-    return lambda x, y: x @ y + np.float32(1), (np.ones((16, 8), np.float32), np.arange(64, dtype=np.float32).reshape(8, 8))
+    return lambda x, y: x @ y + np.float32(1), (
+        np.ones((16, 8), np.float32),
+        np.arange(64, dtype=np.float32).reshape(8, 8),
+    )
 
 
 def complex_values() -> Any:
@@ -161,7 +168,12 @@ def half_precision() -> Any:
 def bits_and_bytes() -> Any:
     def step(x: jax.Array, flags: jax.Array) -> Any:
         packed = (x.astype(jnp.uint8) << 2) ^ jnp.uint8(5)
-        return packed, flags & (packed > 8), lax.population_count(packed), lax.bitcast_convert_type(array(8, 8), jnp.int32)
+        return (
+            packed,
+            flags & (packed > 8),
+            lax.population_count(packed),
+            lax.bitcast_convert_type(array(8, 8), jnp.int32),
+        )
 
     return step, (array(16, 8, dtype=jnp.int32), jnp.arange(8) % 2 == 0)
 
@@ -207,6 +219,37 @@ def adam() -> Any:
 
     params = two_layers()
     return step, ((params, optimizer.init(params)), array(16, 8))
+
+
+def flax_train_state() -> Any:
+    struct = importlib.import_module("flax.struct")
+
+    @struct.dataclass
+    class State:
+        params: Any
+        momentum: Any
+        count: int
+        apply: Any = struct.field(pytree_node=False)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(state.apply)(state.params, x)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state.momentum, grads)
+        return state.replace(params=sgd(state.params, momentum), momentum=momentum, count=state.count + 1)
+
+    params = two_layers()
+    return step, (State(params, jax.tree.map(jnp.zeros_like, params), 0, loss), array(16, 8))
+
+
+def equinox_module() -> Any:
+    eqx = importlib.import_module("equinox")
+    model = eqx.nn.MLP(8, 8, 32, 1, key=jax.random.key(0))
+    arrays, rest = eqx.partition(model, eqx.is_array)
+
+    def step(arrays: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(lambda a: jnp.mean(jax.vmap(eqx.combine(a, rest))(x) ** 2))(arrays)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, arrays, grads), value
+
+    return step, (arrays, array(16, 8))
 
 
 # Calls and control flow
@@ -310,7 +353,11 @@ def custom_derivatives() -> Any:
 def vmaps() -> Any:
     def step(w: jax.Array, x: jax.Array) -> Any:
         per_example = jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w))), in_axes=(None, 0))(w, x)
-        return per_example, jax.vmap(jax.vmap(jnp.dot, (None, 0)), (0, None))(x, x), jax.jacfwd(lambda v: jnp.sin(v) @ w)(x[0])
+        return (
+            per_example,
+            jax.vmap(jax.vmap(jnp.dot, (None, 0)), (0, None))(x, x),
+            jax.jacfwd(lambda v: jnp.sin(v) @ w)(x[0]),
+        )
 
     return step, (array(8, 8), array(16, 8))
 
@@ -330,7 +377,13 @@ def sorting() -> Any:
 def cumulative() -> Any:
     def step(x: jax.Array) -> Any:
         scanned = lax.associative_scan(jnp.multiply, x, axis=0)
-        return jnp.cumsum(x, axis=0), lax.cummax(x, axis=1, reverse=True), jnp.cumprod(x, axis=1), scanned, jnp.diff(x, axis=0)
+        return (
+            jnp.cumsum(x, axis=0),
+            lax.cummax(x, axis=1, reverse=True),
+            jnp.cumprod(x, axis=1),
+            scanned,
+            jnp.diff(x, axis=0),
+        )
 
     return step, (array(16, 8),)
 
@@ -342,7 +395,13 @@ def taking_and_scattering() -> Any:
 
         updated = table.at[i].add(x).at[0].set(1.0).at[:, 1].multiply(2.0).at[i, 0].max(3.0)
         row = lax.dynamic_update_slice(table, x[:1], (i[0], 0))
-        return jax.grad(read)(table), updated, jnp.take_along_axis(x, x.argsort(1), 1), row, lax.dynamic_slice_in_dim(x, i[1], 2)
+        return (
+            jax.grad(read)(table),
+            updated,
+            jnp.take_along_axis(x, x.argsort(1), 1),
+            row,
+            lax.dynamic_slice_in_dim(x, i[1], 2),
+        )
 
     return step, (array(16, 8), array(8, dtype=jnp.int32), array(8, 8))
 
@@ -375,7 +434,15 @@ def convolutions() -> Any:
 def shape_changes() -> Any:
     def step(x: jax.Array) -> Any:
         y = jnp.pad(x.reshape(4, 4, 8).transpose(1, 0, 2), ((1, 0), (0, 2), (0, 0)))
-        return y, jnp.tile(x, (2, 1)), jnp.repeat(x, 2, axis=1), jnp.flip(x, 0), jnp.roll(x, 1, 0), x[::2, 1:5], jnp.tril(x[:8])
+        return (
+            y,
+            jnp.tile(x, (2, 1)),
+            jnp.repeat(x, 2, axis=1),
+            jnp.flip(x, 0),
+            jnp.roll(x, 1, 0),
+            x[::2, 1:5],
+            jnp.tril(x[:8]),
+        )
 
     return step, (array(16, 8),)
 
@@ -383,7 +450,12 @@ def shape_changes() -> Any:
 def linear_algebra() -> Any:
     def step(x: jax.Array) -> Any:
         positive = x.T @ x + 8 * jnp.eye(8)
-        return jnp.linalg.cholesky(positive), jnp.linalg.solve(positive, x.T), jnp.linalg.norm(x), jnp.linalg.inv(positive)
+        return (
+            jnp.linalg.cholesky(positive),
+            jnp.linalg.solve(positive, x.T),
+            jnp.linalg.norm(x),
+            jnp.linalg.inv(positive),
+        )
 
     return step, (array(16, 8),)
 
@@ -401,6 +473,74 @@ def closed_over() -> Any:
     table, scale = array(8, 8), np.float32(0.5)
     return lambda x: (x @ table * scale, jax.jit(lambda v: v + table[0])(x)), (array(16, 8),)
 
+
+# What stays as it is: side effects, programs that are sharded by hand, kernels. Each with a note of its plan.
+
+
+def prints_and_callbacks() -> Any:
+    def step(x: jax.Array) -> Any:
+        jax.debug.print("the sum is {s}", s=x.sum())
+        jax.debug.callback(lambda v: print("row", v.shape), x[0])
+        return lax.scan(lambda c, _: (jax.debug.print("looped {c}", c=c), (c + x.sum(), None))[1], 0.0, length=2)[0]
+
+    return step, (array(16, 8),)
+
+
+def pure_callback() -> Any:
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential") @ w
+
+    return step, (array(16, 8), array(8, 8))
+
+
+def unordered_io_callback() -> Any:
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        return io_callback(np.cos, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ w, ordered=False) @ w
+
+    return step, (array(16, 8), array(8, 8))
+
+
+def shard_map_inside() -> Any:
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("p", "q"))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(P("p"), P(None, "q")), out_specs=P(None, "q"))
+    def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(x.T @ x, "p") @ w
+
+    return lambda x, w: (mixed(x @ w, w), jax.grad(lambda w: mixed(x, w).sum())(w)), (array(16, 8), array(8, 8))
+
+
+def pallas_kernel() -> Any:
+    def twice(x: Any, out: Any) -> None:
+        out[...] = x[...] * 2
+
+    def step(x: jax.Array, w: jax.Array) -> Any:
+        rows = pallas.BlockSpec((8, 8), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        kernel = pallas.pallas_call(
+            twice, shape, grid=(2,), in_specs=[rows], out_specs=rows, interpret=True, name="twice"
+        )
+        return kernel(x @ w) @ w
+
+    return step, (array(16, 8), array(8, 8))
+
+
+def user_constraint() -> Any:
+    mesh = Mesh(np.array(jax.devices()), ("x",), axis_types=(AxisType.Auto,))
+    return lambda x, w: lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(None, "x"))) @ w, (
+        array(16, 8),
+        array(8, 8),
+    )
+
+
+KEPT: tuple[tuple[str, Callable[[], Any], str], ...] = (
+    ("prints and callbacks", prints_and_callbacks, "side effect kept as it is: Debug"),
+    ("pure callback", pure_callback, r"pure_callback runs replicated \(1 times, first at real_programs.py:\d+\)"),
+    ("unordered io callback", unordered_io_callback, "side effect kept as it is: IO"),
+    ("shard_map", shard_map_inside, r"shard_map runs replicated \(3 times, first at real_programs.py:\d+\)"),
+    ("pallas_call", pallas_kernel, r"pallas_call runs replicated \(1 times, first at real_programs.py:\d+\)"),
+    ("with_sharding_constraint", user_constraint, ""),
+)
 
 PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("typed keys", lambda: dropout(jax.random.key)),
@@ -426,6 +566,8 @@ PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
             batch_first,
             same_value_twice,
             adam,
+            flax_train_state,
+            equinox_module,
             nested_jit,
             scan_of_mixed_carries,
             scan_in_reverse,

@@ -125,7 +125,11 @@ def test_state_is_donated_and_the_batch_is_not(counted: Any) -> None:
 def test_donation_spares_what_had_to_be_moved(place: str) -> None:
     step = parallelize(plain, mesh={"x": 8}, pins={"params/*": P("x")})
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    places = {"one device": jax.devices()[1], "replicated": NamedSharding(mesh, P()), "other cut": NamedSharding(mesh, P(None, "all"))}
+    places = {
+        "one device": jax.devices()[1],
+        "replicated": NamedSharding(mesh, P()),
+        "other cut": NamedSharding(mesh, P(None, "all")),
+    }
     params = jax.device_put(two_layers(), places[place])
     step(params, array(16, 8))
     assert_equal(params, two_layers())
@@ -166,7 +170,9 @@ def test_planning_needs_no_devices() -> None:
     shapes = jax.eval_shape(lambda: (two_layers(), array(512, 8)))
     by_mesh = autopar.plan(plain, *shapes, mesh=AbstractMesh((64, 8), ("data", "model")))
     assert (by_mesh.mesh_sizes, by_mesh.mesh_names) == ((64, 8), ("data", "model"))
-    cluster = Cluster.custom((4, 16), alpha=(1e-5, 1e-6), beta=(1e-10, 1e-11), peak_flops=1e14, memory_bandwidth=1e12, memory_bytes=8e10)
+    cluster = Cluster.custom(
+        (4, 16), alpha=(1e-5, 1e-6), beta=(1e-10, 1e-11), peak_flops=1e14, memory_bandwidth=1e12, memory_bytes=8e10
+    )
     assert autopar.plan(plain, *shapes, cluster=cluster, mesh=(4, 16)).mesh_sizes == (4, 16)
 
 

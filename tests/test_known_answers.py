@@ -4,7 +4,7 @@ Each case is a step, a cluster on which a published plan is the best, and what t
 
     data parallel          batch >> width                     gradients are summed, nothing else moves
     tensor parallel        width >> batch                     Shoeybi et al. (2019), "Megatron-LM", section 3
-    both                   slow axis outside, fast inside     Narayanan et al. (2021), "Efficient large-scale ...", section 3
+    both                   slow axis outside, fast inside     Narayanan et al. (2021), "Efficient large-scale", 3
     expert parallel        few tokens per expert, big experts Lepikhin et al. (2020), "GShard", section 3
 """
 
@@ -32,8 +32,8 @@ from autopar.plans import Plan
 from autopar.rules import rules_of
 from autopar.trace import trace
 from autopar.zoo import gpt
-from autopar.zoo.moe import route
 from autopar.zoo.model import SINGLE
+from autopar.zoo.moe import route
 
 SCALAR = 64  # bytes; what is smaller counts as a scalar
 
@@ -88,9 +88,7 @@ def moe_step(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def custom_case(
-    step: Callable[..., Any], args: tuple[Any, ...], mesh: tuple[int, ...], alpha: Any, beta: Any
-) -> Case:
+def custom_case(step: Callable[..., Any], args: tuple[Any, ...], mesh: tuple[int, ...], alpha: Any, beta: Any) -> Case:
     cluster = Cluster.custom(mesh, alpha, beta, 1e13, 1e13, 10**10)
     return Case(step, args, autopar.plan(step, *args, mesh=mesh, cluster=cluster))
 
@@ -161,7 +159,8 @@ def _compiled(case: Case) -> Any:
     mesh = jax.make_mesh(case.plan.mesh_sizes, case.plan.mesh_names)
     mesh = jax_compat.auto_mesh(mesh.devices, case.plan.mesh_names)
     traced = trace(case.step, *case.args)
-    return codegen.program(traced.graph, case.plan, rules_of(traced.graph), mesh).jit().lower(*traced.in_avals).compile()
+    built = codegen.program(traced.graph, case.plan, rules_of(traced.graph), mesh)
+    return built.jit().lower(*traced.in_avals).compile()
 
 
 def test_a_wide_mlp_alternates_column_and_row_splits(tensor_parallel: Case) -> None:

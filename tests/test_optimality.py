@@ -18,8 +18,8 @@ from autopar import zoo
 from autopar.cluster import Cluster
 from autopar.passes.optimize import optimize
 from autopar.passes.problem import Edge, Node, Problem
-from autopar.planning import Options, make_plan
-from autopar.trace import trace
+from autopar.planning import Options, Planned, make_plan
+from autopar.trace import Traced, trace
 from tests.judge import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge_model import Judge, eliminated, enumerated
 from tests.judge_survey import survey
@@ -47,7 +47,10 @@ def test_the_judge_agrees_on_the_price_of_every_plan(verdicts: list[Verdict]) ->
     assert [(v.seed, v.planned, v.priced) for v in verdicts if abs(v.planned / v.priced - 1) > ROUNDING] == []
 
 
-@pytest.mark.parametrize(("way", "least"), [("unfolded", GRAPHS), ("raw", GRAPHS), ("cbc", WITH_ILP), ("highs", WITH_ILP)])
+WAYS = [("unfolded", GRAPHS), ("raw", GRAPHS), ("cbc", WITH_ILP), ("highs", WITH_ILP)]
+
+
+@pytest.mark.parametrize(("way", "least"), WAYS)
 def test_every_way_of_solving_finds_the_same_optimum(verdicts: list[Verdict], way: str, least: int) -> None:
     tried = [v for v in verdicts if way in v.others]
     assert len(tried) == least
@@ -104,8 +107,10 @@ def test_a_mutated_cost_is_noticed(programs: list[tuple[int, Judged]], change: C
 
 def test_the_judge_prices_a_product_by_hand() -> None:
     """x [8,16] @ w [16,4] on (2, 2): x cut by rows along the first axis, the sum over 16 along the second."""
-    traced = trace(lambda w, x: x @ w, jax.ShapeDtypeStruct((16, 4), "float32"), jax.ShapeDtypeStruct((8, 16), "float32"))
-    mesh = Cluster.custom((2, 2), (1e-6, 2e-6), (1e-9, 3e-9), 1e9, 1e9, 10**9, kernel_overhead=5e-6).logical_mesh((2, 2))
+    w, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 4), (8, 16)))
+    traced = trace(lambda w, x: x @ w, w, x)
+    cluster = Cluster.custom((2, 2), (1e-6, 2e-6), (1e-9, 3e-9), 1e9, 1e9, 10**9, kernel_overhead=5e-6)
+    mesh = cluster.logical_mesh((2, 2))
     judge = survey(traced.graph, make_plan(traced, mesh, "custom", Options()).rules, mesh)
     layouts = {"w": (-1, 0), "x": (0, 1)}
     choice = [_option(judge, name, lambda o, want=want: o.left == want) for name, want in layouts.items()]
@@ -157,20 +162,28 @@ def sequence_parallel(model: zoo.Model, path: str, shape: tuple[int, ...]) -> P:
     return P("x", "y") if tokens else megatron(model, path, shape)
 
 
-@pytest.mark.parametrize("expert", [data_parallel, fully_sharded, megatron, sequence_parallel])
-@pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy"])
-def test_no_expert_plan_is_cheaper_than_the_optimum(name: str, expert: Callable[..., P]) -> None:
-    model = zoo.build(name)
+MESH = Cluster.custom((2, 4), (1e-6, 1e-7), (4e-9, 1e-10), 1e12, 1e11, 10**10).logical_mesh((2, 4))
+
+
+@pytest.fixture(scope="module", params=["mlp-toy", "gpt-toy"])
+def optimum(request: pytest.FixtureRequest) -> tuple[zoo.Model, Traced, Planned]:
+    model = zoo.build(request.param)
     traced = trace(model.step, *model.abstract_args())
+    return model, traced, make_plan(traced, MESH, "custom", Options())
+
+
+@pytest.mark.parametrize("expert", [data_parallel, fully_sharded, megatron, sequence_parallel])
+def test_no_expert_plan_is_cheaper_than_the_optimum(
+    optimum: tuple[zoo.Model, Traced, Planned], expert: Callable[..., P]
+) -> None:
+    model, traced, best = optimum
     graph = traced.graph
-    mesh = Cluster.custom((2, 4), (1e-6, 1e-7), (4e-9, 1e-10), 1e12, 1e11, 10**10).logical_mesh((2, 4))
-    best = make_plan(traced, mesh, "custom", Options())
     paths = zip(graph.input_paths, graph.inputs, strict=True)
     pins = {f"arg:{i}": expert(model, path, graph.types[v].shape) for i, (path, v) in enumerate(paths)}
-    pinned = make_plan(traced, mesh, "custom", Options(pins=pins)).plan
+    pinned = make_plan(traced, MESH, "custom", Options(pins=pins)).plan
     assert pinned.in_specs() != best.plan.in_specs()
     assert pinned.objective_s >= best.plan.objective_s * (1 - ROUNDING)
     # The same account of the program prices both.
-    judge = survey(graph, best.rules, mesh)
+    judge = survey(graph, best.rules, MESH)
     assert judge.price(best.plan.stages[0]) == pytest.approx(best.plan.objective_s, rel=ROUNDING)
     assert judge.price(pinned.stages[0]) == pytest.approx(pinned.objective_s, rel=ROUNDING)

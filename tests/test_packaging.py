@@ -15,6 +15,8 @@ import pytest
 import autopar
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.core
+
 LINKED = ("passes", "cost_models")
 
 

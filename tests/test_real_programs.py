@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from tests.real_programs import PROGRAMS
+from tests.real_programs import KEPT, PROGRAMS
 
 MESHES = ((2, 4), (8,))
 
@@ -43,3 +44,17 @@ def test_same_results_as_jit(program: Any, mesh: tuple[int, ...]) -> None:
     expected = jax.jit(fn, static_argnums=options.get("static_argnums", ()))(*args)
     step = parallelize(fn, mesh=mesh, donate_argnums=(), **options)
     assert_equal(step(*args), expected)
+
+
+@pytest.mark.parametrize(("program", "note"), [(p, n) for _, p, n in KEPT], ids=[t for t, _, _ in KEPT])
+def test_what_stays_as_it_is(program: Any, note: str, capfd: pytest.CaptureFixture[str]) -> None:
+    fn, args = program()
+    expected = jax.jit(fn)(*args)
+    jax.effects_barrier()
+    printed = sorted(capfd.readouterr().out.splitlines())
+    step = parallelize(fn, mesh=(8,), donate_argnums=())
+    got = step(*args)
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.splitlines()) == printed
+    assert_equal(got, expected)
+    assert re.fullmatch(note, "; ".join(step.plan(*args).notes[:1]))

@@ -93,7 +93,7 @@ class Run:
 
 def dear(mesh: Sequence[int]) -> Cluster:
     """Slow devices (1 Gflop/s, 1 GB/s) on a fast network (0.1 us, 100 GB/s): worth cutting the smallest model."""
-    peaks = dict.fromkeys(("float64", "float32", "bfloat16"), 1e9)
+    peaks: dict[str, float] = {"float64": 1e9, "float32": 1e9, "bfloat16": 1e9}
     return Cluster.custom(mesh, 1e-7, 1e-11, peaks, 1e9, 2**34, name="dear compute")
 
 

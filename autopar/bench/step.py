@@ -34,7 +34,7 @@ WARM_UP = 2  # steps of each variant before the clock starts
 TARGET = 1.05  # autopar over the best expert
 
 #: Model -> sizes with which a step takes tens of milliseconds on two cores.
-BENCH_SIZES: Mapping[str, Mapping[str, int]] = {
+BENCH_SIZES: Mapping[str, Mapping[str, Any]] = {
     "mlp-toy": {"layers": 4, "batch": 16384},
     "gpt-3m": {"layers": 2, "batch": 16, "seq": 64},
     "gpt-toy-scan": {"layers": 4, "batch": 128, "seq": 32},

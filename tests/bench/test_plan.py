@@ -14,12 +14,18 @@ KEYS = {
 
 
 def one(total: float, trace: float, rss: int) -> plan.Result:
-    return {"total_s": total, "phases": dict.fromkeys(plan.PHASES, trace), "peak_rss_bytes": rss, "gap": 0.0}
+    return {
+        "total_s": total,
+        "cpu_s": total / 2,
+        "phases": dict.fromkeys(plan.PHASES, trace),
+        "peak_rss_bytes": rss,
+        "gap": 0.0,
+    }
 
 
 def test_medians_keep_the_raw_times():
     found = plan.summarise([one(3.0, 0.3, 10), one(1.0, 0.1, 30), one(2.0, 0.2, 20)])
-    assert found["total_s"] == 2.0
+    assert (found["total_s"], found["cpu_s"]) == (2.0, 1.0)
     assert found["phases"]["trace"] == 0.2
     assert found["peak_rss_bytes"] == 30
     assert found["raw"]["total_s"] == [3.0, 1.0, 2.0]

@@ -34,6 +34,13 @@ def kept(problem: Problem, rounds: int = 8) -> str:
             id="a forbidden row",
         ),
         pytest.param(
+            Problem(
+                (node("a", 1.0, 0.0, 0.5), node("b", 0.0, 0.0)), (edge(0, 1, [[INF, 0.0], [INF, 0.0], [0.0, 9.0]]),)
+            ),
+            "12 01",
+            id="what both forbid says nothing",
+        ),
+        pytest.param(
             Problem((node("a", 0.0, 0.0), node("b", 0.0, 0.0)), (edge(0, 1, [[1.0, 0.0], [0.0, 1.0]]),)),
             "01 01",
             id="nothing to drop",

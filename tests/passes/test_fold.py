@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from autopar.passes.dual_ascent import ascend
 from autopar.passes.fold import Folded, fold, identity
 from autopar.passes.optimize import optimize
-from autopar.passes.problem import Node, Problem
-from tests.passes.small_problems import brute, edge, layered, node, problems
+from autopar.passes.problem import Problem
+from tests.passes.small_problems import brute, edge, layered, node, problems, twisted_ring
 
 
 def shape(folded: Folded) -> str:

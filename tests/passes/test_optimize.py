@@ -19,7 +19,17 @@ from autopar.errors import ArgumentError, SolverError
 from autopar.passes import solvers
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
-from tests.passes.small_problems import brute, dense_problems, edge, frustrated, layered, node, problems, random_problem, twisted_ring
+from tests.passes.small_problems import (
+    brute,
+    dense_problems,
+    edge,
+    frustrated,
+    layered,
+    node,
+    problems,
+    random_problem,
+    twisted_ring,
+)
 
 pytestmark = pytest.mark.core
 INF = float("inf")

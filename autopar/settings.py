@@ -1,0 +1,113 @@
+"""The options of `parallelize` and `plan`, checked where they are given.
+
+Each option has a row in `_CHECKS`: what it must be, in words and as a predicate. `_ONLY` holds the choices that later
+versions will search; today each has one value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, PinError
+from autopar.passes.optimize import SOLVERS
+from autopar.passes.pins import Pins
+from autopar.plans import Plan
+
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "num_microbatches": ("auto", 1),
+    "stages": ("auto", 1),
+    "schedule": ("auto", "none"),
+    "remat": ("auto", "none"),
+    "memory_budget": (None,),
+    "per_microbatch": ((),),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every option of `parallelize`, checked."""
+
+    cluster: Cluster | None = None
+    mesh: Any = None
+    batch_argnums: tuple[int, ...] | str = "auto"
+    donate_argnums: tuple[int, ...] | str = "auto"
+    static_argnums: tuple[int, ...] = ()
+    pins: Pins | None = None
+    solver: str = "auto"
+    time_limit: float = 60.0
+    plan: Plan | None = None
+    progress: bool | None = None
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+#: option -> (what it must be, the test of it, the error when it is not)
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError] | type[PinError]]] = {
+    "cluster": (
+        "a Cluster, such as Cluster.preset('dgx-h100') or Cluster.local()",
+        lambda value: value is None or isinstance(value, Cluster),
+        ArgumentError,
+    ),
+    "pins": (
+        "a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
+        lambda value: value is None or isinstance(value, Mapping),
+        PinError,
+    ),
+    "solver": (" or ".join(map(repr, SOLVERS)), lambda value: value in SOLVERS, ArgumentError),
+    "time_limit": ("a number of seconds above zero", _is_seconds, ArgumentError),
+    "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
+    "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
+}
+
+
+def settings(options: Mapping[str, Any]) -> Settings:
+    """Options of the public functions, checked.
+
+    Raises:
+        ArgumentError: naming the option, its value and what is available.
+        PinError: pins that are no mapping.
+        PlanMismatchError: `plan` is the path of something else.
+    """
+    known = {*Settings.__dataclass_fields__, *_ONLY}
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(known))}")
+    return Settings(**{name: _checked(name, value) for name, value in options.items() if _searched(name, value)})
+
+
+def _searched(name: str, value: Any) -> bool:
+    """True for an option that this version reads; ArgumentError for a choice that it does not offer yet."""
+    if name not in _ONLY:
+        return True
+    if not any(type(value) is type(choice) and value == choice for choice in _ONLY[name]):
+        choices = " or ".join(map(repr, _ONLY[name]))
+        raise ArgumentError(f"{name}={value!r:.60} is not available in this version; it must be {choices}")
+    return False
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in ("batch_argnums", "donate_argnums", "static_argnums"):
+        return _positions(name, value)
+    if name == "plan" and isinstance(value, str | os.PathLike):
+        return Plan.load(value)
+    if name in _CHECKS:
+        wanted, holds, error = _CHECKS[name]
+        if not holds(value):
+            raise error(f"{name}={value!r:.60} must be {wanted}")
+    return value
+
+
+def _positions(name: str, value: Any) -> tuple[int, ...] | str:
+    """Positions of arguments as a tuple; "auto" where the option knows it."""
+    if isinstance(value, str) and value == "auto" and name != "static_argnums":
+        return value
+    numbers = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list | tuple) else (value,)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments, 0 or more")
+    return numbers
