@@ -10,6 +10,7 @@ entry is frozen, so that a second call neither traces nor plans again.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import sys
 import time
@@ -80,7 +81,7 @@ def gather(tree: Any) -> Any:
 
 
 def _extended(x: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +127,8 @@ def _plan(
 
 def _user_stacklevel() -> int:
     """The `stacklevel` at which a warning of the caller points to the user's line."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
         level, frame = level + 1, frame.f_back
     return level
 
@@ -297,7 +298,7 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, key = self._key(args, kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(map(jax_compat.is_tracer, leaves)):
             return self.__wrapped__(*args, **kwargs)
         executable = self._executables.get(key)
         if executable is None:

@@ -115,8 +115,16 @@ def trace_context() -> Hashable:
 
 
 def reduce_sum(array: Any, dims: Sequence[int]) -> Any:
-    """The sum over some dimensions in the array's own precision (`jnp.sum` would widen halves). Tried on 0.10.2, 0.12.0."""
+    """The sum over some dimensions in the array's own precision (`jnp.sum` would widen halves).
+
+    Tried on 0.10.2 and 0.12.0.
+    """
     return jax.lax.reduce_sum(array, tuple(dims))
+
+
+def is_tracer(value: Any) -> bool:
+    """True for a value of a function that is being traced. Tried on 0.10.2 and 0.12.0."""
+    return isinstance(value, jax_core.Tracer)
 
 
 def current_trace() -> Callable[[], Any]:
@@ -161,7 +169,7 @@ def effect_names(jaxpr: jex.ClosedJaxpr) -> tuple[str, ...]:
 
 
 def has_ordered_effects(jaxpr: jex.ClosedJaxpr) -> bool:
-    """True if some effect forces an order between steps, which runs on a single device only. Tried on 0.10.2, 0.12.0."""
+    """True if some effect forces an order between steps, which runs on one device only. Tried on 0.10.2, 0.12.0."""
     return bool(jax_effects.ordered_effects.filter_in(jaxpr.effects))
 
 

@@ -161,7 +161,8 @@ def _output_layout(
     if position in state:
         return inputs[state[position]]
     atom = graph.outputs[position]
-    layout = found.values.get(atom) if isinstance(atom, int) else None
+    at_home = found.values.get(atom) if isinstance(atom, int) else None
+    layout = found.uses.get(f"out{position}", at_home)
     if layout is None or not divides(layout, graph.type_of(atom).shape, mesh.sizes) or -2 in layout:
         return replicated(len(mesh.sizes))
     return layout

@@ -107,7 +107,7 @@ def _positions(name: str, value: Any) -> tuple[int, ...] | str:
     """Positions of arguments as a tuple; "auto" where the option knows it."""
     if isinstance(value, str) and value == "auto" and name != "static_argnums":
         return value
-    numbers = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list | tuple) else (value,)
+    numbers: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments, 0 or more")
     return numbers

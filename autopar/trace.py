@@ -129,7 +129,7 @@ def _checked_results(results: Any, name: str) -> Any:
 def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], name: str) -> None:
     """TraceError if the function uses a traced value from elsewhere, or leaves one behind."""
     for value in jaxpr.consts:
-        if isinstance(value, jax.core.Tracer):
+        if jax_compat.is_tracer(value):
             raise TraceError(
                 f"{name} uses a traced {jax.typeof(value).str_short()} that is no argument of it: it was kept from an "
                 "earlier trace, or belongs to a function around it. Pass it as an argument."
@@ -241,7 +241,7 @@ def type_of_aval(aval: Any) -> Type:
     dtype = getattr(aval, "dtype", None)
     if dtype is None:
         return Type((), str(aval), 0)
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    extended = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     itemsize = 8 if extended else np.dtype(dtype).itemsize
     return Type(tuple(aval.shape), str(dtype), itemsize)
 

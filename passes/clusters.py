@@ -25,7 +25,7 @@ from autopar import jax_compat
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.graph import Atom, Constant, Graph, Op, Region, Type
-from autopar.layout import Layout
+from autopar.layout import Layout, divides
 from autopar.passes import deferral
 from autopar.passes.deferral import Deferral
 from autopar.passes.pins import constraint
@@ -610,23 +610,37 @@ def match_state(graph: Graph) -> Mapping[int, int]:
 
 
 def _leave(b: _Builder, pinned: Mapping[int, Layout]) -> None:
-    """State that comes back must come back in the layout it was given in; a pinned result in its own."""
+    """State comes back in the layout it was given in, a pinned result in its own, and any result in even pieces."""
     for out, layout in pinned.items():
         atom = b.graph.outputs[out]
         if isinstance(atom, int) and b.graph.types[atom].rank:
             shape = b.graph.types[atom].shape
             border = b.new(f"out{out}", b.pinned(shape, layout), 1.0, -1, atom)
             _use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, 1.0, -1)
-    for out, position in match_state(b.graph).items():
+    state = match_state(b.graph)
+    for out, position in state.items():
         if out in pinned:
             continue
         atom, argument = b.graph.outputs[out], b.graph.inputs[position]
         rank = b.graph.types[argument].rank
         if isinstance(atom, int) and rank:
             _use(b, f"out{out}", atom, b.homes[argument].cluster, tuple(range(rank)), False, 1.0, -1)
-    for atom in b.graph.outputs:
+    for out, atom in enumerate(b.graph.outputs):
         if isinstance(atom, int):
             b.heavy_reads.add(atom)
+            if out not in pinned and out not in state and _may_be_uneven(b, atom):
+                shape = b.graph.types[atom].shape
+                border = b.new(f"out{out}", b.layouts(shape, 1.0), 1.0, -1, atom)
+                _use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, 1.0, -1)
+
+
+def _may_be_uneven(b: _Builder, value: int) -> bool:
+    """A result that is a view, or that its cluster may leave in pieces that JAX does not hand out."""
+    home = b.homes.get(value)
+    if home is None or home.view is not None:
+        return home is not None
+    _, found = projection(b.drafts[home.cluster].strategies, home.dims, False)
+    return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in found.tolist())
 
 
 def _charge_followers(b: _Builder) -> None:

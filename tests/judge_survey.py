@@ -18,6 +18,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.cluster import LogicalMesh
 from autopar.graph import Atom, Graph, Op, Region
+from autopar.layout import divides
 from autopar.rules import Rule
 from tests.judge_facts import deferral, state
 from tests.judge_model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
@@ -95,12 +96,27 @@ def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
         if graph.types[value].shape:
             s.border(f"constant {value}", value, 1.0)
     _visit(s, graph.ops, 1.0)
-    for out, argument in state(graph).items():
+    kept = state(graph)
+    for out, argument in kept.items():
         rank = graph.types[argument].rank
         if rank:
             s.want(f"out{out}", graph.outputs[out], s.places[argument].decision, tuple(range(rank)), 1.0)
+    for out, atom in enumerate(graph.outputs):
+        if out not in kept and _may_be_uneven(s, atom):
+            shape = graph.type_of(atom).shape
+            decision = s.layout_decision(f"out{out}", shape, 1.0, EVEN)
+            s.want(f"out{out}", atom, decision, tuple(range(len(shape))), 1.0)
     _charge(s)
     return _finish(s)
+
+
+def _may_be_uneven(s: _Survey, atom: Atom) -> bool:
+    """A result is handed out in even pieces; one that may be in others, or is a view, is brought into such."""
+    if not s.settled(atom):
+        return False
+    place, shape = s.places[atom], s.graph.type_of(atom).shape  # type: ignore[index]
+    layouts = {shown(o.left, place.factors) for o in s.drafts[place.decision].options}
+    return place.view is not None or not all(divides(x, shape, s.price.mesh.sizes) for x in layouts)
 
 
 def _visit(s: _Survey, ops: Sequence[Op], weight: float) -> None:

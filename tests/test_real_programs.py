@@ -17,8 +17,14 @@ MESHES = ((2, 4), (8,))
 
 def values(tree: Any) -> Any:
     """Host arrays of a tree, random keys by their bits; None stays None."""
-    raw = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return jax.tree.map(lambda x: np.asarray(raw(x)) if isinstance(x, jax.Array) else x, tree)
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(value, tree)
 
 
 def assert_equal(got: Any, expected: Any) -> None:
@@ -36,12 +42,17 @@ def assert_equal(got: Any, expected: Any) -> None:
             assert np.abs(a.astype(b.dtype) - b).max(initial=0.0) <= tolerance * scale, name
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("program", [p for _, p in PROGRAMS], ids=[n for n, _ in PROGRAMS])
-def test_same_results_as_jit(program: Any, mesh: tuple[int, ...]) -> None:
-    fn, args, *rest = program()
+@pytest.fixture(scope="module", params=[p for _, p in PROGRAMS], ids=[n for n, _ in PROGRAMS])
+def program(request: pytest.FixtureRequest) -> Any:
+    """(function, arguments, options, results under jit), compiled once for all meshes."""
+    fn, args, *rest = request.param()
     options = rest[0] if rest else {}
-    expected = jax.jit(fn, static_argnums=options.get("static_argnums", ()))(*args)
+    return fn, args, options, jax.jit(fn, static_argnums=options.get("static_argnums", ()))(*args)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_same_results_as_jit(program: Any, mesh: tuple[int, ...]) -> None:
+    fn, args, options, expected = program
     step = parallelize(fn, mesh=mesh, donate_argnums=(), **options)
     assert_equal(step(*args), expected)
 

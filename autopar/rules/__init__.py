@@ -39,7 +39,7 @@ OPAQUE = (
 )
 
 
-#: Operations whose partial results the compiler can combine with one all-reduce. Any other reduced factor is kept whole.
+#: Operations whose partial results one all-reduce can combine. Any other reduced factor is kept whole.
 COMBINABLE = (
     "dot_general",
     "conv_general_dilated",
@@ -53,6 +53,10 @@ COMBINABLE = (
     "gather",
     "scatter-add",
 )
+
+
+#: Operations that XLA gathers whole for some element sizes (bytes), whatever the sharding.
+NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
 
 
 def _combinable(op: Op, rule: Rule) -> Rule:
@@ -105,7 +109,8 @@ def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Ru
         return parse(registered[op.name], operands, results, "user")
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results), operands, results, "autopar")
-    opaque = op.name in OPAQUE or op.equation.effects
+    sizes = NOT_PARTITIONED.get(op.name, ())
+    opaque = op.name in OPAQUE or op.equation.effects or any(graph.type_of(a).itemsize in sizes for a in op.inputs)
     return whole(operands, results) if opaque else None
 
 

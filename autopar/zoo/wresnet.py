@@ -202,7 +202,11 @@ def _stage(
 def _loss(config: Config, params: Tree, stats: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
     x = nn.convolve(batch["images"].astype(config.precision.compute), params["stem"], 2)
     x, stem = batch_norm(x, params["stem_norm"], stats["stem_norm"])
-    x = lax.reduce_window(jax.nn.relu(x), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    x = jax.nn.relu(x)
+    if config.image >= 64:
+        # Smaller images are not pooled (Zagoruyko and Komodakis, 2016). On the toys a 3x3 maximum would be positive
+        # everywhere, the stem's bias would cancel in the next norm, and Adam would scale up its rounding noise.
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
     moved: list[Tree] = []
     for index, (stage_params, stage_stats) in enumerate(zip(params["stages"], stats["stages"], strict=True)):
         x, new = _stage(config, 1 if index == 0 else 2, stage_params, stage_stats, x)

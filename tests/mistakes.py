@@ -1,0 +1,510 @@
+"""Mistakes, one row of `CASES` each: a title, a function that makes it, its error's class, its message as a pattern.
+
+Mistakes are planned, not compiled, unless they are made while running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import autopar
+from autopar.api import parallelize
+from autopar.cluster import Cluster
+from autopar.errors import (
+    ArgumentError,
+    ClusterError,
+    DonatedError,
+    MeshError,
+    PinError,
+    PlanMismatchError,
+    TraceError,
+)
+from autopar.plans import Plan
+from autopar.zoo.table import build
+from tests.real_programs import array
+
+P = PartitionSpec
+X, W = array(16, 8), array(8, 8)
+LINE = r"mistakes\.py:\d+"
+
+
+def product(w: jax.Array, x: jax.Array) -> Any:
+    return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), x.sum()
+
+
+def planned(fn: Callable[..., Any] = product, args: Sequence[Any] = (W, X), **options: Any) -> Plan:
+    return parallelize(fn, **{"mesh": (8,), **options}).plan(*args)
+
+
+# Functions that cannot be traced
+
+
+def branches(x: jax.Array) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+def converts(x: jax.Array) -> Any:
+    return float(x[0, 0])
+
+
+def counts(x: jax.Array) -> Any:
+    return [x for _ in range(x[0, 0].astype(int))]
+
+
+def masks(x: jax.Array) -> Any:
+    return x[x > 0]
+
+
+def uses_numpy(x: jax.Array) -> Any:
+    return np.asarray(x)
+
+
+def prints_in_order(x: jax.Array) -> Any:
+    jax.debug.print("{}", x.sum(), ordered=True)
+    return x
+
+
+class Leaky:
+    """Keeps a traced value, as a model that stores its last activation would."""
+
+    def __init__(self) -> None:
+        self.kept: Any = 0.0
+
+    def keep(self, x: jax.Array) -> Any:
+        self.kept = jnp.tanh(x)
+        return self.kept @ W
+
+    def keep_in_scan(self, x: jax.Array) -> Any:
+        def body(carry: jax.Array, _: None) -> Any:
+            self.kept = carry * 2
+            return self.kept, None
+
+        return jax.lax.scan(body, x, None, length=2)
+
+    def keep_in_gradient(self, x: jax.Array) -> Any:
+        def inner(x: jax.Array) -> jax.Array:
+            self.kept = x * 2
+            return jnp.sum(x**2)
+
+        return jax.grad(inner)(x)
+
+    def use(self, x: jax.Array) -> Any:
+        return x + self.kept
+
+
+def use_of_a_leak() -> None:
+    leaky = Leaky()
+    jax.make_jaxpr(leaky.keep)(X)
+    planned(leaky.use, (X,))
+
+
+def closes_over_a_tracer() -> None:
+    jax.jit(lambda x: parallelize(lambda w: x @ w, mesh=(8,))(W))(X)
+
+
+# Arguments and plans
+
+
+class NoPytree:
+    pass
+
+
+def in_state(value: Any) -> Any:
+    return partial(planned, lambda state: state["w"], ({"w": W, "extra": value},))
+
+
+def donated_twice() -> None:
+    step = parallelize(lambda state, x: ({"w": state["w"] * x.sum()}, 0), mesh=(8,))
+    state, _ = step({"w": W}, X)
+    step(state, X)
+    step(state, X)
+
+
+def loaded(fn: Callable[..., Any] = product, args: Sequence[Any] = (W, X), **options: Any) -> None:
+    parallelize(fn, plan=planned(), **options).plan(*args)
+
+
+def runs_on_too_few() -> None:
+    parallelize(product, cluster=Cluster.preset("dgx-h100", hosts=2))(W, X)
+
+
+CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
+    # Meshes and clusters
+    (
+        "no devices match the mesh",
+        lambda: planned(mesh=(4, 4)),
+        MeshError,
+        r"mesh \(4, 4\) needs 16 devices, but only 8 are here \(local cpu\)\. Give a smaller mesh, or on CPU set .*",
+    ),
+    (
+        "an abstract mesh of more devices",
+        lambda: parallelize(product, mesh=AbstractMesh((16,), ("x",)))(W, X),
+        MeshError,
+        r"mesh \(16,\) needs 16 devices, but only 8 are here .*",
+    ),
+    (
+        "cluster too large to run on",
+        runs_on_too_few,
+        MeshError,
+        r"mesh \(.*\) of cluster 'dgx-h100' needs 16 devices to run on, but only 8 are here\. autopar\.plan .*",
+    ),
+    (
+        "cluster too small for the mesh",
+        lambda: autopar.plan(product, W, X, cluster=Cluster.preset("dgx-h100"), mesh=(4, 4)),
+        MeshError,
+        r"Mesh sizes \(4, 4\) multiply to 16, but cluster 'dgx-h100' has 8 devices \(1 x 8\)\.",
+    ),
+    (
+        "mesh of another kind",
+        lambda: planned(mesh="2x4"),
+        MeshError,
+        r"mesh='2x4' is no jax Mesh, AbstractMesh, tuple of sizes or \{name: size\}",
+    ),
+    (
+        "mesh size of zero",
+        lambda: planned(mesh=(0, 8)),
+        MeshError,
+        r"mesh=\(0, 8\): sizes must be .* at least 1",
+    ),
+    (
+        "mesh size of True",
+        lambda: planned(mesh=(True, 8)),
+        MeshError,
+        r"mesh=\(True, 8\): sizes .*",
+    ),
+    (
+        "mesh without axes",
+        lambda: planned(mesh=()),
+        MeshError,
+        r"mesh=\(\): sizes must be integers of at least 1",
+    ),
+    (
+        "axis names that are no strings",
+        lambda: planned(mesh={1: 2, 2: 4}),
+        MeshError,
+        r"mesh=\{1: 2, 2: 4\}: axis names must be strings",
+    ),
+    (
+        "unknown preset",
+        lambda: Cluster.preset("dgx-9"),
+        ClusterError,
+        r"Cluster preset 'dgx-9' not found\. Known presets: .*dgx-h100.*",
+    ),
+    (
+        "cluster by name",
+        lambda: planned(cluster="dgx-h100"),
+        ArgumentError,
+        r"cluster='dgx-h100' must be a Cluster, such as Cluster\.preset\('dgx-h100'\) or Cluster\.local\(\)",
+    ),
+    ("unknown zoo name", lambda: build("gpt-9000"), ArgumentError, r".*'gpt-9000'.*gpt.*"),
+    # Pins
+    (
+        "pin that matches nothing",
+        lambda: planned(pins={"params/*": P("x")}),
+        PinError,
+        r"pin 'params/\*' matches no argument\. Arguments: w, x\. Results are pinned by position, 'out:0' to 'out:1'\.",
+    ),
+    (
+        "pin of an unknown axis",
+        lambda: planned(pins={"w": P("model")}),
+        PinError,
+        r"pin 'w' on 'w': axis 'model' not found\. Mesh axes: x",
+    ),
+    (
+        "pin of an axis that no candidate has",
+        lambda: planned(pins={"w": P("model")}, mesh=None),
+        PinError,
+        r"pin 'w' on 'w': axis 'model' not found\. Mesh axes: .*",
+    ),
+    (
+        "pin that does not divide",
+        lambda: planned(args=(array(6, 8), array(16, 6)), pins={"w": P("x")}),
+        PinError,
+        r"pin 'w' on 'w': P\('x',\) does not divide f32\[6,8\] on the mesh \{'x': 8\}",
+    ),
+    (
+        "pin of too many dimensions",
+        lambda: planned(pins={"w": P(None, None, "x")}),
+        PinError,
+        r"pin 'w' on 'w': P\(None, None, 'x'\) has 3 dimensions, the value is f32\[8,8\]",
+    ),
+    (
+        "pin that uses an axis twice",
+        lambda: planned(pins={"w": P("x", "x")}),
+        PinError,
+        r"pin 'w' on 'w': P\('x', 'x'\) cuts two dimensions over the same axis 'x'",
+    ),
+    (
+        "pin that is no spec",
+        lambda: planned(pins={"w": ("x", None)}),
+        PinError,
+        r"pin 'w' must be a PartitionSpec, it is tuple \('x', None\)",
+    ),
+    (
+        "pins that are no dict",
+        lambda: planned(pins=[("w", P("x"))]),
+        PinError,
+        r"pins=\[\('w', .* must be a dict .*",
+    ),
+    (
+        "pin of an argument that is not there",
+        lambda: planned(pins={"arg:9": P("x")}),
+        PinError,
+        r"pin 'arg:9': there are only 2 arg leaves, 0 to 1",
+    ),
+    (
+        "pin of a scalar result",
+        lambda: planned(pins={"out:1": P("x")}),
+        PinError,
+        r"pin 'out:1' on '1': P\('x',\) has 1 dimensions, the value is f32\[\]",
+    ),
+    (
+        "constraint inside the function",
+        lambda: planned(
+            lambda x: jax.lax.with_sharding_constraint(
+                x, jax.sharding.NamedSharding(AbstractMesh((8,), ("rows",)), P("rows"))
+            ),
+            (X,),
+        ),
+        PinError,
+        rf"with_sharding_constraint at {LINE}: axis 'rows' not found\. Mesh axes: x",
+    ),
+    # Batches, donation, static arguments
+    (
+        "batch that does not divide",
+        lambda: planned(args=(W, array(9, 8)), batch_argnums=1),
+        ArgumentError,
+        rf"batch argument 'x' of shape \(9, 8\), read at {LINE}, does not divide by any mesh axis \(8\)\. .*",
+    ),
+    (
+        "batch argument that is not there",
+        lambda: planned(batch_argnums=2),
+        ArgumentError,
+        r"batch_argnums=\(2,\): product has no traced argument 2",
+    ),
+    (
+        "positions that are no numbers",
+        lambda: planned(static_argnums="auto"),
+        ArgumentError,
+        r"static_argnums='auto' must be positions of positional arguments, 0 or more",
+    ),
+    (
+        "negative positions",
+        lambda: planned(donate_argnums=-1),
+        ArgumentError,
+        r"donate_argnums=-1 must be positions of positional arguments, 0 or more",
+    ),
+    (
+        "donated argument that is not there",
+        lambda: planned(donate_argnums=7),
+        ArgumentError,
+        r"donate_argnums=\(7,\): there is no traced argument 7",
+    ),
+    (
+        "donated array used again",
+        donated_twice,
+        DonatedError,
+        r"'state/w' of shape \(8, 8\) was donated to an earlier step and its memory reused\. Use the state .*",
+    ),
+    (
+        "static argument that cannot be hashed",
+        lambda: planned(lambda w, sizes: w, (W, [1, 2]), static_argnums=1),
+        ArgumentError,
+        r"static argument 1 of <lambda> must be hashable, it is list \[1, 2\] \(unhashable type: 'list'\)",
+    ),
+    # Arguments that are no arrays
+    (
+        "text among the arrays",
+        in_state("adam"),
+        ArgumentError,
+        r"argument 'state/extra' is str 'adam', which is no array; pass arrays .*static_argnums",
+    ),
+    ("object among the arrays", in_state(NoPytree()), ArgumentError, r"argument 'state/extra' is NoPytree <.*"),
+    (
+        "array of objects",
+        in_state(np.array([None])),
+        ArgumentError,
+        r"argument 'state/extra' is ndarray array\(\[None\], dtype=object\), which is no array; .*",
+    ),
+    (
+        "dict with keys of two kinds",
+        lambda: planned(lambda state: state["w"], ({"w": W, 1: W},)),
+        ArgumentError,
+        r"the arguments are no pytree that JAX can flatten: .*'int' and 'str'",
+    ),
+    (
+        "a call with shapes alone",
+        lambda: parallelize(product, mesh=(8,))(*jax.eval_shape(lambda: (W, X))),
+        ArgumentError,
+        r"'w' is ShapeDtypeStruct\(shape=\(8, 8\), dtype=float32\); a call needs arrays\. With shapes alone use \.plan.*",
+    ),
+    # Functions
+    ("no function", lambda: parallelize(3), ArgumentError, "parallelize takes a function, got int 3"),
+    ("no function to plan", lambda: autopar.plan("f"), ArgumentError, "plan takes a function, got str 'f'"),
+    (
+        "branch on a traced value",
+        lambda: planned(branches, (X,)),
+        TraceError,
+        rf"branches needs the value of a traced array at {LINE}: Attempted boolean conversion .* bool\[\]\. Use .*",
+    ),
+    (
+        "float of a traced value",
+        lambda: planned(converts, (X,)),
+        TraceError,
+        rf"converts needs the value of a traced array at {LINE}: .*float32\[\]\. Use jax\.lax .*",
+    ),
+    (
+        "range over a traced value",
+        lambda: planned(counts, (X,)),
+        TraceError,
+        rf"counts needs the value of a traced array at {LINE}: .*int32\[\]\. Use jax\.lax .*",
+    ),
+    (
+        "boolean mask of unknown length",
+        lambda: planned(masks, (X,)),
+        TraceError,
+        rf"masks needs the value of a traced array at {LINE}: .*bool\[16,8\]\. Use .* jnp\.where.*",
+    ),
+    (
+        "numpy on a traced value",
+        lambda: planned(uses_numpy, (X,)),
+        TraceError,
+        rf"uses_numpy needs the value of a traced array at {LINE}: .*float32\[16,8\]\. Use .*",
+    ),
+    (
+        "ordered side effects",
+        lambda: planned(prints_in_order, (X,)),
+        TraceError,
+        rf"prints_in_order has ordered side effects \(.*\) at {LINE}, which JAX runs on one device only\. Use .*",
+    ),
+    (
+        "leaked value",
+        lambda: planned(Leaky().keep, (X,)),
+        TraceError,
+        rf"keep leaks a traced float32\[16,8\] computed at {LINE}: it was kept in a global, .* Return it instead\.",
+    ),
+    (
+        "value leaked from a loop",
+        lambda: planned(Leaky().keep_in_scan, (X,)),
+        TraceError,
+        rf"keep_in_scan leaks a traced float32\[16,8\] computed at {LINE}: .*",
+    ),
+    (
+        "value leaked from a gradient",
+        lambda: planned(Leaky().keep_in_gradient, (X,)),
+        TraceError,
+        rf"keep_in_gradient leaks a traced float32\[16,8\] computed at {LINE}: .*",
+    ),
+    (
+        "use of a leaked value",
+        use_of_a_leak,
+        TraceError,
+        r"use uses a traced float32\[16,8\] that is no argument of it: it was kept from an earlier trace, or .*",
+    ),
+    (
+        "closing over a traced value",
+        closes_over_a_tracer,
+        TraceError,
+        r"<lambda> uses a traced float32\[16,8\] that is no argument of it: .* Pass it as an argument\.",
+    ),
+    (
+        "result that is no array",
+        lambda: planned(lambda x: {"y": (x, "done")}, (X,)),
+        TraceError,
+        r"<lambda> returns str 'done' at 'y/1', which is no array; return arrays, numbers or None",
+    ),
+    (
+        "a set of results",
+        lambda: planned(lambda x: {1}, (X,)),
+        TraceError,
+        r"<lambda> returns set \{1\}, which is no .*",
+    ),
+    # Options
+    (
+        "unknown option",
+        lambda: parallelize(product, meshes=(8,)),
+        ArgumentError,
+        r"option 'meshes' is not known\. Available: batch_argnums, cluster, .*, mesh, .*",
+    ),
+    (
+        "choice of a later version",
+        lambda: parallelize(product, schedule="interleaved"),
+        ArgumentError,
+        r"schedule='interleaved' is not available in this version; it must be .*",
+    ),
+    (
+        "unknown solver",
+        lambda: planned(solver="gurobi"),
+        ArgumentError,
+        "solver='gurobi' must be 'auto' or 'cbc' or 'highs'",
+    ),
+    (
+        "no time",
+        lambda: planned(time_limit=0),
+        ArgumentError,
+        "time_limit=0 must be a number of seconds above .*",
+    ),
+    ("negative time", lambda: planned(time_limit=-1.0), ArgumentError, r"time_limit=-1\.0 must be a number .*"),
+    (
+        "time as text",
+        lambda: planned(time_limit="60"),
+        ArgumentError,
+        "time_limit='60' must be a number .*",
+    ),
+    # Plans from elsewhere
+    (
+        "plan of another function",
+        lambda: loaded(lambda w, x: (w, x.sum())),
+        PlanMismatchError,
+        r"the plan was made for another program than <lambda> traces to \(same arguments, .*\. Plan again\.",
+    ),
+    (
+        "plan of other shapes",
+        lambda: loaded(args=(W, array(24, 8))),
+        PlanMismatchError,
+        r"the plan was made for other arguments of product: 'x' was f32\[16,8\] and is now f32\[24,8\]\. Plan again\.",
+    ),
+    (
+        "plan of another structure",
+        lambda: loaded(lambda w, x, y: w, (W, X, X)),
+        PlanMismatchError,
+        r"the plan was made for 2 argument leaves, <lambda> has 3\. Plan again\.",
+    ),
+    (
+        "plan of another mesh",
+        lambda: loaded(mesh=(2, 4)),
+        PlanMismatchError,
+        r"the plan is for the mesh \{'x': 8\}, but mesh \{'x': 2, 'y': 4\} was given\. Plan again, or leave out mesh\.",
+    ),
+    (
+        "plan that is not there",
+        lambda: parallelize(product, plan="nowhere.json"),
+        PlanMismatchError,
+        r"nowhere\.json is no plan: .*No such file.*",
+    ),
+    (
+        "no plan",
+        lambda: parallelize(product, plan=3),
+        ArgumentError,
+        "plan=3 must be a Plan or the path of one",
+    ),
+    (
+        "shardings of another tree",
+        lambda: planned().shardings((W, W, W)),
+        ArgumentError,
+        r"no argument of the planned function has the 3 leaves given; it has 2: w, x",
+    ),
+    (
+        "unknown target",
+        lambda: autopar.verify(planned(), product, W, X, target="gpu"),
+        ArgumentError,
+        r"target='gpu' is not known\. Available: .*cpu.*",
+    ),
+)
