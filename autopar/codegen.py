@@ -62,7 +62,9 @@ def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) 
         scope.run(graph.ops)
         return tuple(scope.output(i, atom, plan.outputs[i]) for i, atom in enumerate(graph.outputs))
 
-    shard = lambda layout, shape: NamedSharding(mesh, spec(layout, len(shape), plan.mesh_names))
+    def shard(layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
+        return NamedSharding(mesh, spec(layout, len(shape), plan.mesh_names))
+
     return Program(
         function,
         tuple(map(shard, plan.inputs, plan.input_shapes)),
@@ -172,7 +174,10 @@ class _Scope:
 
     def _bind_partial(self, op: Op, operands: Sequence[Any], leads: Sequence[Sequence[int]]) -> list[Any]:
         """A linear operation on partial sums: batched over their leading dimensions."""
-        batched: Callable[..., tuple[Any, ...]] = lambda *xs: tuple(jax_compat.bind(op.equation, xs))
+
+        def batched(*operands: Any) -> tuple[Any, ...]:
+            return tuple(jax_compat.bind(op.equation, operands))
+
         axes = tuple(0 if lead else None for lead in leads)
         for _ in max(leads, key=len):
             batched = jax.vmap(batched, in_axes=axes)
@@ -248,7 +253,7 @@ class _Scope:
         return self.context.along(array, fresh, layout)
 
     def _unsummed(self, op: Op, position: int, lead: Sequence[int]) -> Layout:
-        """The layout a result has before its partial sums are added up: PARTIAL along axes that cut a reduced factor."""
+        """The layout a result has before its sums are added up: PARTIAL along axes that cut a reduced factor."""
         rule = self.context.rules[op.signature]
         result = {f: d for d, f in enumerate(rule.results[position])}
         layout = [PARTIAL if axis in lead else REPLICATED for axis in range(len(self.context.names))]

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster import LogicalMesh
-from autopar.graph import Graph
+from autopar.graph import Graph, Op
 from autopar.layout import Layout, cuts, divides, local_shape, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op
-from autopar.passes.clusters import Clustering, flops, match_state
+from autopar.passes.clusters import flops
+from autopar.passes.homes import UNKNOWN_TRIPS, Clustering
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
+from autopar.passes.state import match_state
 from autopar.plans import Plan, Stage, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.trace import Traced
@@ -50,9 +52,7 @@ class Planned:
     solution: Solution
 
 
-def make_plan(
-    traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0
-) -> Planned:
+def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0) -> Planned:
     """Plan one traced function on one mesh."""
     graph = traced.graph
     clock = _Clock()
@@ -173,11 +173,11 @@ def model_flops(graph: Graph) -> float:
     return _flops_of(graph, graph.ops, 1.0)
 
 
-def _flops_of(graph: Graph, ops: tuple, weight: float) -> float:
+def _flops_of(graph: Graph, ops: tuple[Op, ...], weight: float) -> float:
     total = 0.0
     for op in ops:
         if op.regions:
-            inner = weight * (op.trips or clustering_pass.UNKNOWN_TRIPS)
+            inner = weight * (op.trips or UNKNOWN_TRIPS)
             total += sum(_flops_of(graph, r.ops, inner) for r in op.regions)
         elif op.name in ("dot_general", "conv_general_dilated"):
             operands = [graph.type_of(a) for a in op.inputs]

@@ -221,9 +221,15 @@ def from_json(data: Mapping[str, Any], where: str = "the data") -> Plan:
 def _values(data: Mapping[str, Any]) -> dict[str, Any]:
     tuples = {f.name for f in fields(Plan) if str(f.type).startswith("tuple")}
     values: dict[str, Any] = {k: (_tuples(v) if k in tuples else v) for k, v in data.items()}
-    values["collectives"] = tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"])
+    values["collectives"] = tuple(_collective(c) for c in data["collectives"])
     values["stages"] = tuple(_stage(s) for s in data["stages"])
     return values
+
+
+def _collective(data: Mapping[str, Any]) -> Collective:
+    parsed = dict(data)
+    parsed["axes"] = tuple(data["axes"])
+    return Collective(**parsed)
 
 
 def _stage(data: Mapping[str, Any]) -> Stage:

@@ -1,11 +1,7 @@
 """From a Python function to a Graph.
 
-`jax.make_jaxpr` runs the function on abstract arguments; calls (`jit`, `custom_jvp_call`, ...) are inlined with fresh
-values, since one jaxpr object may be called many times; `scan`, `while`, `cond`, rematerialised bodies and unknown
-higher-order primitives become operations with regions.
-
-Phases come from JAX's name stacks: `transpose(` is the backward pass, `jvp(` the forward pass under differentiation;
-an operation with neither is forward while differentiated operations still follow, and update afterwards.
+`jax.make_jaxpr` runs the function on abstract arguments, `autopar.jaxpr` makes the graph of what it recorded. What
+stops JAX is said in the words of the user's program: the argument's path, the value, the line.
 """
 
 from __future__ import annotations
@@ -13,20 +9,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError, TraceError
-from autopar.graph import Atom, Constant, Graph, Op, Phase, Region, Type
-
-#: Higher-order primitives whose bodies autopar looks into; any other keeps its body opaque.
-REGION_NAMES = ("scan", "while", "cond", *jax_compat.REMAT)
+from autopar.graph import Graph
+from autopar.jaxpr import build_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,202 +191,3 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             "pass arrays or numbers, or name the argument in static_argnums"
         ) from error
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-# Building the graph
-
-
-@dataclass
-class _Builder:
-    """The growing graph; local to `build_graph`."""
-
-    types: list[Type] = field(default_factory=list)
-    signatures: dict[Any, int] = field(default_factory=dict)
-    known: dict[Any, Type] = field(default_factory=dict)
-    constants: list[tuple[int, Any]] = field(default_factory=list)
-    count: int = 0
-
-    def type_of(self, aval: Any) -> Type:
-        key = (aval.shape, aval.dtype) if hasattr(aval, "dtype") else str(aval)
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = type_of_aval(aval)
-        return found
-
-    def value(self, aval: Any) -> int:
-        self.types.append(self.type_of(aval))
-        return len(self.types) - 1
-
-    def signature(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> int:
-        types = tuple((self.types[a] if isinstance(a, int) else a.type) for a in operands)
-        literal = tuple(not isinstance(a, int) for a in operands)
-        params = tuple(equation.params.items())
-        key = (equation.primitive.name, params, types, literal)
-        try:
-            hash(key)
-        except TypeError:
-            key = (equation.primitive.name, str(equation.params), types, literal)
-        return self.signatures.setdefault(key, len(self.signatures))
-
-
-def type_of_aval(aval: Any) -> Type:
-    """Type of a JAX abstract value; tokens and other non-arrays become rank-0 values of no bytes."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return Type((), str(aval), 0)
-    extended = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
-    itemsize = 8 if extended else np.dtype(dtype).itemsize
-    return Type(tuple(aval.shape), str(dtype), itemsize)
-
-
-def build_graph(jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]) -> Graph:
-    """The graph of a closed jaxpr; see the module's text."""
-    b = _Builder()
-    inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
-    env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-    constants = _constants(b, jaxpr, env)
-    records: list[_Record] = []
-    _emit(b, jaxpr.jaxpr, env, records, None)
-    outputs = tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars)
-    return Graph(
-        tuple(b.types),
-        inputs,
-        tuple(input_paths),
-        outputs,
-        tuple(output_paths),
-        (*constants, *b.constants),
-        _finish(records),
-        jax_compat.effect_names(jaxpr),
-    )
-
-
-def _constants(b: _Builder, jaxpr: jex.ClosedJaxpr, env: dict[Any, Atom]) -> tuple[tuple[int, Any], ...]:
-    found: list[tuple[int, Any]] = []
-    for var, array in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
-        value = b.value(var.aval)
-        env[var] = value
-        found.append((value, array))
-    return tuple(found)
-
-
-def _read(b: _Builder, env: dict[Any, Atom], atom: Any) -> Atom:
-    if isinstance(atom, jex.Literal):
-        return Constant(atom.val, b.type_of(atom.aval))
-    return env[atom]
-
-
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """An operation before its phase is known: that takes a look at the whole program."""
-
-    index: int
-    equation: jex.JaxprEqn
-    operands: tuple[Atom, ...]
-    outputs: tuple[int, ...]
-    stack: Any
-    signature: int
-    mark: Phase | None
-    regions: tuple[tuple[str, tuple[int, ...], tuple[_Record, ...], tuple[Atom, ...], tuple[tuple[int, Any], ...]], ...]
-    trips: int | None
-
-
-def _emit(b: _Builder, jaxpr: Any, env: dict[Any, Atom], records: list[_Record], outer: Any) -> None:
-    for equation in jaxpr.eqns:
-        operands = tuple([_read(b, env, v) for v in equation.invars])
-        stack = equation.source_info.name_stack
-        stack = stack if outer is None else outer + stack
-        inner = jax_compat.callee(equation)
-        if inner is not None:
-            _inline(b, equation, inner, operands, env, records, stack)
-        else:
-            records.append(_record(b, equation, operands, env, stack))
-
-
-def _inline(
-    b: _Builder,
-    equation: jex.JaxprEqn,
-    inner: jex.ClosedJaxpr,
-    operands: tuple[Atom, ...],
-    env: dict[Any, Atom],
-    records: list[_Record],
-    stack: Any,
-) -> None:
-    local: dict[Any, Atom] = dict(zip(inner.jaxpr.invars, operands, strict=True))
-    # Closed-over arrays of inner calls become constants of the whole graph.
-    b.constants.extend(_constants(b, inner, local))
-    _emit(b, inner.jaxpr, local, records, stack)
-    for var, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
-        env[var] = _read(b, local, result)
-
-
-def _record(
-    b: _Builder, equation: jex.JaxprEqn, operands: tuple[Atom, ...], env: dict[Any, Atom], stack: Any
-) -> _Record:
-    index = b.count
-    b.count += 1
-    regions, trips = _regions(b, equation, stack)
-    outputs = tuple([b.value(v.aval) for v in equation.outvars])
-    env.update(zip(equation.outvars, outputs, strict=True))
-    return _Record(
-        index, equation, operands, outputs, stack, b.signature(equation, operands), _mark(stack), regions, trips
-    )
-
-
-def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any) -> tuple[tuple[Any, ...], int | None]:
-    """The bodies of a higher-order equation that autopar understands, and how often they run."""
-    name, params = equation.primitive.name, equation.params
-    if name == "scan":
-        return (_region(b, "body", params["jaxpr"], stack),), params["length"]
-    if name == "while":
-        return (
-            _region(b, "cond", params["cond_jaxpr"], stack),
-            _region(b, "body", params["body_jaxpr"], stack),
-        ), None
-    if name == "cond":
-        return tuple(_region(b, f"branch{i}", branch, stack) for i, branch in enumerate(params["branches"])), 1
-    if name in jax_compat.REMAT:
-        return (_region(b, "body", jax_compat.close(params["jaxpr"]), stack),), 1
-    return (), 1
-
-
-def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any) -> Any:
-    inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
-    env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
-    constants = _constants(b, jaxpr, env)
-    records: list[_Record] = []
-    _emit(b, jaxpr.jaxpr, env, records, stack)
-    return name, inputs, tuple(records), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
-
-
-def _mark(stack: Any) -> Phase | None:
-    text = str(stack)
-    if "transpose(" in text:
-        return "backward"
-    return "forward" if "jvp(" in text else None
-
-
-def _finish(records: Sequence[_Record]) -> tuple[Op, ...]:
-    """Operations with their phases: what follows the last differentiated operation is the update."""
-    last = max((i for i, r in enumerate(records) if r.mark is not None), default=len(records))
-    return tuple([_op(r, r.mark or ("forward" if i <= last else "update")) for i, r in enumerate(records)])
-
-
-def _op(record: _Record, phase: Phase) -> Op:
-    file, line = jax_compat.user_frame(record.equation.source_info)
-    regions = tuple(
-        Region(name, inputs, tuple(_op(r, r.mark or phase) for r in records), outputs, constants)
-        for name, inputs, records, outputs, constants in record.regions
-    )
-    return Op(
-        index=record.index,
-        name=record.equation.primitive.name,
-        signature=record.signature,
-        inputs=record.operands,
-        outputs=record.outputs,
-        equation=record.equation,
-        name_stack=record.stack,
-        phase=phase,
-        source=f"{os.path.basename(file)}:{line}" if file else "",
-        regions=regions,
-        trips=record.trips,
-    )

@@ -58,7 +58,8 @@ class Report:
         c = self.comparison
         head = (
             f"{'ok' if self.ok else 'MISMATCH'} on {self.target}: {c.matched + c.joined} collectives as predicted, "
-            f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, predicted {c.predicted_wire_bytes:,.0f}"
+            f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, "
+            f"predicted {c.predicted_wire_bytes:,.0f}"
         )
         return "\n".join([head, *self.mismatches])
 

@@ -1,9 +1,9 @@
 """Reads a solved model back: the layout of every value and use, and the collectives that follow from them.
 
-    layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
-    layout at a site        = what the reader's strategy wants there                        -> layouts.uses
-    reshards                = steps from home to copy, from copy to each other layout       -> _reshards
-    partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
+layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
+layout at a site        = what the reader's strategy wants there                        -> layouts.uses
+reshards                = steps from home to copy, from copy to each other layout       -> _reshards
+partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autopar.cluster import LogicalMesh
 from autopar.collective import Collective
 from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, steps
-from autopar.passes.clusters import Cluster, Home, Use
+from autopar.passes.homes import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
-from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, padding, share, emitted
+from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, emitted, padding, share
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ def through(home: Home, wanted: Layout) -> Layout:
     return tuple(view[d] if d >= 0 and view[d] >= 0 else (d if d < 0 else -1) for d in wanted)
 
 
-def collectives(graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh) -> tuple[Collective, ...]:
+def collectives(
+    graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh
+) -> tuple[Collective, ...]:
     """Every communication step the plan asks for, in program order of the operation that needs it."""
     parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
@@ -128,7 +130,7 @@ def sums_of(
     graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
-    assigned, after = c.strategies.assigned[choice], emitted(c.strategies.after[choice : choice + 1])[0]
+    after = emitted(c.strategies.after[choice : choice + 1])[0]
     for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
         row = slice(choice, choice + 1)
         pieces = share(c.strategies.assigned[row], dims, c.strategies.sizes, mesh.sizes)

@@ -24,7 +24,7 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models.resharding import Resharding
 from autopar.graph import Graph, Type
 from autopar.layout import Layout
-from autopar.passes.clusters import FREE, Cluster, Clustering, Home, Use, projection
+from autopar.passes.homes import FREE, Cluster, Clustering, Home, Use, projection
 from autopar.passes.problem import Edge, Node, Problem
 from autopar.passes.strategies import StrategySet, layouts_of, padding, share
 

@@ -83,9 +83,7 @@ class Work:
     paddable: bool = True
 
 
-def layouts_of(
-    shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING
-) -> StrategySet:
+def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
     """Every layout of a value of this shape: the strategies of a copy or of a region's border.
 
     Arguments and results of the program must divide: `most_padding` 1.
@@ -189,7 +187,7 @@ def share(factors: Factors, dims: Sequence[int], extents: Sequence[int], sizes: 
 
 
 def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """By how much resharding moves more than the value because its pieces are uneven; shape (sources, targets), >= 1."""
+    """How much more resharding moves because pieces are uneven, as a factor >= 1; shape (sources, targets)."""
     extent = np.array([max(n, 1) for n in shape], np.int64)
     parts = np.maximum(_parts(sources, len(shape), sizes)[:, None], _parts(targets, len(shape), sizes)[None])
     return (-(-extent // parts) * parts / extent).prod(-1)
@@ -243,8 +241,11 @@ def _sum_cost(
 
 
 def emitted(after: NDArray[np.int16]) -> NDArray[np.int16]:
-    """`after` (n, axes) as the compilers carry it out: partial sums along several axes are summed together, and scattered
-    only if all of them are; otherwise one all-reduce over all is followed by a local slice."""
+    """`after` (n, axes) as the compilers carry it out.
+
+    Partial sums along several axes are summed together, and scattered only if all of them are; otherwise one all-reduce
+    over all is followed by a local slice.
+    """
     mixed = (after == REDUCE_SCATTER).any(1) & (after == ALL_REDUCE).any(1)
     return np.where(mixed[:, None] & (after == REDUCE_SCATTER), ALL_REDUCE, after).astype(np.int16)
 

@@ -28,12 +28,14 @@ import autopar
 from autopar import codegen, jax_compat, zoo
 from autopar.cluster import Cluster
 from autopar.passes import clusters, intra_op
+from autopar.planning import Options, make_plan
 from autopar.plans import Plan
 from autopar.rules import rules_of
 from autopar.trace import trace
 from autopar.zoo import gpt
 from autopar.zoo.model import SINGLE
 from autopar.zoo.moe import route
+from tests.random_programs import program
 
 SCALAR = 64  # bytes; what is smaller counts as a scalar
 
@@ -245,6 +247,15 @@ def test_a_plan_with_one_flipped_layout_fails(name: str, request: pytest.Fixture
     report = autopar.verify(replace(case.plan, stages=(changed,)), case.step, *case.args, target="shardy")
     assert not report.ok
     assert any(".py:" in line for line in report.mismatches), report.mismatches
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_compilers_emit_what_plans_of_random_programs_predict(seed: int) -> None:
+    drawn = program(seed)
+    traced = trace(drawn.step, *drawn.args)
+    plan = make_plan(traced, drawn.mesh, "random", Options()).plan
+    report = autopar.verify(plan, drawn.step, *drawn.args, target="cpu")
+    assert report.mismatches == (), str(report)
 
 
 PROCESS = """
