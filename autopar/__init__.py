@@ -37,18 +37,42 @@ _HOMES = {
     "DonatedError": "autopar.errors",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "AutoparError",
+    "AutoparWarning",
+    "Cluster",
+    "Plan",
+    "Report",
+    "Stage",
+    "__version__",
+    "gather",
+    "parallelize",
+    "plan",
+    "register_rule",
+    "verify",
+]
 
 if TYPE_CHECKING:
-    from autopar.api import gather as gather
-    from autopar.api import parallelize as parallelize
-    from autopar.api import plan as plan
-    from autopar.cluster import Cluster as Cluster
-    from autopar.plans import Plan as Plan
-    from autopar.plans import Stage as Stage
-    from autopar.rules.registry import register_rule as register_rule
-    from autopar.verification import Report as Report
-    from autopar.verification import verify as verify
+    from autopar.api import gather, parallelize, plan
+    from autopar.cluster import Cluster
+    from autopar.errors import (
+        ArgumentError as ArgumentError,
+    )
+    from autopar.errors import (
+        AutoparError,
+        AutoparWarning,
+    )
+    from autopar.errors import ClusterError as ClusterError
+    from autopar.errors import DonatedError as DonatedError
+    from autopar.errors import MeshError as MeshError
+    from autopar.errors import PinError as PinError
+    from autopar.errors import PlanMismatchError as PlanMismatchError
+    from autopar.errors import RuleError as RuleError
+    from autopar.errors import SolverError as SolverError
+    from autopar.errors import TraceError as TraceError
+    from autopar.plans import Plan, Stage
+    from autopar.rules.registry import register_rule
+    from autopar.verification import Report, verify
 
 
 def __getattr__(name: str) -> Any:
@@ -58,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_HOMES})

@@ -14,6 +14,7 @@ stack, so that what the compiler emits can be traced back.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,13 @@ class _Context:
         return array
 
 
+def _tagged(op: Op | None, site: str) -> contextlib.AbstractContextManager[Any]:
+    """Binds what follows under the name of a site, with the source line of an operation if there is one."""
+    if op is None:
+        return jax.named_scope(site)
+    return jax_compat.emitting(op.equation.source_info, op.name_stack, site)
+
+
 @dataclass(eq=False)
 class _Scope:
     """Values of one body while it is being traced; a region gets a scope of its own."""
@@ -131,6 +139,7 @@ class _Scope:
     arrays: dict[int, Any]
     lazy: dict[int, tuple[Op, int]] = field(default_factory=dict)
     copies: dict[tuple[int, Layout], Any] = field(default_factory=dict)
+    makers: dict[int, Op] = field(default_factory=dict)
 
     # Definitions
 
@@ -241,6 +250,7 @@ class _Scope:
                 with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
                     array = self._settle(op, position, array, lead, layout)
             self.arrays[value] = array
+            self.makers[value] = op
 
     def _settle(self, op: Op, position: int, array: Any, lead: Sequence[int], layout: Layout) -> Any:
         """A result where the plan wants it, its sums resolved in the order that the plan priced."""
@@ -277,7 +287,7 @@ class _Scope:
             return self.arrays[atom]
         return self.at(atom, stage.uses.get(site, at_home), site, reader)
 
-    def at(self, value: int, wanted: Layout, site: str, reader: Op) -> Any:
+    def at(self, value: int, wanted: Layout, site: str, reader: Op | None) -> Any:
         """A homed value in some layout, through its shared copy if it has one."""
         stage = self.context.stage
         if wanted == stage.values[value]:
@@ -285,11 +295,11 @@ class _Scope:
         found = self.copies.get((value, wanted))
         if found is None:
             array, lies = self._nearest(value, wanted, site, reader)
-            with jax_compat.emitting(reader.equation.source_info, reader.name_stack, site):
+            with _tagged(reader, site):
                 found = self.copies[value, wanted] = self.context.move(array, lies, wanted)
         return found
 
-    def _nearest(self, value: int, wanted: Layout, site: str, reader: Op) -> tuple[Any, Layout]:
+    def _nearest(self, value: int, wanted: Layout, site: str, reader: Op | None) -> tuple[Any, Layout]:
         """What readers of a value start from: its shared copy, or the value itself."""
         stage = self.context.stage
         copy = stage.copies.get(value)
@@ -332,17 +342,9 @@ class _Scope:
         stage = self.context.stage
         if atom in self.lazy:
             return self.materialise(atom, layout, site, self.lazy[atom][0])
-        if atom not in stage.values or layout == stage.values[atom]:
+        if atom not in stage.values:
             return self.arrays[atom]
-        found = self.copies.get((atom, layout))
-        if found is None:
-            copy = stage.copies.get(atom)
-            shared = self.copies.get((atom, copy)) if copy is not None else None
-            lies = stage.values[atom] if shared is None or copy is None else copy
-            with jax.named_scope(site):
-                found = self.context.move(self.arrays[atom] if shared is None else shared, lies, layout)
-            self.copies[atom, layout] = found
-        return found
+        return self.at(atom, layout, site, self.makers.get(atom))
 
     # Regions
 

@@ -238,12 +238,14 @@ def _defined_before_use(graph: Graph) -> Iterator[str]:
 def _undefined_uses(ops: tuple[Op, ...], outputs: tuple[Atom, ...], known: set[int], where: str) -> Iterator[str]:
     known = set(known)
     for op in ops:
-        yield from (f"op{op.index} {op.name} reads %{a} before it is defined" for a in _values(op.inputs) - known)
+        yield from (
+            f"op{op.index} {op.name} reads %{a} before it is defined" for a in sorted(_values(op.inputs) - known)
+        )
         for region in op.regions:
             inner = known | set(region.inputs) | {v for v, _ in region.constants}
             yield from _undefined_uses(region.ops, region.outputs, inner, f"op{op.index} {region.name}")
         known |= set(op.outputs)
-    yield from (f"{where} returns %{a}, which is not defined" for a in _values(outputs) - known)
+    yield from (f"{where} returns %{a}, which is not defined" for a in sorted(_values(outputs) - known))
 
 
 def _values(atoms: tuple[Atom, ...]) -> set[int]:

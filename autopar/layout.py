@@ -16,8 +16,8 @@ One move is one sharding constraint. `route` finds the moves with the fewest byt
 give every axis its source, its target or nothing, by Dijkstra's algorithm (1959); codegen emits the layouts on the
 way, `steps` lists the collectives. Partial sums come first:
 
-    partial -> dim d        a reduce-scatter, if no more minor axis cuts d                              -> _reduced
-    partial -> replicated   one joint all-reduce for all such axes, after the reduce-scatters           -> _reduced
+    all partial axes -> dims    reduce-scatters, if no more minor axis cuts them                        -> _reduced
+    otherwise                   one joint all-reduce over all of them, the scatters local slices of it  -> _reduced
 
 Bytes are fractions of the whole value and dimensions are only told apart, never compared, so that a recipe depends on
 the pattern of source and target alone and one table serves every shape. Measurements: docs/design.md, "Resharding".
@@ -120,10 +120,10 @@ def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layou
     """
     if _into_partial(source, target):
         return ()
-    reduced, sums, moves = _way(source, target, sizes)
+    reduced, _, moves = _way(source, target, sizes)
     # local slices one after the other are one constraint
     stops = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
-    path = [source, *_sum_stops(source, target, sums), reduced, *stops, target]
+    path = [source, *_sum_stops(source, target), reduced, *stops, target]
     return tuple(layout for layout, _ in groupby(path))[1:-1]
 
 
@@ -185,20 +185,17 @@ def _reduced(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[La
         if target[axis] >= 0 and target[axis] not in current[axis + 1 :] and _within(cuts(scattered, sizes), most):
             out.append(Step("reduce-scatter", (axis,), _held(current, sizes)))
             current = scattered
-    rest = tuple(axis for axis in ending if current[axis] == PARTIAL)
-    if rest:
-        out.append(Step("all-reduce", rest, _held(current, sizes)))
-    return _put(current, rest, REPLICATED), tuple(out)
+    if all(current[axis] != PARTIAL for axis in ending):
+        return current, tuple(out)
+    # Compilers sum along all axes at once and scatter nothing unless all of it is scattered.
+    return _summed(source, target), (Step("all-reduce", tuple(ending), _held(source, sizes)),)
 
 
-def _sum_stops(source: Layout, target: Layout, sums: Sequence[Step]) -> tuple[Layout, ...]:
+def _sum_stops(source: Layout, target: Layout) -> tuple[Layout, ...]:
     """Where to stop before a sum is scattered: the whole sum, which compilers turn into a reduce-scatter themselves.
 
-    Without the stop XLA puts idle axes to use in its own way, or sums twice. Only one scatter next to an all-reduce,
-    with no axis idle, comes out as planned by itself; the stop would make it an all-reduce over all axes.
+    Without the stop XLA puts idle axes to use in its own way, or sums twice.
     """
-    if [step.kind for step in sums] == ["reduce-scatter", "all-reduce"] and REPLICATED not in source:
-        return ()
     return (_summed(source, target),)
 
 

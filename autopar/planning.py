@@ -7,14 +7,13 @@ Everything here is composition; the ideas are in the passes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autopar.cluster import LogicalMesh
-from autopar.graph import Graph, Op
+from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, cuts, divides, local_shape, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op
@@ -209,9 +208,8 @@ def _memory(
     """Bytes per device of arguments, and of results that do not take over an argument's buffer."""
     state = match_state(graph)
 
-    def local(layout: Layout, type_: object) -> int:
-        shape = local_shape(layout, type_.shape, mesh.sizes)  # type: ignore[attr-defined]
-        return int(np.prod(shape, dtype=np.int64)) * type_.itemsize  # type: ignore[attr-defined]
+    def local(layout: Layout, type_: Type) -> int:
+        return math.prod(local_shape(layout, type_.shape, mesh.sizes)) * type_.itemsize
 
     arguments = sum(local(layout, graph.types[v]) for v, layout in zip(graph.inputs, inputs, strict=True))
     results = sum(

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import parallelize
@@ -30,7 +31,6 @@ from autopar.plans import Plan
 from autopar.zoo.table import build
 from tests.real_programs import array
 
-P = PartitionSpec
 X, W = array(16, 8), array(8, 8)
 LINE = r"mistakes\.py:\d+"
 
@@ -69,6 +69,11 @@ def uses_numpy(x: jax.Array) -> Any:
 def prints_in_order(x: jax.Array) -> Any:
     jax.debug.print("{}", x.sum(), ordered=True)
     return x
+
+
+def constrains(x: jax.Array) -> Any:
+    mesh = AbstractMesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("rows")))
 
 
 class Leaky:
@@ -267,12 +272,7 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ),
     (
         "constraint inside the function",
-        lambda: planned(
-            lambda x: jax.lax.with_sharding_constraint(
-                x, jax.sharding.NamedSharding(AbstractMesh((8,), ("rows",)), P("rows"))
-            ),
-            (X,),
-        ),
+        lambda: planned(constrains, (X,)),
         PinError,
         rf"with_sharding_constraint at {LINE}: axis 'rows' not found\. Mesh axes: x",
     ),

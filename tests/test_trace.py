@@ -169,9 +169,9 @@ GRAPHS = {
         graph(%0: f32[4] "x") {
           %1: f32[4] = max(%0, 0.0)  # forward
           %2: bool[4] = gt(%0, 0.0)  # forward
-          %3: f32[4] = broadcast_in_dim(0.0)  # forward
-          %4: f32[4] = broadcast_in_dim(1.0)  # backward
-          %5: f32[4] = select_n(%2, %3, %4)  # backward
+          %3: f32[4] = broadcast_in_dim(1.0)  # backward
+          %4: f32[4] = broadcast_in_dim(0.0)  # backward
+          %5: f32[4] = select_n(%2, %4, %3)  # backward
           return %1, %5
         }
         """,
