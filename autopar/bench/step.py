@@ -145,8 +145,9 @@ def take_turns(variants: Sequence[Variant], batches: Sequence[Any], repeats: int
 
 
 def row(model: str, variants: Sequence[Variant], plan: autopar.Plan) -> Row:
-    """Medians, the best expert, and the ratio of autopar to it."""
-    medians = {v.name: statistics.median(v.times) for v in variants}
+    """Medians, the best expert, the ratio of autopar's median to its, and the median of the ratios of each round."""
+    times = {v.name: v.times for v in variants}
+    medians = {name: statistics.median(t) for name, t in times.items()}
     best = min((name for name in medians if name != "autopar"), key=lambda name: medians[name])
     return {
         "model": model,
@@ -157,8 +158,9 @@ def row(model: str, variants: Sequence[Variant], plan: autopar.Plan) -> Row:
         "median_s": medians,
         "best_expert": best,
         "ratio": medians["autopar"] / medians[best],
+        "paired_ratio": statistics.median(a / b for a, b in zip(times["autopar"], times[best], strict=True)),
         "repeats": len(variants[0].times),
-        "raw_s": {v.name: v.times for v in variants},
+        "raw_s": times,
     }
 
 
@@ -191,7 +193,8 @@ def line(found: Row) -> str:
     """One row for people."""
     times = "  ".join(f"{name} {1e3 * t:.1f}" for name, t in found["median_s"].items())
     mesh = "x".join(map(str, found["mesh"]))
-    return f"{found['model']:<14} mesh {mesh:<6} ms: {times}  ratio to {found['best_expert']} {found['ratio']:.3f}"
+    ratios = f"ratio to {found['best_expert']} {found['ratio']:.3f}, in pairs {found['paired_ratio']:.3f}"
+    return f"{found['model']:<14} mesh {mesh:<6} ms: {times}  {ratios}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from autopar.graph import Atom, Graph, Op
@@ -55,14 +57,27 @@ COMBINABLE = (
 )
 
 
-#: Operations that XLA gathers whole for some element sizes (bytes), whatever the sharding.
-NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
+#: Operations that XLA gathers whole, whatever the sharding: for operands of these element sizes (bytes), or any.
+NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,), "fft": (), "top_k": ()}
 
 
 def _combinable(op: Op, rule: Rule) -> Rule:
-    if not rule.reduced or op.name in COMBINABLE:
+    """The rule without the partial sums that nothing can combine."""
+    combined = _contracted_features(op, rule) if op.name == "conv_general_dilated" else rule.reduced
+    combined = combined if op.name in COMBINABLE else ()
+    if combined == rule.reduced:
         return rule
-    return replace(rule, reduced=(), kept=tuple(sorted({*rule.kept, *rule.reduced})))
+    return replace(rule, reduced=combined, kept=tuple(sorted({*rule.kept, *rule.reduced} - {*combined})))
+
+
+def _contracted_features(op: Op, rule: Rule) -> tuple[int, ...]:
+    """The input features of a convolution, if it has one batch group.
+
+    Cut along anything else that it sums over (windows, batch groups), XLA adds the partial sums of too many devices
+    whenever a mesh axis is left over (seen on jaxlib 0.10.2 and 0.12.0).
+    """
+    features = rule.operands[0][op.params["dimension_numbers"].lhs_spec[1]]
+    return tuple(f for f in rule.reduced if f == features and op.params["batch_group_count"] == 1)
 
 
 def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]) -> Rule:
@@ -80,8 +95,17 @@ def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tup
 
 
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
-    """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module."""
+    """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module.
+
+    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once.
+    """
     known = registered_rules() if registered is None else registered
+    return _rules_of(graph, tuple(sorted(known.items())))
+
+
+@lru_cache(maxsize=4)
+def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[int, Rule]:
+    known = dict(registered)
     representatives: dict[int, Op] = {}
     for op in graph.walk():
         if not op.regions:
@@ -96,7 +120,7 @@ def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mappi
             from_shardy.append(op)
     avals = [[v.aval for v in op.equation.invars] for op in from_shardy]
     found.update(_read_all(graph, from_shardy, avals))
-    return found
+    return MappingProxyType(found)
 
 
 def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
@@ -109,9 +133,13 @@ def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Ru
         return parse(registered[op.name], operands, results, "user")
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results), operands, results, "autopar")
-    sizes = NOT_PARTITIONED.get(op.name, ())
-    opaque = op.name in OPAQUE or op.equation.effects or any(graph.type_of(a).itemsize in sizes for a in op.inputs)
+    opaque = op.name in OPAQUE or op.equation.effects or _gathered(graph, op)
     return whole(operands, results) if opaque else None
+
+
+def _gathered(graph: Graph, op: Op) -> bool:
+    sizes = NOT_PARTITIONED.get(op.name)
+    return sizes is not None and (not sizes or any(graph.type_of(a).itemsize in sizes for a in op.inputs))
 
 
 def _read_all(graph: Graph, ops: Sequence[Op], avals: Sequence[Sequence[Any]]) -> dict[int, Rule]:

@@ -19,12 +19,6 @@ def _parallel(operands: Shapes, results: Shapes) -> str:
     return ", ".join(sides) + " -> " + ", ".join(sides[: len(results)])
 
 
-def _last_whole(operands: Shapes, results: Shapes) -> str:
-    """Batch dimensions correspond, the last one is needed whole: `a 1 -> a 1, a 1`."""
-    side = " ".join([*(f"d{i}" for i in range(len(operands[0]) - 1)), "1"])
-    return f"{side} -> " + ", ".join(side for _ in results)
-
-
 def _elementwise(operands: Shapes, results: Shapes) -> str:
     """All dimensions correspond one to one: `a b, a b -> a b`."""
     names = [f"d{i}" for i in range(len(results[0]))]
@@ -37,5 +31,4 @@ OWN_RULES: Mapping[str, Callable[[Shapes, Shapes], str]] = {
     "optimization_barrier": _parallel,
     "copy": _elementwise,
     "copy_p": _elementwise,
-    "top_k": _last_whole,
 }

@@ -156,17 +156,18 @@ class _Reader:
         rule = self._parse(op.attributes["sdy.sharding_rule"])
         factors = [self.unify.new(size) for size in rule.sizes]
         for operand, dims in zip(op.operands, rule.operands, strict=True):
-            for of_dim, have in zip(dims, env[operand], strict=True):
+            for of_dim, size, have in zip(dims, _shape(operand), env[operand], strict=True):
                 if of_dim:
                     self.unify.join(factors[_major(of_dim, rule.sizes)], have)
                     self._keep_minor(of_dim, rule.sizes, factors)
+                elif size > 1:
+                    self.kept.append(have)
         out: list[list[int]] = []
         for result, dims in zip(op.results, rule.results, strict=True):
-            shape = _shape(result)
             out.append(
                 [
-                    factors[_major(of_dim, rule.sizes)] if of_dim else self.unify.new(size)
-                    for of_dim, size in zip(dims, shape, strict=True)
+                    self._of_result(of_dim, size, rule.sizes, factors)
+                    for of_dim, size in zip(dims, _shape(result), strict=True)
                 ]
             )
             for of_dim in dims:
@@ -174,6 +175,15 @@ class _Reader:
         self.reduced.extend(factors[f] for f in rule.reduced)
         self.kept.extend(factors[f] for f in rule.kept)
         return out
+
+    def _of_result(self, of_dim: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
+        """The factor of a dimension of a result; one without factors is whole."""
+        if of_dim:
+            return factors[_major(of_dim, sizes)]
+        fresh = self.unify.new(size)
+        if size > 1:
+            self.kept.append(fresh)
+        return fresh
 
     def _keep_minor(self, of_dim: Dims, sizes: Sequence[int], factors: Sequence[int]) -> None:
         major = _major(of_dim, sizes) if of_dim else None

@@ -64,6 +64,7 @@ def test_the_ratio_is_to_the_best_expert():
     variants = [step.Variant(name, lambda s, b: (s, b), None, t) for name, t in times.items()]
     found = step.row("mlp-toy", variants, SimpleNamespace(mesh_sizes=(8,), step_time_s=1.0))
     assert (found["best_expert"], found["ratio"], found["raw_s"]) == ("fsdp", 1.5, times)
+    assert found["paired_ratio"] == 1.5
     assert step.table([found]).endswith("largest ratio: 1.500 (mlp-toy); target 1.05")
 
 
