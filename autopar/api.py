@@ -27,7 +27,7 @@ from autopar import codegen, jax_compat, meshes
 from autopar.errors import ArgumentError, AutoparWarning, DonatedError, PinError
 from autopar.graph import verify as verify_graph
 from autopar.meshes import Target
-from autopar.planning import Options, Planned, make_plan
+from autopar.planning import Options, Planned, collector_paused, make_plan
 from autopar.plans import Plan, check_matches
 from autopar.rules import rules_of
 from autopar.settings import Settings, settings
@@ -95,6 +95,13 @@ class _Prepared:
 
 @jax_compat.automatic_axes()
 def _plan(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
+) -> _Prepared:
+    with collector_paused():
+        return _plan_uninterrupted(fn, args, kwargs, s, local)
+
+
+def _plan_uninterrupted(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
 ) -> _Prepared:
     begin = time.perf_counter()

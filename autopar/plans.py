@@ -248,11 +248,12 @@ def graph_hash(graph: Graph) -> str:
     """A hash of the program: operations, parameters, types, paths; equal in every process."""
     digest = hashlib.sha256()
     described: dict[int, str] = {}
+    types = {t: str(t) for t in set(graph.types)}  # looked up, never iterated
     for op in graph.walk():
         if op.signature not in described:
             described[op.signature] = f"{op.name} {_stable(op.params)}"
         atoms = " ".join(str(a) for a in op.inputs)
-        outs = " ".join(f"{v}:{graph.types[v]}" for v in op.outputs)
+        outs = " ".join(f"{v}:{types[graph.types[v]]}" for v in op.outputs)
         digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())
     for title, paths, atoms in (("in", graph.input_paths, graph.inputs), ("out", graph.output_paths, graph.outputs)):
         for path, atom in zip(paths, atoms, strict=True):

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cluster import LogicalMesh
 from autopar.collective import Collective
 from autopar.graph import Graph, Op, Type
-from autopar.layout import Layout, steps
+from autopar.layout import Layout, divides, steps
 from autopar.passes.homes import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
@@ -41,18 +41,22 @@ class Layouts:
 def layouts(model: Model, assignment: Ints) -> Layouts:
     """Layouts under one assignment."""
     clusters, homes = model.clustering.clusters, model.clustering.homes
-    values = {
-        v: layout_at(clusters[h.cluster].strategies, assignment[h.cluster], h.dims, False)
-        for v, h in homes.items()
-        if h.view is None
-    }
+    known: dict[tuple[int, tuple[int, ...], bool], Layout] = {}
+
+    def of(cluster: int, dims: tuple[int, ...], assigned: bool) -> Layout:
+        key = (cluster, dims, assigned)
+        if key not in known:
+            known[key] = layout_at(clusters[cluster].strategies, int(assignment[cluster]), dims, assigned)
+        return known[key]
+
+    values = {v: of(h.cluster, h.dims, False) for v, h in homes.items() if h.view is None}
     copies = {
-        v: layout_at(model.copy_sets[v], assignment[node], tuple(range(len(homes[v].dims))), False)
+        v: layout_at(model.copy_sets[v], int(assignment[node]), tuple(range(len(homes[v].dims))), False)
         for v, node in model.copies.items()
     }
     uses: dict[str, Layout] = {}
     for use in model.clustering.uses:
-        wanted = layout_at(clusters[use.consumer].strategies, assignment[use.consumer], use.dims, use.assigned)
+        wanted = of(use.consumer, use.dims, use.assigned)
         home = homes.get(use.value)
         if home is None or home.view is not None:
             if any(d >= 0 for d in wanted):
@@ -113,15 +117,22 @@ def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, me
 
 def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> float:
     """Bytes of a value whose dimensions are padded to what both layouts cut them into."""
+    if divides(source, type_.shape, mesh.sizes) and divides(target, type_.shape, mesh.sizes):
+        return float(type_.nbytes)
     return type_.nbytes * float(padding(np.array([source]), np.array([target]), type_.shape, mesh.sizes)[0, 0])
 
 
 def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
+    known: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
     for index, c in enumerate(model.clustering.clusters):
-        if c.op < 0 or not c.strategies.after.any():
+        choice = int(assignment[index])
+        if c.op < 0 or not c.strategies.after[choice].any():
             continue
         op = graph.by_index[c.op]
-        for i, (kind, axes, nbytes) in enumerate(sums_of(graph, op, c, int(assignment[index]), model, mesh)):
+        key = (op.signature, c.strategies.index, choice)
+        if key not in known:
+            known[key] = tuple(sums_of(graph, op, c, choice, model, mesh))
+        for i, (kind, axes, nbytes) in enumerate(known[key]):
             names = tuple(mesh.names[a] for a in axes)
             yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)
 

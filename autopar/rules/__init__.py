@@ -138,6 +138,10 @@ def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Ru
 
 
 def _gathered(graph: Graph, op: Op) -> bool:
+    """XLA gathers the operands whole, whatever their sharding."""
+    if op.name == "conv_general_dilated" and op.params["feature_group_count"] > 1:
+        kernel = graph.type_of(op.inputs[1]).shape
+        return kernel[op.params["dimension_numbers"].rhs_spec[1]] > 1  # only depthwise groups are partitioned
     sizes = NOT_PARTITIONED.get(op.name)
     return sizes is not None and (not sizes or any(graph.type_of(a).itemsize in sizes for a in op.inputs))
 

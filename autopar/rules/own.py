@@ -26,9 +26,22 @@ def _elementwise(operands: Shapes, results: Shapes) -> str:
     return ", ".join(side) + " -> " + ", ".join(" ".join(names) or "()" for _ in results)
 
 
+def _appended(operands: Shapes, results: Shapes) -> str:
+    """The operand's dimensions lead those of the result, the others are made: `k -> k a b`."""
+    keys = [f"k{i}" for i in range(len(operands[0]))]
+    made = [f"d{i}" for i in range(len(results[0]) - len(keys))]
+    return f"{' '.join(keys) or '()'} -> {' '.join([*keys, *made]) or '()'}"
+
+
 #: primitive -> text of its rule from the shapes of operands and results
 OWN_RULES: Mapping[str, Callable[[Shapes, Shapes], str]] = {
     "optimization_barrier": _parallel,
     "copy": _elementwise,
     "copy_p": _elementwise,
+    # Counters are hashed element by element, in a loop that Shardy does not look into.
+    "random_bits": _appended,
+    "random_split": _appended,
+    "random_fold_in": _elementwise,
+    "random_seed": _elementwise,
+    "threefry2x32": _elementwise,
 }

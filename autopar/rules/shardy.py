@@ -8,6 +8,7 @@ fill, argsort, cumsum); their factors are then unified along the values that flo
     a dimension with factors (i, j)  is cut along its major factor only                          -> _major
     CHLO operations                  one to one                                                  -> _elementwise
     reduced / kept                   if any of the StableHLO operations says so                  -> _Reader
+    matched by nothing               whole: a Cholesky factor's (i, j) -> (k, l) cannot be cut    -> _unmatched
     the bits of a random key         dimensions that only the lowered form has, kept whole       -> _Reader.logical
 """
 
@@ -173,7 +174,7 @@ class _Reader:
             for of_dim in dims:
                 self._keep_minor(of_dim, rule.sizes, factors)
         self.reduced.extend(factors[f] for f in rule.reduced)
-        self.kept.extend(factors[f] for f in rule.kept)
+        self.kept.extend(factors[f] for f in (*rule.kept, *_unmatched(op.name, rule)))
         return out
 
     def _of_result(self, of_dim: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
@@ -201,6 +202,14 @@ class _Reader:
                 [*rule.need_replication_factors, *rule.permutation_factors],
             )
         return found
+
+
+def _unmatched(name: str, rule: _Parsed) -> list[int]:
+    """Factors that only operands have and nothing sums over, and those that only the results of a custom call have."""
+    read = {f for dims in rule.operands for of_dim in dims for f in of_dim}
+    made = {f for dims in rule.results for of_dim in dims for f in of_dim}
+    lost = sorted(read - made - {*rule.reduced})
+    return [*lost, *sorted(made - read)] if name == "stablehlo.custom_call" else lost
 
 
 def _major(of_dim: Dims, sizes: Sequence[int]) -> int:
