@@ -79,6 +79,8 @@ class Device:
         kernel_overhead: s that a kernel costs however small it is.
         efficiency: share of `peak_flops` that large matrix products reach.
         reduce_scatter: the backend has one; XLA on CPU all-reduces and slices instead.
+        combined_latency: share of its latency that an all-reduce still costs once the compiler has combined it with
+            others.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Device:
     kernel_overhead: float = 0.0
     efficiency: float = 1.0
     reduce_scatter: bool = True
+    combined_latency: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""
@@ -348,6 +351,7 @@ def _host_cluster(hosts: int, devices: int, cores: int) -> Cluster:
         HOST.kernel_overhead,
         HOST.efficiency,
         reduce_scatter=False,
+        combined_latency=HOST.combined_latency,
     )
     intra = Link(HOST.collective_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
     inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)

@@ -259,8 +259,14 @@ def linear_coefficients(kind: str, axes: tuple[int, ...], mesh: LogicalMesh) -> 
     """
     if kind not in COLLECTIVES:
         raise ArgumentError(f"Collective {kind!r} not found. Known collectives: {', '.join(COLLECTIVES)}.")
+    if kind == "reduce-scatter" and not mesh.device.reduce_scatter:
+        kind = "all-reduce"  # followed by a local slice
     levels = _merged([level for axis in sorted(axes) for level in mesh.levels[axis] if level.size > 1])
-    return _over_levels(kind, levels) if levels else ((0.0, 0.0),)
+    if not levels:
+        return ((0.0, 0.0),)
+    lines = _over_levels(kind, levels)
+    share = mesh.device.combined_latency if kind == "all-reduce" else 1.0
+    return tuple((a * share, s) for a, s in lines)
 
 
 @overload

@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from autopar.errors import RuleError
 from autopar.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES
@@ -129,12 +130,22 @@ def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
 
 def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
     operands, results = _shapes(graph, op.inputs), _shapes(graph, op.outputs)
-    if op.name in registered:
-        return parse(registered[op.name], operands, results, "user")
+    name = next((n for n in (op.params.get("name"), op.params.get("target_name"), op.name) if n in registered), None)
+    if name is not None:
+        return _parse_registered(name, registered[name], op, operands, results)
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results), operands, results, "autopar")
     opaque = op.name in OPAQUE or op.equation.effects or _gathered(graph, op)
     return whole(operands, results) if opaque else None
+
+
+def _parse_registered(
+    name: str, text: str, op: Op, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> Rule:
+    try:
+        return parse(text, operands, results, "user")
+    except RuleError as error:
+        raise RuleError(f"{error} (registered for '{name}', used{f' at {op.source}' if op.source else ''})") from None
 
 
 def _gathered(graph: Graph, op: Op) -> bool:

@@ -33,11 +33,19 @@ def _appended(operands: Shapes, results: Shapes) -> str:
     return f"{' '.join(keys) or '()'} -> {' '.join([*keys, *made]) or '()'}"
 
 
+def _updated(operands: Shapes, results: Shapes) -> str:
+    """Dimensions that the update replaces in full correspond, the others are needed whole: `a 1, a 1, () -> a 1`."""
+    whole, update = operands[:2]
+    side = " ".join(f"d{i}" if n == m else "1" for i, (n, m) in enumerate(zip(whole, update, strict=True))) or "()"
+    return f"{side}, {side}" + ", ()" * (len(operands) - 2) + f" -> {side}"
+
+
 #: primitive -> text of its rule from the shapes of operands and results
 OWN_RULES: Mapping[str, Callable[[Shapes, Shapes], str]] = {
     "optimization_barrier": _parallel,
     "copy": _elementwise,
     "copy_p": _elementwise,
+    "dynamic_update_slice": _updated,
     # Counters are hashed element by element, in a loop that Shardy does not look into.
     "random_bits": _appended,
     "random_split": _appended,

@@ -21,7 +21,7 @@ def register_rule(primitive: Any, rule: str) -> None:
     """Tell autopar how the dimensions of a primitive correspond: `register_rule("my_matmul", "m k, k n -> m n")`.
 
     Args:
-        primitive: a JAX primitive or its name, as `pallas_call`'s `name` or the primitive's `name`.
+        primitive: a JAX primitive or its name; the `name` given to a `pallas_call`, or the target of an `ffi_call`.
         rule: factor notation (docs "Write your own rules"); names in operands only are summed over.
 
     Raises:

@@ -7,7 +7,7 @@ communication. The second axis being idle or not has uncovered wrong sums in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,62 +48,71 @@ def kernel_gradient(groups: int = 1, stride: int = 1) -> Callable[..., jax.Array
 
 KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(1), 8)
 RBG = jax.random.key(0, impl="rbg")
-X, SQUARES, TOKENS = array(8, 16), array(8, 4, 4), array(8, 4, dtype=jnp.int32)
-IMAGES = array(8, 8, 8, 8)
+X, SQUARES, IMAGES = array(8, 16), array(8, 4, 4), array(8, 8, 8, 8)
+TOKENS, COUNTS = array(8, 4, dtype=jnp.int32), jnp.arange(8)
+CONV = "conv_general_dilated"
 
-#: title -> (function, arguments); every operation of the function that has a free dimension is tested
-CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
-    "optimization_barrier": (lambda x, t: lax.optimization_barrier((x, t)), (X, TOKENS)),
-    "copy": (lambda x: jnp.array(x, copy=True), (X,)),
-    "random_bits": (lambda key: jax.random.bits(key, (8, 16)), (KEY,)),
-    "random_bits of keys": (jax.vmap(lambda key: jax.random.bits(key, (16,))), (KEYS,)),
-    "random_bits of rbg": (lambda key: jax.random.bits(key, (8, 16)), (RBG,)),
-    "random_split": (lambda key: jax.random.split(key, 8), (KEY,)),
-    "random_split of keys": (jax.vmap(lambda key: jax.random.split(key, 4)), (KEYS,)),
-    "random_fold_in": (jax.vmap(jax.random.fold_in), (KEYS, jnp.arange(8))),
-    "random_seed": (jax.vmap(jax.random.key), (jnp.arange(8),)),
-    "threefry2x32": (
-        lambda c: jax_random.threefry_2x32(jnp.zeros(2, jnp.uint32), c),
-        (jnp.arange(16, dtype="uint32"),),
-    ),
-    "random_wrap": (jax.random.wrap_key_data, (jnp.zeros((8, 2), jnp.uint32),)),
-    "random_unwrap": (jax.random.key_data, (KEYS,)),
-    "dot_general": (lambda x, w: jnp.einsum("bmk,kn->bmn", x, w), (array(8, 4, 16), array(16, 8))),
-    "batched dot_general": (lambda x: jnp.einsum("bmk,bnk->bmn", x, x), (array(8, 4, 16),)),
-    "gather": (lambda x, i: x[i], (X, TOKENS)),
-    "scatter-add": (lambda x, i: x.at[i].add(1.0), (X, TOKENS[:, 0])),
-    "sort": (lambda x: lax.sort((x, -x), dimension=1), (X,)),
-    "cumsum": (lambda x: jnp.cumsum(x, 1), (X,)),
-    "reduce_sum": (lambda x: x.sum(0), (X,)),
-    "reduce_max": (lambda x: x.max(1), (X,)),
-    "argmax": (lambda x: jnp.argmax(x, 1), (X,)),
-    "select_n": (lambda x: jnp.where(x > 0, x, 0.0), (X,)),
-    "reshape": (lambda x: x.reshape(8, 4, 4).reshape(32, 4), (X,)),
-    "dynamic_update_slice": (lambda x: lax.dynamic_update_slice(x, x[:2], (1, 0)), (X,)),
-    "reduce_window": (lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), (X,)),
-    "cholesky": (lambda x: lax.linalg.cholesky(x @ x.mT + 4 * jnp.eye(4), symmetrize_input=False), (SQUARES,)),
-    "eigh": (lambda x: jnp.linalg.eigvalsh(x + x.mT), (SQUARES,)),
-    "fft": (jnp.fft.fft, (X,)),
-    "top_k": (lambda x: lax.top_k(x, 3), (X,)),
-    "conv": (convolution(), (IMAGES, array(3, 3, 8, 16))),
-    "depthwise conv": (convolution(8, 2), (IMAGES, array(3, 3, 1, 16))),
-    "grouped conv": (convolution(4), (IMAGES, array(3, 3, 2, 8))),
-    "conv gradient": (kernel_gradient(), (IMAGES, array(3, 3, 8, 8))),
-    "strided conv gradient": (kernel_gradient(1, 2), (IMAGES, array(3, 3, 8, 8))),
-    "depthwise conv gradient": (kernel_gradient(8, 2), (IMAGES, array(3, 3, 1, 16))),
-    "grouped conv gradient": (kernel_gradient(4), (IMAGES, array(3, 3, 2, 8))),
+#: title -> (primitive, function, arguments); all operations of the function with that primitive are tested
+CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Any]]] = {
+    "barrier": ("optimization_barrier", lambda x, t: lax.optimization_barrier((x, t)), (X, TOKENS)),
+    "copy": ("copy", lambda x: jnp.array(x, copy=True), (X,)),
+    "bits": ("random_bits", lambda key: jax.random.bits(key, (8, 16)), (KEY,)),
+    "bits of many keys": ("random_bits", jax.vmap(lambda key: jax.random.bits(key, (16,))), (KEYS,)),
+    "bits of rbg": ("random_bits", lambda key: jax.random.bits(key, (8, 16)), (RBG,)),
+    "split key": ("random_split", lambda key: jax.random.split(key, 8), (KEY,)),
+    "split keys": ("random_split", jax.vmap(lambda key: jax.random.split(key, 4)), (KEYS,)),
+    "fold in": ("random_fold_in", jax.vmap(jax.random.fold_in), (KEYS, COUNTS)),
+    "seed": ("random_seed", jax.vmap(jax.random.key), (COUNTS,)),
+    "hash": ("threefry2x32", lambda c: jax_random.threefry_2x32(c[:2], c), (COUNTS.astype("uint32"),)),
+    "wrap": ("random_wrap", jax.random.wrap_key_data, (jnp.zeros((8, 2), jnp.uint32),)),
+    "unwrap": ("random_unwrap", jax.random.key_data, (KEYS,)),
+    "dot": ("dot_general", lambda x, w: jnp.einsum("bmk,kn->bmn", x, w), (array(8, 4, 16), array(16, 8))),
+    "batched dot": ("dot_general", lambda x: jnp.einsum("bmk,bnk->bmn", x, x), (array(8, 4, 16),)),
+    "gather": ("gather", lambda x, i: x[i], (X, TOKENS)),
+    "scatter-add": ("scatter-add", lambda x, i: x.at[i].add(1.0), (X, TOKENS[:, 0])),
+    "sort": ("sort", lambda x: lax.sort((x, -x), dimension=1), (X,)),
+    "cumsum": ("cumsum", lambda x: jnp.cumsum(x, 1), (X,)),
+    "sum": ("reduce_sum", lambda x: x.sum(0), (X,)),
+    "max": ("reduce_max", lambda x: x.max(1), (X,)),
+    "argmax": ("argmax", lambda x: jnp.argmax(x, 1), (X,)),
+    "select": ("select_n", lambda x: jnp.where(x > 0, x, 0.0), (X,)),
+    "split and merge": ("reshape", lambda x: x.reshape(8, 4, 4).reshape(32, 4), (X,)),
+    "update": ("dynamic_update_slice", lambda x: lax.dynamic_update_slice(x, x[:2], (1, 0)), (X,)),
+    "window": ("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), (X,)),
+    "cholesky": ("cholesky", lambda x: lax.linalg.cholesky(jnp.eye(4) + 0 * x), (SQUARES,)),
+    "eigenvalues": ("eigh", lambda x: jnp.linalg.eigvalsh(x), (SQUARES,)),
+    "fft": ("fft", jnp.fft.fft, (X,)),
+    "top_k": ("top_k", lambda x: lax.top_k(x, 3), (X,)),
+    "conv": (CONV, convolution(), (IMAGES, array(3, 3, 8, 16))),
+    "depthwise conv": (CONV, convolution(8, 2), (IMAGES, array(3, 3, 1, 16))),
+    "grouped conv": (CONV, convolution(4), (IMAGES, array(3, 3, 2, 8))),
+    "conv gradient": (CONV, kernel_gradient(1, 2), (IMAGES, array(3, 3, 8, 8))),
+    "depthwise conv gradient": (CONV, kernel_gradient(8, 2), (IMAGES, array(3, 3, 1, 16))),
+    "grouped conv gradient": (CONV, kernel_gradient(4), (IMAGES, array(3, 3, 2, 8))),
 }
+
+
+def operations(title: str) -> list[tuple[Op, Rule]]:
+    """The distinct operations that a case tests, with their rules."""
+    primitive, fn, args = CASES[title]
+    graph = trace(fn, *args).graph
+    rules = rules_of(graph)
+    distinct = {op.signature: op for op in graph.walk() if op.name == primitive}
+    assert distinct, f"{title} has no {primitive}"
+    return [(op, rules[op.signature]) for op in distinct.values()]
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)  # partitioning stays, code generation gets quicker
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("title", list(CASES))
 def test_cut_by_the_rule_the_numbers_are_the_same(title: str) -> None:
-    fn, args = CASES[title]
-    graph = trace(fn, *args).graph
-    rules = rules_of(graph)
-    devices = np.array(jax.devices()).reshape(SIZES)
-    mesh = jax_compat.auto_mesh(devices, NAMES)
-    for op in {op.signature: op for op in graph.ops}.values():
-        rule = rules[op.signature]
+    mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(SIZES), NAMES)
+    for op, rule in operations(title):
         for factor in rule.free:
             for axis, size in enumerate(SIZES):
                 if rule.sizes[factor] % size == 0:
@@ -144,20 +153,16 @@ def _numbers(aval: Any) -> Any:
 
 
 def test_every_rule_of_our_own_is_tested() -> None:
-    tested = {op.name for fn, args in CASES.values() for op in trace(fn, *args).graph.walk()}
+    tested = {primitive for primitive, _, _ in CASES.values()}
     assert set(OWN_RULES) - tested <= {"copy_p"}  # the same primitive under another release's name
 
 
 @pytest.mark.parametrize("title", ["fft", "top_k", "grouped conv"])
 def test_what_the_compiler_gathers_has_no_free_dimension(title: str) -> None:
-    fn, args = CASES[title]
-    graph = trace(fn, *args).graph
-    assert rules_of(graph)[graph.ops[-1].signature].free == ()
+    assert [rule.free for _, rule in operations(title)] == [()]
 
 
 @pytest.mark.parametrize("title", ["conv gradient", "depthwise conv gradient", "grouped conv gradient"])
 def test_only_features_of_a_convolution_leave_partial_sums(title: str) -> None:
-    fn, args = CASES[title]
-    graph = trace(fn, *args).graph
-    rule = rules_of(graph)[graph.ops[-1].signature]
+    _, rule = operations(title)[-1]
     assert [rule.operands[0].index(f) for f in rule.reduced] == ([0] if title == "conv gradient" else [])
