@@ -54,7 +54,7 @@ class HostModel:
 # float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
 # half the lanes, and the 16-bit types are widened to float32 first.
 # A collective of 4 KiB alone costs about 25 us with a core per device; inside a program every one also waits for the
-# slowest of threads that share the cores, which was seen to make each of them cost about 1 ms with 4 devices a core. XLA
+# slowest of threads that share the cores, which was seen to make each cost about 1 ms with 4 devices a core. XLA
 # on CPU combines independent all-reduces, a few dozen gradients into a handful. Out of the last-level cache a server
 # core moves about 10 GB/s; small arrays that stay in cache run several times faster.
 HOST = HostModel(
