@@ -35,7 +35,7 @@ ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gene
 #: Operations that are not repeated for every layout that wants their result.
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
 #: Operations that are only cut where it divides: padding their operands costs more than it saves.
-EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "conv_general_dilated", "reshape", "sharding_constraint")
+EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "reshape", "sharding_constraint")
 #: Reductions that are sums, whose partial results may be scattered.
 SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 

@@ -25,7 +25,7 @@ SLICE = 1e-8  # s of a local slice
 EVEN, PADDED = 1.0, 1.5  # how much longer padding may make a dimension
 
 SCATTERABLE = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
-EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "conv_general_dilated", "reshape", "sharding_constraint")
+EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "reshape", "sharding_constraint")
 
 
 # Options
