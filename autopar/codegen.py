@@ -393,11 +393,18 @@ class _Scope:
         n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
         of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
 
-        def test(carry: Any) -> Any:
+        def goes_on(carry: Any) -> Any:
             return self._leave(op, condition, self.inner(condition, [*of_cond, *carry]))[0]
 
+        def test(carry: Any) -> Any:
+            return goes_on(carry).any()  # under vmap, as long as one element goes on
+
         def step(carry: Any) -> Any:
-            return tuple(self._leave(op, body, self.inner(body, [*of_body, *carry])))
+            new = self._leave(op, body, self.inner(body, [*of_body, *carry]))
+            if not self.context.graph.type_of(condition.outputs[0]).rank:
+                return tuple(new)
+            going = goes_on(carry)
+            return tuple(_kept_where_done(going, a, b) for a, b in zip(new, carry, strict=True))
 
         return list(jax.lax.while_loop(test, step, tuple(operands[n_cond + n_body :])))
 
@@ -414,6 +421,12 @@ class _Scope:
             return tuple(self._leave(op, region, self.inner(region, args)))
 
         return jax_compat.rematerialised(op.equation, body, operands)
+
+
+def _kept_where_done(going: Any, new: Any, old: Any) -> Any:
+    """The new value of a carry for those elements (leading dimensions) of a loop under vmap that go on."""
+    spread = jax.lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim)))
+    return jax.lax.select(spread, new, old)
 
 
 _REGIONS: Mapping[str, Callable[[_Scope, Op, Sequence[Any]], list[Any]]] = {

@@ -122,6 +122,11 @@ def reduce_sum(array: Any, dims: Sequence[int]) -> Any:
     return jax.lax.reduce_sum(array, tuple(dims))
 
 
+def is_reference(aval: Any) -> bool:
+    """True for the type of a mutable array (`jax.new_ref`). Tried on 0.10.2 and 0.12.0."""
+    return type(aval).__name__ == "AbstractRef"
+
+
 def is_tracer(value: Any) -> bool:
     """True for a value of a function that is being traced. Tried on 0.10.2 and 0.12.0."""
     return isinstance(value, jax_core.Tracer)

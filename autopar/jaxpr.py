@@ -21,6 +21,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from autopar import jax_compat
+from autopar.errors import TraceError
 from autopar.graph import Atom, Constant, Graph, Op, Phase, Region, Type
 
 
@@ -167,7 +168,17 @@ def _record(
     outputs = tuple([b.value(v.aval) for v in equation.outvars])
     env.update(zip(equation.outvars, outputs, strict=True))
     signature = b.signature(equation, operands)
-    return _Record(index, equation, operands, outputs, stack, signature, _mark(stack), regions, trips, callers)
+    record = _Record(index, equation, operands, outputs, stack, signature, _mark(stack), regions, trips, callers)
+    if any(jax_compat.is_reference(v.aval) for v in equation.outvars):
+        raise TraceError(
+            f"a mutable array is made{_at(_source(record))} ({equation.primitive.name}), which autopar does not cut. "
+            "Use x.at[...].set(...), or carry the value through the function."
+        )
+    return record
+
+
+def _at(source: str) -> str:
+    return f" at {source}" if source else ""
 
 
 def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any, callers: _Callers) -> tuple[tuple[Any, ...], int | None]:

@@ -190,4 +190,6 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
             f"argument '{path}' is {type(leaf).__name__} {leaf!r:.60}, which is no array; "
             "pass arrays or numbers, or name the argument in static_argnums"
         ) from error
+    if jax_compat.is_reference(aval):
+        raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -76,6 +76,12 @@ def constrains(x: jax.Array) -> Any:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("rows")))
 
 
+def mutates(x: jax.Array) -> Any:
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return ref[...]
+
+
 class Leaky:
     """Keeps a traced value, as a model that stores its last activation would."""
 
@@ -413,6 +419,18 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         closes_over_a_tracer,
         TraceError,
         r"<lambda> uses a traced float32\[16,8\] that is no argument of it: .* Pass it as an argument\.",
+    ),
+    (
+        "mutable array inside",
+        lambda: planned(mutates, (X,)),
+        TraceError,
+        rf"a mutable array is made at {LINE} \(new_ref\), which autopar does not cut\. Use x\.at\[\.\.\.\]\.set.*",
+    ),
+    (
+        "mutable argument",
+        lambda: planned(lambda r: r[...] * 2, (jax.new_ref(X),)),
+        ArgumentError,
+        r"argument 'r' is a mutable array Ref\{float32\[16,8\]\}; pass its value, ref\[\.\.\.\]",
     ),
     (
         "result that is no array",

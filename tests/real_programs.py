@@ -307,6 +307,16 @@ def while_of_unknown_length() -> Any:
     return step, (array(8, 8), array(16, 8))
 
 
+def loops_under_vmap() -> Any:
+    def grow(row: jax.Array) -> Any:
+        return lax.while_loop(lambda c: c[0].sum() < 20, lambda c: (c[0] * 2, c[1] + 1), (row**2, 0))
+
+    def choose(row: jax.Array) -> jax.Array:
+        return lax.cond(row.sum() > 0, jnp.sin, lambda r: jnp.cumsum(r), row)
+
+    return lambda x: (jax.vmap(grow)(x), jax.vmap(choose)(x)), (array(16, 8),)
+
+
 def fori() -> Any:
     def step(w: jax.Array, x: jax.Array) -> Any:
         fixed = lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w) + i, x)
@@ -573,6 +583,7 @@ PROGRAMS: tuple[tuple[str, Callable[[], Any]], ...] = (
             scan_in_reverse,
             scan_without_inputs,
             while_of_unknown_length,
+            loops_under_vmap,
             fori,
             branches,
             remat,

@@ -88,6 +88,17 @@ def test_a_step_count_may_begin_as_a_python_number() -> None:
     assert len(traces) == 1
 
 
+def test_x64_is_a_setting_like_any_other() -> None:
+    params = {name: np.asarray(p, np.float64) for name, p in two_layers().items()}
+    x = np.asarray(array(16, 8), np.float64)
+    step = parallelize(plain, mesh=(8,))
+    single = step.plan(params, x)
+    with jax.enable_x64(True):
+        double = step.plan(params, x)
+        assert_equal(step(params, x), jax.jit(plain)(params, x))
+    assert (single.input_types[-1], double.input_types[-1]) == ("f32[16,8]", "f64[16,8]")
+
+
 def test_static_arguments_are_part_of_the_key() -> None:
     step = parallelize(lambda x, power: x**power, static_argnums=1, mesh=(8,))
     assert [step(2.0 * jnp.ones(8), p)[0] for p in (1, 2, 3, 2)] == [2, 4, 8, 4]
@@ -164,6 +175,25 @@ def test_a_mesh_in_every_form(mesh: Any) -> None:
     if isinstance(mesh, Mesh):
         assert step.plan(*args).mesh_names == mesh.axis_names
         assert results[0]["up"].sharding.device_set == set(mesh.devices.flat)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["given", "searched"])
+def test_inside_a_mesh_that_the_user_has_set(kind: AxisType, given: bool) -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    step = parallelize(plain, mesh=mesh if given else None, donate_argnums=())
+    args = two_layers(), array(16, 8)
+    expected = jax.jit(plain)(*args)
+    with jax.set_mesh(mesh):
+        assert_equal(step(*args), expected)
+
+
+def test_progress_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,), progress=True)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("autopar: plain on mesh {'x': 8}: ")
+    assert all(f"{phase} " in told.err for phase in ("trace", "rules", "graph", "fold", "bound"))
 
 
 def test_planning_needs_no_devices() -> None:

@@ -1,0 +1,167 @@
+"""The program that a plan becomes: any plan gives the same numbers, and all that it says is in what is emitted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar import codegen, jax_compat, planning
+from autopar.api import parallelize
+from autopar.meshes import targets
+from autopar.passes.optimize import Solution
+from autopar.passes.problem import Problem
+from autopar.planning import Options, Planned, make_plan
+from autopar.trace import trace
+from tests.real_programs import PROGRAMS, array, loss, sgd, two_layers
+from tests.test_real_programs import assert_equal, fast_compilation  # noqa: F401
+
+# Any plan is a correct program
+
+
+def chosen_at_random(seed: int) -> Any:
+    """An optimizer that takes any strategy for every node."""
+    rng = np.random.default_rng(seed)
+
+    def optimize(problem: Problem, **options: Any) -> Solution:
+        options_of = [np.flatnonzero(np.isfinite(node.cost)) for node in problem.nodes]
+        assignment = np.array([rng.choice(options) for options in options_of], int)
+        value = problem.value(assignment)
+        return Solution(assignment, value, 0.0, 1.0, "random", "none", (), {}, 0, 0, 0)
+
+    return optimize
+
+
+FUZZED = (
+    "adam",
+    "branches",
+    "convolutions",
+    "half precision",
+    "key arrays",
+    "mixed leaves",
+    "one hot and einsum",
+    "remat",
+    "scan in reverse",
+    "scan of mixed carries",
+    "shape changes",
+    "sorting",
+    "taking and scattering",
+    "vmaps",
+    "while of unknown length",
+)
+
+
+@pytest.mark.parametrize(("seed", "title"), list(enumerate(FUZZED)))
+def test_any_plan_gives_the_same_numbers(title: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, args = dict(PROGRAMS)[title]()
+    monkeypatch.setattr(planning, "optimize", chosen_at_random(seed))
+    assert_equal(parallelize(fn, mesh=((2, 4), (2, 2, 2))[seed % 2], donate_argnums=())(*args), jax.jit(fn)(*args))
+
+
+# What is emitted
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return sgd(params, grads), value
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Planned, codegen.Program, Any]:
+    """A pinned plan, its program, and what JAX traces it to."""
+    traced = trace(step, two_layers(), array(16, 8))
+    (target,) = targets({"data": 2, "model": 4}, None, local=False)
+    pins = {"params/up": P(None, "model"), "params/down": P("model"), "x": P("data")}
+    made = make_plan(traced, target.logical, "test", Options(pins=pins))
+    mesh = jax_compat.auto_abstract_mesh((2, 4), ("data", "model"))
+    built = codegen.program(made.graph, made.plan, made.rules, mesh)
+    return made, built, built.jit().trace(*traced.in_avals).jaxpr
+
+
+def test_arguments_and_results_have_the_shardings_of_the_plan(planned: Any) -> None:
+    made, built, _ = planned
+    assert [s.spec for s in built.in_shardings] == [P("model"), P(None, "model"), P("data")]
+    assert [s.spec for s in built.in_shardings] == list(made.plan.in_specs())
+    assert [s.spec for s in built.out_shardings] == list(made.plan.out_specs())
+    assert [made.plan.input_paths[i] for i in built.donated] == ["params/down", "params/up"]
+
+
+def test_every_homed_value_is_constrained_to_its_home(planned: Any) -> None:
+    made, _, jaxpr = planned
+    constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    specs = {e.params["sharding"].spec for e in constraints}
+    assert {P("data", "model"), P("data"), P(None, "model")} <= specs
+    values = [v for v in made.plan.stages[0].values if made.graph.types[v].rank]
+    homed = [v for v in values if v not in made.graph.inputs]
+    assert len(constraints) >= len(homed)
+    assert all(isinstance(e.params["sharding"], NamedSharding) for e in constraints)
+
+
+def test_every_operation_carries_its_tag_and_the_users_line(planned: Any) -> None:
+    made, _, jaxpr = planned
+    tags = {tag for e in jaxpr.eqns for tag in re.findall(r"\bop\d+\b", str(e.source_info.name_stack))}
+    dots = [op for op in made.graph.ops if op.name == "dot_general"]
+    assert len(dots) == 5
+    assert {op.tag for op in dots} <= tags
+    lines = {jax_compat.user_frame(e.source_info)[0].rpartition("/")[2] for e in jaxpr.eqns}
+    assert "real_programs.py" in lines
+
+
+def test_no_operation_is_lost_or_doubled(planned: Any) -> None:
+    made, _, jaxpr = planned
+
+    def count(name: str, ops: Any) -> int:
+        return sum(name == (op.primitive.name if hasattr(op, "primitive") else op.name) for op in ops)
+
+    for name in ("dot_general", "tanh", "transpose", "integer_pow", "sub"):
+        assert count(name, jaxpr.eqns) == count(name, made.graph.ops), name
+
+
+def test_a_copy_in_one_layout_serves_all_its_readers() -> None:
+    def reads_twice(x: jax.Array) -> Any:
+        return jnp.sort(x, axis=0) + 1, jnp.cumsum(x, axis=0), jnp.sort(x * 1.0, axis=0)
+
+    run = parallelize(reads_twice, mesh=(8,), pins={"x": P("x"), "out:0": P(None, "x"), "out:1": P(None, "x")})
+    x = array(16, 8)
+    moves = [c for c in run.plan(x).collectives if c.kind == "all-to-all"]
+    assert sum(c.count for c in moves) <= 2
+    assert_equal(run(x), jax.jit(reads_twice)(x))
+
+
+def test_a_user_constraint_is_the_plans_own() -> None:
+    mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
+
+    def constrained(x: jax.Array, w: jax.Array) -> Any:
+        y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("b")))
+        z = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("a", P.UNCONSTRAINED)))
+        return y, z
+
+    run = parallelize(constrained, mesh=mesh)
+    y, z = run(array(16, 8), array(8, 8))
+    assert y.sharding.spec == P("b")
+    assert z.sharding.spec[0] == "a"
+    assert_equal((y, z), jax.jit(lambda x, w: (x @ w, x @ w))(array(16, 8), array(8, 8)))
+
+
+def test_a_flipped_layout_changes_the_program_and_not_the_numbers(planned: Any) -> None:
+    made, _, _ = planned
+    mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    stage = made.plan.stages[0]
+    product = next(op.outputs[0] for op in made.graph.ops if op.name == "dot_general")
+    flipped = replace(stage, values={**stage.values, product: (1, 0)})
+    results = []
+    for plan in (made.plan, replace(made.plan, stages=(flipped,))):
+        built = codegen.program(made.graph, plan, made.rules, mesh)
+        args = [
+            jax.device_put(x, s)
+            for x, s in zip(jax.tree.leaves((two_layers(), array(16, 8))), built.in_shardings, strict=True)
+        ]
+        results.append(jax.jit(built.function)(*args))
+    assert_equal(results[1], results[0])
