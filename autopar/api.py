@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import codegen, jax_compat, meshes
-from autopar.errors import ArgumentError, AutoparWarning, DonatedError, PinError
+from autopar.errors import ArgumentError, AutoparWarning, DonatedError, PinError, PlanMismatchError
 from autopar.graph import verify as verify_graph
 from autopar.meshes import Target
 from autopar.planning import Options, Planned, collector_paused, make_plan
@@ -158,8 +158,6 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> _Prepared:
     mesh = s.mesh if s.mesh is not None else dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))
     (target,) = meshes.targets(mesh, s.cluster, local=True)
     if (target.logical.sizes, target.logical.names) != (s.plan.mesh_sizes, s.plan.mesh_names):
-        from autopar.errors import PlanMismatchError
-
         raise PlanMismatchError(
             f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
             f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
@@ -392,8 +390,3 @@ def _spread(shape: Sequence[int], devices: int) -> PartitionSpec:
     if best is None or math.prod(shape) == 0:
         return PartitionSpec()
     return PartitionSpec(*[None] * best, "devices")
-
-
-def with_settings(function: ParallelFunction, **changes: Any) -> ParallelFunction:
-    """The same function with other options, planned afresh."""
-    return ParallelFunction(function.__wrapped__, replace(function.settings, **changes))

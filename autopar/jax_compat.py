@@ -210,8 +210,3 @@ def is_concrete_mesh(mesh: Any) -> bool:
 def versions() -> str:
     """JAX's and jaxlib's versions, for cache keys and plans."""
     return f"jax-{jax.__version__}"
-
-
-def enable_compilation_cache(folder: os.PathLike[str] | str) -> None:
-    """Use JAX's persistent compilation cache."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))

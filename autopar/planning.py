@@ -124,10 +124,11 @@ def _export(
         found.values,
         found.uses,
         found.copies,
-        memory=_memory(graph, inputs, outputs, mesh),
+        memory=_memory(graph, inputs, outputs, state, mesh),
     )
     total_flops = model_flops(graph)
     peak = mesh.device.peak(_main_dtype(graph)) * mesh.size
+    used = total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0
     return Plan(
         graph_hash=graph_hash(graph),
         mesh_names=mesh.names,
@@ -154,9 +155,9 @@ def _export(
         variables_unfolded=solution.variables_unfolded,
         rows=solution.rows,
         phases={},
-        mfu=total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0,
-        hfu=total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0,
-        notes=(*_notes(graph, model.clustering, found, inputs, mesh), *solution.warnings),
+        mfu=used,
+        hfu=used,  # recomputation under the user's own jax.checkpoint counts in both
+        notes=(*_notes(graph, model.clustering, inputs, mesh), *solution.warnings),
     )
 
 
@@ -218,10 +219,13 @@ def _parts(model: intra_op.Model, solution: Solution) -> Mapping[str, float]:
 
 
 def _memory(
-    graph: Graph, inputs: tuple[Layout, ...], outputs: tuple[Layout, ...], mesh: LogicalMesh
+    graph: Graph,
+    inputs: tuple[Layout, ...],
+    outputs: tuple[Layout, ...],
+    state: Mapping[int, int],
+    mesh: LogicalMesh,
 ) -> Mapping[str, int]:
     """Bytes per device of arguments, and of results that do not take over an argument's buffer."""
-    state = match_state(graph)
 
     def local(layout: Layout, type_: Type) -> int:
         return math.prod(local_shape(layout, type_.shape, mesh.sizes)) * type_.itemsize
@@ -235,9 +239,7 @@ def _memory(
     return {"arguments": arguments, "results": results}
 
 
-def _notes(
-    graph: Graph, clustering: Clustering, found: decode.Layouts, inputs: tuple[Layout, ...], mesh: LogicalMesh
-) -> tuple[str, ...]:
+def _notes(graph: Graph, clustering: Clustering, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> tuple[str, ...]:
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
     notes.extend(_replicated_operations(graph, clustering))
     notes.extend(_undivided(graph, inputs, mesh))

@@ -23,7 +23,7 @@ from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.graph import Atom, Graph, Op, Type
 from autopar.layout import Layout, divides
 from autopar.passes import deferral
-from autopar.passes.homes import FREE, WHOLE, Builder, Cluster, Clustering, Home, Kind, projection, use
+from autopar.passes.homes import FREE, WHOLE, Builder, Cluster, Clustering, Home, Kind, alias, projection, use
 from autopar.passes.pins import constraint
 from autopar.passes.regions import REGIONS, region_kind
 from autopar.passes.state import match_state
@@ -61,7 +61,6 @@ def cluster(
         if shape:
             pin = (pinned_arguments or {}).get(position)
             b.enter_as(path, value, 1.0, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
-    arguments = tuple(range(len(b.drafts)))
     for value, _ in graph.constants:
         if graph.types[value].shape:
             b.enter(f"constant%{value}", value, 1.0)
@@ -69,7 +68,7 @@ def cluster(
     _leave(b, pinned_results or {})
     _charge_followers(b)
     clusters = tuple(Cluster(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Clustering(clusters, b.homes, tuple(b.uses), arguments, rules)
+    return Clustering(clusters, b.homes, tuple(b.uses), rules)
 
 
 def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
@@ -138,14 +137,7 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
 def _pass_through(b: Builder, op: Op, weight: float) -> None:
     """Result i is operand i, in the operand's layout."""
     for i, (atom, result) in enumerate(zip(op.inputs, op.outputs, strict=True)):
-        home = b.homes.get(atom) if isinstance(atom, int) else None
-        if home is not None and home.view is None:
-            b.homes[result] = Home(home.cluster, result, home.dims)
-        elif b.graph.types[result].shape:
-            cluster = b.enter(f"{op.tag} %{result}", result, weight)
-            if isinstance(atom, int):
-                dims = tuple(range(b.graph.types[result].rank))
-                use(b, f"{op.tag}.in{i}", atom, cluster, dims, False, weight, op.index)
+        alias(b, atom, result, f"{op.tag} %{result}", f"{op.tag}.in{i}", weight, op.index)
 
 
 def _constrained(b: Builder, op: Op, weight: float) -> None:
@@ -181,7 +173,7 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     factor_of = {f: c for f, c in zip(rule.operands[leader], home.dims, strict=True) if rule.sizes[f] > 1}
     for value, dims in zip(op.outputs, rule.results, strict=True):
         b.homes[value] = Home(home.cluster, value, tuple(factor_of.get(f, WHOLE) for f in dims))
-    b.followers.append((op, weight))
+    b.followers.append(op)
     for k, atom in enumerate(op.inputs):
         if k != leader and isinstance(atom, int):
             dims = tuple(factor_of.get(f, WHOLE) for f in rule.operands[k])
@@ -198,7 +190,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
             b.homes[value] = Home(cluster, value, tuple(dims))
     light = op.index in b.deferral.sums
     if light:
-        b.followers.append((op, weight))
+        b.followers.append(op)
     for k, atom in enumerate(op.inputs):
         if isinstance(atom, int):
             if not light:
@@ -298,7 +290,7 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 
 def _charge_followers(b: Builder) -> None:
     """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read."""
-    for op, _ in b.followers:
+    for op in b.followers:
         for value in op.outputs:
             if value in b.heavy_reads or b.reads.get(value, 0) > 1:
                 _charge(b, value)

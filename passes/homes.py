@@ -96,7 +96,6 @@ class Clustering:
     clusters: tuple[Cluster, ...]
     homes: Mapping[int, Home]
     uses: tuple[Use, ...]
-    arguments: tuple[int, ...]
     rules: Mapping[int, Rule]
 
 
@@ -119,6 +118,8 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
 
 @dataclass
 class Draft:
+    """A cluster whose followers are still being charged."""
+
     name: str
     strategies: StrategySet
     weight: float
@@ -140,7 +141,7 @@ class Builder:
     uses: list[Use] = field(default_factory=list)
     kinds: dict[int, Kind] = field(default_factory=dict)
     sets: dict[object, StrategySet] = field(default_factory=dict)
-    followers: list[tuple[Op, float]] = field(default_factory=list)
+    followers: list[Op] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
 
@@ -192,9 +193,21 @@ class Kind:
     broadcast: bool
 
 
+def alias(b: Builder, atom: Atom, value: int, name: str, site: str, weight: float, op: int) -> None:
+    """`value` is what is read at `site` and lies where that lives; if it lives nowhere, it gets a border cluster."""
+    home = b.homes.get(atom) if isinstance(atom, int) else None
+    if home is not None and home.view is None:
+        b.homes[value] = Home(home.cluster, value, home.dims)
+    elif b.graph.types[value].shape:
+        cluster = b.enter(name, value, weight)
+        if isinstance(atom, int):
+            use(b, site, atom, cluster, tuple(range(b.graph.types[value].rank)), False, weight, op)
+
+
 def use(
     b: Builder, site: str, value: int, consumer: int, dims: tuple[int, ...], assigned: bool, weight: float, op: int
 ) -> None:
+    """Record a `Use`, unless the value already lies as the consumer wants it because it lives there."""
     if not dims:
         return
     home = b.homes.get(value)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar import jax_compat
 from autopar.graph import Op, Region
-from autopar.passes.homes import UNKNOWN_TRIPS, WHOLE, Builder, Home, use
+from autopar.passes.homes import UNKNOWN_TRIPS, WHOLE, Builder, Home, alias, use
 
 #: Plans a list of operations with a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]
@@ -116,15 +116,8 @@ def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
 def _alias_inputs(b: Builder, op: Op, region: Region, offset: int, weight: float) -> None:
     """Inputs of a body that runs once read the outer values where they live; free ones get a border cluster."""
     for i, value in enumerate(region.inputs):
-        atom = op.inputs[i + offset]
-        home = b.homes.get(atom) if isinstance(atom, int) else None
-        if home is not None and home.view is None:
-            b.homes[value] = Home(home.cluster, value, home.dims)
-        elif b.graph.types[value].shape:
-            cluster = b.enter(f"{op.tag}.{region.name} %{value}", value, weight)
-            if isinstance(atom, int):
-                dims = tuple(range(b.graph.types[value].rank))
-                use(b, f"{op.tag}.in{i + offset}", atom, cluster, dims, False, weight, op.index)
+        name, site = f"{op.tag}.{region.name} %{value}", f"{op.tag}.in{i + offset}"
+        alias(b, op.inputs[i + offset], value, name, site, weight, op.index)
 
 
 def _cond(b: Builder, op: Op, weight: float, visit: Visit) -> None:
