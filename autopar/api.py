@@ -4,34 +4,29 @@
     later calls     flatten, place what is not in place, run
 
 A `ParallelFunction` keeps one entry per argument structure (tree, shapes, dtypes, static values); everything in an
-entry is frozen, so that a second call neither traces nor plans again.
+entry is frozen, so that a second call neither traces nor plans again. Arguments on an Explicit mesh come with pins in
+their types (`autopar.explicit`): an entry serves all calls whose pins its plan keeps. Plans outlive the process in
+`autopar.plan_cache`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import sys
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import codegen, jax_compat, meshes
-from autopar.errors import ArgumentError, AutoparWarning, DonatedError, PinError, PlanMismatchError
-from autopar.graph import verify as verify_graph
-from autopar.meshes import Target
-from autopar.planning import Options, Planned, collector_paused, make_plan
-from autopar.plans import Plan, check_matches
-from autopar.rules import rules_of
+from autopar import codegen, explicit, jax_compat
+from autopar.errors import ArgumentError, DonatedError
+from autopar.plans import Plan
+from autopar.prepare import Pin, Prepared, name_of, prepare
 from autopar.settings import Settings, settings
-from autopar.trace import Traced, flatten, trace
+from autopar.trace import flatten
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -41,7 +36,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
     Options:
         cluster: prices the mesh; default the local devices.
-        mesh: jax Mesh, AbstractMesh, tuple of sizes or {name: size}; default: every factorisation is searched.
+        mesh: jax Mesh, AbstractMesh, tuple of sizes or {name: size}; default: every factorisation is searched,
+            or the mesh of the arguments where that is Explicit and something is cut over it.
         batch_argnums: positional arguments that hold the batch; default: those that are no state.
         donate_argnums: positional arguments whose buffers may be reused; default: state leaves, never the batch.
         static_argnums: positional arguments that are not traced; they must be hashable.
@@ -72,7 +68,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
     if not callable(fn):
         raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
-    return _plan(fn, args, {}, settings(options), local=False).planned.plan
+    return prepare(fn, args, {}, settings(options), local=False).plan
 
 
 def gather(tree: Any) -> Any:
@@ -84,133 +80,6 @@ def _extended(x: jax.Array) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A plan with the trace it belongs to and the mesh it is for."""
-
-    traced: Traced
-    planned: Planned
-    target: Target
-
-
-@jax_compat.automatic_axes()
-def _plan(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
-) -> _Prepared:
-    with collector_paused():
-        return _plan_uninterrupted(fn, args, kwargs, s, local)
-
-
-def _plan_uninterrupted(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
-) -> _Prepared:
-    begin = time.perf_counter()
-    traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
-    verify_graph(traced.graph)
-    trace_s = time.perf_counter() - begin
-    if s.plan is not None:
-        return _loaded(fn, traced, s)
-    candidates = meshes.targets(s.mesh, s.cluster, local=local)
-    _check_batch(fn, traced, args, s, candidates)
-    options = Options(pins=s.pins, solver=s.solver, time_limit=s.time_limit, donate=_donated(traced, args, s))
-    best: _Prepared | None = None
-    misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
-    for target in candidates:
-        try:
-            planned = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
-        except PinError as error:
-            misfits.append(error)
-            continue
-        if s.progress:
-            _report(_name(fn), planned.plan)
-        if best is None or planned.plan.step_time_s < best.planned.plan.step_time_s * (1 - 1e-9):
-            best = _Prepared(traced, planned, target)
-    if best is None:
-        raise misfits[0]
-    for warning in best.planned.solution.warnings:
-        warnings.warn(f"{_name(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
-    return best
-
-
-def _user_stacklevel() -> int:
-    """The `stacklevel` at which a warning of the caller points to the user's line."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _report(name: str, made: Plan) -> None:
-    """What planning for one mesh took, on stderr."""
-    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
-    mesh = dict(zip(made.mesh_names, made.mesh_sizes, strict=True))
-    print(f"autopar: {name} on mesh {mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> _Prepared:
-    """A plan from elsewhere, checked against this function and, if one is given, this mesh."""
-    assert s.plan is not None
-    check_matches(s.plan, traced.graph, _name(fn))
-    mesh = s.mesh if s.mesh is not None else dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))
-    (target,) = meshes.targets(mesh, s.cluster, local=True)
-    if (target.logical.sizes, target.logical.names) != (s.plan.mesh_sizes, s.plan.mesh_names):
-        raise PlanMismatchError(
-            f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
-            f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
-        )
-    planned = Planned(s.plan, traced.graph, rules_of(traced.graph), None, None)  # type: ignore[arg-type]
-    return _Prepared(traced, planned, target)
-
-
-def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:
-    """Positional argument -> the positions of its leaves among all traced leaves."""
-    found: dict[int, range] = {}
-    start = 0
-    for i, arg in enumerate(args):
-        if i not in static:
-            count = len(jax.tree.leaves(arg))
-            found[i] = range(start, start + count)
-            start += count
-    return found
-
-
-def _donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
-    if isinstance(s.donate_argnums, str):
-        return "auto"
-    ranges = _leaf_ranges(args, s.static_argnums)
-    unknown = [n for n in s.donate_argnums if n not in ranges]
-    if unknown:
-        raise ArgumentError(f"donate_argnums={s.donate_argnums}: there is no traced argument {unknown[0]}")
-    return tuple(i for n in s.donate_argnums for i in ranges[n])
-
-
-def _check_batch(
-    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, candidates: Sequence[Target]
-) -> None:
-    """A batch that the user names must divide by some axis of the mesh."""
-    if isinstance(s.batch_argnums, str):
-        return
-    ranges = _leaf_ranges(args, s.static_argnums)
-    graph = traced.graph
-    for number in s.batch_argnums:
-        if number not in ranges:
-            raise ArgumentError(f"batch_argnums={s.batch_argnums}: {_name(fn)} has no traced argument {number}")
-        for i in ranges[number]:
-            shape = graph.types[graph.inputs[i]].shape
-            axes = sorted({size for t in candidates for size in t.logical.sizes if size > 1})
-            if axes and (not shape or all(shape[0] % size for size in axes)):
-                readers = [op.source for op in graph.walk() if graph.inputs[i] in op.inputs and op.source]
-                raise ArgumentError(
-                    f"batch argument '{graph.input_paths[i]}' of shape {shape}"
-                    f"{f', read at {readers[0]},' if readers else ''} does not divide by any mesh axis "
-                    f"({', '.join(map(str, axes))}). Use a batch that is a multiple, or leave batch_argnums on 'auto'."
-                )
-
-
 # Running
 
 
@@ -220,8 +89,9 @@ class Executable:
 
     plan: Plan
     programs: Mapping[str, Any]
-    _prepared: _Prepared
+    _prepared: Prepared
     _shardings: tuple[NamedSharding, ...]
+    _in_place: list[Any] = field(default_factory=list)  # per leaf the sharding object last seen to be right
 
     def as_text(self) -> str:
         """The compiled HLO."""
@@ -241,11 +111,16 @@ class Executable:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat argument leaves."""
+        known = self._in_place or [None] * len(self._shardings)
         donated = frozenset(self.plan.donated)
         placed = [
-            _place(x, sharding, i in donated, self.plan.input_paths[i])
-            for i, (x, sharding) in enumerate(zip(leaves, self._shardings, strict=True))
+            # What the last step returned comes with the sharding objects it came with before: most leaves end here.
+            x
+            if isinstance(x, jax.Array) and x.sharding is seen and not x.is_deleted()
+            else _place(x, self._shardings[i], i in donated, self.plan.input_paths[i])
+            for i, (x, seen) in enumerate(zip(leaves, known, strict=True))
         ]
+        self._in_place[:] = [x.sharding for x in placed]
         results = self.programs["step"](*placed)
         return jax.tree.unflatten(self._prepared.traced.out_tree, results)
 
@@ -275,7 +150,7 @@ class Lowered:
 
     plan: Plan
     jax_lowered: Any
-    _prepared: _Prepared
+    _prepared: Prepared
     _shardings: tuple[NamedSharding, ...]
 
     def as_text(self) -> str:
@@ -298,30 +173,46 @@ class ParallelFunction:
         functools.update_wrapper(self, fn)
         self.__wrapped__ = fn
         self.settings = chosen
-        self._prepared: dict[Any, _Prepared] = {}
-        self._executables: dict[Any, Executable] = {}
+        self._prepared: dict[_Key, Prepared] = {}
+        self._executables: dict[Prepared, Executable] = {}
+        self._last: tuple[Any, Executable] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, key = self._key(args, kwargs)
+        leaves, tree, fixed = self._flat(args, kwargs)
         if any(map(jax_compat.is_tracer, leaves)):
             return self.__wrapped__(*args, **kwargs)
-        executable = self._executables.get(key)
-        if executable is None:
-            executable = self._executables[key] = self.lower(*args, **kwargs).compile()
-        return executable.run(leaves)
+        # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
+        avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in leaves]
+        now = (tree, fixed, jax_compat.trace_context(), avals)
+        if self._last is None or self._last[0] != now:
+            self._last = (now, self._executable(args, kwargs))
+        return self._last[1].run(leaves)
+
+    def _executable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable:
+        prepared = self._prepare(args, kwargs)
+        found = self._executables.get(prepared)
+        if found is None:
+            found = self._executables[prepared] = self._lowered(prepared).compile()
+        return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ShapeDtypeStructs), made once per structure."""
-        return self._prepare(args, kwargs).planned.plan
+        return self._prepare(args, kwargs).plan
 
-    @jax_compat.automatic_axes()
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments."""
-        prepared = self._prepare(args, kwargs)
-        mesh = jax_compat.auto_mesh(meshes.concrete(prepared.target), prepared.target.logical.names)
-        built = codegen.program(prepared.planned.graph, prepared.planned.plan, prepared.planned.rules, mesh)
+        return self._lowered(self._prepare(args, kwargs))
+
+    @jax_compat.automatic_axes()
+    def _lowered(self, prepared: Prepared) -> Lowered:
+        mesh = prepared.mesh()
+        built = codegen.program(prepared.traced.graph, prepared.plan, prepared.rules(), mesh)
+        own = prepared.traced.mesh
+        if own is not None and dict(own.shape) == prepared.target.logical.shape:
+            typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
+            built = replace(built, out_shardings=tuple(NamedSharding(typed, s.spec) for s in built.out_shardings))
         lowered = built.jit().lower(*prepared.traced.in_avals)
-        return Lowered(prepared.planned.plan, lowered, prepared, built.in_shardings)
+        return Lowered(prepared.plan, lowered, prepared, built.in_shardings)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Run `init_fn(*args)` so that each array is created in its place, never whole on one device.
@@ -335,31 +226,49 @@ class ParallelFunction:
     def _state_shardings(self, shapes: Any) -> Any:
         for prepared in reversed(self._prepared.values()):
             try:
-                specs = prepared.planned.plan.shardings(shapes)
+                specs = prepared.plan.shardings(shapes)
             except ArgumentError:
                 continue
-            mesh = jax_compat.auto_mesh(meshes.concrete(prepared.target), prepared.target.logical.names)
+            mesh = prepared.mesh()
             return jax.tree.map(
                 lambda spec, mesh=mesh: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
             )
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(leaf.shape, mesh.size)), shapes)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Prepared:
-        _, key = self._key(args, kwargs)
-        found = self._prepared.get(key)
+    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prepared:
+        key = self._key(args, kwargs)
+        found = self._prepared.get(key) or self._fitting(key)
         if found is None:
-            found = self._prepared[key] = _plan(self.__wrapped__, args, kwargs, self.settings, local=True)
+            found = prepare(self.__wrapped__, args, kwargs, self.settings, local=True)
+        self._prepared[key] = found
         return found
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    def _fitting(self, key: _Key) -> Prepared | None:
+        """An entry for the same structure whose plan keeps these pins, as it does those of its own results."""
+        structure, pins = key
+        within = any(pins) or jax_compat.explicit_mesh() is not None
+        same = (prepared for (other, _), prepared in self._prepared.items() if other == structure)
+        return next((prepared for prepared in same if prepared.keeps(pins, within)), None)
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
+        leaves, tree, fixed = self._flat(args, kwargs)
+        structure = tree, fixed, tuple(map(_leaf_key, leaves)), jax_compat.trace_context()
+        return structure, tuple(map(_pin, leaves))
+
+    def _flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
+        """Leaves and tree of the traced arguments, and the static ones."""
         static = self.settings.static_argnums
         dynamic = tuple(a for i, a in enumerate(args) if i not in static) if static else args
         leaves, tree = flatten(dynamic, dict(kwargs), jax.tree.flatten)
         fixed = tuple(args[i] for i in static if i < len(args))
         for i, value in zip(static, fixed, strict=False):
-            _check_hashable(_name(self.__wrapped__), i, value)
-        return leaves, (tree, fixed, tuple(map(_leaf_key, leaves)), jax_compat.trace_context())
+            _check_hashable(name_of(self.__wrapped__), i, value)
+        return leaves, tree, fixed
+
+
+#: Structure of the arguments, and how each leaf lies on an Explicit mesh.
+_Key = tuple[Any, tuple[Pin | None, ...]]
 
 
 def _check_hashable(name: str, position: int, value: Any) -> None:
@@ -382,6 +291,11 @@ def _leaf_key(leaf: Any) -> Any:
     except TypeError:
         return type(leaf)  # no array: tracing says so, with its path
     return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
+
+
+def _pin(leaf: Any) -> Pin | None:
+    sharding = None if jax_compat.is_tracer(leaf) else explicit.sharding_of(leaf)
+    return None if sharding is None else (explicit.pin(sharding, len(leaf.shape)), sharding.mesh)
 
 
 def _spread(shape: Sequence[int], devices: int) -> PartitionSpec:

@@ -6,6 +6,7 @@ progress and errors go to stderr. --debug, anywhere, shows tracebacks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -33,7 +34,7 @@ Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
 MemoryBudget = Annotated[str | None, typer.Option(help="bytes per device; not available in this version")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, which this version always does")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
 Models = Annotated[str | None, typer.Option(help="zoo names, with commas between")]
 Repeats = Annotated[int, typer.Option(min=1, help="how often to measure; medians are shown")]
 
@@ -81,6 +82,13 @@ def options(
     return chosen if memory_budget is None else {**chosen, "memory_budget": memory_budget}
 
 
+def _cache(use: bool) -> contextlib.AbstractContextManager[None]:
+    """Where plans are made: with those that are kept on disk, or without."""
+    from autopar import plan_cache
+
+    return contextlib.nullcontext() if use else plan_cache.off()
+
+
 @app.command()
 def plan(
     target: Target,
@@ -101,7 +109,8 @@ def plan(
     from autopar.trace import trace
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
-    found = api.plan(fn, *args, **options(mesh, cluster, hosts, solver, memory_budget))
+    with _cache(not no_cache):
+        found = api.plan(fn, *args, **options(mesh, cluster, hosts, solver, memory_budget))
     if output is not None:
         found.save(output)
         say(f"saved to {output}")
@@ -154,6 +163,7 @@ def verify(
     seq: Seq = None,
     solver: Solver = "auto",
     as_json: Json = False,
+    no_cache: NoCache = False,
 ) -> None:
     """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
     from autopar import api, targets, verification
@@ -165,7 +175,9 @@ def verify(
     if against == "cpu":
         cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
-    found = verification.verify(saved or api.plan(fn, *args, **chosen), fn, *args, target=against)
+    with _cache(not no_cache):
+        planned = saved or api.plan(fn, *args, **chosen)
+    found = verification.verify(planned, fn, *args, target=against)
     if as_json:
         show(_report(found))
     else:
@@ -193,23 +205,43 @@ def _report(found: Any) -> dict[str, Any]:
     }
 
 
-@app.command()
-def clusters(as_json: Json = False) -> None:
-    """List the cluster presets with their figures."""
-    from autopar.cluster import Cluster
+Calibrate = Annotated[
+    str | None, typer.Option(help="measure the devices here instead, and write their cluster to this TOML file")
+]
 
-    for name in Cluster.presets():
-        one = Cluster.preset(name)
-        if as_json:
-            show(_figures(name, one))
-        else:
-            peaks = ", ".join(f"{rate / 1e12:g} Tflop/s {dtype}" for dtype, rate in one.device.peak_flops.items())
-            print(
-                f"{name}: {one.devices_per_host} x {one.device.name} a host, {one.device.memory_bytes / 2**30:.0f} GiB"
-            )
-            print(f"  {peaks}; memory {one.device.memory_bandwidth / 1e12:g} TB/s")
-            for where, link in (("in a host", one.intra), ("between hosts", one.inter)):
-                print(f"  {where}: {link.bandwidth / 1e9:g} GB/s a device, latency {link.alpha * 1e6:g} us")
+
+@app.command()
+def clusters(calibrate: Calibrate = None, as_json: Json = False) -> None:
+    """List the cluster presets with their figures, or measure the devices at hand."""
+    from autopar.cluster import Cluster
+    from autopar.report import clusters as listing
+    from autopar.report.text import table
+
+    if calibrate is not None:
+        _calibrate(calibrate, as_json)
+    elif as_json:
+        for name in Cluster.presets():
+            show(_figures(name, Cluster.preset(name)))
+    else:
+        print(table("preset", listing.HEADS, listing.rows(Cluster.presets())))
+
+
+def _calibrate(path: str, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from autopar import measure
+    from autopar.cluster import Cluster
+    from autopar.report import calibration
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("calibrating", total=measure.steps(Cluster.local()))
+        found = measure.calibrate(lambda what: progress.update(task, advance=1, description=what))
+    found.cluster.save(path)
+    if as_json:
+        show({**_figures(found.cluster.name, found.cluster), "errors": calibration.errors(found.fits)})
+    else:
+        print(calibration.text(found))
 
 
 def _figures(name: str, one: Any) -> Mapping[str, Any]:
@@ -288,6 +320,28 @@ def bench_step(
         show({"rows": rows})
     else:
         print(step.table(rows))
+
+
+@bench.command("collectives")
+def bench_collectives(
+    workers: Annotated[int, typer.Option(help="number of devices")] = 8,
+    nbytes: Annotated[str | None, typer.Option("--bytes", help="message sizes in bytes, with commas between")] = None,
+    cluster: Annotated[str, typer.Option(help="preset, or a TOML file")] = "dgx-h100",
+    kind: Annotated[str, typer.Option(help="all-reduce, all-gather, broadcast, ...")] = "all-reduce",
+    plot: Annotated[Path | None, typer.Option(help="write a picture of time against bytes")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the algorithms of a collective by their closed forms; nothing is measured."""
+    from autopar.bench import collectives
+
+    found = collectives.run(workers, collectives.SIZES if nbytes is None else sizes(nbytes), cluster, kind)
+    if plot is not None:
+        collectives.plot(found, plot)
+        say(f"saved to {plot}")
+    if as_json:
+        show(found)
+    else:
+        print(collectives.table(found))
 
 
 def main() -> None:

@@ -1,70 +1,34 @@
 """Clusters: what the devices can do and how fast they talk, with no device needed to say so.
 
 A cluster is a device model and a list of *levels*, outermost first: a host level of `hosts` groups joined by the
-`inter` link, each of `devices_per_host` devices joined by the `intra` link, or one level per axis for
-`Cluster.custom`. Devices are numbered row-major over the levels, so neighbours share the innermost level.
-
-A logical mesh lays named axes over that numbering, row-major, the last axis innermost. An axis of size s with inner
-stride a covers the device strides [a, a s); cut at the borders of the levels this gives the axis its own levels:
-
-    inside one level                       that level's link
-    across a border, dividing it evenly    one level per piece, outermost first (a 16-way axis on hosts of 8 is 2 x 8)
-    across a border, not evenly            one level on the slowest link of the cluster
+`inter` link, each of `devices_per_host` devices joined by the `intra` link; or one level per axis for `Cluster.custom`
+and per dimension of a torus (`autopar.cluster_files`). Devices are numbered row-major over the levels, so neighbours
+share the innermost level. A logical mesh lays named axes over that numbering, row-major, the last axis innermost; which
+links an axis crosses is decided in `autopar.links`.
 
 `LogicalMesh.links` names the bottleneck of each axis; `LogicalMesh.levels` is what the collective models read, so that
-they can price hierarchical algorithms. All bandwidths are per device and per direction: devices of one host are taken
-to have a network port each, and a slower shared port has to be divided by the number of devices on it.
+they can price hierarchical algorithms. All bandwidths are per device: devices of one host are taken to have a network
+port each, and a slower shared port has to be divided by the number of devices on it.
+
+A cluster of unequal `groups` numbers the devices of its groups one after the other. As a whole it is as slow as its
+slowest parts, because a collective waits for all (-> `heterogeneous.join`); `Cluster.part` inside one group has that
+group's own device and links.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import resources
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from autopar.cost_models.host import HOST
 from autopar.errors import ClusterError, MeshError
+from autopar.links import NETWORKS, Level, Link, cut, inner_sizes, piece, slowest
+
+__all__ = ["DEFAULT_AXIS_NAMES", "NETWORKS", "Cluster", "Device", "Level", "Link", "LogicalMesh"]
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
-NETWORKS = ("switch", "ring", "memory")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """What one device sees of a network: a message of b bytes takes alpha + beta b seconds.
-
-    Attributes:
-        alpha: latency of one message, s.
-        beta: inverse bandwidth of one device in one direction, s/byte.
-        network: who can talk at once at this rate. "switch": any pairs; "ring": neighbours only, as along an axis of a
-            torus; "memory": threads of one host, which meet once per collective and copy.
-    """
-
-    alpha: float
-    beta: float
-    network: str = "switch"
-
-    def __post_init__(self) -> None:
-        if self.network not in NETWORKS or self.alpha < 0 or self.beta < 0:
-            raise ClusterError(f"{self} is no link: alpha and beta are >= 0, network is one of {', '.join(NETWORKS)}.")
-
-    @property
-    def bandwidth(self) -> float:
-        """bytes/s; infinite where beta is 0."""
-        return 1 / self.beta if self.beta else math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """`size` groups of devices joined by `link`."""
-
-    size: int
-    link: Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +42,11 @@ class Device:
         memory_bytes: bytes that programs may use.
         kernel_overhead: s that a kernel costs however small it is.
         efficiency: share of `peak_flops` that large matrix products reach.
+        half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
         reduce_scatter: the backend has one; XLA on CPU all-reduces and slices instead.
-        combined_latency: share of its latency that an all-reduce still costs once the compiler has combined it with
-            others.
+        overlap: share of a collective's time that hides behind computation where the collective has time
+            (`autopar.passes.slack`); 0 where nothing hides.
+        bucket_bytes: such collectives are combined until they are this large, and share the latency; 0: never.
     """
 
     name: str
@@ -90,7 +56,9 @@ class Device:
     kernel_overhead: float = 0.0
     efficiency: float = 1.0
     reduce_scatter: bool = True
-    combined_latency: float = 1.0
+    overlap: float = 0.0
+    bucket_bytes: float = 0.0
+    half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def peak(self, dtype: str) -> float:
         """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""
@@ -107,6 +75,7 @@ class LogicalMesh:
         links: per axis the slowest link that it crosses.
         device: the device model.
         levels: per axis its levels, outermost first; left out, each axis is one level on its link.
+        behind: prices on it are those of collectives that hide behind computation.
     """
 
     names: tuple[str, ...]
@@ -114,6 +83,7 @@ class LogicalMesh:
     links: tuple[Link, ...]
     device: Device
     levels: tuple[tuple[Level, ...], ...] = ()
+    behind: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.sizes) == len(self.links) or len(set(self.names)) != len(self.names):
@@ -141,6 +111,10 @@ class LogicalMesh:
             raise MeshError(f"Axis {name!r} not found. Mesh axes are {self.shape}.")
         return self.names.index(name)
 
+    def behind_computation(self) -> LogicalMesh:
+        """The mesh as collectives see it that have time: see `Device.overlap` and `Device.bucket_bytes`."""
+        return replace(self, behind=True)
+
     def group(self, axes: Sequence[int]) -> int:
         """Number of devices in one group that communicates along the axes at these positions."""
         return math.prod(self.sizes[a] for a in axes)
@@ -148,16 +122,17 @@ class LogicalMesh:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A number of equal devices and the links between them; see the module for its levels.
+    """Devices and the links between them; see the module for its levels.
 
     Attributes:
         name: shown in plans and reports.
-        device: the device model, the same for all.
+        device: the device model, the same for all; of unequal groups the slowest in every respect.
         hosts: number of hosts.
         devices_per_host: devices on each.
         intra: link between devices of one host.
         inter: link between devices of different hosts, per device.
-        axis_levels: replaces the two levels above, outermost first (`Cluster.custom`).
+        axis_levels: replaces the two levels above, outermost first (`Cluster.custom`, tori).
+        groups: the clusters of equal devices that it consists of, where there are several (`Cluster.joined`).
     """
 
     name: str
@@ -167,6 +142,7 @@ class Cluster:
     intra: Link
     inter: Link
     axis_levels: tuple[Level, ...] | None = None
+    groups: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
         if any(level.size < 1 for level in self.levels):
@@ -203,12 +179,65 @@ class Cluster:
             raise MeshError(f"Mesh sizes {sizes} have {len(sizes)} axes: give `names`, defaults end at 4 axes.")
         axes = tuple(names) if names is not None else DEFAULT_AXIS_NAMES[: len(sizes)]
         levels = self._axis_levels(sizes)
-        links = tuple(_slowest(levels_of_axis) for levels_of_axis in levels)
+        links = tuple(slowest(levels_of_axis) for levels_of_axis in levels)
         return LogicalMesh(axes, sizes, links, self.device, levels)
+
+    def without_overlap(self) -> Cluster:
+        """The same cluster where no communication hides behind computation and none is combined."""
+        plain = replace(self.device, overlap=0.0, bucket_bytes=0.0)
+        return replace(self, device=plain, groups=tuple(g.without_overlap() for g in self.groups))
+
+    def part(self, first: int, count: int) -> Cluster:
+        """The cluster of the `count` devices from number `first` on, such as a pipeline stage has.
+
+        Inside one group of a cluster of several it has that group's device and links. Raises `ClusterError` where the
+        devices are not whole groups of one level: a number of whole hosts, or devices of one host.
+        """
+        if self.groups:
+            return self._part_of_groups(first, count)
+        inner = inner_sizes(self.levels)
+        borders = [low * v.size for low, v in zip(inner, self.levels, strict=True)]
+        fits = [
+            count % low == first % low == 0 and first % high + count <= high
+            for low, high in zip(inner, borders, strict=True)
+        ]
+        if not (first >= 0 and count > 0 and first + count <= self.num_devices and any(fits)):
+            raise ClusterError(
+                f"Devices {first} to {first + count - 1} of cluster {self.name!r} ({self._describe_levels()}) are no "
+                "whole hosts, and no devices of one host."
+            )
+        at = max(i for i, fit in enumerate(fits) if fit)
+        return self._of_levels(at, count // inner[at])
+
+    def _of_levels(self, at: int, size: int) -> Cluster:
+        """`size` groups of level `at`, with all that is inside them."""
+        ones = [Level(1, v.link) for v in self.levels[:at]]
+        levels = (*ones, Level(size, piece(at, self.levels[at], 1, size).link), *self.levels[at + 1 :])
+        count = math.prod(v.size for v in levels)
+        if self.axis_levels is None:
+            sizes, links = [v.size for v in levels], [v.link for v in levels]
+            return replace(self, hosts=sizes[0], devices_per_host=sizes[1], inter=links[0], intra=links[1])
+        inside = min(count, self.devices_per_host)
+        return replace(self, hosts=-(-count // inside), devices_per_host=inside, axis_levels=levels)
+
+    def _part_of_groups(self, first: int, count: int) -> Cluster:
+        starts = [sum(g.num_devices for g in self.groups[:i]) for i in range(len(self.groups))]
+        edges = [
+            (max(first, start), min(first + count, start + g.num_devices))
+            for start, g in zip(starts, self.groups, strict=True)
+        ]
+        parts = [
+            g.part(low - start, high - low)
+            for (low, high), start, g in zip(edges, starts, self.groups, strict=True)
+            if low < high
+        ]
+        if sum(p.num_devices for p in parts) != count:
+            raise ClusterError(f"Cluster {self.name!r} has no devices {first} to {first + count - 1}.")
+        return parts[0] if len(parts) == 1 else Cluster.joined(parts, self.inter, name=self.name)
 
     def _axis_levels(self, sizes: tuple[int, ...]) -> tuple[tuple[Level, ...], ...]:
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        return tuple(_cut(self.levels, stride, size) for stride, size in zip(strides, sizes, strict=True))
+        return tuple(cut(self.levels, stride, size) for stride, size in zip(strides, sizes, strict=True))
 
     def _describe_levels(self) -> str:
         return " x ".join(str(level.size) for level in self.levels)
@@ -239,27 +268,58 @@ class Cluster:
         return Cluster(name, device, 1, math.prod(sizes), links[-1], links[0], levels or (Level(1, links[0]),))
 
     @staticmethod
-    def presets() -> tuple[str, ...]:
-        """Names that `preset` knows, sorted."""
-        files = resources.files("autopar.cost_models").joinpath("presets").iterdir()
-        return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
+    def joined(groups: Sequence[Cluster], inter: Link | None = None, *, name: str | None = None) -> Cluster:
+        """One cluster of several, such as a host of V100 and two of A100; `inter` joins them, no faster than theirs.
+
+        Raises `ClusterError` where there are no groups.
+        """
+        from autopar import heterogeneous
+
+        return heterogeneous.join(tuple(groups), inter, name)
 
     @staticmethod
-    def preset(name: str, hosts: int = 1, topology: str | None = None) -> Cluster:
-        """A cluster of `hosts` machines of a known kind. Raises `ClusterError` naming the known ones."""
-        if name not in Cluster.presets():
-            raise ClusterError(f"Cluster preset {name!r} not found. Known presets: {', '.join(Cluster.presets())}.")
-        text = resources.files("autopar.cost_models").joinpath("presets", f"{name}.toml").read_text("utf-8")
-        return _from_table(tomllib.loads(text), f"preset {name}", hosts, topology)
+    def presets() -> tuple[str, ...]:
+        """Names that `preset` knows, sorted."""
+        from autopar import cluster_files
+
+        return cluster_files.presets()
+
+    @staticmethod
+    def preset(name: str, hosts: int | None = None, topology: str | None = None, slices: int = 1) -> Cluster:
+        """A cluster of a known kind.
+
+        Args:
+            name: one of `presets()`.
+            hosts: number of hosts, default 1.
+            topology: for a torus its dimensions, such as "4x8", in place of `hosts`.
+            slices: number of such tori, joined by the data centre's network.
+
+        Raises:
+            ClusterError: an unknown name, or hosts or a topology that do not fit; the message says what does.
+        """
+        from autopar import cluster_files
+
+        return cluster_files.preset(name, hosts, topology, slices)
 
     @staticmethod
     def from_toml(path: str | os.PathLike[str], hosts: int | None = None) -> Cluster:
-        """A cluster from a file in the presets' format; `hosts` overrides the file's own number."""
-        try:
-            table = tomllib.loads(Path(path).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"Cluster file {str(path)!r} cannot be read: {error}") from error
-        return _from_table(table, str(path), hosts, None)
+        """A cluster from a file in the presets' format; `hosts` overrides the file's own number.
+
+        Raises `ClusterError` where the file does not read or is not complete.
+        """
+        from autopar import cluster_files
+
+        return cluster_files.load(path, hosts)
+
+    def to_toml(self) -> str:
+        """The cluster as text that `from_toml` reads again, equal in every figure."""
+        from autopar import cluster_files
+
+        return cluster_files.text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_toml()` to a file."""
+        Path(path).write_text(self.to_toml(), "utf-8")
 
     @staticmethod
     def local() -> Cluster:
@@ -269,36 +329,20 @@ class Cluster:
         collective is a copy through that memory. Accelerators are looked up by their kind among the presets;
         `ClusterError` where none fits.
         """
-        import jax
+        from autopar import local_cluster
 
-        devices = jax.devices()
-        hosts = jax.process_count()
-        per_host = len(devices) // hosts
-        if devices[0].platform == "cpu":
-            return _host_cluster(hosts, per_host, os.cpu_count() or 1)
-        return _accelerator_cluster(devices[0].device_kind, hosts, per_host)
+        return local_cluster.find()
 
+    @staticmethod
+    def calibrated(tell: Callable[[str], None] = lambda what: None) -> Cluster:
+        """The local devices with measured figures: rates of matrix products, memory bandwidth, latency and bandwidth.
 
-def _slowest(levels: Sequence[Level]) -> Link:
-    """The bottleneck of several levels; levels of one group carry nothing unless there are only those."""
-    used = [v.link for v in levels if v.size > 1] or [v.link for v in levels]
-    slow = max(used, key=lambda link: link.beta)
-    return Link(max(link.alpha for link in used), slow.beta, slow.network)
+        Runs products, passes over memory and collectives on all local devices, which takes half a minute; `tell` hears
+        what is being timed. `autopar.measure.calibrate` gives the error of the fit as well, `save` keeps the result.
+        """
+        from autopar import measure
 
-
-def _cut(levels: Sequence[Level], stride: int, size: int) -> tuple[Level, ...]:
-    """The levels, outermost first, of an axis of `size` groups that lie `stride` devices apart."""
-    extent = stride * size
-    inner = [math.prod(v.size for v in levels[i + 1 :]) for i in range(len(levels))]
-    borders = [low * v.size for low, v in zip(inner, levels, strict=True)]
-    if any(max(edge, b) % min(edge, b) for edge in (stride, extent) for b in borders):
-        return (Level(size, _slowest(levels)),)
-    pieces = [
-        Level(min(extent, high) // max(stride, low), v.link)
-        for low, high, v in zip(inner, borders, levels, strict=True)
-        if max(stride, low) < min(extent, high)
-    ]
-    return tuple(pieces) or (Level(1, levels[-1].link),)
+        return measure.calibrate(tell).cluster
 
 
 def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...]) -> tuple[float, ...]:
@@ -306,71 +350,3 @@ def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...])
     if len(values) != len(sizes):
         raise ClusterError(f"{what} has {len(values)} values {values} for {len(sizes)} mesh axes of sizes {sizes}.")
     return values
-
-
-def _link(table: Mapping[str, Any]) -> Link:
-    return Link(float(table["alpha"]), 1 / float(table["bandwidth"]), table.get("network", "switch"))
-
-
-def _device(table: Mapping[str, Any]) -> Device:
-    peaks = {str(dtype): float(rate) for dtype, rate in table["peak_flops"].items()}
-    return Device(
-        table["name"],
-        peaks,
-        float(table["memory_bandwidth"]),
-        int(table["memory_bytes"]),
-        float(table.get("kernel_overhead", 0.0)),
-        float(table.get("efficiency", 1.0)),
-    )
-
-
-def _from_table(table: Mapping[str, Any], where: str, hosts: int | None, topology: str | None) -> Cluster:
-    """A cluster from parsed TOML; the format is described in presets/dgx-h100.toml."""
-    if topology is not None:
-        raise ClusterError(f"Cluster {where} has hosts, not a topology, but topology={topology!r} was given.")
-    try:
-        return Cluster(
-            table["name"],
-            _device(table["device"]),
-            int(hosts if hosts is not None else table.get("hosts", 1)),
-            int(table["devices_per_host"]),
-            _link(table["intra"]),
-            _link(table["inter"]),
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ClusterError(f"Cluster {where} is not complete: {type(error).__name__} {error}.") from error
-
-
-def _host_cluster(hosts: int, devices: int, cores: int) -> Cluster:
-    """`devices` virtual CPU devices on each of `hosts` machines with `cores` cores."""
-    device = Device(
-        "cpu",
-        {dtype: rate * cores / devices for dtype, rate in HOST.flops_per_core.items()},
-        HOST.memory_bandwidth(cores) / devices,
-        _physical_memory() // devices,
-        HOST.kernel_overhead,
-        HOST.efficiency,
-        reduce_scatter=False,
-        combined_latency=HOST.combined_latency,
-    )
-    intra = Link(HOST.collective_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
-    inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)
-    return Cluster("local cpu", device, hosts, devices, intra, inter)
-
-
-def _physical_memory() -> int:
-    """Bytes of the host's memory; 8 GiB where the platform does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 8 * 2**30
-
-
-def _accelerator_cluster(kind: str, hosts: int, devices: int) -> Cluster:
-    """The preset whose device has this JAX `device_kind`, with the machine's own counts."""
-    for name in Cluster.presets():
-        preset = Cluster.preset(name)
-        if preset.device.name in kind:
-            return Cluster(f"local {name}", preset.device, hosts, devices, preset.intra, preset.inter)
-    known = ", ".join(Cluster.presets())
-    raise ClusterError(f"No preset describes a {kind!r}; known presets: {known}. Use Cluster.from_toml or .custom.")

@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec
+from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
 from autopar.rules import Rule
 
@@ -117,9 +118,11 @@ class _Context:
             done = [0]
         return jax_compat.reduce_sum(array, done) if done else array
 
-    def along(self, array: Any, source: Layout, target: Layout) -> Any:
-        """Constrain an array to every layout of the route, the target last."""
-        for stop in (*route(source, target, tuple(self.mesh.shape[name] for name in self.names)), target):
+    def along(self, array: Any, source: Layout, target: Layout, *, in_stages: bool = False) -> Any:
+        """Constrain an array to every layout of the route, the target last; `in_stages`: the sums of a dot end here."""
+        sizes = tuple(self.mesh.shape[name] for name in self.names)
+        first = first_stage(source, target, sizes) if in_stages else ()
+        for stop in (*(first or route(source, target, sizes)), target):
             array = self.constrain(array, stop)
         return array
 
@@ -260,7 +263,7 @@ class _Scope:
         array = self.context.summed(array, lead, layout)
         if not any(s == PARTIAL != t for s, t in zip(fresh, layout, strict=True)):
             return self.context.constrain(array, layout)
-        return self.context.along(array, fresh, layout)
+        return self.context.along(array, fresh, layout, in_stages=op.name == "dot_general")
 
     def _unsummed(self, op: Op, position: int, lead: Sequence[int]) -> Layout:
         """The layout a result has before its sums are added up: PARTIAL along axes that cut a reduced factor."""

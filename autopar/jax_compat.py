@@ -15,12 +15,15 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jaxlib.version
 from jax._src import config as jax_config  # tried on 0.10.2, 0.12.0: settings that change what a trace gives
 from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the trace in force, to find values that outlive it
 from jax._src import effects as jax_effects  # tried on 0.10.2, 0.12.0: which effects force an order
+from jax._src import mesh as jax_mesh  # tried on 0.10.2, 0.12.0: the mesh in force with its devices
+from jax._src import pjit as jax_pjit  # tried on 0.10.2, 0.12.0: the primitive of with_sharding_constraint
 from jax._src import source_info_util  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 #: Primitives that only call another jaxpr once with the same arguments; the tracer inlines them.
 #: name -> parameter that holds the callee. Tried on 0.10.2 and 0.12.0.
@@ -202,6 +205,77 @@ def automatic_axes() -> Iterator[None]:
         yield
 
 
+#: What JAX raises where shardings in types do not fit an operation. Tried on 0.10.2 and 0.12.0.
+SHARDING_TYPE_ERROR: type[Exception] = jax_core.ShardingTypeError
+
+
+def is_explicit(mesh: Any) -> bool:
+    """True for a mesh (concrete or abstract) some axes of which are Explicit: shardings over it are part of types."""
+    return not mesh.empty and AxisType.Explicit in mesh.axis_types
+
+
+def explicit_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh in force (`jax.set_mesh`) if it is Explicit, with its devices if known. Tried on 0.10.2 and 0.12.0."""
+    concrete, abstract = jax_mesh.get_concrete_mesh(), jax.sharding.get_abstract_mesh()
+    if not is_explicit(abstract):
+        return None
+    return concrete if not concrete.empty and concrete.abstract_mesh == abstract else abstract
+
+
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """The sharding that a type carries, if it lies on an Explicit mesh. Tried on 0.10.2 and 0.12.0."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and is_explicit(sharding.mesh) else None
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """The shape of a variable of a jaxpr; () for what is no array."""
+    return getattr(variable.aval, "shape", ())
+
+
+def without_sharding(aval: Any) -> Any:
+    """A type without the sharding it carries. Tried on 0.10.2 and 0.12.0."""
+    return aval.update(sharding=None) if explicit_sharding(aval) else aval
+
+
+def on_auto_mesh(value: Any) -> Any:
+    """A mesh, or a sharding over one, with all axes Auto; anything else as it is."""
+    if isinstance(value, NamedSharding):
+        return value.update(mesh=on_auto_mesh(value.mesh)) if is_explicit(value.mesh) else value
+    if isinstance(value, Mesh) and is_explicit(value):
+        return auto_mesh(value.devices, value.axis_names)
+    if isinstance(value, AbstractMesh) and is_explicit(value):
+        return value.update_axis_types(dict.fromkeys(value.axis_names, AxisType.Auto))
+    return value
+
+
+def automatic_context(context: Any) -> Any:
+    """The context of an equation with Auto axes for Explicit ones. Tried on 0.10.2 and 0.12.0."""
+    if not is_explicit(context.cur_abstract_mesh):
+        return context
+    with context.manager, jax.sharding.use_abstract_mesh(on_auto_mesh(context.cur_abstract_mesh)):
+        return jax_core.JaxprEqnContext()
+
+
+def constraint_equation(equation: jex.JaxprEqn, operand: Any, result: Any, sharding: NamedSharding) -> jex.JaxprEqn:
+    """`with_sharding_constraint` in the place of an equation that reshards. Tried on 0.10.2 and 0.12.0."""
+    mesh = on_auto_mesh(sharding.mesh)
+    params = {
+        "sharding": on_auto_mesh(sharding),
+        "layout": None,
+        "context_mesh": mesh,
+        "unconstrained_dims": frozenset(),
+    }
+    return equation.replace(
+        invars=[operand],
+        outvars=[result],
+        primitive=jax_pjit.sharding_constraint_p,
+        params=params,
+        effects=jax_core.no_effects,
+        ctx=automatic_context(equation.ctx),
+    )
+
+
 def is_concrete_mesh(mesh: Any) -> bool:
     """True for a mesh that holds devices."""
     return isinstance(mesh, Mesh)
@@ -209,4 +283,4 @@ def is_concrete_mesh(mesh: Any) -> bool:
 
 def versions() -> str:
     """JAX's and jaxlib's versions, for cache keys and plans."""
-    return f"jax-{jax.__version__}"
+    return f"jax-{jax.__version__} jaxlib-{jaxlib.version.__version__}"

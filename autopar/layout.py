@@ -16,7 +16,7 @@ One move is one sharding constraint. `route` finds the moves with the fewest byt
 give every axis its source, its target or nothing, by Dijkstra's algorithm (1959); codegen emits the layouts on the
 way, `steps` lists the collectives. Partial sums come first:
 
-    all partial axes -> dims    reduce-scatters, if no more minor axis cuts them                        -> _reduced
+    one partial axis -> dim     a reduce-scatter, if no more minor axis cuts it                         -> _reduced
     otherwise                   one joint all-reduce over all of them, the scatters local slices of it  -> _reduced
 
 Bytes are fractions of the whole value and dimensions are only told apart, never compared, so that a recipe depends on
@@ -176,18 +176,16 @@ def _summed(source: Layout, target: Layout) -> Layout:
 
 def _reduced(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...]]:
     """The layout once the partial sums that end are summed, and the steps that sum them."""
-    out: list[Step] = []
-    current = source
-    ending = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == PARTIAL and t != PARTIAL]
-    most = _most_cuts(source, target, sizes)
-    for axis in ending:
-        scattered = _put(current, (axis,), target[axis])
-        if target[axis] >= 0 and target[axis] not in current[axis + 1 :] and _within(cuts(scattered, sizes), most):
-            out.append(Step("reduce-scatter", (axis,), _held(current, sizes)))
-            current = scattered
-    if all(current[axis] != PARTIAL for axis in ending):
-        return current, tuple(out)
-    # Compilers sum along all axes at once and scatter nothing unless all of it is scattered.
+    ending = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == PARTIAL != t]
+    if not ending:
+        return source, ()
+    if len(ending) == 1 and target[ending[0]] >= 0:
+        (axis,) = ending
+        scattered = _put(source, ending, target[axis])
+        most = _most_cuts(source, target, sizes)
+        if target[axis] not in source[axis + 1 :] and _within(cuts(scattered, sizes), most):
+            return scattered, (Step("reduce-scatter", (axis,), _held(source, sizes)),)
+    # Compilers sum along all axes at once, and scatter the sum over several onto one dimension only.
     return _summed(source, target), (Step("all-reduce", tuple(ending), _held(source, sizes)),)
 
 

@@ -90,7 +90,9 @@ def _default_cluster(sizes: tuple[int, ...], local: bool) -> Cluster:
                 f"mesh {sizes} needs {count} devices, but only {here.num_devices} are here ({here.name}). "
                 "Give a smaller mesh, or on CPU set jax.config.update('jax_num_cpu_devices', n) before the first use."
             )
-        return here if count == here.num_devices else replace(here, hosts=1, devices_per_host=count)
+        if count == here.num_devices:
+            return here
+        return here.part(0, count) if here.axis_levels else replace(here, hosts=1, devices_per_host=count)
     preset = Cluster.preset(DEFAULT_PRESET)
     inside = math.gcd(count, preset.devices_per_host)
     return replace(preset, hosts=count // inside, devices_per_host=inside)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from autopar import shares
 from autopar.cluster import LogicalMesh
 from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, cuts, divides, local_shape, replicated
@@ -53,16 +54,29 @@ class Planned:
     solution: Solution
 
 
+def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
+    """The problem whose solutions are the plans of one traced function on one mesh."""
+    clock = _Clock()
+    return _model(traced, mesh, options, rules_of(traced.graph, options.rules), clock)[0]
+
+
+def _model(
+    traced: Traced, mesh: LogicalMesh, options: Options, rules: Mapping[int, Rule], clock: _Clock
+) -> tuple[intra_op.Model, Pinned]:
+    axes = None if traced.mesh is None else dict(traced.mesh.shape)
+    pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
+    clock.lap("rules")
+    clustering = clustering_pass.cluster(traced.graph, rules, mesh, pinned.arguments, pinned.results)
+    model = intra_op.build(traced.graph, clustering, mesh)
+    clock.lap("graph")
+    return model, pinned
+
+
 def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0) -> Planned:
     """Plan one traced function on one mesh."""
-    graph = traced.graph
     clock = _Clock()
-    pinned = resolve(options.pins, graph, mesh)
-    rules = rules_of(graph, options.rules)
-    clock.lap("rules")
-    clustering = clustering_pass.cluster(graph, rules, mesh, pinned.arguments, pinned.results)
-    model = intra_op.build(graph, clustering, mesh)
-    clock.lap("graph")
+    rules = rules_of(traced.graph, options.rules)
+    model, pinned = _model(traced, mesh, options, rules, clock)
     solution = optimize(
         model.problem,
         solver=options.solver,
@@ -71,11 +85,11 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
         presolve=options.presolve,
     )
     clock.lap("solve")
-    plan = _export(graph, model, solution, mesh, cluster_name, options, pinned)
+    plan = _export(traced.graph, model, solution, mesh, cluster_name, options, pinned)
     clock.lap("export")
     phases = {"trace": trace_s, **clock.laps, **solution.phases, "inter_op": 0.0}
     phases.pop("solve")
-    return Planned(replace(plan, phases=phases), graph, rules, model, solution)
+    return Planned(replace(plan, phases=phases), traced.graph, rules, model, solution)
 
 
 @contextmanager
@@ -116,7 +130,8 @@ def _export(
     inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
     outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
     donated = tuple(sorted(state.values())) if options.donate == "auto" else tuple(int(i) for i in options.donate)
-    parts = _parts(model, solution)
+    planned = decode.collectives(graph, model, solution.assignment, found, mesh)
+    parts = {**_parts(model, solution), "hidden": decode.hidden_seconds(graph, model, planned, mesh)}
     stage = Stage(
         "all",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
@@ -143,7 +158,7 @@ def _export(
         input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
         output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
         donated=donated,
-        collectives=decode.collectives(graph, model, solution.assignment, found, mesh),
+        collectives=planned,
         step_time_s=solution.objective,
         parts=parts,
         objective_s=solution.objective,
@@ -157,7 +172,7 @@ def _export(
         phases={},
         mfu=used,
         hfu=used,  # recomputation under the user's own jax.checkpoint counts in both
-        notes=(*_notes(graph, model.clustering, inputs, mesh), *solution.warnings),
+        notes=(*_notes(graph, model.clustering, stage, inputs, mesh), *solution.warnings),
     )
 
 
@@ -239,18 +254,22 @@ def _memory(
     return {"arguments": arguments, "results": results}
 
 
-def _notes(graph: Graph, clustering: Clustering, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> tuple[str, ...]:
+def _notes(
+    graph: Graph, clustering: Clustering, stage: Stage, inputs: tuple[Layout, ...], mesh: LogicalMesh
+) -> tuple[str, ...]:
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
     notes.extend(_replicated_operations(graph, clustering))
     notes.extend(_undivided(graph, inputs, mesh))
+    uneven = shares.account(graph, clustering.rules, stage).without("uncuttable", "chosen")
+    notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
     return tuple(notes)
 
 
 def _replicated_operations(graph: Graph, clustering: Clustering) -> list[str]:
-    """Operations that no rule lets autopar cut, with what they move."""
+    """Operations whose rule lets no dimension be cut."""
     whole: dict[str, tuple[int, str]] = {}
     for c in clustering.clusters:
-        if c.op >= 0 and len(c.strategies) == 1 and graph.types[c.value].size > 1:
+        if c.op >= 0 and graph.types[c.value].size > 1 and not clustering.rules[graph.by_index[c.op].signature].free:
             op = graph.by_index[c.op]
             count, line = whole.get(op.name, (0, op.source))
             whole[op.name] = (count + 1, line)

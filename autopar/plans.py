@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ class Plan:
         input_paths, output_paths: their paths.
         input_shapes: their shapes.
         collectives: predicted communication, with user lines.
-        step_time_s: predicted seconds per step, and its parts.
+        step_time_s: predicted seconds per step, and its parts; "hidden" is communication on top of them, behind
+            computation.
         objective_s, lower_bound_s, gap: what the solver reached and proved.
         notes: what a user should know: replicated operations, padding, side effects, fallbacks.
     """
@@ -272,6 +273,8 @@ def _stable(value: Any) -> str:
         return "{" + ",".join(f"{k}:{_stable(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
     if isinstance(value, Sequence):
         return "(" + ",".join(map(_stable, value)) + ")"
+    if isinstance(value, Set):
+        return "{" + ",".join(sorted(map(_stable, value))) + "}"
     text = str(value)
     return type(value).__name__ if " at 0x" in text or "\n" in text else text
 

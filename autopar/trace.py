@@ -8,29 +8,40 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar import jax_compat
-from autopar.errors import ArgumentError, TraceError
+from autopar import explicit, jax_compat
+from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.graph import Graph
 from autopar.jaxpr import build_graph
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A graph with what is needed to call it: the trees of arguments and results."""
+    """A graph with what is needed to call it: the trees of arguments and results.
+
+    Attributes:
+        graph: the program.
+        in_tree, out_tree: trees of arguments and results.
+        in_avals, out_avals: their shapes and types, without shardings.
+        pins: positions of argument leaves -> the cut that their types carry; see `autopar.explicit`.
+        mesh: the Explicit mesh that the arguments lie on, or that was in force; None if there is none.
+    """
 
     graph: Graph
     in_tree: Any
     out_tree: Any
     in_avals: tuple[jax.ShapeDtypeStruct, ...]
     out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    pins: Mapping[int, PartitionSpec] = field(default_factory=dict)
+    mesh: Mesh | AbstractMesh | None = None
 
 
 def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
@@ -38,6 +49,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
 
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
+        PinError: arguments lie on different Explicit meshes.
         TraceError: the function has ordered side effects, leaks tracers, branches on traced values, or returns what is
             no array.
     """
@@ -46,6 +58,8 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     leaves, in_tree = flatten(dynamic, kwargs)
     paths = tuple(_input_path(path, names) for path, _ in leaves)
     abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
+    shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
+    mesh = _explicit_mesh(shardings, paths)
 
     alive: list[Callable[[], Any]] = []
 
@@ -56,12 +70,39 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
         full = [args[i] if i in static_argnums else next(rest) for i in range(len(args))]
         return _checked_results(fn(*full, **keywords), _name(fn))
 
-    jaxpr, out_shape = _make_jaxpr(flat, abstract, _name(fn))
+    typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
+    jaxpr, out_shape = _make_jaxpr(flat, typed, _name(fn))
     _check_leaks(jaxpr, alive[0], _name(fn))
+    jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
     out_leaves, out_tree = tree_flatten_with_path(out_shape)
     out_paths = tuple(_simple(path) for path, _ in out_leaves)
     graph = build_graph(jax_compat.eliminate_dead_code(jaxpr), paths, out_paths)
-    return Traced(graph, in_tree, out_tree, tuple(abstract), tuple(leaf for _, leaf in out_leaves))
+    pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
+    out_avals = tuple(_typed(leaf, None) for _, leaf in out_leaves)
+    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
+
+
+def _typed(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """The type of an array that lies so; without a sharding, the type alone."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[str]) -> Mesh | AbstractMesh | None:
+    """The mesh that arguments with shardings in their types lie on; the mesh in force, if it is Explicit."""
+    found = [(s.mesh, path) for s, path in zip(shardings, paths, strict=True) if s is not None]
+    within = jax_compat.explicit_mesh()
+    if found and within is not None and within.shape != found[0][0].shape:
+        raise PinError(
+            f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)}, but the mesh in force is "
+            f"{dict(within.shape)}; set that of the arguments with jax.set_mesh"
+        )
+    for mesh, path in found:
+        if mesh.shape != found[0][0].shape:
+            raise PinError(
+                f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)} and '{path}' on "
+                f"{dict(mesh.shape)}; move them to one mesh with jax.device_put"
+            )
+    return found[0][0] if found else within
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -81,6 +122,11 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
         raise TraceError(
             f"{name} uses a traced value that was kept from an earlier trace{_user_line(error)}. "
             "Return it from the function that computes it, and pass it as an argument."
+        ) from error
+    except jax_compat.SHARDING_TYPE_ERROR as error:
+        raise TraceError(
+            f"{name} does not fit the shardings that its types carry{_user_line(error)}: {error}. Say what is wanted "
+            "with jax.sharding.reshard or out_sharding, or pass arrays on a mesh with Auto axes."
         ) from error
     if jax_compat.has_ordered_effects(jaxpr):
         raise TraceError(
@@ -182,7 +228,7 @@ def _input_path(path: tuple[Any, ...], names: tuple[str, ...]) -> str:
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+        return _typed(leaf, None)
     try:
         aval = jax.typeof(leaf)
     except TypeError as error:
@@ -192,4 +238,4 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         ) from error
     if jax_compat.is_reference(aval):
         raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return _typed(aval, None)

@@ -3,6 +3,7 @@
     target "shardy"  the program is lowered on a mesh without devices and partitioned by Shardy alone: any mesh size,
                      well under a second; collectives must be equal piece by piece
     target "cpu"     compiled for virtual CPU devices; a reduce-scatter appears there as an all-reduce of the same bytes
+    target "tpu:..." compiled by libtpu for a topology such as "tpu:v5e:2x4", no TPU needed
 
 A check passes when nothing was emitted that no operation of the plan explains, and the bytes on the wire are within
 `TOLERANCE` of the plan's.
@@ -10,11 +11,16 @@ A check passes when nothing was emitted that no operation of the plan explains, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from autopar import codegen, comparison, hlo, jax_compat, shardy
+import jax
+import numpy as np
+
+from autopar import codegen, comparison, hlo, jax_compat, shardy, tpu_topology
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.plans import Plan, check_matches
@@ -24,7 +30,7 @@ from autopar.trace import trace
 #: Emitted over predicted wire bytes up to which a plan counts as honoured.
 TOLERANCE = 1.10
 
-TARGETS = ("cpu", "shardy")
+TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)")
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Report:
 
     Attributes:
         ok: the target emits what the plan predicts.
-        target: "cpu" or "shardy".
+        target: "cpu", "shardy" or "tpu:v5e:2x4".
         collectives: what the target emits.
         comparison: matched and unmatched pieces, and wire bytes of both.
         memory: bytes per device by kind, where the target reports it.
@@ -72,17 +78,19 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         PlanMismatchError: the plan is for another function or other shapes.
         MeshError: target "cpu" with fewer devices than the plan has.
     """
-    if target not in TARGETS:
+    platform, _, topology = target.partition(":")
+    if platform not in BACKENDS or bool(topology) != (platform == "tpu"):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn = getattr(fn, "__wrapped__", fn)
     traced = trace(fn, *args, **kwargs)
     check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    mesh = _mesh(plan, target)
-    built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
-    emit = _shardy if target == "shardy" else _compiled
-    found, memory, flops = emit(built, traced.in_avals, plan)
-    predicted = without_reduce_scatter(plan.collectives, sizes) if target == "cpu" else plan.collectives
+    backend = BACKENDS[platform]
+    with jax_compat.automatic_axes():
+        mesh = backend.mesh(plan, topology)
+        built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
+        found, memory, flops = backend.emit(built, traced.in_avals, plan)
+    predicted = backend.conversion(plan.collectives, sizes)
     compared = comparison.compare(predicted, found, sizes)
     mismatches = tuple(_mismatches(compared))
     return Report(_holds(compared, target), target, found, compared, memory, flops, mismatches)
@@ -116,29 +124,34 @@ def _holds(c: comparison.Comparison, target: str) -> bool:
     return 1 / TOLERANCE <= c.ratio <= TOLERANCE
 
 
-def _mesh(plan: Plan, target: str) -> Any:
-    if target == "shardy":
-        return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
-    import math
+def _abstract(plan: Plan, topology: str) -> Any:
+    return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
 
-    import jax
-    import numpy as np
 
+def _local(plan: Plan, topology: str) -> Any:
     devices, count = jax.devices(), math.prod(plan.mesh_sizes)
     if len(devices) < count:
         raise MeshError(f"target 'cpu' needs {count} devices for mesh {plan.mesh_sizes}, {len(devices)} are here")
     return jax_compat.auto_mesh(np.array(devices[:count]).reshape(plan.mesh_sizes), plan.mesh_names)
 
 
-def _shardy(built: codegen.Program, avals: Any, plan: Plan) -> tuple[tuple[Collective, ...], dict[str, int], float]:
+def _described(plan: Plan, topology: str) -> Any:
+    return tpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
+
+
+Emitted = tuple[tuple[Collective, ...], dict[str, int], float]
+"""Collectives, bytes per device by kind, FLOPs per device."""
+
+
+def _partitioned(built: codegen.Program, avals: Any, plan: Plan) -> Emitted:
     lowered = built.jit().trace(*avals).lower(lowering_platforms=("cpu",))
     return shardy.collectives(shardy.partition(lowered)), {}, 0.0
 
 
-def _compiled(built: codegen.Program, avals: Any, plan: Plan) -> tuple[tuple[Collective, ...], dict[str, int], float]:
+def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, combiner: str) -> Emitted:
     # Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
-    options = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
-    compiled = built.jit().lower(*avals).compile(compiler_options=options)
+    lowered = built.jit().trace(*avals).lower(lowering_platforms=(platform,))
+    compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": combiner})
     stats = compiled.memory_analysis()
     memory = {
         "arguments": stats.argument_size_in_bytes,
@@ -148,6 +161,34 @@ def _compiled(built: codegen.Program, avals: Any, plan: Plan) -> tuple[tuple[Col
     }
     found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)
     return found, memory, float((compiled.cost_analysis() or {}).get("flops", 0.0))
+
+
+def _unchanged(predicted: Sequence[Collective], sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+    return tuple(predicted)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one kind of target is compiled for.
+
+    Attributes:
+        mesh: (plan, topology) -> the mesh to compile for.
+        emit: what it makes of a program.
+        conversion: what its compiler turns planned collectives into, bytes on the wire unchanged.
+    """
+
+    mesh: Callable[[Plan, str], Any]
+    emit: Callable[[codegen.Program, Any, Plan], Emitted]
+    conversion: Callable[[Sequence[Collective], Mapping[str, int]], tuple[Collective, ...]]
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "shardy": Backend(_abstract, _partitioned, _unchanged),
+    "cpu": Backend(
+        _local, partial(_compiled, platform="cpu", combiner="cpu-all-reduce-combiner"), without_reduce_scatter
+    ),
+    "tpu": Backend(_described, partial(_compiled, platform="tpu", combiner="all-reduce-combiner"), _unchanged),
+}
 
 
 def _mismatches(c: comparison.Comparison) -> list[str]:

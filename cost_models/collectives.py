@@ -1,21 +1,24 @@
-"""Seconds of a collective in the alpha-beta model, over one mesh axis or several at once.
+"""Seconds of a collective in the alpha-beta model, over one mesh axis or several at once: the planner's prices.
 
-One algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes per device (b as in
-`autopar.collective`), so it is a line in b:
+An algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes one after the other (b as in
+`autopar.collective`; the closed forms are those of `autopar.cost_models.algorithms`), so it is a line in b:
 
-    t(b) = S(n) alpha + V(n) beta b                                       -> Formula, COLLECTIVES
+    t(b) = S(n) alpha + V(n) beta b                                       -> _line
 
-Which algorithms there are depends on the link's network: on a switch all of them; along a ring (an axis of a torus)
-only those that talk to neighbours, because others would share links; in the memory of one host a single rendezvous
-followed by copies. Everything else is algebra on sets of lines whose value is their minimum:
+Which of them a backend runs depends on the link's network (-> COLLECTIVES): on a switch all that may be the best;
+along a ring or a line (an axis of a torus) only those that talk to neighbours, because others would share links; in the
+memory of one host a single rendezvous followed by copies. Spanning trees, servers and the other algorithms that no
+backend runs for these kinds are compared by `autopar bench collectives` instead. The cost of the additions in a
+reduction is left out here (gamma = 0): it hides behind the transport on every device modelled. Everything else is
+algebra on sets of lines whose value is their minimum:
 
     choose between algorithms      union of the sets                      -> envelope (drops what never wins)
     do one after the other         all sums of one line from each         -> _chain
     on 1/k of the bytes            slopes divided by k                    -> _scaled
 
-Over several levels (joint axes, or an axis that crosses hosts) neighbouring levels on the same link count as one
-(except rings). For those that remain, of sizes s_1 .. s_k, outermost first, with p_l = s_(l+1) ... s_k devices inside a
-group of level l, two families compete:
+Over several levels (joint axes, or an axis that crosses hosts) neighbouring levels on the same link count as one, and
+so do neighbouring pieces of one dimension of a torus (`autopar.links.joined`). For those that remain, of sizes
+s_1 .. s_k, outermost first, with p_l = s_(l+1) ... s_k devices inside a group of level l, three families compete:
 
     by levels   all-gather = all-gather outside on b / s_k, then inside on b; reduce-scatter the same backwards;
                 all-reduce = reduce-scatter inside, all-reduce outside on b / s_k, all-gather inside, or an all-reduce
@@ -23,12 +26,15 @@ group of level l, two families compete:
     flat        a ring over all n devices, p_l of them side by side so that each device's own link crosses level l:
                 alpha = max_l alpha_l, beta = max_l beta_l / p_l; all-to-all in n - 1 pairwise exchanges;
                 a permute on the slowest link                                          -> FLAT
+    rotated     on a torus of k dimensions, by levels in k parts of b / k at once, part r starting with dimension r, so
+                that no two use one dimension's links together; a phase ends with its slowest part     -> ROTATED
 
-The time is the best of all, by size. The formulas are those of Chan, Heimlich, Purkayastha and van de Geijn (2007),
-"Collective communication: theory, practice, and experience" (ring = bucket, recursive doubling and halving), Thakur,
-Rabenseifner and Gropp (2005), "Optimization of collective communication operations in MPICH" (halving-doubling), and
-Bruck et al. (1997), "Efficient algorithms for all-to-all communications" (any n, not only powers of two).
-The cost of the additions in a reduction is left out: it hides behind the transport on every device modelled here.
+The time is the best of all, by size.
+
+A collective that nothing waits for (`LogicalMesh.behind`) is combined with others into buckets of B bytes, as DDP and
+Horovod do it, so that b bytes cost b / B of a latency, and a share of it hides behind computation:
+
+    t(b) = (1 - overlap) min(t(b), (alpha / B + beta) b)                  -> _behind
 """
 
 from __future__ import annotations
@@ -44,85 +50,34 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cluster import Level, Link, LogicalMesh
+from autopar.cluster import Device, Level, Link, LogicalMesh
 from autopar.collective import wire_bytes
+from autopar.cost_models.algorithms import ALGORITHMS, Algorithm
 from autopar.errors import ArgumentError
+from autopar.links import NEIGHBOURS, inner_sizes, joined
 
-__all__ = ["COLLECTIVES", "Formula", "Lines", "collective_time", "envelope", "linear_coefficients", "wire_bytes"]
+__all__ = ["COLLECTIVES", "Lines", "collective_time", "envelope", "linear_coefficients", "wire_bytes"]
 
 Lines = tuple[tuple[float, float], ...]
 """(s, s/byte) pairs; the time of b bytes is min over pairs of first + second * b."""
 
+_HALVES = {"switch": ("ring", "bruck"), "ring": ("ring",), "line": ("ring",), "memory": ("copy",)}
 
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """One algorithm on one level of n >= 2 groups.
-
-    Attributes:
-        messages: n -> S(n), messages one after the other.
-        volume: n -> V(n), bytes sent per device and byte of b.
-        networks: the networks that it runs on at the link's full rate.
-    """
-
-    messages: Callable[[int], float]
-    volume: Callable[[int], float]
-    networks: tuple[str, ...] = ("switch",)
-
-    def line(self, size: int, link: Link) -> tuple[float, float]:
-        """(s, s/byte) over `size` groups on `link`."""
-        return self.messages(size) * link.alpha, self.volume(size) * link.beta
-
-
-def _log(n: int) -> int:
-    """Rounds in which a message known to one device can reach n."""
-    return (n - 1).bit_length()
-
-
-def _share(n: int) -> float:
-    """What a device lacks when it holds one of n pieces."""
-    return (n - 1) / n
-
-
-def _doubling_rounds(n: int) -> int:
-    """Recursive doubling needs a power of two: the devices beyond it hand in before and get the result after."""
-    return _log(n) if n & (n - 1) == 0 else n.bit_length() - 1 + 2
-
-
-def _bruck_volume(n: int) -> float:
-    """Round k of Bruck's all-to-all sends the pieces whose distance has bit k set."""
-    return sum(j.bit_count() for j in range(n)) / n
-
-
-def _once(n: int) -> int:
-    return 1
-
-
-_RING = Formula(lambda n: n - 1, _share, ("switch", "ring"))
-_RING_ALL_REDUCE = Formula(lambda n: 2 * (n - 1), lambda n: 2 * _share(n), ("switch", "ring"))
-_BRUCK = Formula(_log, _share)
-_COPY = Formula(_once, _share, ("memory",))
-
-COLLECTIVES: Mapping[str, Mapping[str, Formula]] = MappingProxyType(
+COLLECTIVES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "all-reduce": {
-            "ring": _RING_ALL_REDUCE,
-            "halving-doubling": Formula(lambda n: 2 * _log(n), lambda n: 2 * _share(n)),
-            "recursive-doubling": Formula(_doubling_rounds, _doubling_rounds),
-            "copy": Formula(_once, lambda n: 2 * _share(n), ("memory",)),
-        },
-        "all-gather": {"ring": _RING, "bruck": _BRUCK, "copy": _COPY},
-        "reduce-scatter": {"ring": _RING, "bruck": _BRUCK, "copy": _COPY},
-        "all-to-all": {
-            "pairwise": Formula(lambda n: n - 1, _share),
-            "bruck": Formula(_log, _bruck_volume),
-            # The piece for the device at distance j goes min(j, n - j) hops; over all j that is floor(n^2 / 4).
-            "shift": Formula(lambda n: n - 1, lambda n: (n * n // 4) / n, ("ring",)),
-            # Pieces are cut apart before and joined after, which costs as much as the copy between the devices.
-            "copy": Formula(_once, lambda n: 2 * _share(n), ("memory",)),
-        },
-        "collective-permute": {"direct": Formula(_once, lambda n: 1.0, ("switch", "ring", "memory"))},
+        "all-reduce": {**_HALVES, "switch": ("ring", "halving-doubling", "butterfly")},
+        "all-gather": _HALVES,
+        "reduce-scatter": _HALVES,
+        "all-to-all": {"switch": ("pairwise", "bruck"), "ring": ("shift",), "line": ("shift",), "memory": ("copy",)},
+        "collective-permute": {"switch": ("direct",), "ring": ("shift",), "line": ("direct",), "memory": ("direct",)},
     }
 )
+"""Kind -> network -> the algorithms that run on it at the link's full rate, by their names in `ALGORITHMS`."""
+
+
+def _line(algorithm: Algorithm, size: int, link: Link) -> tuple[float, float]:
+    """(s, s/byte) over `size` groups on `link`."""
+    return algorithm.messages(size) * link.alpha, algorithm.volume(size) * link.beta
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +109,17 @@ STAGED: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
 )
 
 
-def _inner_sizes(levels: Sequence[Level]) -> list[int]:
-    """p_l: devices inside a group of each level."""
-    return [math.prod(v.size for v in levels[i + 1 :]) for i in range(len(levels))]
-
-
-def _flat_ring(levels: Sequence[Level], formula: Formula) -> Lines:
-    inner = _inner_sizes(levels)
+def _flat_ring(kind: str, levels: Sequence[Level]) -> Lines:
+    inner = inner_sizes(levels)
     link = Link(max(v.link.alpha for v in levels), max(v.link.beta / p for v, p in zip(levels, inner, strict=True)))
-    return (formula.line(inner[0] * levels[0].size, link),)
+    return (_line(ALGORITHMS[kind]["ring"], inner[0] * levels[0].size, link),)
 
 
 def _flat_pairwise(levels: Sequence[Level]) -> Lines:
     """(s_l - 1) p_l exchanges cross level l, each of b / n bytes; along a ring distant pairs would share links."""
-    if any(v.link.network == "ring" for v in levels):
+    if any(v.link.network in NEIGHBOURS for v in levels):
         return ()
-    inner = _inner_sizes(levels)
+    inner = inner_sizes(levels)
     n = inner[0] * levels[0].size
     exchanges = [(v.size - 1) * p for v, p in zip(levels, inner, strict=True)]
     alpha = sum(k * v.link.alpha for k, v in zip(exchanges, levels, strict=True))
@@ -177,14 +127,15 @@ def _flat_pairwise(levels: Sequence[Level]) -> Lines:
 
 
 def _flat_permute(levels: Sequence[Level]) -> Lines:
-    return ((max(v.link.alpha for v in levels), max(v.link.beta for v in levels)),)
+    alone = [line for v in levels for line in _one_level("collective-permute", v)]
+    return ((max(a for a, _ in alone), max(s for _, s in alone)),)
 
 
 FLAT: Mapping[str, Callable[[Sequence[Level]], Lines]] = MappingProxyType(
     {
-        "all-reduce": lambda levels: _flat_ring(levels, _RING_ALL_REDUCE),
-        "all-gather": lambda levels: _flat_ring(levels, _RING),
-        "reduce-scatter": lambda levels: _flat_ring(levels, _RING),
+        "all-reduce": lambda levels: _flat_ring("all-reduce", levels),
+        "all-gather": lambda levels: _flat_ring("all-gather", levels),
+        "reduce-scatter": lambda levels: _flat_ring("reduce-scatter", levels),
         "all-to-all": _flat_pairwise,
         "collective-permute": _flat_permute,
     }
@@ -215,25 +166,56 @@ def _scaled(lines: Lines, factor: float) -> Lines:
 
 
 def _one_level(kind: str, level: Level) -> Lines:
-    formulas = [f for f in COLLECTIVES[kind].values() if level.link.network in f.networks]
-    return envelope([f.line(level.size, level.link) for f in formulas])
+    names = COLLECTIVES[kind][level.link.network]
+    return envelope([_line(ALGORITHMS[kind][name], level.size, level.link) for name in names])
 
 
 def _merged(levels: Sequence[Level]) -> tuple[Level, ...]:
-    """Neighbouring levels on one link are one larger level, except along rings, which do not grow together."""
+    """Neighbouring levels that are one larger level, as such."""
     merged: list[Level] = []
     for level in levels:
-        if merged and merged[-1].link == level.link and level.link.network != "ring":
-            merged[-1] = Level(merged[-1].size * level.size, level.link)
+        whole = joined(merged[-1], level) if merged else None
+        if whole is not None:
+            merged[-1] = whole
         else:
             merged.append(level)
     return tuple(merged)
 
 
+ROTATED: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "all-reduce": ("all-gather", 2),
+        "all-gather": ("all-gather", 1),
+        "reduce-scatter": ("all-gather", 1),
+        "all-to-all": ("all-to-all", 1),
+    }
+)
+"""Kind -> the kind of each phase, and how often all phases run; a reduce-scatter is an all-gather backwards."""
+
+
+def _rotated(kind: str, levels: Sequence[Level]) -> Lines:
+    """The line of the rotated algorithm, none where the levels are no distinct dimensions of a torus."""
+    dimensions = [v.part.dimension for v in levels if v.part]
+    if kind not in ROTATED or len(set(dimensions)) < len(levels):
+        return ()
+    part, runs = ROTATED[kind]
+    count = len(levels)
+    orders = [(*levels[r:], *levels[:r]) for r in range(count)]
+    phases = [[_phase(part, order[i], order[i + 1 :]) for order in orders] for i in range(count)]
+    alpha = sum(max(a for a, _ in phase) for phase in phases)
+    return ((runs * alpha, runs * sum(max(s for _, s in phase) for phase in phases) / count),)
+
+
+def _phase(kind: str, level: Level, later: Sequence[Level]) -> tuple[float, float]:
+    """One dimension's turn; an all-gather leaves what later dimensions multiply, so that the last sends the most."""
+    ((alpha, slope),) = _one_level(kind, level)
+    return alpha, slope / (math.prod(v.size for v in later) if kind == "all-gather" else 1)
+
+
 def _over_levels(kind: str, levels: tuple[Level, ...]) -> Lines:
     if len(levels) == 1:
         return _one_level(kind, levels[0])
-    lines = list(FLAT[kind](levels))
+    lines = [*FLAT[kind](levels), *_rotated(kind, levels)]
     for stage in STAGED[kind]:
         inside = [_one_level(k, levels[-1]) for k in stage.inside]
         outside = _scaled(_over_levels(stage.outside, levels[:-1]), 1 / levels[-1].size if stage.scattered else 1.0)
@@ -265,8 +247,18 @@ def linear_coefficients(kind: str, axes: tuple[int, ...], mesh: LogicalMesh) -> 
     if not levels:
         return ((0.0, 0.0),)
     lines = _over_levels(kind, levels)
-    share = mesh.device.combined_latency if kind == "all-reduce" else 1.0
-    return tuple((a * share, s) for a, s in lines)
+    return _behind(kind, lines, mesh.device) if mesh.behind else lines
+
+
+#: What compilers and frameworks combine into buckets.
+COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
+
+
+def _behind(kind: str, lines: Lines, device: Device) -> Lines:
+    """Lines of a collective that has time: one bucket of B bytes costs one latency, b bytes of it alpha b / B."""
+    if device.bucket_bytes and kind in COMBINED:
+        lines = envelope([*lines, *((0.0, s + a / device.bucket_bytes) for a, s in lines)])
+    return tuple((a * (1 - device.overlap), s * (1 - device.overlap)) for a, s in lines)
 
 
 @overload

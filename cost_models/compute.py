@@ -1,6 +1,15 @@
 """Seconds of an operation on one device: the roofline of Williams, Waterman and Patterson (2009).
 
-    t = max(flops / (peak(dtype) efficiency), bytes / memory_bandwidth) + launches * kernel_overhead     -> op_time
+    t = max(flops / (peak(dtype) efficiency e), bytes / memory_bandwidth) + launches * kernel_overhead   -> op_time
+
+Matrix units fill slowly: a product of m x k by k x n that is small along one of the three runs below the peak. Each
+extent has a half-rate size, Hockney's n_1/2 (Hockney and Jesshope, "Parallel Computers", 1981), where it alone halves
+the rate:
+
+    e = 1 / ((1 + m_half / m) (1 + n_half / n) (1 + k_half / k))                                -> product_efficiency
+
+A convolution is the product of its patches by its kernel: m counts output positions of all images, n output features,
+k kernel taps times input features.
 
 Flops are exact for the two operations that carry nearly all of them, two per multiply-add:
 
@@ -15,10 +24,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from autopar.cluster import Device
 
@@ -37,34 +46,27 @@ class ConvDims(Protocol):
     def out_spec(self) -> Sequence[int]: ...
 
 
-@overload
-def op_time(flops: float, nbytes: float, dtype: str, device: Device, launches: float = 0) -> float: ...
-@overload
 def op_time(
-    flops: float | NDArray[np.generic], nbytes: NDArray[np.generic], dtype: str, device: Device, launches: float = 0
-) -> NDArray[np.float64]: ...
-@overload
-def op_time(
-    flops: NDArray[np.generic], nbytes: float | NDArray[np.generic], dtype: str, device: Device, launches: float = 0
-) -> NDArray[np.float64]: ...
-def op_time(
-    flops: float | NDArray[np.generic],
-    nbytes: float | NDArray[np.generic],
-    dtype: str,
-    device: Device,
-    launches: float = 0,
-) -> float | NDArray[np.float64]:
+    flops: ArrayLike, nbytes: ArrayLike, dtype: str, device: Device, launches: float = 0, efficiency: ArrayLike = 1.0
+) -> NDArray[np.float64]:
     """Seconds of `flops` operations that read and write `nbytes` bytes on one device.
 
     Numbers or arrays that broadcast. `launches` counts kernels: 1 for an operation that is a kernel of its own (dot,
-    conv, gather, sort), 0 for one that is fused into its neighbour.
+    conv, gather, sort), 0 for one that is fused into its neighbour. `efficiency` is the share of the device's rate
+    that the operation's extents allow.
     """
-    rate = device.peak(dtype) * device.efficiency
-    overhead = launches * device.kernel_overhead
-    if isinstance(flops, np.ndarray) or isinstance(nbytes, np.ndarray):
-        compute = np.asarray(flops, np.float64) / rate
-        return np.maximum(compute, np.asarray(nbytes, np.float64) / device.memory_bandwidth) + overhead
-    return max(flops / rate, nbytes / device.memory_bandwidth) + overhead
+    compute = np.asarray(flops, np.float64) / (device.peak(dtype) * device.efficiency * np.asarray(efficiency))
+    traffic = np.asarray(nbytes, np.float64) / device.memory_bandwidth
+    return np.maximum(compute, traffic) + launches * device.kernel_overhead
+
+
+def product_efficiency(
+    rows: ArrayLike, columns: ArrayLike, contracted: ArrayLike, device: Device
+) -> NDArray[np.float64]:
+    """Share of the device's rate at which a product of rows x contracted by contracted x columns runs, 0 to 1."""
+    extents = (np.asarray(n, np.float64) for n in (rows, columns, contracted))
+    losses = [1.0 + half / n for n, half in zip(extents, device.half_rate_extents, strict=True)]
+    return 1.0 / (losses[0] * losses[1] * losses[2])
 
 
 def dot_flops(dimension_numbers: DotDimensionNumbers, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> int:

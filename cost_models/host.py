@@ -25,7 +25,7 @@ class HostModel:
         network_alpha: s of one message between hosts.
         network_bandwidth: bytes/s of a host's network port.
         efficiency: share of `flops_per_core` that large products reach.
-        combined_latency: share of its latency that an all-reduce costs where the compiler combines many.
+        half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
     """
 
     flops_per_core: Mapping[str, float] = field(hash=False)
@@ -36,7 +36,7 @@ class HostModel:
     network_alpha: float
     network_bandwidth: float
     efficiency: float = 1.0
-    combined_latency: float = 1.0
+    half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def memory_bandwidth(self, cores: int) -> float:
         """bytes/s of the whole host."""
@@ -52,17 +52,17 @@ class HostModel:
 
 
 # float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
-# half the lanes, and the 16-bit types are widened to float32 first.
-# A collective of 4 KiB alone costs about 25 us with a core per device; inside a program every one also waits for the
-# slowest of threads that share the cores, which was seen to make each cost about 1 ms with 4 devices a core. XLA
-# on CPU combines independent all-reduces, a few dozen gradients into a handful. Out of the last-level cache a server
-# core moves about 10 GB/s; small arrays that stay in cache run several times faster.
+# half the lanes, and the 16-bit types are widened to float32 first. Products narrow in one extent were seen to lose as
+# much as the half-rate extents say within a factor of two, from 1/12 of the rate with 4 columns to 9/10 with 512.
+# A collective of 4 KiB inside a program was measured to cost 45 to 65 us with 4 devices a core, when nothing else ran
+# on the machine; several times as much when the cores are busy. Out of the last-level cache a server core moves about
+# 10 GB/s; small arrays that stay in cache run several times faster.
 HOST = HostModel(
     flops_per_core=MappingProxyType({"float32": 8e10, "float64": 4e10, "bfloat16": 8e10, "float16": 8e10}),
     bandwidth_per_core=1e10,
     bandwidth_limit=1e11,
-    rendezvous=2e-4,
-    combined_latency=0.2,
+    rendezvous=1.5e-5,
+    half_rate_extents=(8.0, 24.0, 24.0),
     kernel_overhead=1e-6,
     network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it
     network_bandwidth=1.25e9,  # assumption: 10 Gb/s Ethernet

@@ -22,20 +22,22 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.graph import Atom, Graph, Op, Type
 from autopar.layout import Layout, divides
-from autopar.passes import deferral
+from autopar.passes import deferral, slack
 from autopar.passes.homes import FREE, WHOLE, Builder, Cluster, Clustering, Home, Kind, alias, projection, use
 from autopar.passes.pins import constraint
 from autopar.passes.regions import REGIONS, region_kind
 from autopar.passes.state import match_state
-from autopar.passes.strategies import StrategySet, Work, strategies_of, sum_strategies
+from autopar.passes.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
 from autopar.rules import Rule
 
 #: Operations that always have strategies of their own, however their factors lie.
 ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
 #: Operations that are not repeated for every layout that wants their result.
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
-#: Operations that are only cut where it divides: padding their operands costs more than it saves.
-EVEN_ONLY = ("gather", "scatter-add", "scatter", "sort", "reshape", "sharding_constraint")
+#: Operations of (operand, indices, updates), uneven pieces of which XLA only knows along the windows.
+SCATTERS = ("scatter-add", "scatter")
+#: Operations on the matrix unit.
+PRODUCTS = ("dot_general", "conv_general_dilated")
 #: Reductions that are sums, whose partial results may be scattered.
 SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
@@ -55,12 +57,14 @@ def cluster(
         mesh: the mesh to plan for.
         pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
     """
-    b = Builder(graph, rules, mesh, deferral.find(graph))
+    b = Builder(graph, rules, mesh, deferral.find(graph), slack.find(graph))
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         shape = graph.types[value].shape
         if shape:
             pin = (pinned_arguments or {}).get(position)
-            b.enter_as(path, value, 1.0, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
+            entered = b.enter_as(path, value, 1.0, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
+            if pin is None and _undivided(b, shape):
+                b.undivided.add(entered)
     for value, _ in graph.constants:
         if graph.types[value].shape:
             b.enter(f"constant%{value}", value, 1.0)
@@ -68,7 +72,13 @@ def cluster(
     _leave(b, pinned_results or {})
     _charge_followers(b)
     clusters = tuple(Cluster(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Clustering(clusters, b.homes, tuple(b.uses), rules)
+    return Clustering(clusters, b.homes, tuple(b.uses), rules, b.slack)
+
+
+def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
+    """Some mesh axis can only cut this shape unevenly, as an argument may not lie."""
+    even, uneven = ((b.layouts(shape, most).held >= 0).any(0) for most in (1.0, MOST_PADDING))
+    return bool((uneven & ~even).any())
 
 
 def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
@@ -128,7 +138,9 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
     leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
-    if leader is not None:
+    if leader is not None and b.homes[_value(op.inputs[leader])].cluster in b.undivided:
+        _free_of_arguments(b, op, kind, weight)
+    elif leader is not None:
         _follow(b, op, kind, leader, weight)
     elif not _view_of_unary(b, op, kind):
         _anchor(b, op, kind, weight)
@@ -157,14 +169,15 @@ _BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _const
 
 
 def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
-    """The candidate of the oldest cluster."""
-    best: tuple[int, int] | None = None
+    """The candidate of the oldest cluster, of an argument that does not divide only if there is no other."""
+    best: tuple[bool, int, int] | None = None
     for k in kind.candidates:
         atom = op.inputs[k]
         home = b.homes.get(atom) if isinstance(atom, int) else None
-        if home is not None and home.view is None and (best is None or home.cluster < best[0]):
-            best = (home.cluster, k)
-    return None if best is None else best[1]
+        if home is not None and home.view is None:
+            rank = (home.cluster in b.undivided, home.cluster, k)
+            best = rank if best is None else min(best, rank)
+    return None if best is None else best[2]
 
 
 def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
@@ -180,9 +193,23 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
             use(b, f"{op.tag}.in{k}", atom, home.cluster, dims, False, weight, op.index)
 
 
+def _free_of_arguments(b: Builder, op: Op, kind: Kind, weight: float) -> None:
+    """What would follow an argument that does not divide gets layouts of its own, uneven ones among them."""
+    rule, main = kind.rule, op.outputs[kind.main]
+    cluster = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape))
+    position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
+    for value, dims in zip(op.outputs, rule.results, strict=True):
+        b.homes[value] = Home(cluster, value, tuple(position.get(f, WHOLE) for f in dims))
+    b.followers.append(op)
+    for k, atom in enumerate(op.inputs):
+        if isinstance(atom, int):
+            dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
+            use(b, f"{op.tag}.in{k}", atom, cluster, dims, False, weight, op.index)
+
+
 def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     rule = kind.rule
-    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index))
+    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.slack.sums(op))
     strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
     cluster = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
     for value, dims in zip(op.outputs, rule.results, strict=True):
@@ -203,11 +230,20 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    paddable = op.name not in EVEN_ONLY
-    work = Work(flops(op, operands, results), operands, results, dtype, op.name in SUMS, defers, paddable)
+    even = _even(rule) if op.name in SCATTERS else ()
+    linear_sum, product = op.name in SUMS, op.name in PRODUCTS
+    behind, dot = b.slack.sums(op), op.name == "dot_general"
+    total = flops(op, operands, results)
+    work = Work(total, operands, results, dtype, linear_sum, defers, even, product, behind, dot)
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)
+
+
+def _even(rule: Rule) -> tuple[int, ...]:
+    """All factors of a scatter but its windows': cut unevenly along others, XLA gathers the indices."""
+    _, indices, updates = rule.operands
+    return tuple(f for f in rule.free if f in indices or f not in updates)
 
 
 def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
@@ -289,18 +325,35 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 
 
 def _charge_followers(b: Builder) -> None:
-    """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read."""
+    """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read.
+
+    What is no state (the batch) arrives anew in every step and is written to memory first. An argument that does not
+    divide is read in the pieces of its reader.
+    """
+    kept = set(match_state(b.graph).values())
+    for position, value in enumerate(b.graph.inputs):
+        if kept and position not in kept and value in b.homes:
+            _charge(b, b.homes[value], value)
     for op in b.followers:
         for value in op.outputs:
             if value in b.heavy_reads or b.reads.get(value, 0) > 1:
-                _charge(b, value)
-        for atom in op.inputs:
+                _charge(b, b.homes[value], value)
+        for k, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in b.graph.names and atom in b.homes:
-                _charge(b, atom)
+                _charge(b, _reading(b, op, k, atom), atom)
 
 
-def _charge(b: Builder, value: int) -> None:
-    home = b.homes[value]
+def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
+    """Where a light operation's read of an argument is charged."""
+    home, reader = b.homes[value], b.homes.get(op.outputs[0])
+    if home.cluster not in b.undivided or reader is None:
+        return home
+    rule = b.rules[op.signature]
+    factor_of = dict(zip(rule.results[0], reader.dims, strict=True))
+    return Home(reader.cluster, value, tuple(factor_of.get(f, WHOLE) for f in rule.operands[operand]))
+
+
+def _charge(b: Builder, home: Home, value: int) -> None:
     light = b.drafts[home.cluster].light
     key = tuple(sorted(d for d in home.dims if d >= 0))
     light[key] = light.get(key, 0.0) + b.graph.types[value].nbytes

@@ -8,19 +8,21 @@ partial sums            = reduce-scatters or one joint all-reduce, per operation
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.cluster import LogicalMesh
 from autopar.collective import Collective
+from autopar.cost_models.collectives import collective_time
 from autopar.graph import Graph, Op, Type
 from autopar.layout import Layout, divides, steps
 from autopar.passes.homes import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
-from autopar.passes.strategies import ALL_REDUCE, REDUCE_SCATTER, emitted, padding, share
+from autopar.passes.strategies import padding, share
+from autopar.passes.sums import ALL_REDUCE, REDUCE_SCATTER, emitted
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,21 @@ def collectives(
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
+def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
+    """Seconds per step of these collectives that the plan's price leaves out because they hide behind computation."""
+    slack, behind = model.clustering.slack, mesh.behind_computation()
+    reads = {use.site: use for use in model.clustering.uses}
+    total = 0.0
+    for c in planned:
+        use = reads.get(c.op)
+        op = None if use is not None else graph.by_index[int(c.op.removeprefix("op"))]
+        if slack.moves(use.value, use.op) if use is not None else op is not None and slack.sums(op):
+            axes = tuple(mesh.axis(name) for name in c.axes)
+            visible = collective_time(c.kind, c.bytes, axes, behind)
+            total += c.count * (collective_time(c.kind, c.bytes, axes, mesh) - visible)
+    return total
+
+
 _Placed = tuple[tuple[int, int], Collective]
 
 
@@ -141,9 +158,10 @@ def sums_of(
     graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
-    after = emitted(c.strategies.after[choice : choice + 1])[0]
+    row = slice(choice, choice + 1)
+    chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
+    after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
     for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
-        row = slice(choice, choice + 1)
         pieces = share(c.strategies.assigned[row], dims, c.strategies.sizes, mesh.sizes)
         held = graph.types[value].nbytes * float(pieces[0])
         for axis, size in enumerate(mesh.sizes):

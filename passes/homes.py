@@ -16,6 +16,7 @@ from autopar.cluster import LogicalMesh
 from autopar.graph import Atom, Graph, Op
 from autopar.layout import Layout
 from autopar.passes.deferral import Deferral
+from autopar.passes.slack import Slack
 from autopar.passes.strategies import MOST_PADDING, StrategySet, layouts_of
 from autopar.rules import Rule
 
@@ -97,6 +98,7 @@ class Clustering:
     homes: Mapping[int, Home]
     uses: tuple[Use, ...]
     rules: Mapping[int, Rule]
+    slack: Slack
 
 
 def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -136,6 +138,7 @@ class Builder:
     rules: Mapping[int, Rule]
     mesh: LogicalMesh
     deferral: Deferral
+    slack: Slack
     drafts: list[Draft] = field(default_factory=list)
     homes: dict[int, Home] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
@@ -144,6 +147,7 @@ class Builder:
     followers: list[Op] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
+    undivided: set[int] = field(default_factory=set)
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
         self.drafts.append(Draft(name, strategies, weight, op, value))

@@ -54,13 +54,18 @@ class _Side:
     layouts: NDArray[np.int8]
 
 
+Moved = tuple[Type, float, bool]
+"""What is moved, how often per step, and whether behind computation."""
+
+
 @dataclass
 class _Builder:
     graph: Graph
     mesh: LogicalMesh
     resharding: Resharding
+    behind: Resharding
     sides: dict[tuple[int, tuple[int, ...], bool], _Side] = field(default_factory=dict)
-    tables: dict[tuple[int, int, Type, float], NDArray[np.float64]] = field(default_factory=dict)
+    tables: dict[tuple[int, int, Moved], NDArray[np.float64]] = field(default_factory=dict)
     costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
     sets: dict[tuple[int, ...], StrategySet] = field(default_factory=dict)
 
@@ -71,15 +76,17 @@ class _Builder:
             found = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
         return found
 
-    def table(self, u: _Side, v: _Side, type_: Type, weight: float) -> NDArray[np.float64]:
+    def table(self, u: _Side, v: _Side, moved: Moved) -> NDArray[np.float64]:
         """Seconds per step between the classes of two ends, what uneven pieces move in excess included."""
-        key = (u.index, v.index, type_, weight)
+        type_, weight, behind = moved
+        resharding = self.behind if behind else self.resharding
+        key = (u.index, v.index, moved)
         found = self.tables.get(key)
         if found is None:
             excess = padding(u.layouts, v.layouts, type_.shape, self.mesh.sizes)
             found = np.zeros(excess.shape)
             for ratio in np.unique(excess):
-                prices = self.resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
+                prices = resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
                 found = np.where(excess == ratio, prices * weight, found)
             self.tables[key] = found
         return found
@@ -93,7 +100,7 @@ class _Builder:
 
 def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
     """The problem whose solutions are the plans of `graph` on `mesh`."""
-    b = _Builder(graph, mesh, resharding or Resharding(mesh))
+    b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.behind_computation()))
     nodes = [_node(b, c) for c in clustering.clusters]
     edges = _Edges(b, clustering)
     readers = _readers(graph, clustering)
@@ -126,12 +133,13 @@ def _node(b: _Builder, c: Cluster) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The reader's end of an edge."""
+    """The reader's end of an edge; nothing waits for a move `behind` computation."""
 
     consumer: int
     dims: tuple[int, ...]
     assigned: bool
     weight: float
+    behind: bool
 
 
 def source_dims(home: Home, use: Use) -> tuple[int, ...]:
@@ -147,7 +155,7 @@ def source_dims(home: Home, use: Use) -> tuple[int, ...]:
 
 def _readers(graph: Graph, clustering: Clustering) -> Mapping[int, list[_End]]:
     """Distinct readers of every homed value, in program order; what a cluster reads from itself as it is, is none."""
-    found: dict[int, dict[tuple[int, tuple[int, ...], bool], float]] = {}
+    found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool]]] = {}
     for use in clustering.uses:
         home = clustering.homes.get(use.value)
         if home is None:
@@ -157,8 +165,9 @@ def _readers(graph: Graph, clustering: Clustering) -> Mapping[int, list[_End]]:
             continue
         ends = found.setdefault(home.value, {})
         key = (use.consumer, dims, use.assigned)
-        ends[key] = max(ends.get(key, 0.0), use.weight)
-    return {value: [_End(*key, weight) for key, weight in ends.items()] for value, ends in found.items()}
+        weight, behind = ends.get(key, (0.0, True))
+        ends[key] = (max(weight, use.weight), behind and clustering.slack.moves(use.value, use.op))
+    return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
 
 
 class _Edges:
@@ -167,7 +176,7 @@ class _Edges:
     def __init__(self, b: _Builder, clustering: Clustering) -> None:
         self._b = b
         self._clustering = clustering
-        self._found: dict[tuple[int, int, int, int], list[tuple[Type, float]]] = {}
+        self._found: dict[tuple[int, int, int, int], list[Moved]] = {}
         self._sides: dict[int, _Side] = {}
 
     def add_home(self, home: Home, end: _End) -> None:
@@ -181,18 +190,19 @@ class _Edges:
         weight = min(weight, self._clustering.clusters[home.cluster].weight) if weight else weight
         side = self._b.side(strategies, identity, False)
         source = self._clustering.clusters[home.cluster].strategies
-        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, home.value, weight)
+        behind = all(end.behind for end in ends)
+        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, home.value, weight, behind)
         for end in ends:
             self._add(copy, side, end, home.value)
 
     def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
         reader = self._clustering.clusters[end.consumer].strategies
         other = self._b.side(reader, end.dims, end.assigned)
-        self._record(u, side, end.consumer, other, value, end.weight)
+        self._record(u, side, end.consumer, other, value, end.weight, end.behind)
 
-    def _record(self, u: int, su: _Side, v: int, sv: _Side, value: int, weight: float) -> None:
+    def _record(self, u: int, su: _Side, v: int, sv: _Side, value: int, weight: float, behind: bool) -> None:
         self._sides[su.index], self._sides[sv.index] = su, sv
-        self._found.setdefault((u, v, su.index, sv.index), []).append((self._b.graph.types[value], weight))
+        self._found.setdefault((u, v, su.index, sv.index), []).append((self._b.graph.types[value], weight, behind))
 
     def merged(self) -> tuple[Edge, ...]:
         kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}
@@ -201,7 +211,7 @@ class _Edges:
             su, sv = self._sides[iu], self._sides[iv]
             key = (iu, iv, tuple(sorted(parts, key=str)))
             if key not in kinds:
-                kinds[key] = (len(kinds), np.sum([self._b.table(su, sv, *part) for part in key[2]], axis=0))
+                kinds[key] = (len(kinds), np.sum([self._b.table(su, sv, part) for part in key[2]], axis=0))
             index, table = kinds[key]
             out.append(Edge(u, v, su.classes, sv.classes, table, (index,)))
         return tuple(out)

@@ -66,6 +66,11 @@ def equal(model: Any, coefficients: dict[Any, float], rhs: float, name: str) -> 
     model.addConstraint(_expression(coefficients) == rhs, name)
 
 
+def at_most(model: Any, coefficients: dict[Any, float], rhs: float, name: str) -> None:
+    """Add the row sum coefficients <= rhs."""
+    model.addConstraint(_expression(coefficients) <= rhs, name)
+
+
 def minimise(model: Any, coefficients: dict[Any, float]) -> None:
     """Set the objective."""
     model.setObjective(_expression(coefficients))

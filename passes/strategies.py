@@ -16,6 +16,7 @@ Two layouts follow: `assigned`, the factor each axis cuts while the operation ru
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,19 +25,15 @@ from numpy.typing import NDArray
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.collectives import collective_time
-from autopar.cost_models.compute import op_time
+from autopar.cost_models.compute import op_time, product_efficiency
 from autopar.graph import Type
 from autopar.layout import PARTIAL, REPLICATED
+from autopar.passes.sums import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER, Factors, emitted
 from autopar.rules import Rule
-
-NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
 
 #: A dimension may be cut into pieces that do not divide it if padding makes it at most this much longer. The padding is
 #: paid for: every price below counts the padded piece.
 MOST_PADDING = 1.5
-
-Factors = NDArray[np.int16]
-"""Shape (strategies, mesh axes)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +68,10 @@ class Work:
         dtype: type that sets the peak rate.
         linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
         deferrable: leaving partial sums to the consumers is of use.
-        paddable: pieces may be uneven.
+        even: factors whose pieces must be even.
+        product: it is a dot or a convolution, whose rate depends on its extents.
+        behind: nothing waits for its partial sums, so that summing them may hide behind computation.
+        dot: it is a dot, whose partial sums may end in stages (`autopar.passes.sums`).
     """
 
     flops: float
@@ -80,7 +80,10 @@ class Work:
     dtype: str
     linear_sum: bool = True
     deferrable: bool = False
-    paddable: bool = True
+    even: tuple[int, ...] = ()
+    product: bool = False
+    behind: bool = False
+    dot: bool = False
 
 
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
@@ -95,12 +98,24 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
     """Every strategy of an operation with this rule on this mesh."""
-    assigned, held, after = _expand(_options(rule, work), rule, mesh, MOST_PADDING if work.paddable else 1.0)
+    assigned, held, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
     return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
 
 
+def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
+    """How much longer padding may make each factor.
+
+    A factor that is part of a dimension (of a reshape) must divide: a third of 16 is 6, of 4 x 4 it is 2 x 4.
+    """
+    most = np.full(len(rule.sizes), MOST_PADDING)
+    most[list(work.even)] = 1.0
+    for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
+        most[[f for f, n in zip(dims, type_.shape, strict=True) if n != rule.sizes[f]]] = 1.0
+    return most
+
+
 def _expand(
-    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float
+    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float | NDArray[np.float64]
 ) -> tuple[Factors, Factors, NDArray[np.int16]]:
     """(assigned, held, after) of every valid choice of one option per axis."""
     picks = _product(list(range(len(options))), len(mesh.sizes))
@@ -109,7 +124,7 @@ def _expand(
     held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
     held[after == DEFERRED] = PARTIAL
     valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(held, rule.sizes, mesh.sizes, most_padding)
-    valid &= _scatters_in_order(after, held)
+    valid &= _scatters_in_order(after, held) & _defers_evenly(after, assigned, rule.sizes, mesh.sizes)
     return assigned[valid], held[valid], after[valid].astype(np.int16)
 
 
@@ -129,7 +144,7 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
         options.append((PARTIAL, DEFERRED, REPLICATED))
     rule = Rule((tuple(range(result.rank)),) * 2, (tuple(range(result.rank)),), result.shape, (), (), "autopar")
     assigned, held, after = _expand(options, rule, mesh, MOST_PADDING)
-    return StrategySet(index, assigned, held, after, _sum_cost(rule, work, assigned, after, mesh), rule.sizes)
+    return StrategySet(index, assigned, held, after, _sum_cost(rule, work, assigned, held, after, mesh), rule.sizes)
 
 
 def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
@@ -166,7 +181,9 @@ def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int
     return parts[:, :count]
 
 
-def _fits(factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float) -> NDArray[np.bool_]:
+def _fits(
+    factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float | NDArray[np.float64]
+) -> NDArray[np.bool_]:
     """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent.
 
     Only one axis may cut a factor unevenly: two would make the compiler gather it whole at the next change of layout.
@@ -206,6 +223,15 @@ def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bo
     return ok
 
 
+def _defers_evenly(
+    after: NDArray[np.int16], assigned: Factors, extents: Sequence[int], sizes: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Where an axis is left partial, every cut of a contracted factor becomes a dimension: they must divide."""
+    uneven = (np.array(extents, np.int64) % _parts(assigned, len(extents), sizes) > 0)[:, None]
+    split = (after != NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
+    return ~((after == DEFERRED).any(1) & (split & uneven).any((1, 2)))
+
+
 def _cost(
     rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
@@ -214,18 +240,34 @@ def _cost(
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
         if type_.rank:
             local += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
-    cost = op_time(work.flops * everything, local, work.dtype, mesh.device, launches=1)
-    return cost + _sum_cost(rule, work, assigned, after, mesh)
+    efficiency = _product_efficiency(rule, assigned, mesh) if work.product else 1.0
+    cost = op_time(work.flops * everything, local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
+    return cost + _sum_cost(rule, work, assigned, held, after, mesh)
+
+
+def _product_efficiency(rule: Rule, assigned: Factors, mesh: LogicalMesh) -> NDArray[np.float64]:
+    """Efficiency of a device's piece of a product: its rows come from the left operand, its columns from the right."""
+    (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
+    everything = range(len(rule.sizes))
+    rows = [f for f in everything if f in result - right]
+    columns = [f for f in everything if f in result & right - left]
+    contracted = [f for f in everything if f not in result]
+
+    def local(factors: list[int]) -> NDArray[np.float64]:
+        return math.prod(rule.sizes[f] for f in factors) * share(assigned, factors, rule.sizes, mesh.sizes)
+
+    return product_efficiency(local(rows), local(columns), local(contracted), mesh.device)
 
 
 def _sum_cost(
-    rule: Rule, work: Work, assigned: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
-    """Seconds of the collectives that resolve partial sums: reduce-scatters, or one joint all-reduce."""
+    """Seconds of the collectives that resolve partial sums."""
     cost = np.zeros(len(assigned))
     if not (after > NOTHING).any():
         return cost
-    after = emitted(after)
+    after = emitted(after, assigned, held, mesh.sizes, dot=work.dot)
+    mesh = mesh.behind_computation() if work.behind else mesh
     held_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):
         held_bytes += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
@@ -238,16 +280,6 @@ def _sum_cost(
         exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
         cost += np.where(exactly, collective_time("all-reduce", held_bytes, axes, mesh), 0.0)
     return cost
-
-
-def emitted(after: NDArray[np.int16]) -> NDArray[np.int16]:
-    """`after` (n, axes) as the compilers carry it out.
-
-    Partial sums along several axes are summed together, and scattered only if all of them are; otherwise one all-reduce
-    over all is followed by a local slice.
-    """
-    mixed = (after == REDUCE_SCATTER).any(1) & (after == ALL_REDUCE).any(1)
-    return np.where(mixed[:, None] & (after == REDUCE_SCATTER), ALL_REDUCE, after).astype(np.int16)
 
 
 def _axis_sets(axes: int) -> list[tuple[int, ...]]:

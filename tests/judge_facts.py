@@ -1,4 +1,4 @@
-"""What the judge reads off the graph alone: where partial sums may stay, and which results are state."""
+"""What the judge reads off the graph alone: where partial sums may stay, which results are state, what has time."""
 
 from __future__ import annotations
 
@@ -76,3 +76,46 @@ def _take(graph: Graph, found: dict[int, int], out: int, arguments: Sequence[int
         if v not in found.values() and graph.types[v] == graph.type_of(graph.outputs[out]):
             found[out] = v
             return
+
+
+def hurried(graph: Graph) -> tuple[frozenset[int], frozenset[int]]:
+    """(values that depend on the batch, operations of which something before the update reads a result)."""
+    batch = {*graph.inputs} - {*state(graph).values()}
+    waited: set[int] = set()
+    grown = True
+    while grown:
+        before = len(batch) + len(waited)
+        for op in graph.walk():
+            _spread(op, batch)
+        for op in graph.walk():
+            _wait(op, waited)
+        grown = len(batch) + len(waited) > before
+    return frozenset(batch), frozenset(op.index for op in graph.walk() if waited & {*op.outputs})
+
+
+def _spread(op: Op, batch: set[int]) -> None:
+    """From operands to results, in and out of bodies; what a loop carries changes from iteration to iteration."""
+    if not op.regions:
+        if batch & {a for a in op.inputs if isinstance(a, int)}:
+            batch.update(op.outputs)
+        return
+    for region in op.regions:
+        outside = op.inputs[len(op.inputs) - len(region.inputs) :]
+        batch.update(v for a, v in zip(outside, region.inputs, strict=True) if a in batch)
+        if op.name == "scan":
+            start = op.params["num_consts"]
+            batch.update(region.inputs[start : start + op.params["num_carry"]])
+        if op.name == "while":
+            batch.update(region.inputs)
+    batch.update(op.outputs)
+
+
+def _wait(op: Op, waited: set[int]) -> None:
+    """Operands of what runs before the update; what a body returns is waited for as its result is, if not carried."""
+    if op.phase != "update":
+        waited.update(a for a in op.inputs if isinstance(a, int))
+    carried = {"scan": op.params.get("num_carry", 0), "while": len(op.outputs)}.get(op.name, 0)
+    for region in op.regions:
+        for i, (a, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
+            if isinstance(a, int) and (result in waited or (i < carried and op.phase != "update")):
+                waited.add(a)

@@ -20,7 +20,7 @@ from autopar.cluster import LogicalMesh
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.layout import divides
 from autopar.rules import Rule
-from tests.judge_facts import deferral, state
+from tests.judge_facts import deferral, hurried, state
 from tests.judge_model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
 from tests.judge_pricing import EVEN, PADDED, Pricing, layout_options, op_options, sum_options
 
@@ -45,12 +45,15 @@ class _Survey:
     price: Pricing
     deferring: frozenset[int]
     sums: Mapping[int, bool]
+    batch: frozenset[int]
+    waited: frozenset[int]
     drafts: list[_Draft] = field(default_factory=list)
     places: dict[int, Place] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     light: list[Op] = field(default_factory=list)
     read_by: dict[int, list[str]] = field(default_factory=dict)  # value -> "light" or "heavy", once per operand
     options: dict[object, tuple[tuple[Option, ...], list[float], tuple[int, ...]]] = field(default_factory=dict)
+    undivided: set[int] = field(default_factory=set)  # decisions on arguments that some axis only cuts unevenly
 
     @property
     def graph(self) -> Graph:
@@ -88,10 +91,12 @@ class _Survey:
 
 def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
     """Decisions of a program, and what they cost alone and in pairs."""
-    s = _Survey(Pricing(graph, rules, mesh), *deferral(graph))
+    s = _Survey(Pricing(graph, rules, mesh), *deferral(graph), *hurried(graph))
     for value, path in zip(graph.inputs, graph.input_paths, strict=True):
         if graph.types[value].shape:
-            s.border(path, value, 1.0, EVEN)
+            entered = s.border(path, value, 1.0, EVEN)
+            if _undivided(graph.types[value].shape, mesh.sizes):
+                s.undivided.add(entered)
     for value, _ in graph.constants:
         if graph.types[value].shape:
             s.border(f"constant {value}", value, 1.0)
@@ -108,6 +113,14 @@ def survey(graph: Graph, rules: Mapping[int, Rule], mesh: LogicalMesh) -> Judge:
             s.want(f"out{out}", atom, decision, tuple(range(len(shape))), 1.0)
     _charge(s)
     return _finish(s)
+
+
+def _undivided(shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
+    """Along some mesh axis an argument of this shape lies whole, although pieces could be uneven."""
+    even, padded = (layout_options(shape, sizes, most) for most in (EVEN, PADDED))
+    return any(
+        all(o.left[a] == WHOLE for o in even) and any(o.left[a] != WHOLE for o in padded) for a in range(len(sizes))
+    )
 
 
 def _may_be_uneven(s: _Survey, atom: Atom) -> bool:
@@ -156,7 +169,9 @@ def _leaf(s: _Survey, op: Op, weight: float) -> None:
         s.places[op.outputs[0]] = view
         _note(s, op, "light")
     elif op.index not in s.sums and (leaders := [k for k in _leaders(op, rule, s) if s.firm(op.inputs[k])]):
-        _follow(s, op, rule, min(leaders, key=lambda k: (s.places[op.inputs[k]].decision, k)), weight)  # type: ignore[index]
+        oldest = {k: s.places[op.inputs[k]].decision for k in leaders}  # type: ignore[index]
+        leader = min(leaders, key=lambda k: (oldest[k] in s.undivided, oldest[k], k))
+        (_apart if oldest[leader] in s.undivided else _follow)(s, op, rule, leader, weight)
     else:
         _heavy(s, op, rule, weight)
 
@@ -208,10 +223,24 @@ def _follow(s: _Survey, op: Op, rule: Rule, leader: int, weight: float) -> None:
             s.want(f"{op.tag}.in{k}", atom, place.decision, tuple(own.get(f, WHOLE) for f in rule.operands[k]), weight)
 
 
+def _apart(s: _Survey, op: Op, rule: Rule, leader: int, weight: float) -> None:
+    """Like `_follow`, but the operation decides on the layout, which may be uneven, and the leader is read in it."""
+    largest = max(op.outputs, key=lambda v: (s.graph.types[v].size, -op.outputs.index(v)))
+    decision = s.border(f"{op.tag} {op.name}", largest, weight)
+    dims = rule.results[op.outputs.index(largest)]
+    own = {f: d for d, f in enumerate(dims) if rule.sizes[f] > 1}
+    for value, factors in zip(op.outputs, rule.results, strict=True):
+        s.places[value] = Place(decision, value, tuple(own.get(f, WHOLE) for f in factors))
+    _note(s, op, "light")
+    s.light.append(op)
+    for k, atom in enumerate(op.inputs):
+        s.want(f"{op.tag}.in{k}", atom, decision, tuple(own.get(f, WHOLE) for f in rule.operands[k]), weight)
+
+
 def _heavy(s: _Survey, op: Op, rule: Rule, weight: float) -> None:
     """An operation with options of its own."""
     is_sum = op.index in s.sums
-    kind = (op.signature, op.index in s.deferring, s.sums.get(op.index))
+    kind = (op.signature, op.index in s.deferring, s.sums.get(op.index), op.index in s.waited)
     if kind not in s.options:
         s.options[kind] = _priced(s, op, rule)
     options, seconds, extents = s.options[kind]
@@ -228,12 +257,14 @@ def _heavy(s: _Survey, op: Op, rule: Rule, weight: float) -> None:
 
 def _priced(s: _Survey, op: Op, rule: Rule) -> tuple[tuple[Option, ...], list[float], tuple[int, ...]]:
     sizes, result = s.price.mesh.sizes, s.graph.types[op.outputs[0]]
+    summing = s.price if op.index in s.waited else s.price.unhurried
     if op.index in s.sums:
         options = sum_options(result.shape, s.sums[op.index], sizes)
         own = (tuple(range(result.rank)),)
-        return options, [s.price.sums(op, own, result.shape, o) for o in options], result.shape
-    options = op_options(op, rule, op.index in s.deferring, sizes, result.rank)
-    seconds = [s.price.running(op, o) + s.price.sums(op, rule.results, rule.sizes, o) for o in options]
+        return options, [summing.sums(op, own, result.shape, o) for o in options], result.shape
+    shapes = [s.graph.type_of(a).shape for a in (*op.inputs, *op.outputs)]
+    options = op_options(op, rule, op.index in s.deferring, sizes, shapes)
+    seconds = [s.price.running(op, o) + summing.sums(op, rule.results, rule.sizes, o) for o in options]
     return options, seconds, rule.sizes
 
 
@@ -333,7 +364,14 @@ _BODIES = {"scan": _scan, "remat": _remat, "cond": _cond}
 
 
 def _charge(s: _Survey) -> None:
-    """Light operations read arguments from memory, and write what heavy ones, several, or the caller read."""
+    """Light operations read arguments from memory, and write what heavy ones, several, or the caller read.
+
+    Where there is state, arguments that are none are new in every step: they are written once more.
+    """
+    stays = set(state(s.graph).values())
+    for position, value in enumerate(s.graph.inputs):
+        if stays and position not in stays and value in s.places:
+            _traffic(s, value)
     results = {a for a in s.graph.outputs if isinstance(a, int)}
     arguments = {*s.graph.inputs}
     for op in s.light:
@@ -341,13 +379,23 @@ def _charge(s: _Survey) -> None:
             readers = s.read_by.get(value, [])
             if value in results or "heavy" in readers or len(readers) > 1:
                 _traffic(s, value)
-        for atom in op.inputs:
+        for k, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in arguments and atom in s.places:
-                _traffic(s, atom)
+                _traffic(s, atom, _read_at(s, op, k))
 
 
-def _traffic(s: _Survey, value: int) -> None:
-    place = s.places[value]
+def _read_at(s: _Survey, op: Op, operand: int) -> Place:
+    """An argument is read as it lies, or, if it does not divide, as the reader's result lies."""
+    lies, result = s.places[op.inputs[operand]], s.places.get(op.outputs[0])  # type: ignore[index]
+    if lies.decision not in s.undivided or result is None:
+        return lies
+    rule = s.price.rules[op.signature]
+    own = dict(zip(rule.results[0], result.factors, strict=True))
+    return Place(result.decision, lies.behind, tuple(own.get(f, WHOLE) for f in rule.operands[operand]))
+
+
+def _traffic(s: _Survey, value: int, at: Place | None = None) -> None:
+    place = at or s.places[value]
     factors = frozenset(f for f in place.factors if f >= 0)
     s.drafts[place.decision].light.append((factors, s.graph.types[value].nbytes))
 
@@ -362,9 +410,17 @@ def _alone(s: _Survey, d: _Draft) -> np.ndarray:
 _Side = tuple[int, Factors, bool]  # decision, its factors along a value's dimensions, while running
 
 
-def _edges(s: _Survey, copies: dict[int, int]) -> Iterator[tuple[_Side, _Side, int, float]]:
-    """(from, to, value, weight) of every move; a value with several readers goes to them from one copy."""
+def _hurried(s: _Survey, read: Read) -> bool:
+    """Something before the update waits for this read, and its value depends on the batch."""
+    if read.value not in s.batch or read.site.startswith("out"):
+        return False
+    return s.graph.by_index[int(read.site.partition(".")[0].removeprefix("op"))].phase != "update"
+
+
+def _edges(s: _Survey, copies: dict[int, int]) -> Iterator[tuple[_Side, _Side, int, float, bool]]:
+    """(from, to, value, weight, hurried) of every move; a value with several readers goes to them from one copy."""
     readers: dict[int, dict[_Side, float]] = {}
+    waiting: set[tuple[int, _Side]] = set()
     for read in s.reads:
         if not (place := s.places.get(read.value)):
             continue
@@ -373,6 +429,8 @@ def _edges(s: _Survey, copies: dict[int, int]) -> Iterator[tuple[_Side, _Side, i
         if side != (place.decision, place.factors, False):
             group = readers.setdefault(place.behind, {})
             group[side] = max(group.get(side, 0.0), read.weight)
+            if _hurried(s, read):
+                waiting.add((place.behind, side))
     for value, sides in readers.items():
         home = (s.places[value].decision, s.places[value].factors, False)
         if len(sides) > 1:
@@ -380,9 +438,9 @@ def _edges(s: _Survey, copies: dict[int, int]) -> Iterator[tuple[_Side, _Side, i
             shape = s.graph.types[value].shape
             copies[value] = s.layout_decision(f"copy of {value}", shape, 1.0)
             copy = (copies[value], tuple(range(len(shape))), False)
-            yield home, copy, value, once
+            yield home, copy, value, once, any((value, side) in waiting for side in sides)
             home = copy
-        yield from ((home, side, value, weight) for side, weight in sides.items())
+        yield from ((home, side, value, weight, (value, side) in waiting) for side, weight in sides.items())
 
 
 def _behind(place: Place, factors: Factors) -> Factors:
@@ -391,12 +449,13 @@ def _behind(place: Place, factors: Factors) -> Factors:
     return tuple(seen.get(dim, WHOLE) for dim in range(len(place.factors)))
 
 
-def _between(s: _Survey, u: _Side, v: _Side, value: int) -> np.ndarray:
+def _between(s: _Survey, u: _Side, v: _Side, value: int, hurried: bool) -> np.ndarray:
     """Seconds of the move between every pair of options, through the few layouts that they show."""
     type_ = s.graph.types[value]
     ends = [[shown(o.cut if run else o.left, f) for o in s.drafts[d].options] for d, f, run in (u, v)]
     kinds = [list(dict.fromkeys(layouts)) for layouts in ends]
-    table = np.array([[s.price.move(a, b, type_) for b in kinds[1]] for a in kinds[0]])
+    price = s.price if hurried else s.price.unhurried
+    table = np.array([[price.move(a, b, type_) for b in kinds[1]] for a in kinds[0]])
     rows, cols = ([kind.index(x) for x in layouts] for kind, layouts in zip(kinds, ends, strict=True))
     return table[np.ix_(rows, cols)]
 
@@ -405,8 +464,8 @@ def _finish(s: _Survey) -> Judge:
     copies: dict[int, int] = {}
     tables: dict[tuple[int, int], np.ndarray] = {}
     own: dict[int, np.ndarray] = {}
-    for u, v, value, weight in list(_edges(s, copies)):
-        table = _between(s, u, v, value) * weight
+    for u, v, value, weight, waits in list(_edges(s, copies)):
+        table = _between(s, u, v, value, waits) * weight
         pair = (min(u[0], v[0]), max(u[0], v[0]))
         if u[0] == v[0]:
             own[u[0]] = own.get(u[0], 0.0) + np.diag(table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -202,4 +202,7 @@ def _mesh(rng: Random) -> LogicalMesh:
     peak, bandwidth = 10 ** rng.uniform(8.5, 11), 10 ** rng.uniform(9, 11)
     overhead = rng.choice((0.0, 1e-8))
     cluster = Cluster.custom(shape, alpha, beta, peak, bandwidth, 10**9, kernel_overhead=overhead)
-    return cluster.logical_mesh(shape)
+    overlap, bucket = rng.choice(((0.0, 0.0), (0.5, 0.0), (0.7, 1e4)))
+    half = rng.choice(((0.0, 0.0, 0.0), (4.0, 8.0, 6.0)))
+    device = replace(cluster.device, overlap=overlap, bucket_bytes=bucket, half_rate_extents=half)
+    return replace(cluster, device=device).logical_mesh(shape)

@@ -51,7 +51,7 @@ def test_plan_prints_the_table(autopar):
     status, out, err = autopar("plan", "mlp-toy", "--mesh", "2,4")
     assert (status, err) == (0, "")
     assert out.startswith("Plan for 8 devices, mesh (x=2, y=4), on ")
-    assert "state/params/blocks/*/w1 x2" in out
+    assert "state/params/blocks/*/w2 x2" in out
     assert "predicted step: " in out
 
 
@@ -92,7 +92,7 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("plan", "mlp-toy", "--mesh", "2,x"), "mesh '2,x': give sizes with commas between"),
         (("plan", "mlp-toy", "--mesh", "0"), "sizes must be at least 1"),
         (("plan", "mlp-toy", "--mesh", "2", "--hosts", "3"), "--hosts 3 needs --cluster"),
-        (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: dgx-h100"),
+        (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: cpu-host, "),
         (("plan", "mlp-toy", "--mesh", "2", "--solver", "abacus"), "solver='abacus' must be 'auto'"),
         (("plan", "mlp-toy", "--mesh", "2", "--memory-budget", "1GiB"), "memory_budget='1GiB' is not available"),
         (("plan", "nowhere.py:example", "--mesh", "2"), "nowhere.py is no Python file"),
@@ -169,6 +169,22 @@ def test_verify_takes_a_saved_plan(autopar, tmp_path):
 
 def test_clusters_lists_the_presets(autopar):
     _, out, _ = autopar("clusters")
-    assert out.startswith("dgx-h100: 8 x ")
+    for name in ("cpu-host", "dgx-h100", "p3.16xlarge", "tpu-v6e"):
+        assert f"\n{name} " in out
     _, out, _ = autopar("clusters", "--json")
-    assert json.loads(out.splitlines()[0])["devices_per_host"] == 8
+    found = {row["name"]: row for row in map(json.loads, out.splitlines())}
+    assert found["dgx-h100"]["devices_per_host"] == 8
+    assert len(found) == 10
+
+
+def test_bench_collectives_prints_a_table_or_json(autopar, tmp_path):
+    status, out, err = autopar("bench", "collectives", "--workers", 4)
+    assert (status, err) == (0, "")
+    assert "halving-doubling" in out
+    path = tmp_path / "times.png"
+    _, out, err = autopar(
+        "bench", "collectives", "--workers", 4, "--bytes", "8,800", "--kind", "broadcast", "--json", "--plot", path
+    )
+    assert [row["algorithm"] for row in json.loads(out)["rows"]] == ["mst", "ring"]
+    assert path.exists()
+    assert err == f"saved to {path}\n"

@@ -1,10 +1,12 @@
-"""Clusters: levels under logical axes, presets, files and the messages for mistakes."""
+"""Clusters: levels under logical axes, shared links, parts, unequal groups and the messages for mistakes."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Device, Level, Link, LogicalMesh
 from autopar.errors import ClusterError, MeshError
+from autopar.links import Stretch, stretch
 
 INTRA, INTER = Link(1e-6, 1e-11), Link(5e-6, 1e-10)
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 2**30)
@@ -126,51 +129,89 @@ def test_peak_of_an_unlisted_dtype_is_the_slowest() -> None:
     assert (DEVICE.peak("bfloat16"), DEVICE.peak("int32")) == (2e12, 1e12)
 
 
-def test_presets_load_and_hold_sane_figures() -> None:
-    assert "dgx-h100" in Cluster.presets()
-    for name in Cluster.presets():
-        cluster = Cluster.preset(name, hosts=2)
-        assert cluster.name == name
-        assert cluster.num_devices == 2 * cluster.devices_per_host
-        assert cluster.intra.beta <= cluster.inter.beta
-        assert 0 < cluster.device.efficiency <= 1
-        assert cluster.device.peak("bfloat16") >= cluster.device.peak("float32")
+@pytest.mark.parametrize(("n", "network"), [(8, "ring"), (8, "line"), (12, "ring"), (16, "ring")])
+def test_shared_links_by_routing_every_message(n: int, network: str) -> None:
+    """Groups along one dimension pass a byte to the next: the busiest directed link is what `stretch` says.
+
+    Neighbours send half each way round where their group closes to a ring, else along the line and back.
+    """
+    for stride, size in [(s, c) for s in range(1, n) for c in range(2, n + 1) if n % (s * c) == 0]:
+        closed = network == "ring" and stride * size == n
+        load: Counter[tuple[int, int]] = Counter()
+        for first in range(n):
+            block, place = first // (stride * size), first // stride % size
+            if closed:
+                hops = [(first + h) % n for h in range(stride)]
+                load.update({(h, 1): Fraction(1, 2) for h in hops})
+                load.update({(h, -1): Fraction(1, 2) for h in hops})
+            else:
+                last = place == size - 1
+                target = block * stride * size + first % stride + (0 if last else (place + 1) * stride)
+                low, high = sorted((first, target))
+                load.update({(h, -1 if last else 1): Fraction(1) for h in range(low, high)})
+        link = Link(1e-6, 0.5 if network == "ring" else 1.0, network)  # one direction carries 1 byte/s
+        level = stretch(size, Stretch(0, n, link, stride))
+        assert level.link.beta == max(load.values())
+        assert level.link.network == ("ring" if closed else "line")
+        assert level.link.alpha == pytest.approx(stride * 1e-6)
 
 
-def test_dgx_h100_figures() -> None:
-    cluster = Cluster.preset("dgx-h100", hosts=4)
-    assert cluster.num_devices == 32
-    assert cluster.intra.bandwidth == pytest.approx(450e9)
-    assert cluster.inter.bandwidth == pytest.approx(50e9)
+def mixed() -> Cluster:
+    return Cluster.joined([Cluster.preset("p3.16xlarge"), Cluster.preset("p4d.24xlarge", hosts=2)], name="mixed")
 
 
-def test_unknown_preset_lists_the_known() -> None:
-    with pytest.raises(ClusterError, match=r"'dgx-z9' not found\. Known presets:.*dgx-h100"):
-        Cluster.preset("dgx-z9")
-    with pytest.raises(ClusterError, match="topology='4x8'"):
-        Cluster.preset("dgx-h100", topology="4x8")
+def test_unequal_groups_are_as_slow_as_their_slowest() -> None:
+    cluster, (v100, a100) = mixed(), mixed().groups
+    assert (cluster.hosts, cluster.num_devices) == (3, 24)
+    for dtype in ("float32", "bfloat16", "float64"):
+        rates = [g.device.peak(dtype) * g.device.efficiency for g in (v100, a100)]
+        assert cluster.device.peak(dtype) * cluster.device.efficiency == pytest.approx(min(rates))
+    assert cluster.device.memory_bytes == v100.device.memory_bytes
+    assert cluster.device.memory_bandwidth == v100.device.memory_bandwidth
+    assert (cluster.intra, cluster.inter.beta) == (v100.intra, v100.inter.beta)
+    mesh = cluster.logical_mesh((3, 8))
+    assert mesh.links[0] == cluster.inter
+    assert Cluster.joined([a100]).device == a100.device
 
 
-TOML = """
-name = "toy"
-hosts = 2
-devices_per_host = 4
-device = { name = "toy", memory_bandwidth = 1e11, memory_bytes = 1e9, peak_flops = { float32 = 1e12 } }
-intra = { alpha = 1e-6, bandwidth = 1e10 }
-inter = { alpha = 1e-5, bandwidth = 1e9 }
-"""
+def test_parts_inside_a_group_keep_their_device() -> None:
+    cluster, (v100, a100) = mixed(), mixed().groups
+    assert cluster.part(0, 8) == v100
+    assert cluster.part(8, 16) == a100
+    assert cluster.part(16, 4).device == a100.device
+    assert cluster.part(16, 4).intra == a100.intra
+    assert cluster.part(0, 16).device.memory_bytes == v100.device.memory_bytes
+    with pytest.raises(ClusterError, match="no devices 20 to 27"):
+        cluster.part(20, 8)
 
 
-def test_from_toml(tmp_path: Path) -> None:
-    path = tmp_path / "toy.toml"
-    path.write_text(TOML)
-    assert Cluster.from_toml(path).num_devices == 8
-    assert Cluster.from_toml(path, hosts=3).num_devices == 12
-    path.write_text(TOML.replace("bandwidth = 1e10", "bandwith = 1e10"))
-    with pytest.raises(ClusterError, match=r"toy\.toml is not complete: KeyError 'bandwidth'"):
-        Cluster.from_toml(path)
-    with pytest.raises(ClusterError, match="cannot be read"):
-        Cluster.from_toml(tmp_path / "none.toml")
+@pytest.mark.parametrize(
+    ("first", "count", "expected"),
+    [
+        (0, 32, "4 x 8"),
+        (8, 16, "2 x 8"),
+        (12, 4, "1 x 4"),
+        (31, 1, "1 x 1"),
+        (4, 8, None),
+        (0, 12, None),
+        (28, 8, None),
+    ],
+)
+def test_part_of_a_cluster(first: int, count: int, expected: str | None) -> None:
+    cluster = hosts_of(4, 8)
+    if expected is None:
+        with pytest.raises(ClusterError, match=r"of cluster 'test' \(4 x 8\) are no whole hosts"):
+            cluster.part(first, count)
+        return
+    part = cluster.part(first, count)
+    assert f"{part.hosts} x {part.devices_per_host}" == expected
+    assert (part.num_devices, part.device) == (count, DEVICE)
+
+
+def test_part_of_a_ring_is_a_line() -> None:
+    part = Cluster.preset("tpu-v5e", topology="16x16").part(32, 128)
+    assert [(v.size, v.link.network) for v in part.levels] == [(1, "switch"), (8, "line"), (16, "ring")]
+    assert (part.hosts, part.num_devices) == (16, 128)
 
 
 def test_local_shares_the_host_between_virtual_devices() -> None:

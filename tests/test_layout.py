@@ -103,7 +103,7 @@ def way(source: Layout, target: Layout, sizes: tuple[int, ...]) -> str:
         "+- --: all-reduce x 1",
         "+- -- 0-: reduce-scatter x 1",
         "++ --: all-reduce xy 1",
-        "++ -- 01: reduce-scatter x 1, reduce-scatter y 1/2",
+        "++ -- 01: all-reduce xy 1, slice x 1/2, slice y 1/8",
         "++ -- 0-: all-reduce xy 1, slice x 1/2",
         "+0 -0 00: all-reduce x 1/4, collective-permute xy 1/8",
         "+1 -1 01: reduce-scatter x 1/4",

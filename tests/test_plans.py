@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.plans import Plan, check_matches, from_json, graph_hash
 from autopar.trace import trace
@@ -25,10 +26,13 @@ def step(params: Any, x: jax.Array) -> Any:
     return sgd(params, grads), value
 
 
+CLUSTER = Cluster.preset("dgx-h100").without_overlap()
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     pins = {"params/up": P(None, "model"), "params/down": P("model"), "x": P("data")}
-    return autopar.plan(step, *ARGS, mesh={"data": 2, "model": 4}, pins=pins)
+    return autopar.plan(step, *ARGS, mesh={"data": 2, "model": 4}, pins=pins, cluster=CLUSTER)
 
 
 @pytest.mark.core
@@ -41,7 +45,7 @@ def test_text_and_back(plan: Plan) -> None:
 
 def test_planning_twice_gives_the_same_text(plan: Plan) -> None:
     pins = {"params/up": P(None, "model"), "params/down": P("model"), "x": P("data")}
-    again = autopar.plan(step, *ARGS, mesh={"data": 2, "model": 4}, pins=pins)
+    again = autopar.plan(step, *ARGS, mesh={"data": 2, "model": 4}, pins=pins, cluster=CLUSTER)
     assert replace(again, phases={}).to_json() == replace(plan, phases={}).to_json()
 
 

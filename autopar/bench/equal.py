@@ -75,7 +75,7 @@ def _done(resume: Path | None) -> dict[Key, Row]:
     if resume is None or not resume.exists():
         return {}
     found = [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
-    return {_key(row): row for row in found}
+    return {_key(row): row for row in found if "reasons" in row}  # rows of older versions are run again
 
 
 def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
@@ -111,12 +111,14 @@ def line(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each mesh, then exceptions with their reasons, then the count."""
+    """A line for each case, then those with too many FLOPs and why, then the count."""
     lines = [line(row) for row in rows]
-    flagged = [row for row in rows if row["replicated"]]
+    flagged = [row for row in rows if row["reasons"]]
     if flagged:
-        lines.append("more than 1.25 of the FLOPs per device, and what the plan says about it:")
-        lines += [f"  {r['model']} {tuple(r['mesh'])}: {r['flops_ratio']:.2f}: {r['replicated'][0]}" for r in flagged]
+        lines.append("more than 1.25 of an even share of the FLOPs per device, and why:")
+    for row in flagged:
+        lines.append(f"  {row['model']} {tuple(row['mesh'])} {row['dtype']}: {row['flops_ratio']:.2f}")
+        lines += [f"    {reason}" for reason in row["reasons"]]
     lines.append(f"{sum(bool(r['ok']) for r in rows)} of {len(rows)} cases equal the single-device run")
     return "\n".join(lines)
 
@@ -128,6 +130,6 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "ok": sum(bool(r["ok"]) for r in rows),
         "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
         "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
-        "flops_flagged": sum(bool(r["replicated"]) for r in rows),
+        "flops_flagged": sum(bool(r["reasons"]) for r in rows),
         "bytes_ratio_max": max((r["bytes_ratio"] for r in rows), default=0.0),
     }

@@ -15,6 +15,8 @@ A leaf that is zero but for rounding (a key bias, of which the softmax takes no 
 known by its magnitude, at most `NOISE` of the largest of its kind (parameters, first moments, second moments), and may
 differ by ten times what it differs by in the data-parallel step.
 
+Much more than an even share of the FLOPs per device must have reasons: `equal_flops`.
+
 The default cluster makes compute dear and communication cheap (`dear`): on figures of a real machine the best plan of
 a toy is to compute everything everywhere, which would test nothing.
 """
@@ -34,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat, verification, zoo
+from autopar.bench import equal_flops
 from autopar.bench.worker import cpu_devices, serve
 from autopar.cluster import Cluster
 
@@ -42,7 +45,6 @@ TOLERANCE_64 = 1e-9
 TOLERANCE_LOSS = 1e-5
 TIMES_BY_HAND = 10.0
 FLOOR_32 = 1e-6  # relative difference below which float32 parameters count as equal
-FLOPS_FLAG = 1.25
 NOISE = {"nu": 1e-12}
 NOISE_ELSEWHERE = 1e-6  # second moments are squares
 
@@ -61,7 +63,7 @@ class Row:
         flops_ratio: FLOPs per device of the compiled program times devices over those of one device.
         bytes_ratio: emitted over predicted bytes on the wire.
         wire_bytes: predicted bytes that each device sends per step.
-        replicated: what the plan says about the FLOPs where `flops_ratio` exceeds `FLOPS_FLAG`.
+        reasons: what makes `flops_ratio` exceed `equal_flops.FLAG`, if it does.
         failures: a line for each criterion that does not hold.
     """
 
@@ -79,7 +81,7 @@ class Row:
     flops_ratio: float = 0.0
     bytes_ratio: float = 0.0
     wire_bytes: float = 0.0
-    replicated: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
 
 
@@ -299,9 +301,11 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
         wire_bytes=ours.plan.wire_bytes(),
     )
     wrong = _numbers_64(found, expert, rounding) if dtype == "float64" else _numbers_32(row)
-    failures = (*wrong, *ours.habits, *_bytes(report))
-    notes = (ours.plan.notes or ("no note in the plan",)) if row.flops_ratio > FLOPS_FLAG else ()
-    return replace(row, ok=not failures, replicated=notes, failures=failures)
+    found_flops = equal_flops.Reasons()
+    if row.flops_ratio > equal_flops.FLAG:
+        found_flops = equal_flops.explain(given.model.step, (given.state, given.batches[0]), ours.plan, row.flops_ratio)
+    failures = (*wrong, *ours.habits, *_bytes(report), *found_flops.failures)
+    return replace(row, ok=not failures, reasons=found_flops.lines, failures=failures)
 
 
 def _numbers_64(found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]) -> list[str]:

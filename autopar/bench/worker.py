@@ -41,10 +41,13 @@ def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = 
 
 
 def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> None:
-    """The main function of a worker: print what `work` yields for the spec on the command line."""
+    """The main function of a worker: print what `work` yields for the spec on the command line; no plan is kept."""
+    from autopar import plan_cache
+
     try:
-        for row in work(json.loads(sys.argv[1])):
-            print(json.dumps(row), flush=True)
+        with plan_cache.off():
+            for row in work(json.loads(sys.argv[1])):
+                print(json.dumps(row), flush=True)
     except AutoparError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(REFUSED)

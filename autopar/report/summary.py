@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from autopar.collective import Collective, wire_bytes
 from autopar.graph import Graph, Op
 from autopar.layout import local_shape, spec
-from autopar.plans import Plan
+from autopar.plans import Plan, Stage
 from autopar.report.reasons import Reasons, placed
-from autopar.report.text import Rows, seconds, size, spec_text, table
+from autopar.report.text import WIDTH, Rows, seconds, size, spec_text, table
 
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives
@@ -170,15 +171,21 @@ def _sent(plan: Plan, c: Collective) -> float:
 
 
 def _foot(plan: Plan) -> list[str]:
-    parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items())
-    memory = "; ".join(
-        f"{s.name}: {', '.join(f'{kind} {size(n)}' for kind, n in s.memory.items())}" for s in plan.stages
-    )
-    return [
+    parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden")
+    if hidden := plan.parts.get("hidden", 0.0):
+        parts += f"; {seconds(hidden)} of communication hidden behind it"
+    lines = [
         f"predicted step: {seconds(plan.step_time_s)} ({parts}), model FLOPs utilisation {plan.mfu:.1%}",
-        f"memory per device, without temporaries: {memory}",
+        *(f"memory per device, {s.name}: {_memory(s)}" for s in plan.stages),
         f"sent per device: {size(plan.wire_bytes())} in {sum(c.count for c in plan.collectives):,} collectives",
         f"solver: {plan.solver_status}, gap {plan.gap:.2g} ({STATUS.get(plan.solver_status, plan.solver)}); "
         f"{plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
         *(f"note: {note}" for note in plan.notes),
     ]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
+def _memory(stage: Stage) -> str:
+    largest = sorted(stage.memory.items(), key=lambda item: (-item[1], item[0]))
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in largest if n)
+    return f"{size(stage.peak_memory_bytes)} at its peak ({kinds})"

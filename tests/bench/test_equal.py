@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.bench import equal, equal_case, worker
+import autopar
+from autopar import shares, zoo
+from autopar.bench import equal, equal_case, equal_flops, worker
+from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 
 
@@ -120,13 +123,56 @@ def test_a_dead_worker_fails_the_meshes_it_has_not_reached(monkeypatch):
 def test_the_table_gives_the_reasons():
     rows = [
         row(),
-        row(mesh=(3,), flops_ratio=3.0, replicated=("no dimension divides",)),
+        row(mesh=(3,), flops_ratio=3.0, reasons=("no dimension divides", "and more")),
         row(ok=False, failures=("x",)),
     ]
     text = equal.table(rows)
-    assert "mlp-toy (3,): 3.00: no dimension divides" in text
+    assert "  mlp-toy (3,) float32: 3.00\n    no dimension divides\n    and more\n" in text
     assert text.endswith("2 of 3 cases equal the single-device run")
     assert equal.figures(rows)["flops_flagged"] == 1
+
+
+def test_rows_without_reasons_are_run_again(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    old = row()
+    del old["reasons"]
+    path.write_text(json.dumps(old) + "\n")
+    assert equal._done(path) == {}
+
+
+# FLOPs
+
+
+def account(ratio, *excesses):
+    found = tuple(shares.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
+    return shares.Account(ratio, found)
+
+
+@pytest.mark.parametrize(
+    ("given", "ratio", "unfused", "failing"),
+    [
+        (account(1.5, ("padded", 0.5)), 1.5, 1.5, False),
+        (account(6.0, ("indivisible", 5.0)), 6.0, 6.0, False),
+        (account(1.0), 1.3, 1.0, False),  # fusion
+        (account(1.0), 1.3, 1.3, True),  # the compiler does what the plan does not know of
+        (account(1.3, ("chosen", 0.3)), 1.3, 1.3, True),
+        (account(1.4, ("chosen", 0.2), ("padded", 0.2)), 1.4, 1.4, False),
+    ],
+)
+def test_flops_above_the_flag_fail_where_an_even_cut_exists(given, ratio, unfused, failing):
+    found = equal_flops.reasons(given, ratio, unfused)
+    assert bool(found.failures) == failing
+    assert sum(float(line.rsplit("+", 1)[1][:4]) for line in found.lines) == pytest.approx(ratio - 1)
+
+
+def test_a_step_that_every_device_repeats_fails():
+    model = zoo.build("mlp-toy")
+    state, batch = model.abstract_args()
+    slow = Cluster.custom((8,), 1.0, 1.0, 1e13, 1e13, 2**34)
+    plan = autopar.plan(model.step, state, batch, mesh=(8,), cluster=slow)
+    found = equal_flops.explain(model.step, (state, batch), plan, 8.0)
+    assert found.failures
+    assert found.lines[0].startswith("whole along x=8, which is cheaper than moving data: +7.00 (dot_general, ")
 
 
 def test_unknown_choices_are_refused():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Device, Level, Link, LogicalMesh
 from autopar.collective import WIRE_FRACTION
+from autopar.cost_models.algorithms import ALGORITHMS, two_level_time
 from autopar.cost_models.collectives import (
     COLLECTIVES,
     FLAT,
@@ -32,6 +33,9 @@ def mesh_of(*sizes: int, alpha: float = ALPHA, beta: float = BETA) -> LogicalMes
 
 def test_tables_cover_the_same_kinds() -> None:
     assert set(COLLECTIVES) == set(FLAT) == set(STAGED) == set(WIRE_FRACTION)
+    for kind, networks in COLLECTIVES.items():
+        assert set(networks) == set(NETWORKS)
+        assert all(name in ALGORITHMS[kind] for names in networks.values() for name in names)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +88,12 @@ def on(network: str, *shape: int) -> LogicalMesh:
     [("all-reduce", 14, 14 / 8), ("all-gather", 7, 7 / 8), ("all-to-all", 7, 2.0), ("collective-permute", 1, 1.0)],
 )
 def test_a_ring_has_no_shortcuts(kind: str, messages: float, volume: float) -> None:
-    ((alpha, beta),) = linear_coefficients(kind, (0,), on("ring", 8))
+    """A line's rate is one direction's; a ring's counts both, of which a permute uses one."""
+    ((alpha, beta),) = linear_coefficients(kind, (0,), on("line", 8))
     assert (alpha, beta) == pytest.approx((messages * ALPHA, volume * BETA))
+    ((alpha, beta),) = linear_coefficients(kind, (0,), on("ring", 8))
+    directions = 2 if kind == "collective-permute" else 1
+    assert (alpha, beta) == pytest.approx((messages * ALPHA, directions * volume * BETA))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,8 +109,40 @@ def test_equal_switched_axes_are_one_group_and_rings_are_not() -> None:
     joint = linear_coefficients("all-gather", (0, 1), on("switch", 2, 4))
     assert joint == linear_coefficients("all-gather", (0,), on("switch", 8))
     rings = linear_coefficients("all-gather", (0, 1), on("ring", 4, 4))
-    assert rings == ((pytest.approx(6 * ALPHA), pytest.approx(15 / 16 * BETA)),)
-    assert linear_coefficients("all-to-all", (0, 1), on("ring", 4, 4)) == (pytest.approx((6 * ALPHA, 2 * BETA)),)
+    # Two halves, one along the rows first and one along the columns, use both dimensions all the time.
+    assert rings == ((pytest.approx(6 * ALPHA), pytest.approx(15 / 16 * BETA / 2)),)
+    assert linear_coefficients("all-to-all", (0, 1), on("ring", 4, 4)) == (pytest.approx((6 * ALPHA, BETA)),)
+
+
+@given(st.lists(st.integers(2, 8), min_size=2, max_size=3), st.sampled_from(["ring", "line"]))
+def test_a_torus_takes_in_no_more_than_its_links_bring(shape: list[int], network: str) -> None:
+    """Each device lacks (n-1)/n of the result and has one link's rate per dimension; equal dimensions reach that."""
+    axes, n = tuple(range(len(shape))), math.prod(shape)
+    least = (n - 1) / n * BETA / len(shape)
+    slope = linear_coefficients("all-gather", axes, on(network, *shape))[-1][1]
+    assert slope >= least * (1 - 1e-9)
+    if len(set(shape)) == 1:
+        assert slope == pytest.approx(least)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_one_ring_are_that_ring_again(kind: str) -> None:
+    """A dimension of 16 under axes (4, 4), all of whose devices talk, has the links that it has under (16,)."""
+    device, link = Device("d", {"float32": 1e12}, 1e11, 2**30), Link(ALPHA, BETA, "ring")
+    ring = Cluster("ring", device, 1, 16, link, link)
+    whole = linear_coefficients(kind, (0,), ring.logical_mesh((16,)))
+    assert linear_coefficients(kind, (0, 1), ring.logical_mesh((4, 4))) == whole
+
+
+def test_two_level_all_reduce_is_the_planners_price() -> None:
+    """Where the link between hosts is slow, and never dearer than that: the form that the simulation confirms."""
+    rings = ALGORITHMS["reduce-scatter"]["ring"], ALGORITHMS["all-gather"]["ring"]
+    for slow, equal in ((1e-8, True), (2e-10, False)):
+        mesh = Cluster.custom((4, 8), 1e-6, (slow, 1e-10), 1e12, 1e11, 2**30).logical_mesh((32,))
+        form = two_level_time(rings, ALGORITHMS["all-reduce"]["ring"], 4, 8, 1e9, (1e-6, 1e-10), (1e-6, slow))
+        price = collective_time("all-reduce", 1e9, (0,), mesh)
+        assert price <= form
+        assert (price == pytest.approx(form, rel=0.001)) == equal
 
 
 def test_joint_all_to_all_by_hand() -> None:

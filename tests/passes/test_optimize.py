@@ -120,7 +120,7 @@ def test_a_changed_cost_is_seen(problem: Problem, data: st.DataObject) -> None:
     changed = Problem(tuple(nodes), problem.edges)
     after = optimize(changed)
     proven(after, changed, brute(changed))
-    assert after.objective >= before.objective
+    assert after.objective >= before.objective * (1 - 1e-12)  # equal sums may round differently
 
 
 def test_many_layers_are_solved_as_one() -> None:

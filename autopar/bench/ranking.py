@@ -1,0 +1,165 @@
+"""`autopar bench ranking`: does the plan that is predicted to be faster run faster?
+
+Every model gets a dozen plans that differ widely: each is the best one for a machine that does not exist, whose network
+or arithmetic is far dearer or cheaper than here, on one or two mesh axes, with the batch free or pinned whole. All are
+priced on the figures of this machine, measured just before (`autopar.measure`), and run in turns in one process on 8
+virtual CPU devices. Per model:
+
+    Spearman's rank correlation of predicted and measured step times, over plans whose measured times span `SPAN`
+
+Pricing is the planner's own: a strategy has the same number whatever the prices are, so the assignment of one machine
+can be looked up in the problem of another. Plans of equal price and equal collectives are one plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from scipy.stats import spearmanr
+
+import autopar
+from autopar import zoo
+from autopar.bench import worker
+from autopar.bench.step import BENCH_SIZES, DEVICES, Variant, take_turns
+from autopar.cluster import Cluster, LogicalMesh
+from autopar.errors import ArgumentError
+from autopar.planning import Options, make_model, make_plan
+from autopar.plans import Plan
+from autopar.trace import trace
+
+SPAN = 2.0  # largest over smallest measured time
+FEWEST = 8  # plans of one model
+MOST = 14
+MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4), (4, 2))
+MODELS = ("mlp-toy", "gpt-3m", "llama3-toy", "moe-toy", "vit-toy", "wresnet-toy", "rnn-toy")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A machine that does not exist: factors on latency, on s/byte of the first axis and of the others, on flop/s."""
+
+    latency: float = 1.0
+    first: float = 1.0
+    others: float = 1.0
+    arithmetic: float = 1.0
+    batch_whole: bool = False
+
+
+PRICES: Mapping[str, Prices] = {
+    "fair": Prices(),
+    "free network": Prices(latency=1e-3, first=1e-3, others=1e-3),
+    "slow network": Prices(latency=10, first=30, others=30),
+    "no network": Prices(latency=1e4, first=1e4, others=1e4),
+    "first axis slow": Prices(first=1e3, others=1e-2, latency=1e-2),
+    "other axes slow": Prices(first=1e-2, others=1e3, latency=1e-2),
+    "slow arithmetic": Prices(latency=1e-2, arithmetic=1e-2),
+    "batch whole": Prices(batch_whole=True),
+    "batch whole, free network": Prices(latency=1e-3, first=1e-3, others=1e-3, batch_whole=True),
+    "batch whole, slow network": Prices(latency=10, first=30, others=30, batch_whole=True),
+}
+
+
+def elsewhere(mesh: LogicalMesh, p: Prices) -> LogicalMesh:
+    """The mesh as it would be on a machine with these prices."""
+    factors = [p.first] + [p.others] * (len(mesh.sizes) - 1)
+    links = tuple(
+        replace(link, alpha=link.alpha * p.latency, beta=link.beta * f)
+        for link, f in zip(mesh.links, factors, strict=True)
+    )
+    device = replace(mesh.device, peak_flops={d: f * p.arithmetic for d, f in mesh.device.peak_flops.items()})
+    return LogicalMesh(mesh.names, mesh.sizes, links, device)
+
+
+def forced(model: zoo.Model, cluster: Cluster) -> Iterator[tuple[str, Plan, float]]:
+    """(name, plan, its price on `cluster` in s) of up to `MOST` plans, no two alike."""
+    traced = trace(model.step, *model.abstract_args())
+    seen: set[str] = set()
+    for sizes in MESHES:
+        mesh = cluster.logical_mesh(sizes)
+        for name, prices in PRICES.items():
+            pins = {"batch/*": PartitionSpec()} if prices.batch_whole else None
+            found = make_plan(traced, elsewhere(mesh, prices), name, Options(pins=pins))
+            here = make_model(traced, mesh, Options(pins=pins)).problem.value(found.solution.assignment)
+            identity = f"{here:.4g} {sorted(map(str, found.plan.collectives))}"
+            if identity not in seen and len(seen) < MOST:
+                seen.add(identity)
+                yield f"{'x'.join(map(str, sizes))} {name}", found.plan, here
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Row]:
+    """The row of one model."""
+    worker.cpu_devices(DEVICES)
+    cluster = Cluster.from_toml(spec["cluster"])
+    model = zoo.build(spec["model"], **BENCH_SIZES.get(spec["model"], {}))
+    batches = [jax.tree.map(np.asarray, model.make_batch(jax.random.key(i))) for i in range(2)]
+    variants: list[Variant] = []
+    predicted: list[float] = []
+    for name, plan, seconds in forced(model, cluster):
+        step = autopar.parallelize(model.step, plan=plan)
+        step.plan(model.abstract_args()[0], batches[0])
+        variants.append(Variant(name, step, step.init(model.init, jax.random.key(0))))
+        predicted.append(seconds)
+    take_turns(variants, batches, spec["repeats"])
+    yield row(spec["model"], variants, predicted)
+
+
+def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> Row:
+    """Predicted and measured seconds of every plan, and their rank correlation."""
+    measured = [statistics.median(v.times) for v in variants]
+    return {
+        "model": model,
+        "plans": [v.name for v in variants],
+        "predicted_s": list(predicted),
+        "measured_s": measured,
+        "span": max(measured) / min(measured),
+        "spearman": float(spearmanr(predicted, measured)[0]),  # type: ignore[arg-type]
+        "ratio": statistics.median(m / p for m, p in zip(measured, predicted, strict=True)),
+    }
+
+
+def run(
+    models: Sequence[str], cluster: str, repeats: int, tell: Callable[[str], None] = lambda text: None
+) -> list[Row]:
+    """A row for every model; `cluster` is the TOML file of a calibrated one. WorkerError where one dies."""
+    if not models:
+        raise ArgumentError(f"no models given; the usual ones: {', '.join(MODELS)}")
+    rows: list[Row] = []
+    for model in models:
+        spec = {"model": model, "cluster": cluster, "repeats": repeats}
+        for found in worker.lines("autopar.bench.ranking", spec):
+            rows.append(found)
+            tell(line(found))
+    return rows
+
+
+def line(found: Row) -> str:
+    """One row for people."""
+    return (
+        f"{found['model']:<14} {len(found['plans']):>3} plans  span {found['span']:.1f}  "
+        f"Spearman {found['spearman']:.2f}  measured/predicted {found['ratio']:.2f}"
+    )
+
+
+def figures(rows: Sequence[Row]) -> Row:
+    """Counts and correlations of all models."""
+    found = [r["spearman"] for r in rows]
+    return {
+        "models": len(rows),
+        "plans": sum(len(r["plans"]) for r in rows),
+        "spearman_median": statistics.median(found),
+        "spearman_least": min(found),
+        "span_least": min(r["span"] for r in rows),
+        "plans_least": min(len(r["plans"]) for r in rows),
+    }
+
+
+if __name__ == "__main__":
+    worker.serve(work)

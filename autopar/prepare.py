@@ -1,0 +1,200 @@
+"""From a function and its arguments to the plan that runs: trace, plan every candidate mesh, keep the best.
+
+trace      in the mesh that the user has set, types included
+plan       for each candidate mesh with Auto axes, or read from the cache     -> _best, _planned
+check      a plan from elsewhere against this function and mesh               -> _loaded
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar import jax_compat, meshes, plan_cache
+from autopar.errors import ArgumentError, AutoparWarning, PinError, PlanMismatchError
+from autopar.graph import verify as verify_graph
+from autopar.layout import from_spec
+from autopar.meshes import Target
+from autopar.planning import Options, collector_paused, make_plan
+from autopar.plans import Plan, check_matches
+from autopar.rules import Rule, rules_of
+from autopar.rules.registry import registered_rules
+from autopar.settings import Settings
+from autopar.trace import Traced, trace
+
+#: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
+Pin = tuple[PartitionSpec | None, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A plan with the trace it belongs to, the mesh it is for, the rules then registered, and what to warn of."""
+
+    traced: Traced
+    plan: Plan
+    target: Target
+    registered: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    def rules(self) -> Mapping[int, Rule]:
+        """What code generation needs beside the plan; read once per graph."""
+        return rules_of(self.traced.graph, self.registered)
+
+    def mesh(self) -> Mesh:
+        """The devices, with Auto axes."""
+        return jax_compat.auto_mesh(meshes.concrete(self.target), self.target.logical.names)
+
+    def keeps(self, pins: Sequence[Pin | None], within: bool) -> bool:
+        """True if the plan keeps the types of these arguments; `within`: they, or the call, are on an Explicit mesh."""
+        return within == (self.traced.mesh is not None) and all(
+            dict(pin[1].shape) == self.target.logical.shape and from_spec(pin[0], self.plan.mesh_names) == layout
+            for pin, layout in zip(pins, self.plan.inputs, strict=True)
+            if pin is not None and pin[0] is not None
+        )
+
+
+def prepare(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
+) -> Prepared:
+    """Trace and plan; `local`: the plan is to run here. For the errors see `autopar.parallelize`."""
+    with collector_paused():
+        begin = time.perf_counter()
+        traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
+        verify_graph(traced.graph)
+        trace_s = time.perf_counter() - begin
+        with jax_compat.automatic_axes():
+            if s.plan is not None:
+                return _loaded(fn, traced, s)
+            return _best(fn, traced, args, s, local, trace_s)
+
+
+def _best(
+    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+) -> Prepared:
+    """The plan with the shortest step among the candidate meshes."""
+    candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
+    _check_batch(fn, traced, args, s, candidates)
+    rules = registered_rules()
+    options = Options(s.pins, s.solver, s.time_limit, _donated(traced, args, s), rules)
+    best: Prepared | None = None
+    misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
+    for target in candidates:
+        try:
+            plan, found = _planned(traced, target, options, trace_s)
+        except PinError as error:
+            misfits.append(error)
+            continue
+        if s.progress:
+            _report(name_of(fn), plan)
+        if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
+            best = Prepared(traced, plan, target, rules, found)
+    if best is None:
+        raise misfits[0]
+    for warning in best.warnings:
+        warnings.warn(f"{name_of(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
+    return best
+
+
+def _planned(traced: Traced, target: Target, options: Options, trace_s: float) -> tuple[Plan, tuple[str, ...]]:
+    """The plan for one mesh, from the cache if it is there, and what to warn of."""
+    begin = time.perf_counter()
+    asked = plan_cache.question(traced, target.logical, target.cluster.name, options)
+    kept = plan_cache.read(asked)
+    if kept is not None:
+        return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
+    made = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
+    plan_cache.write(asked, made.plan, options.time_limit)
+    return made.plan, made.solution.warnings
+
+
+def _mesh(traced: Traced, s: Settings) -> Any:
+    """The mesh to plan for: the one given, or an Explicit one that something is to be cut over; None searches."""
+    asked = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
+    return traced.mesh if s.mesh is None and asked else s.mesh
+
+
+def _user_stacklevel() -> int:
+    """The `stacklevel` at which a warning of the caller points to the user's line."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _report(name: str, made: Plan) -> None:
+    """What planning for one mesh took, on stderr."""
+    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
+    mesh = dict(zip(made.mesh_names, made.mesh_sizes, strict=True))
+    print(f"autopar: {name} on mesh {mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The function's name, for people."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
+    """A plan from elsewhere, checked against this function and, if one is given, this mesh."""
+    assert s.plan is not None
+    check_matches(s.plan, traced.graph, name_of(fn))
+    mesh = s.mesh if s.mesh is not None else dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))
+    (target,) = meshes.targets(mesh, s.cluster, local=True)
+    if (target.logical.sizes, target.logical.names) != (s.plan.mesh_sizes, s.plan.mesh_names):
+        raise PlanMismatchError(
+            f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
+            f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
+        )
+    return Prepared(traced, s.plan, target, registered_rules())
+
+
+def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:
+    """Positional argument -> the positions of its leaves among all traced leaves."""
+    found: dict[int, range] = {}
+    start = 0
+    for i, arg in enumerate(args):
+        if i not in static:
+            count = len(jax.tree.leaves(arg))
+            found[i] = range(start, start + count)
+            start += count
+    return found
+
+
+def _donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
+    if isinstance(s.donate_argnums, str):
+        return "auto"
+    ranges = _leaf_ranges(args, s.static_argnums)
+    unknown = [n for n in s.donate_argnums if n not in ranges]
+    if unknown:
+        raise ArgumentError(f"donate_argnums={s.donate_argnums}: there is no traced argument {unknown[0]}")
+    return tuple(i for n in s.donate_argnums for i in ranges[n])
+
+
+def _check_batch(
+    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, candidates: Sequence[Target]
+) -> None:
+    """A batch that the user names must divide by some axis of the mesh."""
+    if isinstance(s.batch_argnums, str):
+        return
+    ranges = _leaf_ranges(args, s.static_argnums)
+    graph = traced.graph
+    for number in s.batch_argnums:
+        if number not in ranges:
+            raise ArgumentError(f"batch_argnums={s.batch_argnums}: {name_of(fn)} has no traced argument {number}")
+        for i in ranges[number]:
+            shape = graph.types[graph.inputs[i]].shape
+            axes = sorted({size for t in candidates for size in t.logical.sizes if size > 1})
+            if axes and (not shape or all(shape[0] % size for size in axes)):
+                readers = [op.source for op in graph.walk() if graph.inputs[i] in op.inputs and op.source]
+                raise ArgumentError(
+                    f"batch argument '{graph.input_paths[i]}' of shape {shape}"
+                    f"{f', read at {readers[0]},' if readers else ''} does not divide by any mesh axis "
+                    f"({', '.join(map(str, axes))}). Use a batch that is a multiple, or leave batch_argnums on 'auto'."
+                )

@@ -1,0 +1,176 @@
+"""Fits a cluster's figures to measurements, by least squares in the logarithm of the time.
+
+Errors are relative: a kernel of a microsecond counts as much as one of a second. With t the measured seconds,
+
+    product of m x k by k x n    t = o + 2 (m + m_half) (n + n_half) (k + k_half) / rate(dtype)         -> _products
+    pass over b bytes            t = o + b / bandwidth                                                  -> _streams
+    collective of b bytes        t = S(n) alpha + V(n) beta b, the line of the best algorithm           -> _link
+
+The first is the roofline of `compute` written out, since the efficiency of a product is 1 / ((1 + m_half / m) ...); it
+is fitted to products that are bound by arithmetic. The last uses the very formulas that price plans (`collectives`),
+so that alpha and beta are what those formulas need, whatever the network is.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from autopar.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.cost_models.collectives import collective_time
+from autopar.links import Link
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of rows x contracted by contracted x columns on every device at once; `seconds` for one."""
+
+    rows: int
+    columns: int
+    contracted: int
+    dtype: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A pass that reads and writes `nbytes` bytes (both counted) on every device at once."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective over all devices; `nbytes` per device, as in `collectives`."""
+
+    kind: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured on the devices of one host.
+
+    Attributes:
+        overlap: share of a collective that was hidden behind products that do not wait for it, 0 to 1.
+    """
+
+    products: tuple[Product, ...]
+    streams: tuple[Stream, ...]
+    messages: tuple[Message, ...]
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One measurement beside what the fitted figures say of it, in s."""
+
+    what: str
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the measurement."""
+        return abs(self.predicted - self.measured) / self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The fitted cluster and how well it reproduces each measurement."""
+
+    cluster: Cluster
+    fits: tuple[Fit, ...]
+
+    @property
+    def median_error(self) -> float:
+        """Median relative error of all fits."""
+        return statistics.median(f.error for f in self.fits)
+
+    @property
+    def worst_error(self) -> float:
+        """Largest relative error."""
+        return max(f.error for f in self.fits)
+
+
+def fit(measured: Measured, base: Cluster) -> Calibration:
+    """The cluster `base` with its rates, bandwidth, overhead and inner link replaced by fitted ones.
+
+    What is not measured stays: the number of devices, their memory, the link between hosts.
+    """
+    device, products = _products(measured.products, base.device)
+    bandwidth, streams = _streams(measured.streams, device.kernel_overhead)
+    device = replace(device, memory_bandwidth=bandwidth, overlap=measured.overlap)
+    link, messages = _link(measured.messages, base, device)
+    cluster = replace(base, name=f"calibrated {base.name}", device=device, intra=link)
+    return Calibration(cluster, (*products, *streams, *messages))
+
+
+def _solve(model: Callable[[Floats], Floats], seconds: Floats, start: Sequence[float]) -> Floats:
+    """Positive parameters that bring log model closest to log seconds; outliers weigh less (soft l1)."""
+
+    def residuals(logs: Floats) -> Floats:
+        return np.log(model(np.exp(logs))) - np.log(seconds)
+
+    return np.exp(least_squares(residuals, np.log(np.asarray(start)), loss="soft_l1", f_scale=0.2).x)
+
+
+def _products(samples: Sequence[Product], base: Device) -> tuple[Device, list[Fit]]:
+    dtypes = sorted({s.dtype for s in samples})
+    extents = np.array([[s.rows, s.columns, s.contracted] for s in samples], np.float64)
+    which = np.array([dtypes.index(s.dtype) for s in samples])
+    seconds = np.array([s.seconds for s in samples])
+
+    def model(p: Floats) -> Floats:
+        return p[0] + 2 * (extents + p[1:4]).prod(1) / p[4:][which]
+
+    fastest = [max(2 * math.prod(e) / t for e, t in zip(extents[which == d], seconds[which == d], strict=True))
+               for d in range(len(dtypes))]  # fmt: skip
+    found = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), 8.0, 8.0, 8.0, *fastest])
+    rates = dict(zip(dtypes, map(float, found[4:]), strict=True))
+    scale = rates[dtypes[0]] / base.peak(dtypes[0])
+    peaks = {d: rates.get(d, rate * scale) for d, rate in base.peak_flops.items()} | rates
+    half = (float(found[1]), float(found[2]), float(found[3]))
+    device = replace(
+        base, peak_flops=peaks, efficiency=1.0, half_rate_extents=half, kernel_overhead=float(found[0])
+    )  # fmt: skip
+    named = [f"{s.dtype} {s.rows} x {s.contracted} by {s.contracted} x {s.columns}" for s in samples]
+    return device, _fits(named, seconds, model(found))
+
+
+def _streams(samples: Sequence[Stream], overhead: float) -> tuple[float, list[Fit]]:
+    nbytes = np.array([s.nbytes for s in samples], np.float64)
+    seconds = np.array([s.seconds for s in samples])
+
+    def model(p: Floats) -> Floats:
+        return overhead + nbytes / p[0]
+
+    found = _solve(model, seconds, [float(np.max(nbytes / seconds))])
+    return float(found[0]), _fits([f"pass over {s.nbytes} bytes" for s in samples], seconds, model(found))
+
+
+def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
+    seconds = np.array([s.seconds for s in samples])
+
+    def model(p: Floats) -> Floats:
+        link = Link(float(p[0]), float(p[1]), base.intra.network)
+        mesh = LogicalMesh(("x",), (base.num_devices,), (link,), device, ((Level(base.num_devices, link),),))
+        return np.array([collective_time(s.kind, s.nbytes, (0,), mesh) for s in samples])
+
+    found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
+    link = Link(float(found[0]), float(found[1]), base.intra.network)
+    return link, _fits([f"{s.kind} of {s.nbytes} bytes" for s in samples], seconds, model(found))
+
+
+def _fits(names: Sequence[str], seconds: Floats, predicted: Floats) -> list[Fit]:
+    return [Fit(n, float(m), float(p)) for n, m, p in zip(names, seconds, predicted, strict=True)]

@@ -1,0 +1,102 @@
+"""Which communication has time: what is moved long before it is read, or read long after it was made.
+
+Two kinds of collectives need not be waited for where they stand in the program:
+
+    early   values that depend on no batch, such as weights and their casts: they can be gathered while earlier
+            layers compute (prefetching, as in FSDP: Zhao et al., 2023, section 3.3)                     -> _early
+    late    results that only the update reads, such as gradients: they can be reduced while the backward pass goes
+            on (Li et al., 2020, "PyTorch Distributed", section 3.2)                                     -> _late
+
+How much of the time of such a collective is hidden, and how many share one latency, the device says
+(`Device.overlap`, `Device.bucket_bytes`); here is only who has the time. What a loop carries is never early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.graph import Graph, Op
+from autopar.passes.state import match_state
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """Attributes:
+    early: values that depend on no batch.
+    late: indices of operations whose results only the update or the caller reads.
+    update: indices of operations of the update.
+    """
+
+    early: frozenset[int]
+    late: frozenset[int]
+    update: frozenset[int]
+
+    def moves(self, value: int, reader: int) -> bool:
+        """Moving `value` to the operation `reader` (-1: the caller) has time."""
+        return reader < 0 or value in self.early or reader in self.update
+
+    def sums(self, op: Op) -> bool:
+        """Summing the partial results of `op` has time."""
+        return op.index in self.late
+
+
+def find(graph: Graph) -> Slack:
+    """Who has time in this program."""
+    update = frozenset(op.index for op in graph.walk() if op.phase == "update")
+    return Slack(frozenset(_early(graph)), frozenset(_late(graph, update)), update)
+
+
+def _early(graph: Graph) -> set[int]:
+    early = {graph.inputs[position] for position in match_state(graph).values()}
+    early |= {value for value, _ in graph.constants}
+    for op, inputs in _leaves(graph.ops, early):
+        if all(not isinstance(atom, int) or atom in early for atom in inputs):
+            early.update(op.outputs)
+    return early
+
+
+def _leaves(ops: Sequence[Op], early: set[int]) -> Iterator[tuple[Op, Sequence[object]]]:
+    """Operations without regions, in order; on the way what enters a region early is early inside."""
+    for op in ops:
+        if not op.regions:
+            yield op, op.inputs
+            continue
+        carried = _carried(op)
+        for region in op.regions:
+            outside = op.inputs[len(op.inputs) - len(region.inputs) :]
+            early.update(
+                inner
+                for i, (atom, inner) in enumerate(zip(outside, region.inputs, strict=True))
+                if isinstance(atom, int) and atom in early and i not in carried
+            )
+            yield from _leaves(region.ops, early)
+
+
+def _carried(op: Op) -> range:
+    """Positions among a loop body's inputs that change from one iteration to the next."""
+    if op.name == "scan":
+        first = op.params["num_consts"]
+        return range(first, first + op.params["num_carry"])
+    return range(len(op.inputs)) if op.name == "while" else range(0)
+
+
+def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
+    readers: dict[int, list[int]] = {}
+    leaves: dict[int, list[int]] = {}  # what a body returns -> the results that it becomes
+    for op in graph.walk():
+        for atom in op.inputs:
+            if isinstance(atom, int):
+                readers.setdefault(atom, []).append(op.index)
+        for region in op.regions:
+            carried = op.params["num_carry"] if op.name == "scan" else len(op.outputs) if op.name == "while" else 0
+            for i, (atom, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
+                if isinstance(atom, int) and i < carried:
+                    readers.setdefault(atom, []).append(op.index)  # the next iteration reads it
+                elif isinstance(atom, int):
+                    leaves.setdefault(atom, []).append(result)
+
+    def is_late(value: int) -> bool:
+        return all(reader in update for reader in readers.get(value, ())) and all(map(is_late, leaves.get(value, ())))
+
+    return (op.index for op in graph.walk() if op.outputs and all(map(is_late, op.outputs)))

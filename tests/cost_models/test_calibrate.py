@@ -1,0 +1,85 @@
+"""Calibration finds the figures that the measurements were made from."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from autopar import measure
+from autopar.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.cost_models.calibrate import Measured, Message, Product, Stream, fit
+from autopar.cost_models.collectives import collective_time
+from autopar.links import Link
+from autopar.report import calibration
+
+RATE, HALF, OVERHEAD, BANDWIDTH = 2e10, (5.0, 20.0, 35.0), 3e-6, 8e9
+
+
+def _base(network: str) -> Cluster:
+    device = Device("thing", {"float32": 1e9, "bfloat16": 2e9}, 1e9, 2**30, 1e-6, 0.5)
+    return Cluster("base", device, 1, 8, Link(1e-6, 1e-10, network), Link(1e-5, 1e-9))
+
+
+def _measured(link: Link, noise: float, seed: int = 0) -> Measured:
+    draw = np.random.default_rng(seed)
+
+    def seen(seconds: float) -> float:
+        return seconds * math.exp(noise * draw.standard_normal())
+
+    def product(rows: int, columns: int, contracted: int) -> Product:
+        extents = math.prod(n + half for n, half in zip((rows, columns, contracted), HALF, strict=True))
+        return Product(rows, columns, contracted, "float32", seen(OVERHEAD + 2 * extents / RATE))
+
+    mesh = LogicalMesh(("x",), (8,), (link,), _base(link.network).device, ((Level(8, link),),))
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    return Measured(
+        tuple(product(*extents) for extents in measure.EXTENTS),
+        tuple(Stream(n, seen(OVERHEAD + n / BANDWIDTH)) for n in measure.STREAM_BYTES),
+        tuple(Message(k, n, seen(collective_time(k, n, (0,), mesh))) for k in kinds for n in (2**10, 2**16, 2**22)),
+        0.25,
+    )
+
+
+@pytest.mark.parametrize("network", ["memory", "switch"])
+def test_exact_measurements_give_back_the_figures(network: str) -> None:
+    link = Link(4e-5, 1e-9, network)
+    found = fit(_measured(link, 0.0), _base(network))
+    device = found.cluster.device
+    assert device.peak("float32") == pytest.approx(RATE, rel=1e-3)
+    assert device.half_rate_extents == pytest.approx(HALF, rel=1e-2)
+    assert device.kernel_overhead == pytest.approx(OVERHEAD, rel=2e-2)
+    assert device.memory_bandwidth == pytest.approx(BANDWIDTH, rel=1e-3)
+    assert (found.cluster.intra.alpha, found.cluster.intra.beta) == pytest.approx((4e-5, 1e-9), rel=1e-3)
+    assert device.overlap == 0.25
+    assert found.worst_error < 1e-3
+
+
+def test_noise_moves_the_figures_little_and_shows_as_error() -> None:
+    found = fit(_measured(Link(4e-5, 1e-9), 0.1), _base("switch"))
+    assert found.cluster.device.peak("float32") == pytest.approx(RATE, rel=0.3)
+    assert found.cluster.intra.beta == pytest.approx(1e-9, rel=0.3)
+    assert 0.01 < found.median_error < 0.2
+    assert found.median_error <= found.worst_error
+
+
+def test_what_was_not_measured_stays() -> None:
+    base = _base("switch")
+    found = fit(_measured(Link(4e-5, 1e-9), 0.0), base).cluster
+    assert (found.inter, found.hosts, found.devices_per_host) == (base.inter, 1, 8)
+    assert found.device.memory_bytes == base.device.memory_bytes
+    assert found.device.peak("bfloat16") == pytest.approx(2 * RATE, rel=1e-3)  # as far above float32 as it was
+
+
+def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of measurement runs, is positive and is reported; the cluster survives being written and read."""
+    monkeypatch.setattr(measure, "EXTENTS", measure.EXTENTS[-6:-1])
+    monkeypatch.setattr(measure, "STREAM_BYTES", (2**14, 2**18))
+    monkeypatch.setattr(measure, "MESSAGE_BYTES", (2**10, 2**14))
+    heard: list[str] = []
+    found = measure.calibrate(heard.append)
+    assert len(heard) == len(found.fits) + 1 == measure.steps(Cluster.local())
+    assert all(f.measured > 0 and f.predicted > 0 for f in found.fits)
+    assert found.cluster.num_devices == 8
+    assert "error of the fit" in calibration.text(found)
