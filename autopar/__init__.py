@@ -33,6 +33,7 @@ _HOMES = {
     "TraceError": "autopar.errors",
     "RuleError": "autopar.errors",
     "SolverError": "autopar.errors",
+    "MemoryBudgetError": "autopar.errors",
     "PlanMismatchError": "autopar.errors",
     "DonatedError": "autopar.errors",
 }
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     )
     from autopar.errors import ClusterError as ClusterError
     from autopar.errors import DonatedError as DonatedError
+    from autopar.errors import MemoryBudgetError as MemoryBudgetError
     from autopar.errors import MeshError as MeshError
     from autopar.errors import PinError as PinError
     from autopar.errors import PlanMismatchError as PlanMismatchError

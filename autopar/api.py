@@ -45,7 +45,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         solver: "auto", "cbc" or "highs"; time_limit: seconds.
         plan: a Plan, or the path of a saved one, to run instead of planning.
         progress: print phases to stderr.
-        num_microbatches, stages, schedule, remat, memory_budget, per_microbatch: "auto" only, in this version.
+        memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
+        num_microbatches, stages, schedule, remat, per_microbatch: "auto" only, in this version.
 
     Returns:
         A `ParallelFunction`, called like `fn`.

@@ -32,7 +32,9 @@ Layers = Annotated[int | None, typer.Option(help="layers of the model")]
 Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
-MemoryBudget = Annotated[str | None, typer.Option(help="bytes per device; not available in this version")]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
 Models = Annotated[str | None, typer.Option(help="zoo names, with commas between")]
@@ -153,7 +155,9 @@ def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
 @app.command()
 def verify(
     target: Target,
-    against: Annotated[str, typer.Option("--target", help="cpu (virtual devices) or shardy (any size)")] = "shardy",
+    against: Annotated[
+        str, typer.Option("--target", help="cpu (virtual devices), shardy (any size), tpu:v5e:2x4, gpu:h100:8")
+    ] = "shardy",
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")] = None,
     cluster: ClusterName = None,
     hosts: Hosts = None,
@@ -322,6 +326,43 @@ def bench_step(
         print(step.table(rows))
 
 
+@bench.command("predictions")
+def bench_predictions(
+    models: Models = None,
+    target: Annotated[str, typer.Option(help="cpu (8 virtual devices), or tpu:v5e:2x4 and the like")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Predicted peak memory against the compiler's, over models and plans; programs are compiled, never run."""
+    from autopar.bench import predictions
+
+    rows = predictions.run(target, None if models is None else words(models, ()), say)
+    if as_json:
+        show({"rows": rows, **predictions.figures(rows)})
+    else:
+        print(predictions.table(rows))
+
+
+@bench.command("compile")
+def bench_compile(
+    models: Models = None,
+    meshes: Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")] = None,
+    plans: Annotated[str | None, typer.Option(help="free, data, fsdp, megatron; with commas between")] = None,
+    target: Annotated[str, typer.Option(help="tpu:v5e:2x4, gpu:h100:8 or cpu")] = "tpu:v5e:2x4",
+    as_json: Json = False,
+) -> None:
+    """Compare predicted with compiled collectives, FLOPs and bytes for devices that are not here."""
+    from autopar.bench import compile_only
+
+    chosen = compile_only.MESHES if meshes is None else tuple(sizes(part) for part in meshes.split(";"))
+    names = words(models, tuple(compile_only.SIZES))
+    rows = compile_only.run(names, chosen, words(plans, tuple(compile_only.PLANS)), target, say)
+    if as_json:
+        show({"rows": rows, **compile_only.figures(rows)})
+    else:
+        print(compile_only.table(rows))
+    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+
+
 @bench.command("collectives")
 def bench_collectives(
     workers: Annotated[int, typer.Option(help="number of devices")] = 8,
@@ -342,6 +383,56 @@ def bench_collectives(
         show(found)
     else:
         print(collectives.table(found))
+
+
+@bench.command("memory")
+def bench_memory(
+    model: Annotated[str, typer.Option(help="zoo name")] = "llama3-8b",
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    points: Annotated[int, typer.Option(help="budgets to ask for")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="write a picture of time against memory")] = None,
+    as_json: Json = False,
+) -> None:
+    """The Pareto front of step time against peak memory. Without mesh and cluster: 32,8 of dgx-h100."""
+    from autopar import targets, zoo
+    from autopar.bench import memory
+
+    shape = sizes(mesh) if mesh is not None else (32, 8) if cluster is None else None
+    one = targets.cluster(cluster or "dgx-h100", hosts, shape)
+    found = memory.run(
+        zoo.build(model, layers=layers, batch=batch, seq=seq), one.logical_mesh(shape or one.default_shape), points
+    )
+    if plot is not None:
+        memory.plot(found, plot)
+        say(f"saved to {plot}")
+    if as_json:
+        show(found)
+    else:
+        print(memory.table(found))
+
+
+@bench.command("ranking")
+def bench_ranking(
+    models: Models = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="TOML file of a calibrated cluster; default: measure now")
+    ] = None,
+    repeats: Repeats = 5,
+    as_json: Json = False,
+) -> None:
+    """Predicted against measured step times of widely different plans, on 8 virtual devices."""
+    from autopar.bench import ranking
+
+    rows = ranking.run(words(models, ranking.MODELS), None if cluster is None else str(cluster), repeats, say)
+    if as_json:
+        show({"rows": rows, **ranking.figures(rows)})
+    else:
+        print(ranking.table(rows))
 
 
 def main() -> None:

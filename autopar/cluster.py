@@ -44,6 +44,9 @@ class Device:
         efficiency: share of `peak_flops` that large matrix products reach.
         half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
         reduce_scatter: the backend has one; XLA on CPU all-reduces and slices instead.
+        rounds_operands: the backend rounds float32 operands of products of default precision to bfloat16 before it
+            moves them.
+        tile: rows and columns of the tiles that arrays are kept in, padding included.
         overlap: share of a collective's time that hides behind computation where the collective has time
             (`autopar.passes.slack`); 0 where nothing hides.
         bucket_bytes: such collectives are combined until they are this large, and share the latency; 0: never.
@@ -56,6 +59,8 @@ class Device:
     kernel_overhead: float = 0.0
     efficiency: float = 1.0
     reduce_scatter: bool = True
+    rounds_operands: bool = False
+    tile: tuple[int, int] = (1, 1)
     overlap: float = 0.0
     bucket_bytes: float = 0.0
     half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -197,6 +197,8 @@ _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "peak_flops": lambda table: {str(dtype): float(rate) for dtype, rate in table.items()},
         "memory_bytes": int,
         "reduce_scatter": bool,
+        "rounds_operands": bool,
+        "tile": lambda extents: tuple(map(int, extents)),
         "half_rate_extents": lambda extents: tuple(map(float, extents)),
     }
 )

@@ -42,6 +42,20 @@ class SolverError(AutoparError, RuntimeError):
     """No plan exists under the constraints, or no solver could be run and no fallback was left."""
 
 
+class MemoryBudgetError(AutoparError, RuntimeError):
+    """No plan fits into the memory of a device.
+
+    Attributes:
+        budget: bytes per device that were allowed.
+        least_bytes: peak of the smallest plan that was found, bytes per device; planning with this budget works.
+        bound_bytes: no plan's peak is below; planning with one byte less can only fail.
+    """
+
+    def __init__(self, message: str, budget: float, least_bytes: int, bound_bytes: int) -> None:
+        super().__init__(message)
+        self.budget, self.least_bytes, self.bound_bytes = budget, least_bytes, bound_bytes
+
+
 class PlanMismatchError(AutoparError, ValueError):
     """A plan loaded for another function, other shapes, or another mesh."""
 

@@ -38,6 +38,8 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         kernel_overhead=max(d.kernel_overhead for d in devices),
         efficiency=efficiency,
         reduce_scatter=all(d.reduce_scatter for d in devices),
+        rounds_operands=all(d.rounds_operands for d in devices),
+        tile=max(d.tile for d in devices),
         overlap=min(d.overlap for d in devices),
         bucket_bytes=min(d.bucket_bytes for d in devices),
         half_rate_extents=(rows, columns, contracted),

@@ -113,7 +113,7 @@ def collectives(hlo_text: str, axis_names: Sequence[str], axis_sizes: Sequence[i
     sizes = dict(zip(axis_names, axis_sizes, strict=True))
     module = _module(hlo_text)
     found: list[Collective] = []
-    for at in _walk(module):
+    for at in _once_per_chain(_walk(module)):
         axes = communicating_axes(at.instruction.rest, axis_names, axis_sizes)
         kind = _kind(at.instruction, at.computation)
         pieces = _piece_bytes(at.instruction, group_size(axes, sizes)) if axes else ()
@@ -163,6 +163,21 @@ def _unseen(found: Iterable[_Found], channels: set[int]) -> Iterator[_Found]:
         if not channel or channel not in channels:
             channels.add(channel)
             yield each
+
+
+def _once_per_chain(found: Iterable[_Found]) -> list[_Found]:
+    """TPU may run one asynchronous collective beside a loop, with parts in its body: it runs as often as its outermost
+    part. Parts of one share a channel and are marked with a chain."""
+    out: list[_Found] = []
+    chains: dict[int, int] = {}
+    for each in found:
+        channel = _field("channel_id", each.instruction.rest)
+        if "chain_id=" not in each.instruction.rest or channel not in chains:
+            chains.setdefault(channel, len(out)) if "chain_id=" in each.instruction.rest else None
+            out.append(each)
+        elif each.count < out[chains[channel]].count:
+            out[chains[channel]] = each
+    return out
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

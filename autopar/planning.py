@@ -8,21 +8,23 @@ Everything here is composition; the ideas are in the passes.
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from autopar import shares
+from autopar import fitting, shares, traffic
 from autopar.cluster import LogicalMesh
-from autopar.graph import Graph, Op, Type
-from autopar.layout import Layout, cuts, divides, local_shape, replicated
+from autopar.cost_models.backends import backend_of
+from autopar.cost_models.memory import Liveness
+from autopar.cost_models.memory_report import report
+from autopar.graph import Graph, Op
+from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op
 from autopar.passes.clusters import flops
 from autopar.passes.homes import UNKNOWN_TRIPS, Clustering
-from autopar.passes.optimize import Solution, optimize
+from autopar.passes.optimize import Solution
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.state import match_state
 from autopar.plans import Plan, Stage, graph_hash
@@ -41,6 +43,7 @@ class Options:
     rules: Mapping[str, str] | None = None
     fold: bool = True
     presolve: bool = True
+    memory_budget: float | str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,15 +80,13 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
     clock = _Clock()
     rules = rules_of(traced.graph, options.rules)
     model, pinned = _model(traced, mesh, options, rules, clock)
-    solution = optimize(
-        model.problem,
-        solver=options.solver,
-        time_limit=options.time_limit,
-        fold=options.fold,
-        presolve=options.presolve,
-    )
+    given = _donated(traced.graph, options)
+    liveness = Liveness(traced.graph, model, mesh, backend_of(mesh.device), given)
+    clock.lap("liveness")
+    search = fitting.Search(options.solver, options.time_limit, options.fold, options.presolve)
+    solution = fitting.solve(model.problem, liveness, mesh, options.memory_budget, search)
     clock.lap("solve")
-    plan = _export(traced.graph, model, solution, mesh, cluster_name, options, pinned)
+    plan = _export(traced.graph, model, solution, mesh, cluster_name, options, pinned, liveness)
     clock.lap("export")
     phases = {"trace": trace_s, **clock.laps, **solution.phases, "inter_op": 0.0}
     phases.pop("solve")
@@ -124,14 +125,15 @@ def _export(
     cluster_name: str,
     options: Options,
     pinned: Pinned,
+    liveness: Liveness,
 ) -> Plan:
     found = decode.layouts(model, solution.assignment)
     state = match_state(graph)
     inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
     outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
-    donated = tuple(sorted(state.values())) if options.donate == "auto" else tuple(int(i) for i in options.donate)
     planned = decode.collectives(graph, model, solution.assignment, found, mesh)
     parts = {**_parts(model, solution), "hidden": decode.hidden_seconds(graph, model, planned, mesh)}
+    memory = report(liveness, solution.assignment)
     stage = Stage(
         "all",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
@@ -139,8 +141,10 @@ def _export(
         found.values,
         found.uses,
         found.copies,
-        memory=_memory(graph, inputs, outputs, state, mesh),
+        peak_memory_bytes=memory.peak_bytes,
+        memory=memory.kinds,
     )
+    account = shares.account(graph, model.clustering.rules, stage)
     total_flops = model_flops(graph)
     peak = mesh.device.peak(_main_dtype(graph)) * mesh.size
     used = total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0
@@ -149,7 +153,7 @@ def _export(
         mesh_names=mesh.names,
         mesh_sizes=mesh.sizes,
         cluster=cluster_name,
-        stages=(replace(stage, peak_memory_bytes=sum(stage.memory.values())),),
+        stages=(stage,),
         inputs=inputs,
         outputs=outputs,
         input_paths=graph.input_paths,
@@ -157,7 +161,7 @@ def _export(
         input_types=tuple(str(graph.types[v]) for v in graph.inputs),
         input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
         output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
-        donated=donated,
+        donated=_donated(graph, options),
         collectives=planned,
         step_time_s=solution.objective,
         parts=parts,
@@ -172,8 +176,17 @@ def _export(
         phases={},
         mfu=used,
         hfu=used,  # recomputation under the user's own jax.checkpoint counts in both
-        notes=(*_notes(graph, model.clustering, stage, inputs, mesh), *solution.warnings),
+        flops_per_device=account.ratio * account.total / mesh.size,
+        bytes_per_device=traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
+        notes=(*_notes(graph, model.clustering, account, inputs, mesh), *solution.warnings),
     )
+
+
+def _donated(graph: Graph, options: Options) -> tuple[int, ...]:
+    """Positions of the arguments whose buffers the step may reuse."""
+    if options.donate == "auto":
+        return tuple(sorted(match_state(graph).values()))
+    return tuple(int(i) for i in options.donate)
 
 
 def _output_layout(
@@ -233,34 +246,13 @@ def _parts(model: intra_op.Model, solution: Solution) -> Mapping[str, float]:
     return {"operations": inside, "reshards": max(0.0, solution.objective - inside)}
 
 
-def _memory(
-    graph: Graph,
-    inputs: tuple[Layout, ...],
-    outputs: tuple[Layout, ...],
-    state: Mapping[int, int],
-    mesh: LogicalMesh,
-) -> Mapping[str, int]:
-    """Bytes per device of arguments, and of results that do not take over an argument's buffer."""
-
-    def local(layout: Layout, type_: Type) -> int:
-        return math.prod(local_shape(layout, type_.shape, mesh.sizes)) * type_.itemsize
-
-    arguments = sum(local(layout, graph.types[v]) for v, layout in zip(graph.inputs, inputs, strict=True))
-    results = sum(
-        local(layout, graph.type_of(a))
-        for i, (a, layout) in enumerate(zip(graph.outputs, outputs, strict=True))
-        if i not in state
-    )
-    return {"arguments": arguments, "results": results}
-
-
 def _notes(
-    graph: Graph, clustering: Clustering, stage: Stage, inputs: tuple[Layout, ...], mesh: LogicalMesh
+    graph: Graph, clustering: Clustering, account: shares.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
 ) -> tuple[str, ...]:
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
     notes.extend(_replicated_operations(graph, clustering))
     notes.extend(_undivided(graph, inputs, mesh))
-    uneven = shares.account(graph, clustering.rules, stage).without("uncuttable", "chosen")
+    uneven = account.without("uncuttable", "chosen")
     notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
     return tuple(notes)
 

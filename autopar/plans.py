@@ -69,6 +69,7 @@ class Plan:
         step_time_s: predicted seconds per step, and its parts; "hidden" is communication on top of them, behind
             computation.
         objective_s, lower_bound_s, gap: what the solver reached and proved.
+        flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
         notes: what a user should know: replicated operations, padding, side effects, fallbacks.
     """
 
@@ -99,6 +100,8 @@ class Plan:
     phases: Mapping[str, float]
     mfu: float = 0.0
     hfu: float = 0.0
+    flops_per_device: float = 0.0
+    bytes_per_device: float = 0.0
     schedule: str = "none"
     num_microbatches: int = 1
     notes: tuple[str, ...] = ()

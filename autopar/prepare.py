@@ -83,7 +83,7 @@ def _best(
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     rules = registered_rules()
-    options = Options(s.pins, s.solver, s.time_limit, _donated(traced, args, s), rules)
+    options = Options(s.pins, s.solver, s.time_limit, _donated(traced, args, s), rules, memory_budget=s.memory_budget)
     best: Prepared | None = None
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
     for target in candidates:

@@ -7,6 +7,7 @@ versions will search; today each has one value.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "stages": ("auto", 1),
     "schedule": ("auto", "none"),
     "remat": ("auto", "none"),
-    "memory_budget": (None,),
     "per_microbatch": ((),),
 }
 
@@ -36,6 +36,7 @@ class Settings:
     batch_argnums: tuple[int, ...] | str = "auto"
     donate_argnums: tuple[int, ...] | str = "auto"
     static_argnums: tuple[int, ...] = ()
+    memory_budget: float | str | None = None
     pins: Pins | None = None
     solver: str = "auto"
     time_limit: float = 60.0
@@ -94,6 +95,8 @@ def _searched(name: str, value: Any) -> bool:
 def _checked(name: str, value: Any) -> Any:
     if name in ("batch_argnums", "donate_argnums", "static_argnums"):
         return _positions(name, value)
+    if name == "memory_budget" and value is not None:
+        return budget(value)
     if name == "plan" and isinstance(value, str | os.PathLike):
         return Plan.load(value)
     if name in _CHECKS:
@@ -101,6 +104,25 @@ def _checked(name: str, value: Any) -> Any:
         if not holds(value):
             raise error(f"{name}={value!r:.60} must be {wanted}")
     return value
+
+
+_UNITS: Mapping[str, float] = {
+    "": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def budget(value: Any) -> float | str:
+    """Bytes per device of a `memory_budget`, or "min". ArgumentError for anything else."""
+    if value == "min":
+        return "min"
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return float(value)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+        raise ArgumentError(
+            f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
+        )
+    return float(found[1]) * _UNITS[found[2].lower()]
 
 
 def _positions(name: str, value: Any) -> tuple[int, ...] | str:

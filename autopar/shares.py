@@ -71,10 +71,11 @@ class Excess:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """FLOPs per device over an even share, with what makes them more, the largest first."""
+    """FLOPs per device over an even share, with what makes them more, the largest first; `total`: all FLOPs."""
 
     ratio: float
     excesses: tuple[Excess, ...]
+    total: float = 0.0
 
     @property
     def avoidable(self) -> float:
@@ -147,7 +148,7 @@ def account(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Account:
             groups.setdefault((piece.kind, piece.why), _Group()).add(op, work, piece)
     found = [group.excess(*key, total) for key, group in groups.items()]
     found.sort(key=lambda e: (-e.ratio, e.kind, e.why))
-    return Account(1.0 + sum(e.ratio for e in found), tuple(found))
+    return Account(1.0 + sum(e.ratio for e in found), tuple(found), total)
 
 
 def _computing(graph: Graph, stage: Stage) -> Iterator[tuple[Op, float]]:

@@ -14,8 +14,14 @@ from typing import Any
 
 from autopar.errors import ArgumentError, MeshError
 
-#: Keep libtpu from asking a cloud metadata server what machine this is: no TPU is here.
-OFFLINE = {"TPU_SKIP_MDS_QUERY": "1"}
+#: What libtpu would otherwise find out from the machine, on which no TPU is: that it is alone (no metadata server, no
+#: other workers), and that other processes may describe topologies at the same time.
+OFFLINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 def mesh(topology: str, sizes: Sequence[int], names: Sequence[str]) -> Any:

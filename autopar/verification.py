@@ -2,25 +2,26 @@
 
     target "shardy"  the program is lowered on a mesh without devices and partitioned by Shardy alone: any mesh size,
                      well under a second; collectives must be equal piece by piece
-    target "cpu"     compiled for virtual CPU devices; a reduce-scatter appears there as an all-reduce of the same bytes
+    target "cpu"     compiled for virtual CPU devices
     target "tpu:..." compiled by libtpu for a topology such as "tpu:v5e:2x4", no TPU needed
+    target "gpu:..." compiled by XLA for devices such as "gpu:h100:8", no GPU needed
 
-A check passes when nothing was emitted that no operation of the plan explains, and the bytes on the wire are within
-`TOLERANCE` of the plan's.
+Planned collectives are compared as the compiler of the target is known to convert them (`autopar.conversions`). A check
+passes when the bytes on the wire are within `TOLERANCE` of the plan's; on "shardy", when all pieces are equal.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar import codegen, comparison, hlo, jax_compat, shardy, tpu_topology
+from autopar import codegen, comparison, conversions, gpu_topology, hlo, jax_compat, shardy, tpu_topology
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.plans import Plan, check_matches
@@ -30,7 +31,7 @@ from autopar.trace import trace
 #: Emitted over predicted wire bytes up to which a plan counts as honoured.
 TOLERANCE = 1.10
 
-TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)")
+TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)", "gpu:DEVICES (gpu:h100:8)")
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,14 @@ class Report:
 
     Attributes:
         ok: the target emits what the plan predicts.
-        target: "cpu", "shardy" or "tpu:v5e:2x4".
+        target: as it was given.
         collectives: what the target emits.
         comparison: matched and unmatched pieces, and wire bytes of both.
         memory: bytes per device by kind, where the target reports it.
         flops: floating-point operations per device, where the target reports it.
         mismatches: a line for everything that differs, with the user's source line.
+        exceptions: what the target is known to do otherwise (`conversions.EXCEPTIONS`) -> collectives that it explains.
+        accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
     """
 
     ok: bool
@@ -54,6 +57,8 @@ class Report:
     memory: Mapping[str, int]
     flops: float
     mismatches: tuple[str, ...]
+    exceptions: Mapping[str, int] = field(default_factory=dict[str, int])
+    accessed: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -67,7 +72,8 @@ class Report:
             f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, "
             f"predicted {c.predicted_wire_bytes:,.0f}"
         )
-        return "\n".join([head, *self.mismatches])
+        known = [f"{count} x {name}" for name, count in self.exceptions.items()]
+        return "\n".join([head, *known, *self.mismatches])
 
 
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
@@ -79,7 +85,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         MeshError: target "cpu" with fewer devices than the plan has.
     """
     platform, _, topology = target.partition(":")
-    if platform not in BACKENDS or bool(topology) != (platform == "tpu"):
+    if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn = getattr(fn, "__wrapped__", fn)
     traced = trace(fn, *args, **kwargs)
@@ -89,33 +95,20 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     with jax_compat.automatic_axes():
         mesh = backend.mesh(plan, topology)
         built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
-        found, memory, flops = backend.emit(built, traced.in_avals, plan)
-    predicted = backend.conversion(plan.collectives, sizes)
-    compared = comparison.compare(predicted, found, sizes)
-    mismatches = tuple(_mismatches(compared))
-    return Report(_holds(compared, target), target, found, compared, memory, flops, mismatches)
-
-
-def without_reduce_scatter(predicted: Sequence[Collective], sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    """What a backend that has no reduce-scatter makes of these: XLA on CPU all-reduces and slices afterwards.
-
-    One reduce-scatter becomes an all-reduce of the same operand. Where an operation scatters along several axes, one
-    joint all-reduce does it all, with the same bytes on the wire: 2 (xy-1)/xy = 2 (x-1)/x + 2 (y-1)/(xy).
-    """
-    sums: dict[str, list[Collective]] = {}
-    for c in predicted:
-        if c.kind in ("reduce-scatter", "all-reduce"):
-            sums.setdefault(c.op, []).append(c)
-    order = list(sizes)
-    out: list[Collective] = []
-    for c in predicted:
-        scatters = [s for s in sums.get(c.op, ()) if s.kind == "reduce-scatter"]
-        if c not in sums.get(c.op, ()) or len(scatters) < 2:
-            out.append(replace(c, kind="all-reduce") if c.kind == "reduce-scatter" else c)
-        elif c is scatters[0]:
-            axes = sorted({a for s in sums[c.op] for a in s.axes}, key=order.index)
-            out.append(replace(c, kind="all-reduce", axes=tuple(axes)))
-    return tuple(out)
+        found = backend.emit(built, traced.in_avals, plan)
+    predicted = conversions.converted(platform, plan, traced.graph)
+    compared, exceptions = conversions.explained(platform, comparison.compare(predicted, found.collectives, sizes))
+    return Report(
+        _holds(compared, target),
+        target,
+        found.collectives,
+        compared,
+        found.memory,
+        found.flops,
+        tuple(_mismatches(compared)),
+        exceptions,
+        found.accessed,
+    )
 
 
 def _holds(c: comparison.Comparison, target: str) -> bool:
@@ -135,23 +128,32 @@ def _local(plan: Plan, topology: str) -> Any:
     return jax_compat.auto_mesh(np.array(devices[:count]).reshape(plan.mesh_sizes), plan.mesh_names)
 
 
-def _described(plan: Plan, topology: str) -> Any:
+def _tpu(plan: Plan, topology: str) -> Any:
     return tpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
 
 
-Emitted = tuple[tuple[Collective, ...], dict[str, int], float]
-"""Collectives, bytes per device by kind, FLOPs per device."""
+def _gpu(plan: Plan, topology: str) -> Any:
+    return gpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a target makes of a program; fields as in `Report`."""
+
+    collectives: tuple[Collective, ...]
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    flops: float = 0.0
+    accessed: float = 0.0
 
 
 def _partitioned(built: codegen.Program, avals: Any, plan: Plan) -> Emitted:
     lowered = built.jit().trace(*avals).lower(lowering_platforms=("cpu",))
-    return shardy.collectives(shardy.partition(lowered)), {}, 0.0
+    return Emitted(shardy.collectives(shardy.partition(lowered)))
 
 
-def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, combiner: str) -> Emitted:
-    # Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
+def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
     lowered = built.jit().trace(*avals).lower(lowering_platforms=(platform,))
-    compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": combiner})
+    compiled = lowered.compile(compiler_options=dict(options))
     stats = compiled.memory_analysis()
     memory = {
         "arguments": stats.argument_size_in_bytes,
@@ -159,12 +161,9 @@ def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, com
         "aliased": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
     }
+    costs = compiled.cost_analysis() or {}
     found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)
-    return found, memory, float((compiled.cost_analysis() or {}).get("flops", 0.0))
-
-
-def _unchanged(predicted: Sequence[Collective], sizes: Mapping[str, int]) -> tuple[Collective, ...]:
-    return tuple(predicted)
+    return Emitted(found, memory, float(costs.get("flops", 0.0)), float(costs.get("bytes accessed", 0.0)))
 
 
 @dataclass(frozen=True)
@@ -174,21 +173,39 @@ class Backend:
     Attributes:
         mesh: (plan, topology) -> the mesh to compile for.
         emit: what it makes of a program.
-        conversion: what its compiler turns planned collectives into, bytes on the wire unchanged.
     """
 
     mesh: Callable[[Plan, str], Any]
     emit: Callable[[codegen.Program, Any, Plan], Emitted]
-    conversion: Callable[[Sequence[Collective], Mapping[str, int]], tuple[Collective, ...]]
 
+
+def _without(*passes: str) -> Mapping[str, str]:
+    """Compiler options that leave these passes out.
+
+    Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
+    """
+    return {"xla_disable_hlo_passes": ",".join(passes)}
+
+
+_ON_CPU = _without("cpu-all-reduce-combiner")
+_ON_GPU = _without("gpu-all-reduce-combiner", "gpu-reduce-scatter-combiner", "gpu-all-gather-combiner")
+# libtpu stages buffers through on-chip memory, and hands those of a collective through all loops that run beside it;
+# its cost analysis counts either as traffic: left out as well
+_ON_TPU = {
+    **_without("all-reduce-combiner"),
+    "xla_vf_vmem_memory_space_assignment": "false",
+    "xla_tpu_enable_async_collective_fusion": "false",
+}
 
 BACKENDS: Mapping[str, Backend] = {
-    "shardy": Backend(_abstract, _partitioned, _unchanged),
-    "cpu": Backend(
-        _local, partial(_compiled, platform="cpu", combiner="cpu-all-reduce-combiner"), without_reduce_scatter
-    ),
-    "tpu": Backend(_described, partial(_compiled, platform="tpu", combiner="all-reduce-combiner"), _unchanged),
+    "shardy": Backend(_abstract, _partitioned),
+    "cpu": Backend(_local, partial(_compiled, platform="cpu", options=_ON_CPU)),
+    "tpu": Backend(_tpu, partial(_compiled, platform="tpu", options=_ON_TPU)),
+    "gpu": Backend(_gpu, partial(_compiled, platform="cuda", options=_ON_GPU)),
 }
+
+#: Platforms whose devices are only described: the target names them.
+DESCRIBED = ("tpu", "gpu")
 
 
 def _mismatches(c: comparison.Comparison) -> list[str]:

@@ -18,7 +18,7 @@ Otherwise edges stay apart -> _Contraction.add, _allowed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,17 +31,21 @@ CHUNK = 1 << 21  # entries of a broadcast
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Link:
-    """An edge seen from one end: rows are classes of this end, columns of the other. pairs: (member here, there)."""
+    """An edge seen from one end: rows are classes of this end, columns of the other. pairs: (member here, there).
+
+    held: the number of the edge if it has to stay as it is, else -1.
+    """
 
     other: int
     here: Ints
     there: Ints
     table: Floats
     pairs: Ints | None
+    held: int = -1
 
     def flipped(self, other: int) -> _Link:
         pairs = self.pairs if self.pairs is None or len(self.pairs) == 1 else _sorted(self.pairs[:, ::-1])
-        return _Link(other, self.there, self.here, self.table.T, pairs)
+        return _Link(other, self.there, self.here, self.table.T, pairs, self.held)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +61,8 @@ class _Step:
 class Contracted:
     """What is left. `nodes[i]` is the original index of core node i; `constant` (s) is the cost already decided.
 
-    `counts` and `pairings` are those of the core's nodes and edges, as in `Folded`.
+    `counts` and `pairings` are those of the core's nodes and edges, as in `Folded`. `held` maps core edges to the
+    original ones that had to stay as they are.
     """
 
     problem: Problem
@@ -66,6 +71,7 @@ class Contracted:
     nodes: tuple[int, ...]
     constant: float
     log: tuple[_Step, ...]
+    held: Mapping[int, int]
 
     def lift(self, assignment: Ints) -> Ints:
         """Strategies of all nodes, shape (len(nodes) + len(log),), from those of the core."""
@@ -79,15 +85,25 @@ class Contracted:
         return full
 
 
-def contract(problem: Problem, pairings: Sequence[Ints | None] | None = None, counts: Ints | None = None) -> Contracted:
+def contract(
+    problem: Problem,
+    pairings: Sequence[Ints | None] | None = None,
+    counts: Ints | None = None,
+    nodes: frozenset[int] = frozenset(),
+    edges: frozenset[int] = frozenset(),
+) -> Contracted:
     """Contract all nodes of degree 0, 1 and 2 whose new table is worth it; no edge may join a node to itself.
 
-    `pairings` and `counts` are those of `Folded`; without them every edge joins one member to one member.
+    `pairings` and `counts` are those of `Folded`; without them every edge joins one member to one member. `nodes` and
+    `edges`, with their ends, are left as they are.
     """
     one = np.zeros((1, 2), dtype=np.int64)
-    state = _Contraction([n.cost for n in problem.nodes], [1] * len(problem.nodes) if counts is None else counts)
+    ends = {w for i in sorted(edges) for w in (problem.edges[i].u, problem.edges[i].v)}
+    sizes = [1] * len(problem.nodes) if counts is None else counts
+    state = _Contraction([n.cost for n in problem.nodes], sizes, nodes | ends)
     for i, e in enumerate(problem.edges):
-        state.add(e.u, _Link(e.v, e.gu, e.gv, e.table, one if pairings is None else pairings[i]))
+        pairs = one if pairings is None else pairings[i]
+        state.add(e.u, _Link(e.v, e.gu, e.gv, e.table, pairs, i if i in edges else -1))
     state.run()
     return state.result(problem)
 
@@ -95,8 +111,9 @@ def contract(problem: Problem, pairings: Sequence[Ints | None] | None = None, co
 class _Contraction:
     """The problem while it shrinks: links[v] maps a link number to v's view of it, the same number at both ends."""
 
-    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints) -> None:
+    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, held: frozenset[int]) -> None:
         self.costs = costs
+        self.held = held
         self.counts = counts
         self.links: list[dict[int, _Link]] = [{} for _ in costs]
         self.made = 0
@@ -108,12 +125,12 @@ class _Contraction:
         """Put a link in at u and its other end, merged with an equal-paired one, or absorbed when one-sided."""
         v = link.other
         for number, old in list(self.links[u].items()):
-            if old.other == v and _same_pairs(old.pairs, link.pairs):
+            if old.other == v and old.held == link.held == -1 and _same_pairs(old.pairs, link.pairs):
                 self.remove(u, number)
                 link = _merge(old, link)
-        if link.table.shape[0] == 1:
+        if link.held == -1 and link.table.shape[0] == 1:
             self.costs[v] = self.costs[v] + link.table[0][link.there]
-        elif link.table.shape[1] == 1:
+        elif link.held == -1 and link.table.shape[1] == 1:
             self.costs[u] = self.costs[u] + link.table[:, 0][link.here]
         else:
             self.links[u][self.made] = link
@@ -144,6 +161,8 @@ class _Contraction:
 
     def _allowed(self, v: int) -> bool:
         links = list(self.links[v].values())
+        if v in self.held:
+            return False
         if len(links) < 2:
             return True
         a, b = links
@@ -190,7 +209,8 @@ class _Contraction:
         )
         counts = np.array([self.counts[v] for v in nodes], dtype=np.int64)
         pairings = tuple(link.pairs for _, _, link in links)
-        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log))
+        held = {i: link.held for i, (_, _, link) in enumerate(links) if link.held >= 0}
+        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log), held)
 
 
 def _class_min(values: Floats, classes: Ints, size: int) -> Floats:

@@ -10,12 +10,15 @@ The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer eliminati
 over the live classes of the neighbour, so a drop may enable others and nodes are visited until nothing changes. Of
 two strategies that dominate each other the later index goes. Everything works on class tables, and the answer is kept
 per (node kind, edge kinds, live classes around), so that equal layers are solved once.
+
+Where plans have to fit into memory, b must not need more of it either: `Footprints` hold bytes that bound what a
+strategy and a pair of classes can hold at any program point, and a goes for b only if none of them grows -> _thriftier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +28,12 @@ from autopar.passes.problem import Edge, Floats, Ints, Problem, renumber, restri
 
 FULL = 160  # strategies up to which every pair is compared; above it only with the most promising dominators
 LEADERS = 64  # how many of those
+PRICES = (
+    0.01,
+    0.1,
+    1.0,
+    10.0,
+)  # of bytes, for choosing leaders: 1 where all bytes at stake weigh as much as all seconds
 CHUNK = 1 << 21  # entries of a broadcast
 
 
@@ -41,8 +50,22 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Footprints:
+    """Bytes to compare, componentwise: `nodes[v]` of shape (k, strategies), `edges[e]` of shape (k, *table.shape).
+
+    What never holds any is absent. Nodes with equal signatures and edges with equal keys must have equal ones.
+    """
+
+    nodes: Mapping[int, Floats] = field(default_factory=dict)
+    edges: Mapping[int, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """One end of an edge, seen from its own node: rows are this node's classes, columns the neighbour's."""
+    """One end of an edge, seen from its own node: rows are this node's classes, columns the neighbour's.
+
+    held: bytes of shape (k, *table.shape), None if the edge never holds any.
+    """
 
     edge: Edge
     other: int
@@ -50,6 +73,7 @@ class _Side:
     others: Ints
     table: Floats
     label: tuple[int, ...]
+    held: Floats | None = None
 
     def live(self, keep: Ints) -> Ints:
         """Classes of the strategies `keep` of this node."""
@@ -60,13 +84,19 @@ class _Side:
         return used(self.others[keep], self.table.shape[1])
 
 
-def eliminate(problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None = None) -> Reduced:
+NONE = Footprints()
+
+
+def eliminate(
+    problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None = None, footprints: Footprints = NONE
+) -> Reduced:
     """Drop infeasible strategies to the fixpoint, and unneeded ones during the first `rounds` sweeps.
 
     `rounds=0` only drops infeasible ones. `start` holds the strategies still allowed (ascending), all when absent.
+    With `footprints` a strategy is only unneeded if another does as well with no more bytes.
     Raises SolverError, naming the node or edge, when a node has nothing left.
     """
-    state = _State(problem, start)
+    state = _State(problem, start, footprints)
     dirty = list(range(len(problem.nodes)))
     while dirty:
         dirty = state.sweep(dirty, full=rounds > 0)
@@ -77,10 +107,11 @@ def eliminate(problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None 
 class _State:
     """What is still alive, and what has been answered already."""
 
-    def __init__(self, problem: Problem, start: tuple[Ints, ...] | None) -> None:
+    def __init__(self, problem: Problem, start: tuple[Ints, ...] | None, footprints: Footprints) -> None:
         self.problem = problem
         self.keep = list(start) if start else [np.arange(len(n.cost)) for n in problem.nodes]
-        self.sides = _sides(problem)
+        self.sides = _sides(problem, footprints)
+        self.held = footprints.nodes
         self.answers: dict[Hashable, Ints | None] = {}
         self.gaps: dict[Hashable, Floats] = {}
         self.kinds: dict[Hashable, int] = {}
@@ -125,12 +156,14 @@ class _State:
             return None
         if not full or len(live) == 1:
             return live
-        live = live[_cheapest(cost[live], [s.classes[keep[live]] for s in sides])]
+        held = self.held[v][:, keep] if v in self.held else np.zeros((0, len(keep)))
+        equal = [np.unique(row[live], return_inverse=True)[1].ravel() for row in held]
+        live = live[_cheapest(cost[live], [s.classes[keep[live]] for s in sides] + equal)]
         parts: list[Part] = []
         for s, cols in zip(sides, columns, strict=True):
             rows = s.live(keep[live])
             parts.append((s, rows, renumber(s.classes[keep[live]], rows, len(s.table)), cols))
-        return live[_undominated(cost[live], parts, self.gaps)]
+        return live[_undominated(cost[live], parts, self.gaps, held[:, live])]
 
     def _complaint(self, v: int) -> str:
         node = self.problem.nodes[v]
@@ -145,11 +178,13 @@ class _State:
         return f"no plan exists: none of the {len(keep)} strategies left of {node.name!r} fits with {names}"
 
 
-def _sides(problem: Problem) -> list[list[_Side]]:
+def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:
     sides: list[list[_Side]] = [[] for _ in problem.nodes]
-    for e in problem.edges:
-        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0)))
-        sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1)))
+    for i, e in enumerate(problem.edges):
+        held = footprints.edges.get(i)
+        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0), held))
+        flipped = None if held is None else held.transpose(0, 2, 1)
+        sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1), flipped))
     return sides
 
 
@@ -175,9 +210,9 @@ def _cheapest(cost: Floats, classes: list[Ints]) -> Ints:
 Part = tuple[_Side, Ints, Ints, Ints]  # side, live rows (classes), row of each strategy, live columns
 
 
-def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats]) -> Ints:
-    """Strategies that no other dominates, ascending."""
-    leaders = _leaders(cost, parts)
+def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], held: Floats) -> Ints:
+    """Strategies that no other dominates, ascending; `held` are their own bytes, shape (k, strategies)."""
+    leaders = _leaders(cost, parts, held)
     gap = cost[:, None] - cost[leaders][None, :]
     for side, rows, row_of, cols in parts:
         lead = used(row_of[leaders], len(rows))
@@ -186,6 +221,8 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats]) 
         if key not in gaps:
             gaps[key] = _differences(side.table[rows[:, None], cols], lead)
         gap += gaps[key][row_of][:, lead_of]
+    if len(held) or any(side.held is not None for side, *_ in parts):
+        gap[~_thriftier(held, leaders, parts)] = -1.0
     gap[leaders, np.arange(len(leaders))] = -1.0
     live = np.ones(len(cost), dtype=bool)
     for a in np.flatnonzero((gap >= 0).any(axis=1))[::-1]:
@@ -193,8 +230,26 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats]) 
     return np.flatnonzero(live)
 
 
-def _leaders(cost: Floats, parts: list[Part]) -> Ints:
-    """Candidates for dominating others: all of a small domain, else those cheapest at their best and on average."""
+def _thriftier(held: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bool_]:
+    """ok[a, j]: leader j holds no more than a, at the node and, whatever the neighbour does, on its edges."""
+    ok = np.ones((held.shape[1], len(leaders)), dtype=bool)
+    for row in held:
+        ok &= row[leaders][None, :] <= row[:, None]
+    for side, rows, row_of, cols in parts:
+        if side.held is None:
+            continue
+        table = side.held[:, rows[:, None], cols]
+        lead = used(row_of[leaders], len(rows))
+        fits = np.stack([(table[:, [j]] <= table).all(axis=(0, 2)) for j in lead], axis=1)
+        ok &= fits[row_of][:, renumber(row_of[leaders], lead, len(rows))]
+    return ok
+
+
+def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
+    """Candidates for dominating others: all of a small domain, else those cheapest at their best and on average.
+
+    Where bytes count, the cheapest at several prices of them.
+    """
     if len(cost) <= FULL:
         return np.arange(len(cost))
     best, mean = cost.copy(), cost.copy()
@@ -203,9 +258,13 @@ def _leaders(cost: Floats, parts: list[Part]) -> Ints:
         finite = np.where(np.isfinite(table), table, table[np.isfinite(table)].max())
         best += finite.min(axis=1)[row_of]
         mean += finite.mean(axis=1)[row_of]
-    half = LEADERS // 2
-    chosen = np.concatenate([np.argsort(best, kind="stable")[:half], np.argsort(mean, kind="stable")[:half]])
-    return np.unique(chosen)
+    scores = [best, mean]
+    if len(held):
+        weight = held.sum(axis=0)
+        price = np.ptp(best[np.isfinite(best)]) / max(np.ptp(weight), np.finfo(float).tiny)
+        scores += [best + price * p * weight for p in PRICES]
+    share = LEADERS // 2
+    return np.unique(np.concatenate([np.argsort(s, kind="stable")[:share] for s in scores]))
 
 
 def _differences(table: Floats, lead: Ints) -> Floats:

@@ -32,6 +32,7 @@ plan is improved by changing one node at a time -> descend.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,7 +65,7 @@ class Ascent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _End:
+class End:
     """An edge seen from one of its nodes; sizes are class counts, table[k, l] with k this node's class."""
 
     edge: int
@@ -77,7 +78,7 @@ class _End:
 
 
 @dataclass(slots=True, eq=False)
-class _State:
+class State:
     """Messages into the ends of each edge (lower index first), the shares they last sent, what nodes kept (s)."""
 
     into: list[list[Floats]]
@@ -86,6 +87,7 @@ class _State:
     bounds: list[Floats]
     counts: Ints
     passes: int = 0
+    settled: bool = False  # the last pass ran on the present costs, so strategies can be bounded
 
 
 def ascend(
@@ -102,8 +104,8 @@ def ascend(
     sizes of folded classes, for strategy bounds that hold unfolded; `upper` (s) is the value of a plan known elsewhere.
     The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value.
     """
-    ends = _ends(problem)
-    state = _initial(problem, counts)
+    ends = ends_of(problem)
+    state = initial(problem, counts)
     lower, value, best = -np.inf, np.inf, None
     gaps: list[float] = []
     while not (_finished(gaps, min(value, upper), state) or len(gaps) >= passes or _late(gaps, deadline)):
@@ -120,7 +122,7 @@ def ascend(
     return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.passes)
 
 
-def _finished(gaps: list[float], value: float, state: _State) -> bool:
+def _finished(gaps: list[float], value: float, state: State) -> bool:
     """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
     if len(gaps) < 2:
         return False
@@ -137,11 +139,11 @@ def _late(gaps: list[float], deadline: float) -> bool:
     return len(gaps) >= 2 and time.monotonic() > deadline
 
 
-def reparametrise(problem: Problem, ascent: Ascent) -> Problem:
-    """The same costs of plans, with the messages moved from tables to nodes: another ascent starts where this ended."""
+def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -> Problem:
+    """The same costs of plans, with `Ascent.messages` moved from tables to nodes, for another ascent to go on from."""
     costs = [n.cost.copy() for n in problem.nodes]
     edges: list[Edge] = []
-    for e, (low, high) in zip(problem.edges, ascent.messages, strict=True):
+    for e, (low, high) in zip(problem.edges, messages, strict=True):
         to_u, to_v = (low, high) if e.u < e.v else (high, low)
         costs[e.u] += to_u[e.gu]
         costs[e.v] += to_v[e.gv]
@@ -150,31 +152,34 @@ def reparametrise(problem: Problem, ascent: Ascent) -> Problem:
     return Problem(nodes, tuple(edges))
 
 
-def _ends(problem: Problem) -> list[list[_End]]:
-    ends: list[list[_End]] = [[] for _ in problem.nodes]
+def ends_of(problem: Problem) -> list[list[End]]:
+    """Per node the edges seen from it."""
+    ends: list[list[End]] = [[] for _ in problem.nodes]
     for i, e in enumerate(problem.edges):
-        ends[e.u].append(_end(i, e.v, e.gu, e.gv, np.ascontiguousarray(e.table)))
-        ends[e.v].append(_end(i, e.u, e.gv, e.gu, np.ascontiguousarray(e.table.T)))
+        ends[e.u].append(end_of(i, e.v, e.gu, e.gv, np.ascontiguousarray(e.table)))
+        ends[e.v].append(end_of(i, e.u, e.gv, e.gu, np.ascontiguousarray(e.table.T)))
     return ends
 
 
-def _end(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> _End:
+def end_of(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> End:
+    """An edge seen from the node with these classes, the rows of `table`."""
     order = np.argsort(classes, kind="stable")
     starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
     plain = len(starts) == len(classes) and bool((order == np.arange(len(order))).all())
-    return _End(edge, other, classes, others, None if plain else order, starts, table)
+    return End(edge, other, classes, others, None if plain else order, starts, table)
 
 
-def _initial(problem: Problem, counts: Ints | None) -> _State:
+def initial(problem: Problem, counts: Ints | None) -> State:
+    """No messages yet; `counts` as in `ascend`."""
     shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
     into = [[np.zeros(low), np.zeros(high)] for low, high in shapes]
     bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes]
     shares = [[np.zeros(0), np.zeros(0)] for _ in problem.edges]
     sizes = np.ones(len(problem.nodes), dtype=np.int64) if counts is None else counts
-    return _State(into, shares, np.zeros(len(problem.nodes)), bounds, sizes)
+    return State(into, shares, np.zeros(len(problem.nodes)), bounds, sizes)
 
 
-def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[float, Ints]:
+def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float, Ints]:
     """One pass, forward when state.passes is even: the lower bound (s) and a decoded plan. Updates state."""
     forward = state.passes % 2 == 0
     nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
@@ -191,7 +196,7 @@ def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[floa
         held -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
         least = float(theta.min())
-        if state.passes:
+        if state.settled:
             bound = (theta - least) / state.counts[v] + (held + pending + least)
             np.maximum(state.bounds[v], bound, out=state.bounds[v])
         gamma = 1.0 / max(len(before), len(after), 1)
@@ -202,10 +207,11 @@ def sweep(problem: Problem, ends: list[list[_End]], state: _State) -> tuple[floa
             jump[x.edge] = _send(x, v, share, state)
             pending += jump[x.edge]
     state.passes += 1
+    state.settled = True
     return float(state.rest.sum()), plan
 
 
-def _decode(theta: Floats, v: int, before: list[_End], plan: Ints, state: _State) -> int:
+def _decode(theta: Floats, v: int, before: list[End], plan: Ints, state: State) -> int:
     """First best strategy of v when the nodes before it are decided; their messages give way to their tables."""
     score = theta
     for x in before:
@@ -214,7 +220,7 @@ def _decode(theta: Floats, v: int, before: list[_End], plan: Ints, state: _State
     return int(score.argmin())
 
 
-def _send(x: _End, v: int, share: Floats, state: _State) -> float:
+def _send(x: End, v: int, share: Floats, state: State) -> float:
     """Send v's share over x; returns what the edge is worth until its other end is visited."""
     side = int(v > x.other)
     least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
@@ -223,10 +229,10 @@ def _send(x: _End, v: int, share: Floats, state: _State) -> float:
     theirs = state.shares[x.edge][1 - side]
     state.shares[x.edge][side] = mine
     state.into[x.edge][1 - side] = message
-    return float((message + theirs).min()) if state.passes else 0.0
+    return float((message + theirs).min()) if state.settled else 0.0
 
 
-def descend(problem: Problem, ends: list[list[_End]], plan: Ints) -> Ints:
+def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:
     """Change one node at a time to its best strategy given the others, until none gets better."""
     plan = plan.copy()
     improved = True

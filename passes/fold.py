@@ -34,13 +34,15 @@ class Folded:
     """The quotient problem. `classes[v]` is the folded node of unfolded node v, `counts[c]` the size of class c.
 
     `pairings[i]` lists, for folded edge i, the joined (member of u, member of v) as sorted rows of ranks inside their
-    classes, each once; None where some members are joined more often than others.
+    classes, each once; None where some members are joined more often than others. `edges[i]` is the folded edge of
+    unfolded edge i, self edges left out.
     """
 
     problem: Problem
     classes: Ints
     counts: Ints
     pairings: tuple[Ints | None, ...]
+    edges: Ints
 
     def lift(self, assignment: Ints) -> Ints:
         """Strategy per unfolded node, shape (len(classes),), from one per class."""
@@ -71,7 +73,8 @@ def identity(problem: Problem) -> Folded:
     problem = absorb_loops(problem)
     n = len(problem.nodes)
     one = np.zeros((1, 2), dtype=np.int64)
-    return Folded(problem, np.arange(n), np.ones(n, dtype=np.int64), (one,) * len(problem.edges))
+    ones = np.ones(n, dtype=np.int64)
+    return Folded(problem, np.arange(n), ones, (one,) * len(problem.edges), np.arange(len(problem.edges)))
 
 
 def _incident(problem: Problem) -> list[list[tuple[int, int]]]:
@@ -156,11 +159,16 @@ def _quotient(problem: Problem, colours: list[int]) -> Folded:
             n = int(counts[c])
             nodes.append(Node(node.name, node.cost * n, (node.signature, n)))
     groups: dict[tuple[int, int, tuple[int, ...]], list[Edge]] = {}
+    number: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    into: list[int] = []
     of = classes.tolist()
     for e in problem.edges:
-        groups.setdefault((of[e.u], of[e.v], e.key), []).append(e)
+        kind = (of[e.u], of[e.v], e.key)
+        groups.setdefault(kind, []).append(e)
+        into.append(number.setdefault(kind, len(number)))
     edges = tuple(_multiply(u, v, group) for (u, v, _), group in groups.items())
-    return Folded(Problem(tuple(nodes), edges), classes, counts, tuple(_pairing(g, rank) for g in groups.values()))
+    pairings = tuple(_pairing(g, rank) for g in groups.values())
+    return Folded(Problem(tuple(nodes), edges), classes, counts, pairings, np.array(into, dtype=np.int64))
 
 
 def _multiply(u: int, v: int, group: list[Edge]) -> Edge:

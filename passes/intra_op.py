@@ -27,6 +27,7 @@ from autopar.layout import Layout
 from autopar.passes.homes import FREE, Cluster, Clustering, Home, Use, projection
 from autopar.passes.problem import Edge, Node, Problem
 from autopar.passes.strategies import StrategySet, layouts_of, padding, share
+from autopar.precision import rounded, rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: R
     b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.behind_computation()))
     nodes = [_node(b, c) for c in clustering.clusters]
     edges = _Edges(b, clustering)
-    readers = _readers(graph, clustering)
+    readers = _readers(graph, clustering, mesh.device.rounds_operands)
     copies: dict[int, int] = {}
     copy_sets: dict[int, StrategySet] = {}
     base = 1 + max((c.strategies.index for c in clustering.clusters), default=0)
@@ -133,13 +134,17 @@ def _node(b: _Builder, c: Cluster) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The reader's end of an edge; nothing waits for a move `behind` computation."""
+    """The reader's end of an edge.
+
+    Nothing waits for a move `behind` computation; `narrow`: what is moved may be rounded before (`autopar.precision`).
+    """
 
     consumer: int
     dims: tuple[int, ...]
     assigned: bool
     weight: float
     behind: bool
+    narrow: bool
 
 
 def source_dims(home: Home, use: Use) -> tuple[int, ...]:
@@ -153,9 +158,9 @@ def source_dims(home: Home, use: Use) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _readers(graph: Graph, clustering: Clustering) -> Mapping[int, list[_End]]:
+def _readers(graph: Graph, clustering: Clustering, rounding: bool) -> Mapping[int, list[_End]]:
     """Distinct readers of every homed value, in program order; what a cluster reads from itself as it is, is none."""
-    found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool]]] = {}
+    found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
     for use in clustering.uses:
         home = clustering.homes.get(use.value)
         if home is None:
@@ -165,8 +170,9 @@ def _readers(graph: Graph, clustering: Clustering) -> Mapping[int, list[_End]]:
             continue
         ends = found.setdefault(home.value, {})
         key = (use.consumer, dims, use.assigned)
-        weight, behind = ends.get(key, (0.0, True))
-        ends[key] = (max(weight, use.weight), behind and clustering.slack.moves(use.value, use.op))
+        weight, behind, narrow = ends.get(key, (0.0, True, rounding))
+        narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
+        ends[key] = (max(weight, use.weight), behind and clustering.slack.moves(use.value, use.op), narrow)
     return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
 
 
@@ -190,19 +196,24 @@ class _Edges:
         weight = min(weight, self._clustering.clusters[home.cluster].weight) if weight else weight
         side = self._b.side(strategies, identity, False)
         source = self._clustering.clusters[home.cluster].strategies
-        behind = all(end.behind for end in ends)
-        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, home.value, weight, behind)
+        behind, narrow = all(end.behind for end in ends), all(end.narrow for end in ends)
+        moved = self._moved(home.value, weight, behind, narrow)
+        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, moved)
         for end in ends:
             self._add(copy, side, end, home.value)
 
     def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
         reader = self._clustering.clusters[end.consumer].strategies
         other = self._b.side(reader, end.dims, end.assigned)
-        self._record(u, side, end.consumer, other, value, end.weight, end.behind)
+        self._record(u, side, end.consumer, other, self._moved(value, end.weight, end.behind, end.narrow))
 
-    def _record(self, u: int, su: _Side, v: int, sv: _Side, value: int, weight: float, behind: bool) -> None:
+    def _moved(self, value: int, weight: float, behind: bool, narrow: bool) -> Moved:
+        type_ = self._b.graph.types[value]
+        return (rounded(type_) if narrow else type_, weight, behind)
+
+    def _record(self, u: int, su: _Side, v: int, sv: _Side, moved: Moved) -> None:
         self._sides[su.index], self._sides[sv.index] = su, sv
-        self._found.setdefault((u, v, su.index, sv.index), []).append((self._b.graph.types[value], weight, behind))
+        self._found.setdefault((u, v, su.index, sv.index), []).append(moved)
 
     def merged(self) -> tuple[Edge, ...]:
         kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}

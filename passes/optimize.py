@@ -238,7 +238,7 @@ def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Co
         lost = [k for k, s in zip(keep, ascent.assignment, strict=True) if s not in k]
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
-        return _reduced(replace(core, problem=reparametrise(core.problem, ascent)), keep, LATER_ROUNDS)
+        return _reduced(replace(core, problem=reparametrise(core.problem, ascent.messages)), keep, LATER_ROUNDS)
 
 
 def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _Outcome:

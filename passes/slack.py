@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar import jax_compat
 from autopar.graph import Graph, Op
 from autopar.passes.state import match_state
 
@@ -76,8 +77,8 @@ def _leaves(ops: Sequence[Op], early: set[int]) -> Iterator[tuple[Op, Sequence[o
 def _carried(op: Op) -> range:
     """Positions among a loop body's inputs that change from one iteration to the next."""
     if op.name == "scan":
-        first = op.params["num_consts"]
-        return range(first, first + op.params["num_carry"])
+        first, count = jax_compat.scan_counts(op.params)
+        return range(first, first + count)
     return range(len(op.inputs)) if op.name == "while" else range(0)
 
 
@@ -89,7 +90,8 @@ def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
             if isinstance(atom, int):
                 readers.setdefault(atom, []).append(op.index)
         for region in op.regions:
-            carried = op.params["num_carry"] if op.name == "scan" else len(op.outputs) if op.name == "while" else 0
+            carries = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else 0
+            carried = len(op.outputs) if op.name == "while" else carries
             for i, (atom, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
                 if isinstance(atom, int) and i < carried:
                     readers.setdefault(atom, []).append(op.index)  # the next iteration reads it

@@ -94,7 +94,7 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("plan", "mlp-toy", "--mesh", "2", "--hosts", "3"), "--hosts 3 needs --cluster"),
         (("plan", "mlp-toy", "--mesh", "2", "--cluster", "abacus"), "'abacus' not found. Known presets: cpu-host, "),
         (("plan", "mlp-toy", "--mesh", "2", "--solver", "abacus"), "solver='abacus' must be 'auto'"),
-        (("plan", "mlp-toy", "--mesh", "2", "--memory-budget", "1GiB"), "memory_budget='1GiB' is not available"),
+        (("plan", "mlp-toy", "--mesh", "2", "--memory-budget", "much"), "memory_budget='much' must be bytes"),
         (("plan", "nowhere.py:example", "--mesh", "2"), "nowhere.py is no Python file"),
         (("verify", "mlp-toy", "--mesh", "2", "--target", "abacus"), "target='abacus' is not known"),
         (("bench", "equal", "--dtypes", "float8"), "dtype 'float8' is not known. Available: float32, float64"),

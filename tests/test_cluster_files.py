@@ -177,15 +177,17 @@ networks = st.sampled_from(NETWORKS)
 any_link = st.builds(Link, st.floats(0, 1), st.floats(0, 1), networks)
 any_device = st.builds(
     Device,
-    texts,
-    st.dictionaries(texts, positive, min_size=1, max_size=3),
-    positive,
-    st.integers(1, 2**60),
-    positive,
-    positive,
-    st.booleans(),
-    positive,
-    st.tuples(positive, positive, positive),
+    name=texts,
+    peak_flops=st.dictionaries(texts, positive, min_size=1, max_size=3),
+    memory_bandwidth=positive,
+    memory_bytes=st.integers(1, 2**60),
+    kernel_overhead=positive,
+    efficiency=positive,
+    reduce_scatter=st.booleans(),
+    overlap=st.floats(0, 1),
+    bucket_bytes=positive,
+    half_rate_extents=st.tuples(positive, positive, positive),
+    rounds_operands=st.booleans(),
 )
 any_levels = st.none() | st.lists(st.builds(Level, st.integers(1, 9), any_link), min_size=1, max_size=3).map(tuple)
 any_cluster = st.builds(

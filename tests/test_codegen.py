@@ -30,13 +30,13 @@ def chosen_at_random(seed: int) -> Any:
     """An optimizer that takes any strategy for every node."""
     rng = np.random.default_rng(seed)
 
-    def optimize(problem: Problem, **options: Any) -> Solution:
+    def solve(problem: Problem, *_: Any) -> Solution:
         options_of = [np.flatnonzero(np.isfinite(node.cost)) for node in problem.nodes]
         assignment = np.array([rng.choice(options) for options in options_of], int)
         value = problem.value(assignment)
         return Solution(assignment, value, 0.0, 1.0, "random", "none", (), {}, 0, 0, 0)
 
-    return optimize
+    return solve
 
 
 FUZZED = (
@@ -61,7 +61,7 @@ FUZZED = (
 @pytest.mark.parametrize(("seed", "title"), list(enumerate(FUZZED)))
 def test_any_plan_gives_the_same_numbers(title: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, args = dict(PROGRAMS)[title]()
-    monkeypatch.setattr(planning, "optimize", chosen_at_random(seed))
+    monkeypatch.setattr(planning.fitting, "solve", chosen_at_random(seed))
     assert_equal(parallelize(fn, mesh=((2, 4), (2, 2, 2))[seed % 2], donate_argnums=())(*args), jax.jit(fn)(*args))
 
 

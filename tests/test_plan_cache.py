@@ -60,7 +60,7 @@ def no_solving(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("planned again")
 
-    for name in ("rules_of", "resolve", "optimize"):
+    for name in ("rules_of", "resolve", "fitting"):
         monkeypatch.setattr(f"autopar.planning.{name}", fail)
     monkeypatch.setattr("autopar.prepare.rules_of", fail)
 

@@ -78,7 +78,9 @@ def test_collectives_have_kinds_bytes_and_lines(plan: Plan) -> None:
 
 def test_memory_counts_arguments_once(plan: Plan) -> None:
     (stage,) = plan.stages
-    assert stage.memory["arguments"] == 2 * 32 * 8 * 4 // 4 + 16 * 8 * 4 // 2
+    assert stage.memory["parameters"] == 2 * 32 * 8 * 4 // 4
+    assert stage.memory["arguments"] == 16 * 8 * 4 // 2
+    assert stage.peak_memory_bytes == sum(stage.memory.values())
     assert (stage.devices, stage.submesh, stage.name) == (8, {"data": 2, "model": 4}, "all")
 
 

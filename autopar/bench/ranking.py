@@ -14,8 +14,10 @@ can be looked up in the problem of another. Plans of equal price and equal colle
 from __future__ import annotations
 
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,13 +26,15 @@ from jax.sharding import PartitionSpec
 from scipy.stats import spearmanr
 
 import autopar
-from autopar import zoo
+from autopar import measure, zoo
 from autopar.bench import worker
 from autopar.bench.step import BENCH_SIZES, DEVICES, Variant, take_turns
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import ArgumentError
 from autopar.planning import Options, make_model, make_plan
 from autopar.plans import Plan
+from autopar.report.text import seconds
+from autopar.report.text import table as grid
 from autopar.trace import trace
 
 SPAN = 2.0  # largest over smallest measured time
@@ -95,18 +99,23 @@ def forced(model: zoo.Model, cluster: Cluster) -> Iterator[tuple[str, Plan, floa
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
-    """The row of one model."""
+    """The row of one model, or the error of a calibration."""
     worker.cpu_devices(DEVICES)
+    if "calibrate" in spec:
+        calibration = measure.calibrate()
+        calibration.cluster.save(spec["calibrate"])
+        yield {"median_error": calibration.median_error, "worst_error": calibration.worst_error}
+        return
     cluster = Cluster.from_toml(spec["cluster"])
     model = zoo.build(spec["model"], **BENCH_SIZES.get(spec["model"], {}))
     batches = [jax.tree.map(np.asarray, model.make_batch(jax.random.key(i))) for i in range(2)]
     variants: list[Variant] = []
     predicted: list[float] = []
-    for name, plan, seconds in forced(model, cluster):
+    for name, plan, price in forced(model, cluster):
         step = autopar.parallelize(model.step, plan=plan)
         step.plan(model.abstract_args()[0], batches[0])
         variants.append(Variant(name, step, step.init(model.init, jax.random.key(0))))
-        predicted.append(seconds)
+        predicted.append(price)
     take_turns(variants, batches, spec["repeats"])
     yield row(spec["model"], variants, predicted)
 
@@ -126,17 +135,25 @@ def row(model: str, variants: Sequence[Variant], predicted: Sequence[float]) -> 
 
 
 def run(
-    models: Sequence[str], cluster: str, repeats: int, tell: Callable[[str], None] = lambda text: None
+    models: Sequence[str], cluster: str | None, repeats: int, tell: Callable[[str], None] = lambda text: None
 ) -> list[Row]:
-    """A row for every model; `cluster` is the TOML file of a calibrated one. WorkerError where one dies."""
+    """A row for every model; `cluster` is the TOML file of a calibrated one, None: measured now.
+
+    Raises WorkerError where a worker dies, ArgumentError if there are no models.
+    """
     if not models:
         raise ArgumentError(f"no models given; the usual ones: {', '.join(MODELS)}")
     rows: list[Row] = []
-    for model in models:
-        spec = {"model": model, "cluster": cluster, "repeats": repeats}
-        for found in worker.lines("autopar.bench.ranking", spec):
-            rows.append(found)
-            tell(line(found))
+    with tempfile.TemporaryDirectory() as folder:
+        path = cluster or str(Path(folder, "here.toml"))
+        if cluster is None:
+            for found in worker.lines("autopar.bench.ranking", {"calibrate": path}):
+                tell(f"calibrated: median error of the fit {found['median_error']:.0%}")
+        for model in models:
+            spec = {"model": model, "cluster": path, "repeats": repeats}
+            for found in worker.lines("autopar.bench.ranking", spec):
+                rows.append(found)
+                tell(line(found))
     return rows
 
 
@@ -146,6 +163,23 @@ def line(found: Row) -> str:
         f"{found['model']:<14} {len(found['plans']):>3} plans  span {found['span']:.1f}  "
         f"Spearman {found['spearman']:.2f}  measured/predicted {found['ratio']:.2f}"
     )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Every plan, by measured time, then a line per model and the counts."""
+    lines: list[str] = []
+    for found in rows:
+        by_time = sorted(
+            zip(found["plans"], found["predicted_s"], found["measured_s"], strict=True), key=lambda t: t[2]
+        )
+        plans = [(name, seconds(p), seconds(m)) for name, p, m in by_time]
+        lines.append(grid(found["model"], ("", "predicted", "measured"), plans))
+    counts = figures(rows)
+    last = (
+        f"{counts['plans']} plans of {counts['models']} models: Spearman median {counts['spearman_median']:.2f}, "
+        f"least {counts['spearman_least']:.2f}; least span {counts['span_least']:.1f}"
+    )
+    return "\n".join([*lines, *map(line, rows), last])
 
 
 def figures(rows: Sequence[Row]) -> Row:

@@ -28,6 +28,9 @@ STATUS: Mapping[str, str] = {
     "certified": "optimum proven by bounds, without an ILP",
     "optimal": "optimum proven by the ILP solver",
     "optimal-tied": "optimum among plans that treat equal layers equally",
+    "near-optimal": "within the gap of the optimum, proven by bounds",
+    "least-memory": "least memory; the gap is of the peak",
+    "open": "best plan found; the bounds prove no more than the gap",
     "time-limit": "best plan found within the time limit",
     "fallback": "best plan found without the ILP solver, which failed",
 }

@@ -71,7 +71,7 @@ def test_with_counts_strategy_bounds_hold_for_a_single_member(seed: int, shift: 
 @given(dense_problems)
 def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
     problem = feasible(problem)
-    moved = reparametrise(problem, ascend(problem, passes=4))
+    moved = reparametrise(problem, ascend(problem, passes=4).messages)
     np.testing.assert_allclose(all_values(moved)[1], all_values(problem)[1], atol=1e-10)
 
 
@@ -80,7 +80,7 @@ def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
 def test_another_ascent_starts_where_the_first_ended(problem: Problem) -> None:
     problem = feasible(problem)
     first = ascend(problem, passes=6)
-    again = ascend(reparametrise(problem, first), passes=2)
+    again = ascend(reparametrise(problem, first.messages), passes=2)
     assert again.lower >= first.lower - 1e-9
 
 

@@ -79,7 +79,7 @@ def test_a_cutoff_at_the_optimum_still_finds_it(solver: str) -> None:
 def test_rows_and_columns_follow_the_formula(problem: Problem) -> None:
     """Per node one row; per edge one for each class in use or allowed; columns: finite costs and finite pairs."""
     problem = absorb_loops(problem)
-    _, rows, columns = ilp._build(solvers.new_model("m"), problem, 1.0)
+    _, _, rows, columns = ilp._build(solvers.new_model("m"), problem, 1.0)
     expected = sum(int(np.isfinite(n.cost).sum()) for n in problem.nodes)
     expected += sum(int(np.isfinite(e.table).sum()) for e in problem.edges)
     assert columns == expected

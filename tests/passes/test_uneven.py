@@ -13,6 +13,8 @@ import pytest
 
 from autopar import codegen, jax_compat, planning, verification
 from autopar.bench.equal_case import dear
+from autopar.cost_models.backends import CPU
+from autopar.cost_models.memory import Liveness
 from autopar.passes import clusters, intra_op
 from autopar.passes.optimize import Solution
 from autopar.passes.pins import Pinned
@@ -51,10 +53,12 @@ def forced(graph, rules, sizes, name):
     whole = np.array([int(np.flatnonzero((s.held == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
+    liveness = Liveness(graph, model, mesh, CPU)
+
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
-        return planning._export(graph, model, solution, mesh, "dear", Options(), Pinned({}, {}))
+        return planning._export(graph, model, solution, mesh, "dear", Options(), Pinned({}, {}), liveness)
 
     return found[place].strategies, plan
 

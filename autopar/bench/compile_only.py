@@ -1,0 +1,274 @@
+"""`autopar bench compile`: predicted against compiled collectives, FLOPs and bytes, for devices that are not here.
+
+Models of width 512 and more, so that collectives are large; on every mesh of eight devices the plan that autopar finds
+and those that pins force:
+
+    free        no pins
+    data        the batch cut over all axes, the state whole                     (Li et al., 2020)
+    fsdp        the batch cut over all axes; each state leaf cut over all of     (Rajbhandari et al., 2020, stage 3)
+                them on its longest dimension that divides
+    megatron    parameters by the model's own table over the last axis, the      (Shoeybi et al., 2019)
+                batch over the others
+
+Each is compiled for the target and compared (`autopar.verification`). Over all rows: Spearman's rank correlation and
+the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis, which
+counts the body of a loop once: models with loops are left out there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autopar import api, verification, zoo
+from autopar.bench import worker
+from autopar.cluster import DEFAULT_AXIS_NAMES, Cluster
+from autopar.errors import ArgumentError
+from autopar.trace import trace
+from autopar.zoo.table import FAMILIES
+
+TARGET = "tpu:v5e:2x4"
+MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
+
+#: Model -> dimensions that replace those of its family's toy.
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "mlp": {"layers": 2, "width": 1024, "hidden": 4096, "batch": 8192},
+    "gpt": {"layers": 1, "width": 512, "heads": 8, "vocab": 2048, "seq": 128, "batch": 64},
+    "llama3": {
+        "layers": 1, "width": 512, "heads": 8, "kv_heads": 8, "hidden": 2048, "vocab": 2048, "seq": 128, "batch": 64,
+    },
+    "moe": {"width": 512, "heads": 8, "experts": 8, "group": 256, "vocab": 2048, "seq": 128, "batch": 64},
+    "vit": {"layers": 1, "width": 512, "heads": 8, "patch": 16, "image": 64, "classes": 1024, "batch": 64},
+    "wresnet": {"stages": (1, 1), "channels": 64, "image": 32, "batch": 64},
+    "rnn": {"width": 1024, "vocab": 2048, "batch": 64},
+    "unet": {"channels": 64, "image": 16, "batch": 64},
+}  # fmt: skip
+
+#: Platform -> what prices the plans.
+CLUSTERS: Mapping[str, Callable[[], Cluster]] = {
+    "cpu": lambda: Cluster.preset("tpu-v5e", topology="2x4"),
+    "tpu": lambda: Cluster.preset("tpu-v5e", topology="2x4"),
+    "gpu": lambda: Cluster.preset("dgx-h100"),
+}
+
+Row = dict[str, Any]
+Pins = dict[str, PartitionSpec]
+
+
+# Forced plans
+
+
+def _paths(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in found]
+
+
+def _cut(shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]) -> PartitionSpec:
+    """The longest dimension that divides, cut over these axes; replicated if none does."""
+    parts = math.prod(mesh[a] for a in axes)
+    best = max((d for d, n in enumerate(shape) if n % parts == 0), key=lambda d: (shape[d], -d), default=None)
+    return PartitionSpec() if best is None else PartitionSpec(*[None] * best, tuple(axes))
+
+
+def _batch(batch: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> Pins:
+    parts = math.prod(mesh[a] for a in axes)
+    fits = {path: bool(axes) and bool(shape) and shape[0] % parts == 0 for path, shape in _paths(batch)}
+    return {f"batch/{path}": PartitionSpec(tuple(axes)) if fit else PartitionSpec() for path, fit in fits.items()}
+
+
+def _free(model: zoo.Model, mesh: Mapping[str, int]) -> Pins:
+    return {}
+
+
+def _data(model: zoo.Model, mesh: Mapping[str, int]) -> Pins:
+    return {"state/*": PartitionSpec(), **_batch(model.abstract_args()[1], tuple(mesh), mesh)}
+
+
+def _fsdp(model: zoo.Model, mesh: Mapping[str, int]) -> Pins:
+    state, batch = model.abstract_args()
+    cut = {f"state/{path}": _cut(shape, tuple(mesh), mesh) for path, shape in _paths(state)}
+    return {**cut, **_batch(batch, tuple(mesh), mesh)}
+
+
+def _megatron(model: zoo.Model, mesh: Mapping[str, int]) -> Pins:
+    state, batch = model.abstract_args()
+    *outer, inner = mesh
+    pins = {f"state/{path}": _by_table(path, shape, model, inner, mesh[inner]) for path, shape in _paths(state)}
+    return {**pins, **_batch(batch, outer, mesh)}
+
+
+def _by_table(path: str, shape: Sequence[int], model: zoo.Model, axis: str, size: int) -> PartitionSpec:
+    for pattern, spec in model.megatron:
+        if fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"*/{pattern}"):
+            fits = len(spec) <= len(shape) and all(n % size == 0 for n, a in zip(shape, spec, strict=False) if a)
+            return PartitionSpec(*(axis if a else None for a in spec)) if fits else PartitionSpec()
+    return PartitionSpec()
+
+
+PLANS: Mapping[str, Callable[[zoo.Model, Mapping[str, int]], Pins]] = {
+    "free": _free,
+    "data": _data,
+    "fsdp": _fsdp,
+    "megatron": _megatron,
+}
+
+
+# Measuring
+
+
+def build(name: str) -> zoo.Model:
+    """The model of a row of `SIZES`."""
+    if name not in SIZES:
+        raise ArgumentError(f"model {name!r} has no sizes for this benchmark. Available: {', '.join(SIZES)}")
+    family = FAMILIES[name]
+    return family.build(f"{name}-wide", dataclasses.replace(family.sizes["toy"], **SIZES[name]))
+
+
+def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
+    """One plan, compiled for the target and compared."""
+    model = build(name)
+    mesh: dict[str, int] = dict(zip(map(str, DEFAULT_AXIS_NAMES), sizes, strict=False))
+    begin = time.perf_counter()
+    pins = PLANS[school](model, mesh)
+    cluster = CLUSTERS[target.partition(":")[0]]()
+    plan = api.plan(model.step, *model.abstract_args(), mesh=tuple(sizes), cluster=cluster, pins=pins or None)
+    planned = time.perf_counter()
+    report = verification.verify(plan, model.step, *model.abstract_args(), target=target)
+    found = report.comparison
+    return {
+        "model": name,
+        "mesh": list(sizes),
+        "plan": school,
+        "target": target,
+        "ok": report.ok,
+        "predicted_wire_bytes": found.predicted_wire_bytes,
+        "compiled_wire_bytes": found.emitted_wire_bytes,
+        "ratio": found.ratio,
+        "matched": found.matched + found.joined,
+        "exceptions": dict(report.exceptions),
+        "unexplained": list(report.mismatches),
+        "predicted_flops": plan.flops_per_device,
+        "compiled_flops": report.flops,
+        "predicted_accessed_bytes": plan.bytes_per_device,
+        "compiled_accessed_bytes": report.accessed,
+        "loops": _has_loops(model),
+        "plan_s": planned - begin,
+        "compile_s": time.perf_counter() - planned,
+    }
+
+
+def _has_loops(model: zoo.Model) -> bool:
+    """Cost analyses count the body of a loop once, however often it runs."""
+    return any(op.name in ("scan", "while") for op in trace(model.step, *model.abstract_args()).graph.walk())
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of one model: every mesh with every plan."""
+    worker.cpu_devices(max(8, *(math.prod(m) for m in spec["meshes"])))
+    for sizes in spec["meshes"]:
+        for school in spec["plans"]:
+            yield row(spec["model"], sizes, school, spec["target"])
+
+
+def run(
+    models: Sequence[str] = tuple(SIZES),
+    meshes: Sequence[Sequence[int]] = MESHES,
+    plans: Sequence[str] = tuple(PLANS),
+    target: str = TARGET,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Rows of all models, a worker for each.
+
+    Raises:
+        ArgumentError: an unknown model, plan or target.
+        WorkerError: a worker ends with an error.
+    """
+    for what, given, known in (("model", models, SIZES), ("plan", plans, PLANS)):
+        for name in given:
+            if name not in known:
+                raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+    if target.partition(":")[0] not in CLUSTERS:
+        raise ArgumentError(f"target={target!r} does not compile. Available: {', '.join(CLUSTERS)}")
+    rows: list[Row] = []
+    for model in models:
+        spec = {"model": model, "meshes": meshes, "plans": plans, "target": target}
+        for found in worker.lines("autopar.bench.compile_only", spec):
+            rows.append(found)
+            tell(line(found))
+    return rows
+
+
+# Figures
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation: Pearson's of the ranks, ties sharing their mean rank; 1 where all are equal."""
+    a, b = _ranks(first), _ranks(second)
+    if a.std() == 0 or b.std() == 0:
+        return float(a.std() == b.std())
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    x = np.asarray(values, np.float64)
+    return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2.0
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """What holds over all rows: the worst wire ratio, counts, and FLOPs and bytes against the cost analysis."""
+    ratios = [r["ratio"] for r in rows]
+    found: dict[str, Any] = {
+        "rows": len(rows),
+        "ok": sum(r["ok"] for r in rows),
+        "exact": sum(not r["exceptions"] and not r["unexplained"] for r in rows),
+        "ratio_least": min(ratios, default=1.0),
+        "ratio_most": max(ratios, default=1.0),
+        "unexplained_rows": sum(bool(r["unexplained"]) for r in rows),
+    }
+    for what in ("flops", "accessed_bytes"):
+        counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
+        known = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
+        if len(known) > 1:
+            predicted, compiled = zip(*known, strict=True)
+            found[f"{what}_spearman"] = spearman(predicted, compiled)
+            found[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in known)
+    return found
+
+
+def line(found: Row) -> str:
+    """One row for people."""
+    mesh = "x".join(map(str, found["mesh"]))
+    known = "".join(f"; {count} x {name}" for name, count in found["exceptions"].items())
+    parts = [
+        f"{'ok  ' if found['ok'] else 'FAIL'} {found['model']:<8} {mesh:<6} {found['plan']:<9}",
+        f"wire MB {found['predicted_wire_bytes'] / 1e6:8.2f} compiled {found['compiled_wire_bytes'] / 1e6:8.2f}",
+        f"({found['ratio']:.3f})  {found['matched']:>3} as predicted, {len(found['unexplained'])} unexplained",
+        f" flops {_relative(found, 'flops')}  bytes {_relative(found, 'accessed_bytes')}{known}",
+    ]
+    return " ".join(parts)
+
+
+def _relative(found: Row, what: str) -> str:
+    compiled = found[f"compiled_{what}"]
+    return f"{found[f'predicted_{what}'] / compiled:.2f}" if compiled else "-"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows, what no exception explains, and the figures."""
+    lines: list[str] = []
+    for found in rows:
+        lines += [line(found), *(f"       {text}" for text in found["unexplained"])]
+    return "\n".join([*lines, *(f"{name}: {value:.4g}" for name, value in figures(rows).items())])
+
+
+if __name__ == "__main__":
+    worker.serve(work)

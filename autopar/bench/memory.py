@@ -1,0 +1,121 @@
+"""`autopar bench memory`: the Pareto front of step time against peak memory, and what falls away along it.
+
+The front is searched once for all budgets (`autopar.passes.front`). Each point is a plan, told by its peak, its step
+time and, per device: the arguments it keeps (parameters, optimizer state), bytes at the peak by kind, and bytes sent
+per step. Beside each point stand bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al., 2020,
+section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/N and 16/N.
+
+`lower_s` is the certified bound: no plan with that peak or less is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autopar import zoo
+from autopar.cluster import LogicalMesh
+from autopar.collective import wire_bytes
+from autopar.cost_models.backends import backend_of
+from autopar.cost_models.memory import Liveness
+from autopar.cost_models.memory_report import report
+from autopar.errors import ArgumentError
+from autopar.graph import Graph
+from autopar.passes import decode
+from autopar.passes.front import Front, front
+from autopar.passes.intra_op import Model
+from autopar.planning import Options, make_model
+from autopar.report.text import seconds, size
+from autopar.report.text import table as grid
+from autopar.trace import trace
+
+Result = dict[str, Any]
+
+
+def run(model: zoo.Model, mesh: LogicalMesh, points: int) -> Result:
+    """The front of one model on one mesh at `points` budgets."""
+    begin = time.perf_counter()
+    traced = trace(model.step, *model.abstract_args())
+    after_trace = time.perf_counter()
+    found = make_model(traced, mesh, Options())
+    liveness = Liveness(traced.graph, found, mesh, backend_of(mesh.device))
+    result = front(found.problem, liveness, points)
+    spent = time.perf_counter() - after_trace
+    return {
+        "model": model.name,
+        "mesh": list(mesh.sizes),
+        "parameters": model.parameters(),
+        "trace_s": after_trace - begin,
+        "beyond_trace_s": spent,
+        "least_bytes_bound": result.least_bytes,
+        "points": [_point(p.assignment, p.seconds, result, liveness, traced.graph, found, mesh) for p in result.points],
+    }
+
+
+def _point(
+    assignment: Any, step_s: float, found: Front, liveness: Liveness, graph: Graph, model: Model, mesh: LogicalMesh
+) -> Mapping[str, Any]:
+    memory = report(liveness, assignment)
+    layouts = decode.layouts(model, assignment)
+    planned = decode.collectives(graph, model, assignment, layouts, mesh)
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return {
+        "peak_bytes": memory.peak_bytes,
+        "step_s": step_s,
+        "lower_s": found.lower(memory.peak_bytes),
+        "memory": dict(memory.kinds),
+        "wire_bytes": sum(c.count * wire_bytes(c.kind, c.bytes, math.prod(sizes[a] for a in c.axes)) for c in planned),
+    }
+
+
+def table(found: Result) -> str:
+    """A row per point."""
+    rows = []
+    for p in found["points"]:
+        kinds = p["memory"]
+        state = kinds.get("parameters", 0) + kinds.get("optimizer state", 0)
+        gap = (p["step_s"] - p["lower_s"]) / p["step_s"]
+        rows.append(
+            (
+                size(p["peak_bytes"]),
+                seconds(p["step_s"]),
+                f"{gap:.2%}",
+                size(state),
+                f"{state / found['parameters']:.2f}",
+                size(kinds.get("gradients", 0)),
+                size(p["wire_bytes"]),
+            )
+        )
+    heads = ("", "step", "above the bound", "state", "state bytes/parameter", "gradients", "sent")
+    return "\n".join(
+        [
+            grid("peak per device", heads, rows),
+            f"{found['model']} on {tuple(found['mesh'])}: {len(rows)} plans, "
+            f"{found['beyond_trace_s']:.1f} s beyond tracing",
+        ]
+    )
+
+
+def plot(found: Result, path: Path) -> None:
+    """Step time against peak memory with the bound below, as a picture.
+
+    Raises ArgumentError where matplotlib is not installed or the file's ending is none that it writes.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ArgumentError('--plot needs matplotlib: pip install "autopar[report]"') from error
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="peak memory per device, GB", ylabel="predicted step, s")
+    peaks = [p["peak_bytes"] / 1e9 for p in found["points"]]
+    axes.step(peaks, [p["step_s"] for p in found["points"]], where="post", marker="o", label="plans")
+    axes.plot(peaks, [p["lower_s"] for p in found["points"]], linestyle="--", color="0.5", label="no plan is below")
+    axes.set_title(f"{found['model']} on {' x '.join(map(str, found['mesh']))}")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--plot {str(path)!r} cannot be written: {error}") from error

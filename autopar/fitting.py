@@ -1,0 +1,134 @@
+"""Plans that fit: the optimum within a memory budget, and what to say when there is none.
+
+    budget      given, or the device's memory less `MARGIN`, since a compiler may need more than predicted   -> allowed
+    plan        the cheapest one whose predicted peak is within it (`autopar.passes.budget`)                 -> solve
+    "min"       the plan with the least peak (`autopar.passes.least`)                                        -> solve
+    none fits   an error: the shortfall, where the smallest plan peaks, what lives there, what would help    -> _refusal
+                unless nobody gave a budget: then the cheapest plan, with a warning that says the same
+
+What would help is read off the smallest plan: dividing the batch into m microbatches leaves 1/m of what grows with the
+batch, recomputation saves what the backward pass keeps, and n times the devices hold 1/n of everything that is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.memory import Liveness
+from autopar.cost_models.memory_report import Memory, report
+from autopar.errors import MemoryBudgetError
+from autopar.passes.budget import Infeasible, optimize_within
+from autopar.passes.least import LeastMemory, least_memory
+from autopar.passes.optimize import Solution, optimize
+from autopar.passes.problem import Problem
+from autopar.report.text import size
+
+#: Share of a device's memory that is kept free when no budget is given.
+MARGIN = 0.1
+#: What grows with the batch, by kind of `autopar.cost_models.memory_report`.
+OF_THE_BATCH = ("residuals", "temporaries", "arguments")
+SHOWN = 10  # tensors that an error lists
+MOST_PARTS = 64  # microbatches that an error suggests
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How to solve: see `autopar.passes.optimize.optimize`."""
+
+    solver: str = "auto"
+    time_limit: float = 60.0
+    fold: bool = True
+    presolve: bool = True
+
+
+def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float | str | None, how: Search) -> Solution:
+    """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
+
+    Raises MemoryBudgetError where no plan fits into a budget that was given.
+    """
+    if isinstance(budget, str):
+        begin = time.monotonic()
+        least = least_memory(problem, source, deadline=begin + how.time_limit)
+        return _smallest(problem, least, time.monotonic() - begin)
+    if budget is None:
+        return _by_default(problem, source, mesh.device.memory_bytes * (1 - MARGIN), how)
+    try:
+        return optimize_within(problem, source, budget, **asdict(how))
+    except Infeasible as none:
+        found = report(source, none.least.assignment)
+        least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
+        raise MemoryBudgetError(_refusal(found, budget, bound), budget, least, bound) from None
+
+
+def _by_default(problem: Problem, source: Liveness, within: float, how: Search) -> Solution:
+    """The cheapest plan that the device has memory for, else the cheapest with a warning.
+
+    Where nothing fits is mostly plain from one program point: the smallest that each tensor there can be is too much.
+    """
+    free = optimize(problem, **asdict(how))
+    peak, row = source.peak(free.assignment)
+    if peak <= within:
+        return free
+    smallest = row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
+    if smallest <= within:
+        try:
+            return optimize_within(problem, source, within, **asdict(how))
+        except Infeasible as none:
+            smallest = none.least.lower_bytes
+    warning = (
+        f"the plan needs {size(peak)} per device, more than the {size(within)} that are there, and no plan needs less "
+        f"than {size(smallest)}; memory_budget='min' gives the smallest"
+    )
+    return replace(free, warnings=(*free.warnings, warning))
+
+
+def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
+    """`gap` is how much less than this plan's peak any plan might need."""
+    gap = (least.peak_bytes - least.lower_bytes) / max(least.peak_bytes, 1.0)
+    return Solution(
+        assignment=least.assignment,
+        objective=least.seconds,
+        lower_bound=0.0,
+        gap=gap,
+        status="least-memory",
+        solver_used="dual ascent",
+        warnings=(),
+        phases={"fold": 0.0, "presolve": 0.0, "bound": seconds, "ilp": 0.0},
+        variables=problem.variables,
+        variables_unfolded=problem.variables,
+        rows=0,
+    )
+
+
+def _refusal(found: Memory, budget: float, bound: int) -> str:
+    where = f"{found.at} at {found.source}" if found.source else found.at
+    tensors = [
+        f"  {size(t.nbytes):>9}  {t.kind}: {t.name} {t.type}" + (f" at {t.source}" if t.source else "")
+        for t in found.largest[:SHOWN]
+    ]
+    return "\n".join(
+        [
+            f"no plan fits into {size(budget)} per device: the smallest one found needs {size(found.peak_bytes)}, "
+            f"{size(found.peak_bytes - budget)} more, at {where} (no plan needs less than {size(bound)}).",
+            "Largest there:",
+            *tensors,
+            "What would fit: " + "; ".join(_changes(found, budget)) + ".",
+        ]
+    )
+
+
+def _changes(found: Memory, budget: float) -> Iterator[str]:
+    """Changes that would make the smallest plan fit, the cheapest first."""
+    growing = sum(found.kinds.get(kind, 0) for kind in OF_THE_BATCH)
+    fixed = found.peak_bytes - growing
+    if found.peak_bytes - found.kinds.get("residuals", 0) <= budget:
+        yield "recompute what the backward pass keeps (jax.checkpoint around a layer)"
+    parts = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
+    if parts <= MOST_PARTS:
+        yield f"a batch of 1/{parts}, the rest in further microbatches"
+    yield f"about {math.ceil(found.peak_bytes / budget)} times the devices"
+    yield f"memory_budget={found.peak_bytes} on devices that have it"

@@ -1,0 +1,247 @@
+"""Bytes that each device reads and writes in its memory under a plan: every kernel's operands and results, once.
+
+Compilers fuse what computes element by element into its neighbours. A value is in memory if                -> _stored
+
+    it is an argument, a result, a constant, or enters or leaves a loop's body
+    a collective moves it or sums it
+    a reduction makes it, or a kernel that nothing is fused into makes or reads it                      -> KERNELS
+    a product makes it, and not all that reads it is one fused loop, or several products read it
+
+and everything else exists inside fused loops alone, the operand of a single product included. Of values in memory
+
+    those that are computed from something in common, none from another, come out of one loop           -> _loops
+    reductions run in the loop that makes what they read, if all else they read is there before         -> _merged
+
+and a loop reads what it is computed from once, and nothing that it makes. Arrays are padded to whole tiles -> _tiled
+
+A collective reads its operand and writes its result. XLA's cost analysis calls the sum "bytes accessed".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cluster import Device
+from autopar.collective import Collective
+from autopar.graph import Atom, Graph, Op
+from autopar.layout import Layout, local_shape
+from autopar.passes.homes import UNKNOWN_TRIPS
+from autopar.plans import Stage
+from autopar.precision import PRODUCTS, rounded, rounds
+
+#: Operations that no loop is fused through: each reads its operands from memory and writes its results.
+KERNELS = (
+    *("ragged_dot", "ragged_dot_general", "sort", "cumsum", "custom_call", "gather", "scatter", "scatter-add"),
+    *("rng_bit_generator", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "select_and_gather_add"),
+)
+#: Operations that read much and write little: a fused loop ends there, and what comes after starts anew.
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or")
+
+
+def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective], device: Device) -> float:
+    """Bytes that each device, which is like `device`, reads and writes in its memory per step."""
+    counter = _Counter(graph, stage, frozenset(c.op for c in collectives), device)
+    moved = sum(c.count * _touched(c, stage.submesh) for c in collectives)
+    return moved + counter.body(graph.ops, (*graph.inputs, *(v for v, _ in graph.constants)), graph.outputs, 1.0)
+
+
+def _touched(c: Collective, sizes: Mapping[str, int]) -> float:
+    """Bytes of the operand and the result of a collective: one of them is a piece where it gathers or scatters."""
+    piece = math.prod(sizes[a] for a in c.axes) if c.kind in ("all-gather", "reduce-scatter") else 1
+    return c.bytes * (1 + 1 / piece)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cone:
+    """What one value in memory is computed from: operations fused with it, and values in memory -> bytes read."""
+
+    ops: frozenset[int]
+    sources: Mapping[int, int]
+
+
+@dataclass(eq=False)
+class _Counter:
+    """Counts the bytes of bodies; `moving`: tags of all collectives."""
+
+    graph: Graph
+    stage: Stage
+    moving: AbstractSet[str]
+    device: Device
+    known: dict[tuple[int, Layout | None], int] = field(default_factory=dict)
+
+    def local(self, value: int, site: str = "") -> int:
+        """Bytes that a device holds of a value, as it lies or as it is read at a site."""
+        layout = self.stage.uses.get(site) or self.stage.values.get(value)
+        key = value, layout
+        if key not in self.known:
+            type_ = self.graph.types[value]
+            held = tuple(d if d >= 0 else -1 for d in layout) if layout else ()
+            shape = local_shape(held, type_.shape, tuple(self.stage.submesh.values())) if held else type_.shape
+            self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
+        return self.known[key]
+
+    def read(self, op: Op, k: int, value: int) -> int:
+        """Bytes that an operation reads of operand `k`."""
+        site = f"{op.tag}.in{k}"
+        moved = site in self.stage.uses and rounds(op, self.graph.types[value])
+        return self._narrow(value, self.local(value, site), rounding=moved or value in self.rounded)
+
+    def written(self, value: int) -> int:
+        """Bytes that are written of a value."""
+        return self._narrow(value, self.local(value), rounding=value in self.rounded)
+
+    def _narrow(self, value: int, nbytes: int, *, rounding: bool) -> int:
+        type_ = self.graph.types[value]
+        return (
+            nbytes * rounded(type_).itemsize // type_.itemsize if self.device.rounds_operands and rounding else nbytes
+        )
+
+    @cached_property
+    def products(self) -> Mapping[int, int]:
+        """Value -> how many products read it."""
+        return Counter(a for op in self.graph.walk() if op.name in PRODUCTS for a in op.inputs if isinstance(a, int))
+
+    @cached_property
+    def rounded(self) -> AbstractSet[int]:
+        """Values that nothing reads but products that round them, and that no argument is."""
+        found: dict[int, bool] = {}
+        for op in self.graph.walk():
+            for atom in op.inputs:
+                if isinstance(atom, int):
+                    found[atom] = found.get(atom, True) and rounds(op, self.graph.types[atom])
+        fixed = {a for a in (*self.graph.inputs, *self.graph.outputs) if isinstance(a, int)}
+        return {value for value, narrow in found.items() if narrow} - fixed
+
+    def body(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom], weight: float) -> float:
+        """Bytes of all runs of one body."""
+        total = 0.0
+        for op in ops:
+            runs = weight * (op.trips or UNKNOWN_TRIPS)
+            total += sum(self.body(r.ops, r.inputs, r.outputs, runs) for r in op.regions)
+        made = {v: op for op in ops if not op.regions for v in op.outputs}
+        stored = self._stored(ops, inputs, outputs)
+        cones = {v: self._cone(v, made, stored) for v in made if v in stored}
+        products = {v for v in cones if made[v].name in PRODUCTS}
+        within = _within_one_loop(products, cones, _loops(cones, products), made)
+        kept = stored - {v for v in within if not {v} & {*inputs, *outputs} and made[v].tag not in self.moving}
+        cones = {v: self._cone(v, made, kept) for v in cones if v in kept}
+        loops = _loops(cones, products)
+        reductions = {v for v in cones if made[v].name in REDUCTIONS and made[v].tag not in self.moving}
+        there = {v for v in cones if made[v].tag not in self.moving}
+        return total + weight * self._bytes(cones, _merged(cones, loops, reductions, there))
+
+    def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
+        """The values that are in memory if every product's result is."""
+        found = {*inputs, *(a for a in outputs if isinstance(a, int))}
+        for op in ops:
+            whole = op.name in KERNELS or bool(op.regions)
+            read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
+            found.update(a for a in read if isinstance(a, int))
+            if whole or op.name in (*REDUCTIONS, *PRODUCTS) or op.tag in self.moving:
+                found.update(op.outputs)
+            found.update(v for v in op.outputs if self.products.get(v, 0) > 1)
+        free = {v for op in ops for v in op.outputs if v not in self.stage.values}  # constants and views: never stored
+        return frozenset(found - free)
+
+    def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
+        sources: dict[int, int] = {}
+        queue, seen = [made[value]], {made[value].index}
+        while queue:
+            op = queue.pop()
+            for k, atom in enumerate(op.inputs):
+                if not isinstance(atom, int):
+                    continue
+                if atom in stored or atom not in made:
+                    sources[atom] = max(sources.get(atom, 0), self.read(op, k, atom))
+                elif made[atom].index not in seen:
+                    seen.add(made[atom].index)
+                    queue.append(made[atom])
+        return _Cone(frozenset(seen), sources)
+
+    def _bytes(self, cones: Mapping[int, _Cone], loops: Mapping[int, int]) -> float:
+        read: dict[tuple[int, int], int] = {}
+        for value, cone in cones.items():
+            for source, size in cone.sources.items():
+                if loops.get(source) != loops[value]:
+                    key = loops[value], source
+                    read[key] = max(read.get(key, 0), size)
+        return sum(read.values()) + sum(map(self.written, cones))
+
+
+def _depths(cones: Mapping[int, _Cone]) -> Mapping[int, int]:
+    """Value -> how many values in memory are computed one after the other up to it; arguments have 0."""
+    depths: dict[int, int] = {}
+    for value, cone in cones.items():  # in program order: sources come first
+        depths[value] = 1 + max((depths.get(source, 0) for source in cone.sources), default=0)
+    return depths
+
+
+def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[int, int]:
+    """Value -> the number of the loop that it comes out of.
+
+    Equal for values of one depth that have an operation in common; each of the products has a loop of its own.
+    """
+    depths = _depths(cones)
+    owner: dict[tuple[int, int], int] = {}
+    parent = {value: value for value in cones}
+
+    def root(value: int) -> int:
+        while parent[value] != value:
+            value = parent[value]
+        return value
+
+    for value, cone in cones.items():
+        for op in () if value in products else sorted(cone.ops):
+            other = owner.setdefault((depths[value], op), value)
+            parent[root(value)] = root(other)
+    return {value: root(value) for value in cones}
+
+
+def _merged(
+    cones: Mapping[int, _Cone], loops: Mapping[int, int], reductions: AbstractSet[int], there: AbstractSet[int]
+) -> Mapping[int, int]:
+    """The loops once those of reductions alone run in the loop that makes what they read; `there`: made in place."""
+    depths = _depths(cones)
+    groups: dict[int, list[int]] = {}
+    for value, loop in loops.items():
+        groups.setdefault(loop, []).append(value)
+    merged = dict(loops)
+    for values in groups.values():
+        before = depths[values[0]] - 1
+        last = dict.fromkeys(s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0)
+        makers = dict.fromkeys(merged[s] for s in last)
+        if reductions >= set(values) and len(makers) == 1 and there >= set(last):
+            merged.update(dict.fromkeys(values, next(iter(makers))))
+    return merged
+
+
+def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
+    """Elements that an array takes in tiles, its dimensions in the order that pads it least."""
+    rows, columns = tile
+    longer = [
+        (math.ceil(n / rows) * rows / n, math.ceil(n / columns) * columns / n) if n else (0.0, 0.0) for n in shape
+    ]
+    pairs = [a[0] * b[1] for i, a in enumerate(longer) for j, b in enumerate(longer) if i != j]
+    return round(math.prod(shape) * min(pairs, default=longer[0][1] if longer else 1.0))
+
+
+def _within_one_loop(
+    products: AbstractSet[int], cones: Mapping[int, _Cone], loops: Mapping[int, int], made: Mapping[int, Op]
+) -> list[int]:
+    """Results of products that one loop alone reads, no product or reduction."""
+    readers: dict[int, set[int]] = {}
+    for value, cone in cones.items():
+        for source in cone.sources:
+            if source in products:
+                readers.setdefault(source, set()).add(value)
+    return [
+        product
+        for product, values in readers.items()
+        if len({loops[v] for v in values}) == 1
+        and not any(made[v].name in (*PRODUCTS, *REDUCTIONS, *KERNELS) for v in values)
+    ]

@@ -1,0 +1,176 @@
+"""All buffers of a program: what is in memory, when, and how large under every choice of layouts.
+
+A buffer's bytes depend on one decision, or on the two ends of an edge of the optimization problem:
+
+    an argument        there all the time, whoever owns it afterwards                            -> _Values.arguments
+    a value            its piece in the layout that its cluster leaves                           -> _Values.others
+    unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
+    copies             in other layouts, for the readers that want them                          -> add_copies
+
+What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.backends import Backend
+from autopar.cost_models.copies import add_copies
+from autopar.cost_models.fusion import Written, written
+from autopar.cost_models.lifetimes import Lifetimes, lifetimes
+from autopar.cost_models.sizes import Buffer, End, Sizes
+from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten
+from autopar.graph import Graph
+from autopar.passes.homes import Home
+from autopar.passes.intra_op import Model, source_dims
+from autopar.passes.problem import Floats
+from autopar.passes.state import match_state
+from autopar.passes.strategies import NOTHING, REDUCE_SCATTER
+
+
+@dataclass(eq=False)
+class Buffers:
+    """All buffers of a program, and their sizes under every choice.
+
+    Attributes:
+        program, lives: what they were derived from.
+        all: the buffers.
+        sizes: bytes per device, one run of numbers per kind of buffer: one number if nothing decides, one per strategy
+            of the node, or the table of the edge row by row.
+    """
+
+    program: Program
+    lives: Lifetimes
+    all: tuple[Buffer, ...]
+    sizes: Floats
+
+
+def buffers(graph: Graph, model: Model, mesh: LogicalMesh, backend: Backend, donated: Sequence[int]) -> Buffers:
+    """The buffers of a program whose arguments at these positions are given away."""
+    ends = _ends(model)
+    program = flatten(graph, backend, {site: end for end, sites in ends.items() for site in sites})
+    w = written(program)
+    lives = lifetimes(program, w)
+    makers = {v: step for step in lives.moments for v in step.outputs}
+    sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
+    values = _Values(sizes, frozenset(donated))
+    values.arguments()
+    values.others()
+    add_copies(sizes, tuple(ends))
+    return Buffers(program, lives, tuple(sizes.found), sizes.all())
+
+
+def _ends(model: Model) -> Mapping[End, list[str]]:
+    """Readers' ends of edges, as `intra_op` tells them apart, and the sites that read there."""
+    found: dict[End, list[str]] = {}
+    for use in model.clustering.uses:
+        home = model.clustering.homes.get(use.value)
+        if home is not None:
+            dims = source_dims(home, use)
+            if home.cluster != use.consumer or use.assigned or dims != home.dims:
+                found.setdefault((home.value, use.consumer, dims, use.assigned), []).append(use.site)
+    return found
+
+
+@dataclass(eq=False)
+class _Values:
+    """Buffers of what is written."""
+
+    sizes: Sizes
+    donated: frozenset[int]
+
+    def arguments(self) -> None:
+        """Arguments are there all the time, whoever owns them afterwards."""
+        for v in self.sizes.graph.inputs:
+            self._value("argument", v, 0, self.sizes.lives.end)
+
+    def others(self) -> None:
+        """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
+        b = self.sizes
+        skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens}
+        skipped.update(self._taking_over())
+        dying = _overwritten(b.program, b.w, b.lives)
+        for v, birth in b.lives.birth.items():
+            if v not in skipped:
+                self._value("value", v, birth, b.lives.death[v] - (v in dying))
+            if v in b.makers and b.makers[v].kind == HEAVY:
+                self._unsummed(v, b.makers[v], birth)
+
+    def _taking_over(self) -> Iterator[int]:
+        """Results that are written into the buffer of the argument whose next state they are."""
+        for out, position in match_state(self.sizes.graph).items():
+            atom = self.sizes.program.read(f"out{out}", self.sizes.graph.outputs[out])
+            if isinstance(atom, int) and position in self.donated:
+                yield self.sizes.program.behind(atom)
+
+    def _value(self, what: str, v: int, birth: int, death: int) -> None:
+        b, kind, argument, placed = self.sizes, self.sizes.kind(v), what == "argument", self._placed(v)
+        if placed is None:
+            at = b.at(kind, lambda: b.laid_out([np.array([n]) for n in kind.shape], kind, 1), argument)
+            b.add(what, v, birth, death, at)
+            return
+        cluster, dims, assigned = placed
+        s = b.model.clustering.clusters[cluster].strategies
+        at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), argument)
+        b.add(what, v, birth, death, at, node=cluster)
+
+    def _placed(self, v: int) -> tuple[int, tuple[int, ...], bool] | None:
+        """The cluster that decides where a value lies, its factors for the value's dimensions, assigned or held."""
+        piece = cast(End | None, self.sizes.program.pieces.get(v))
+        if piece is not None and self.sizes.graph.types[piece[0]] == self.sizes.program.type_of(v):
+            return piece[1:]
+        home = self.home(v)
+        return None if home is None else (home.cluster, home.dims, False)
+
+    def home(self, v: int) -> Home | None:
+        """Where a value lives; of free values and views, where the first step that reads them does."""
+        home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
+        return home if home is not None and home.view is None else self._borrowed.get(v)
+
+    @cached_property
+    def _borrowed(self) -> Mapping[int, Home]:
+        p, homes = self.sizes.program, self.sizes.model.clustering.homes
+        found: dict[int, Home] = {}
+        for step in (s for frame in p.top.walk() for s in frame.steps if s.kind != LOOP and s.outputs):
+            result = step.outputs[0]
+            home = homes.get(p.like.get(result, result))
+            if home is not None and home.view is None:
+                shape = p.type_of(result).shape
+                found.update((v, home) for v in step.inputs if v not in found and p.type_of(v).shape == shape)
+        return found
+
+    def _unsummed(self, v: int, step: Step, moment: int) -> None:
+        b, home = self.sizes, self.sizes.model.clustering.homes.get(v)
+        if home is None or home.view is not None:
+            return
+        cluster = b.model.clustering.clusters[home.cluster]
+        s, kind = cluster.strategies, b.kind(v)
+        if cluster.op == step.op.index and s.after.any():
+            sums = s.after == REDUCE_SCATTER if b.backend.sums_in_place else s.after != NOTHING
+            key = ("unsummed", s.index, home.dims, kind)
+            at = b.at(key, lambda: np.where(sums.any(1), b.held(s, home.dims, kind, assigned=True), 0.0))
+            b.add("unsummed", v, moment, moment, at, node=home.cluster)
+
+
+def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
+    """Values that a light step or a scatter, which reads them last, overwrites with a result of the same bytes."""
+    by_death: dict[int, list[int]] = {}
+    for v, moment in lives.death.items():
+        if v not in p.tokens and v not in p.graph.names:
+            by_death.setdefault(moment, []).append(v)
+    found: set[int] = set()
+    for moment, step in enumerate(lives.moments):
+        if step.kind == LIGHT or step.name in SCATTERS:
+            read = w.reads(step)
+            size = p.type_of(step.outputs[0]).nbytes
+            for v in by_death.get(moment, ()):
+                if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
+                    found.add(v)
+                    break
+    return found

@@ -1,0 +1,170 @@
+"""Buffers of copies in other layouts, and of values while readers in other clusters want them.
+
+In time order of their last moments t1 <= t2 <= ... the readers of a value x with copy c are served so:
+
+    x -> c       other layout: c until t1;  same: x until t1
+    c -> reader  other layout: the reader's own piece;  same: c from the reader before to this one
+
+which is exact if those that want c as it is come first, and linear in one-hot choices, each term on one edge. An
+argument is there anyway, and its copy until the last reader: weights gathered for the forward pass stay for the
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+
+from autopar.cost_models.sizes import End, Kind, Sizes
+from autopar.passes.homes import projection
+from autopar.passes.problem import Floats, Ints
+from autopar.passes.strategies import StrategySet
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Side:
+    """One end of an edge: a node's strategies, its factors for the value's dimensions, assigned or held."""
+
+    node: int
+    strategies: StrategySet
+    dims: tuple[int, ...]
+    assigned: bool
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...], bool]:
+        return self.strategies.index, self.dims, self.assigned
+
+
+def add_copies(sizes: Sizes, ends: Sequence[End]) -> None:
+    """Add the buffers of all copies that readers at these ends may need."""
+    copies = _Copies(sizes)
+    of_value: dict[int, list[End]] = {}
+    for end in ends:
+        of_value.setdefault(end[0], []).append(end)
+    for value, found in of_value.items():
+        read = sorted((e for e in found if e in copies.spans), key=lambda e: copies.spans[e][1])
+        if read and len(found) == 1:
+            copies.single(value, read[0])
+        elif read:
+            copies.shared(value, read)
+
+
+@dataclass(eq=False)
+class _Copies:
+    """What is known of the ends: when they read, and whether only products do."""
+
+    sizes: Sizes
+    spans: dict[End, tuple[int, int]] = field(default_factory=dict)
+    narrow: dict[End, bool] = field(default_factory=dict)
+    edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lives = self.sizes.lives
+        for token, (_, key) in self.sizes.program.tokens.items():
+            end = cast(End, key)
+            self.narrow[end] = self.narrow.get(end, True) and token in self.sizes.w.narrow
+            if token in lives.birth:
+                birth, death = self.spans.get(end, (lives.end, 0))
+                self.spans[end] = min(birth, lives.birth[token]), max(death, lives.death[token])
+        for i, edge in enumerate(self.sizes.model.problem.edges):
+            self.edges.setdefault((edge.u, edge.v), []).append(i)
+
+    def single(self, value: int, end: End) -> None:
+        """A value with one reader: it has no copy of its own."""
+        link = self._link(value, self._home(value), self._reader(end), [end])
+        birth, death = self.spans[end]
+        link.other("copy", birth, death, of_target=True)
+        last = self._last(value)
+        if last is not None:
+            link.same("value", last + 1, death)
+            link.other("value", last + 1, birth - 1, of_target=False)
+
+    def shared(self, value: int, ends: Sequence[End]) -> None:
+        """A value with a copy, and its readers in the order of their last moments."""
+        model, home = self.sizes.model, self._home(value)
+        copy = _Side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
+        link = self._link(value, home, copy, ends)
+        born, first, last = min(self.spans[e][0] for e in ends), self.spans[ends[0]][1], self._last(value)
+        link.other("copy", born, first if last is not None else self.spans[ends[-1]][1], of_target=True)
+        if last is not None:
+            link.same("value", last + 1, first)
+            link.other("value", last + 1, born - 1, of_target=False)
+        before = first
+        for end in ends:
+            birth, death = self.spans[end]
+            link = self._link(value, copy, self._reader(end), [end])
+            link.other("copy", birth, death, of_target=True)
+            if last is not None:
+                link.same("copy", max(before, last) + 1, death)
+                link.other("copy", max(before, last) + 1, birth - 1, of_target=False)
+            before = max(before, death)
+
+    def _last(self, value: int) -> int | None:
+        """The last moment at which a value is there by itself; None if it is always, or never is."""
+        program, w = self.sizes.program, self.sizes.w
+        root = program.root(value)
+        if not isinstance(root, int) or root not in w.values or root in program.graph.names:
+            return None
+        return self.sizes.lives.death.get(root)
+
+    def _home(self, value: int) -> _Side:
+        home = self.sizes.model.clustering.homes[value]
+        return _Side(home.cluster, self.sizes.model.clustering.clusters[home.cluster].strategies, home.dims, False)
+
+    def _reader(self, end: End) -> _Side:
+        return _Side(end[1], self.sizes.model.clustering.clusters[end[1]].strategies, end[2], end[3])
+
+    def _link(self, value: int, source: _Side, target: _Side, readers: Sequence[End]) -> _Link:
+        (gu, lu), (gv, lv) = self._projection(source), self._projection(target)
+        type_ = self.sizes.graph.types[value]
+        narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
+        kind = replace(self.sizes.kind(value), itemsize=type_.itemsize / (2 if narrow else 1), first=0)
+        edge = self._edge(source.node, target.node, gu, gv)
+        return _Link(self.sizes, value, edge, kind, lu, lv, (source.key, target.key, kind))
+
+    def _projection(self, side: _Side) -> tuple[Ints, Ints]:
+        if side.key not in self.projections:
+            self.projections[side.key] = projection(side.strategies, side.dims, side.assigned)
+        return self.projections[side.key]
+
+    def _edge(self, u: int, v: int, gu: Ints, gv: Ints) -> int:
+        """The edge between two nodes with these classes."""
+        candidates, edges = self.edges[u, v], self.sizes.model.problem.edges
+        if len(candidates) == 1:
+            return candidates[0]
+        return next(i for i in candidates if np.array_equal(edges[i].gu, gu) and np.array_equal(edges[i].gv, gv))
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """One edge that a value goes along, and the layouts of the classes at both ends."""
+
+    sizes: Sizes
+    value: int
+    edge: int
+    kind: Kind
+    sources: Ints
+    targets: Ints
+    key: object
+
+    def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
+        """A buffer where the layouts differ, as large as the target's piece or the source's."""
+        self._add(what, birth, death, True, of_target)
+
+    def same(self, what: str, birth: int, death: int) -> None:
+        """A buffer where they are the same."""
+        self._add(what, birth, death, False, False)
+
+    def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
+        if birth <= death:
+            at = self.sizes.at((self.key, differs, of_target), lambda: self._table(differs, of_target))
+            self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
+
+    def _table(self, differs: bool, of_target: bool) -> Floats:
+        held = self.sizes.pieces(self.targets if of_target else self.sources, self.kind)
+        other = (self.sources[:, None, :] != self.targets[None]).any(-1)
+        return np.where(other == differs, held[None, :] if of_target else held[:, None], 0.0)

@@ -1,0 +1,202 @@
+"""Which values of a program get a buffer of their own, once the compiler has fused steps into kernels.
+
+Products, scatters, sorts, loops and reductions write their results to memory. A light step (elementwise, broadcast,
+slice, transpose) is fused into whatever reads it, and then its operands are what is read there:
+
+    v is written   if it leaves the program, or is read by a step that takes memory only,
+                   or several kernels read it and repeating it is dear, or reads more than it is    -> _Fusion.writes
+    sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
+    v is narrow    if all that read it are products, which round it anyway                          -> _Fusion.narrow
+
+That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
+xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
+something smaller, or made elementwise of one such: it is computed before it is broadcast, and repeated wherever
+possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
+
+#: Made from this share of a value's bytes or more, a value counts as made from one of its size.
+_HALF = 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What is written to memory.
+
+    Attributes:
+        values: values that have a buffer of their own, arguments among them.
+        sources: value -> the written values and tokens that reading it means reading.
+        beneath: thin written value -> what those read that repeat it instead.
+        repeating: steps (by identity) that repeat thin values.
+        narrow: values that are kept in half their bytes.
+    """
+
+    values: frozenset[int]
+    sources: Mapping[int, tuple[int, ...]]
+    beneath: Mapping[int, tuple[int, ...]]
+    repeating: frozenset[int]
+    narrow: frozenset[int]
+
+    def reads(self, step: Step) -> tuple[int, ...]:
+        """Written values and tokens that a step reads."""
+        repeats = id(step) in self.repeating
+        found = (self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs)
+        return tuple(dict.fromkeys(s for sources in found for s in sources))
+
+
+def written(p: Program) -> Written:
+    """Which values of a program are written, and what reading any value means."""
+    fusion = _Fusion(p, [step for frame in p.top.walk() for step in frame.steps])
+    fusion.decide()
+    return fusion.result()
+
+
+@dataclass(eq=False)
+class _Fusion:
+    p: Program
+    steps: list[Step]
+    readers: dict[int, list[Step]] = field(default_factory=dict)
+    thin: set[int] = field(default_factory=set)
+    constant: set[int] = field(default_factory=set)
+    weight: dict[int, int] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    kernels: dict[int, frozenset[int]] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        p = self.p
+        self.kept = {*p.graph.inputs, *(v for v, _ in p.graph.constants)}
+        self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
+        for step in self.steps:
+            if step.kind == LIGHT and self._is_thin(step):
+                self.thin.update(step.outputs)
+                self.constant.update(() if step.inputs else step.outputs)
+            for v in dict.fromkeys(p.behind(v) for v in step.inputs):
+                if not (v in self.thin and step.outputs and step.outputs[0] in self.thin):
+                    self.readers.setdefault(v, []).append(step)
+        self._weigh()
+
+    def _is_thin(self, step: Step) -> bool:
+        if step.name in ("broadcast_in_dim", "spread"):
+            size = self.p.type_of(step.outputs[0]).nbytes
+            return sum(self.p.type_of(v).nbytes for v in step.inputs) <= _HALF * size
+        if not step.inputs or step.name in ("pad", "concatenate"):
+            return False
+        inputs = dict.fromkeys(self.p.behind(v) for v in step.inputs)
+        return all(v in self.thin for v in inputs) and sum(v not in self.constant for v in inputs) <= 1
+
+    def _weigh(self) -> None:
+        """How many values of about its size each light value is made from, at least what it is read from."""
+        leaves: dict[int, frozenset[int]] = {}
+        for step in self.steps:
+            if step.kind != LIGHT:
+                continue
+            for v in step.outputs:
+                least = _HALF * self.p.type_of(v).nbytes
+                inputs = [self.p.behind(i) for i in step.inputs]
+                made_of = {x for i in inputs for x in leaves.get(i, (i,))}
+                found = frozenset(x for x in made_of if self.p.type_of(x).nbytes >= least)
+                self.weight[v] = len(found)
+                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or step.name in COSTLY)
+                leaves[v] = frozenset((v,)) if shared else found
+
+    def decide(self) -> None:
+        """Decide for every value, readers before what they read."""
+        for step in reversed(self.steps):
+            for v in step.outputs:
+                if step.kind != LIGHT or self.writes(step, v):
+                    self.kept.add(v)
+                else:
+                    self.kernels[v] = self._kernels(v)
+
+    def _kernels(self, value: int) -> frozenset[int]:
+        """The kernels (identities of their last steps) that read a value."""
+        found: set[int] = set()
+        for step in self.readers.get(value, ()):
+            fused = step.kind == LIGHT and step.outputs[0] not in self.kept
+            found |= self.kernels.get(step.outputs[0], frozenset()) if fused else {id(step)}
+        return frozenset(found)
+
+    def writes(self, step: Step, value: int) -> bool:
+        """True if a light step's result gets a buffer of its own."""
+        readers = self.readers.get(value, ())
+        if value in self.leaving or any(map(self._reads_memory, readers)):
+            return True
+        if len(readers) > 1 and not self.p.backend.reductions_repeat and any(map(self._feeds_reduction, readers)):
+            return True
+        costs = step.name in COSTLY and not self.p.backend.products_repeat
+        return len(self._kernels(value)) > 1 and (costs or self.weight[value] > 1)
+
+    def _reads_memory(self, step: Step) -> bool:
+        """A step that nothing can be fused into."""
+        return step.kind == LOOP or (step.kind == HEAVY and not self._is_product(step))
+
+    def _is_product(self, step: Step) -> bool:
+        return self.p.backend.products_repeat and step.name in PRODUCTS
+
+    def narrow(self) -> set[int]:
+        """Values that only products read, once the light steps that alone read them are done with them; also copies."""
+        through: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for v in step.inputs:
+                if step.kind != LOOP and v in self.p.tokens:
+                    through.setdefault(v, []).append(step)
+        results = (v for s in self.steps if s.kind in (HEAVY, LOOP) for v in s.outputs if v not in self.leaving)
+        found = {v for v in results if self._ends_in_products(self._readers_inside(v))}
+        return found | {v for v, steps in through.items() if self._ends_in_products(steps)}
+
+    def _readers_inside(self, value: int) -> list[Step]:
+        """Readers of a value; loops read through their bodies."""
+        return [r for r in self.readers.get(value, ()) if r.kind != LOOP]
+
+    def _ends_in_products(self, readers: list[Step]) -> bool:
+        while len(readers) == 1 and readers[0].kind == LIGHT:
+            if readers[0].outputs[0] in self.leaving:
+                return False
+            readers = self._readers_inside(readers[0].outputs[0])
+        return bool(readers) and all(map(self._is_product, readers))
+
+    def _feeds_reduction(self, step: Step) -> bool:
+        """A step is a reduction, or a link of a chain that only a reduction reads."""
+        while step.kind == LIGHT and step.outputs[0] not in self.kept:
+            readers = self.readers.get(step.outputs[0], ())
+            if len(readers) != 1:
+                return False
+            step = readers[0]
+        return step.kind == REDUCTION
+
+    def result(self) -> Written:
+        """Sources of every value, producers first."""
+        sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
+        beneath: dict[int, tuple[int, ...]] = {}
+        repeating: set[int] = set()
+
+        def read(value: int, repeats: bool = False) -> tuple[int, ...]:
+            behind = self.p.behind(value)
+            if value == behind:
+                return beneath[value] if repeats and value in beneath else sources.get(value, ())
+            if value not in sources:
+                sources[value] = (value,) if behind in self.kept else (value, *sources.get(behind, ()))
+            return sources[value]
+
+        for step in self.steps:
+            repeats = step.kind == LIGHT and not self._feeds_reduction(step)
+            if repeats:
+                repeating.add(id(step))
+            found = tuple(dict.fromkeys(s for v in step.inputs for s in read(v, repeats)))
+            for v in step.outputs if step.kind == LIGHT else ():
+                if v not in self.kept:
+                    sources[v] = found
+                elif v in self.thin:
+                    beneath[v] = found
+        for frame in self.p.top.walk():
+            for v in frame.leaving:
+                read(v)
+        narrow = frozenset(self.narrow() if self.p.backend.narrows else ())
+        return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow)

@@ -1,0 +1,134 @@
+"""When each buffer is in memory: an order of execution, and the first and last moment of every written value.
+
+The order depends on the program alone, not on layouts. Moments are numbered through all frames, so that what lives
+around a loop lives during its moments too:
+
+    breadth first                 everything as soon as its operands are there (Kahn's algorithm, 1962)   -> _eagerly
+    program order                 but updates as soon as their gradients are there                        -> _in_turn
+    birth(v), death(v)            the moment that makes v, the last moment that reads it                  -> _Clock
+    a step fused into kernels     runs from the first to the last of them                                 -> _spans
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_models.fusion import Written
+from autopar.cost_models.steps import LIGHT, LOOP, STORE, Frame, Program, Step
+
+
+@dataclass(eq=False)
+class Lifetimes:
+    """Moments of a program.
+
+    Attributes:
+        moments: the step that runs at each; loops stand before and after the moments of their bodies.
+        birth, death: written value or token -> first and last moment. A token is born when what it copies is there
+            (breadth first) or where it is first read (program order).
+        end: the moment after the last, at which results are still there.
+    """
+
+    moments: list[Step] = field(default_factory=list)
+    birth: dict[int, int] = field(default_factory=dict)
+    death: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return len(self.moments)
+
+
+def lifetimes(p: Program, w: Written) -> Lifetimes:
+    """When everything that is written lives."""
+    clock = _Clock(p, w)
+    for v in (*p.graph.inputs, *(c for c, _ in p.graph.constants)):
+        clock.found.birth[v] = 0
+    clock.run(p.top)
+    clock.leave(p.top, clock.found.end)
+    for v, birth in clock.found.birth.items():
+        clock.found.death.setdefault(v, birth)
+    return clock.found
+
+
+@dataclass(eq=False)
+class _Clock:
+    p: Program
+    w: Written
+    found: Lifetimes = field(default_factory=Lifetimes)
+
+    def run(self, frame: Frame) -> None:
+        """Run the steps of a frame, from the moment that comes next."""
+        steps = [s for s in frame.steps if s.kind != LIGHT or any(v in self.w.values for v in s.outputs)]
+        reads = [self.w.reads(step) for step in steps]
+        waits = self._waits(steps, reads)
+        order = _eagerly(waits) if self.p.backend.runs_eagerly else _in_turn(steps, waits)
+        first = self.found.end
+        for i in order:
+            self._step(steps[i], reads[i], first)
+
+    def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
+        """For each step the steps that it waits for, ascending."""
+        maker = {v: i for i, step in enumerate(steps) for v in step.outputs}
+        waits: list[list[int]] = []
+        for step, read in zip(steps, reads, strict=True):
+            needed = (*read, *(s for v in step.after for s in self.w.sources.get(v, ())))
+            behind = (s for v in needed for s in ((v,) if v not in self.p.tokens else self._copied(v)))
+            waits.append(sorted({maker[s] for s in behind if s in maker}))
+        return waits
+
+    def _copied(self, token: int) -> tuple[int, ...]:
+        return self.w.sources.get(self.p.behind(token), ())
+
+    def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
+        begin = self.found.end
+        self.found.moments.append(step)
+        for v in step.outputs:
+            # Where everything starts early, so do the stacked results of loops: they are filled with zeros.
+            early = step.kind == LOOP and self.p.backend.runs_eagerly and v not in reads
+            self.found.birth[v] = first if early else begin
+        for inner in step.frames:
+            self.run(inner)
+            self.leave(inner, self.found.end)
+        if step.frames:
+            self.found.moments.append(step)
+        for v in reads:
+            self._read(v, begin, self.found.end - 1)
+
+    def leave(self, frame: Frame, moment: int) -> None:
+        """What leaves a frame is there until this moment."""
+        for v in frame.leaving:
+            for s in self.w.sources.get(v, ()):
+                self._read(s, moment, moment)
+
+    def _read(self, v: int, begin: int, end: int) -> None:
+        self.found.death[v] = max(self.found.death.get(v, 0), end)
+        if v in self.p.tokens:
+            ready = max((self.found.birth.get(s, begin) for s in self._copied(v)), default=0)
+            born = ready if self.p.backend.runs_eagerly else begin
+            self.found.birth[v] = min(self.found.birth.get(v, born), born)
+
+
+def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
+    left = [len(w) for w in waits]
+    followers: list[list[int]] = [[] for _ in waits]
+    for i, needed in enumerate(waits):
+        for j in needed:
+            followers[j].append(i)
+    ready = deque(i for i, count in enumerate(left) if count == 0)
+    order: list[int] = []
+    while ready:
+        order.append(ready.popleft())
+        for i in followers[order[-1]]:
+            left[i] -= 1
+            if left[i] == 0:
+                ready.append(i)
+    return order
+
+
+def _in_turn(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> list[int]:
+    turn: list[int] = []
+    for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
+        last = max((turn[j] for j in needed), default=0)
+        turn.append(last if step.op.phase == "update" and step.kind != STORE else i)
+    return sorted(range(len(steps)), key=lambda i: (turn[i], i))

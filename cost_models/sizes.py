@@ -1,0 +1,139 @@
+"""Sizes of buffers under every choice of layouts.
+
+    bytes(buffer, strategy)  =  itemsize * prod_d ceil(extent_d / parts_d(strategy)) * padding to tiles    -> Sizes.held
+
+All buffers of one kind (layout classes, shape) share one run of numbers; a buffer points to where its run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.backends import Backend
+from autopar.cost_models.fusion import Written
+from autopar.cost_models.lifetimes import Lifetimes
+from autopar.cost_models.steps import Program, Step
+from autopar.graph import Graph
+from autopar.passes.intra_op import Model
+from autopar.passes.problem import Floats
+from autopar.passes.strategies import StrategySet, share
+
+#: A reader's end of an edge: consumer cluster, its factors for the dimensions, assigned; before it the home value.
+End = tuple[int, int, tuple[int, ...], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Something that is in memory for a while.
+
+    Attributes:
+        what: "argument", "value", "unsummed" or "copy".
+        value: the value of the graph that it holds.
+        birth, death: first and last moment.
+        node, edge: the decision or the edge that its size depends on, -1 if it is not that; both -1: nothing.
+        at: where its run of sizes starts in `Buffers.sizes`.
+    """
+
+    what: str
+    value: int
+    birth: int
+    death: int
+    node: int
+    edge: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the bytes of a value depend on: its shape, bytes per element, and the first dimension that may be tiled."""
+
+    shape: tuple[int, ...]
+    itemsize: float
+    first: int
+
+
+def _padding(local: Sequence[Floats], tile: tuple[int, int], count: int) -> Floats:
+    """How much longer tiles make arrays of these extents, if the two dimensions that are tiled are chosen well."""
+
+    def longer(extent: Floats, to: int) -> Floats:
+        step = np.minimum(to, 2 ** np.ceil(np.log2(np.maximum(extent, 1)))) if to == tile[0] else to
+        return np.ceil(extent / step) * step / extent
+
+    pairs = [(i, j) for i in range(len(local)) for j in range(len(local)) if i != j]
+    if tile == (1, 1) or not pairs:
+        return np.ones(count)
+    return np.min([longer(local[i], tile[0]) * longer(local[j], tile[1]) for i, j in pairs], axis=0)
+
+
+@dataclass(eq=False)
+class Sizes:
+    """Collects the buffers of one program and their sizes.
+
+    Attributes:
+        graph, model, mesh, backend: what the buffers are of.
+        program, w, lives: its steps, what they write, and when it lives.
+        makers: value -> the step that writes it.
+        found, runs: the buffers so far, and their sizes.
+    """
+
+    graph: Graph
+    model: Model
+    mesh: LogicalMesh
+    backend: Backend
+    program: Program
+    w: Written
+    lives: Lifetimes
+    makers: Mapping[int, Step]
+    found: list[Buffer] = field(default_factory=list)
+    runs: list[Floats] = field(default_factory=list)
+    starts: dict[Hashable, int] = field(default_factory=dict)
+    filled: int = 0
+
+    def all(self) -> Floats:
+        """All runs one after the other."""
+        return np.concatenate([np.zeros(0), *self.runs])
+
+    def at(self, key: Hashable, make: Callable[[], Floats], argument: bool = False) -> int:
+        """Where the sizes of one kind start; made if they are not there yet."""
+        key = (key, argument)
+        if key not in self.starts:
+            run = np.asarray(make(), np.float64).ravel() * (1.0 if argument else self.backend.fragmentation)
+            self.starts[key] = self.filled
+            self.runs.append(run)
+            self.filled += len(run)
+        return self.starts[key]
+
+    def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
+        """Bytes of one device's piece of a value under each strategy, padding included."""
+        factors = strategies.assigned if assigned else strategies.held
+        local = [
+            n * share(factors, (d,), strategies.sizes, self.mesh.sizes) for d, n in zip(dims, kind.shape, strict=True)
+        ]
+        return self.laid_out(local, kind, len(factors))
+
+    def pieces(self, layouts: np.ndarray, kind: Kind) -> Floats:
+        """Bytes of one device's piece of a value in each of these layouts, shape (layouts, mesh axes)."""
+        local = [n * share(layouts, (d,), kind.shape, self.mesh.sizes) for d, n in enumerate(kind.shape)]
+        return self.laid_out(local, kind, len(layouts))
+
+    def laid_out(self, local: Sequence[Floats], kind: Kind, count: int) -> Floats:
+        """Bytes of arrays with these extents (one vector of `count` per dimension), in tiles if the backend has any."""
+        size = np.prod(local, axis=0) if local else np.ones(count)
+        return kind.itemsize * np.broadcast_to(size, (count,)) * _padding(local[kind.first :], self.backend.tile, count)
+
+    def kind(self, v: int) -> Kind:
+        """What the bytes of a value depend on."""
+        type_ = self.program.type_of(v)
+        narrow = v in self.w.narrow and type_.dtype == "float32"
+        step = self.makers.get(v)
+        batch = len(step.op.params["dimension_numbers"][1][0]) if step is not None and step.name == "dot_general" else 0
+        first = batch if type_.rank - batch > 1 else 0
+        return Kind(type_.shape, type_.itemsize / 2 if narrow else float(type_.itemsize), first)
+
+    def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
+        if birth <= death:
+            self.found.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))

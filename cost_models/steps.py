@@ -1,0 +1,332 @@
+"""A program as the compiler's memory planner meets it: a list of steps, with loops as nested lists.
+
+A *step* is an operation, or what a loop or a backend does beside the operations:
+
+    calls and rematerialised bodies     inlined; a recomputation waits for the gradient that needs it   -> _inline
+    loops                               a step with frames: carries are updated in place, stacked
+                                        operands read and stacked results written slice by slice        -> _scan
+    reshapes and the like               another name for the same buffer                                -> Program.root
+    a use in another layout             reads a *token*, which stands for the copy in that layout       -> Program.read
+    operands of a product               on some backends turned into one order of dimensions first      -> _turned
+    smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
+
+Values that no operation of the graph defines (tokens, turned and spread operands) are numbered behind the graph's;
+`Program.like` tells which value of the graph each has the type and layout of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar import jax_compat
+from autopar.cost_models.backends import Backend
+from autopar.graph import Atom, Graph, Op, Region, Type
+
+LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
+
+#: Operations on the matrix unit.
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+#: Operations that change some elements of their first operand, in place if nothing else reads it.
+SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
+#: Operations whose result is their operand's buffer under another type.
+RENAMINGS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p", "sharding_constraint")
+#: Operations that read through what is fused into them, and write their results.
+REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
+)  # fmt: skip
+#: Elementwise operations that are too dear to be repeated.
+COSTLY = (
+    "div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt", "sqrt",
+    "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma",
+)  # fmt: skip
+#: Elementwise operations that are cheap enough to be repeated.
+CHEAP = (
+    "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "floor", "ceil",
+    "round", "is_finite", "not", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "clamp",
+    "nextafter", "convert_element_type", "reduce_precision", "bitcast_convert_type", "real", "imag", "conj", "complex",
+    "shift_left", "shift_right_logical", "shift_right_arithmetic",
+)  # fmt: skip
+#: Operations that move elements; as cheap as those.
+MOVES = (
+    "broadcast_in_dim", "iota", "transpose", "rev", "slice", "dynamic_slice", "pad", "concatenate", "split",
+)  # fmt: skip
+
+_ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+
+#: All other operations stand on their own: they read memory as it is and write their results.
+_KIND: Mapping[str, str] = {
+    **dict.fromkeys((*COSTLY, *CHEAP, *MOVES), LIGHT),
+    **dict.fromkeys(REDUCTIONS, REDUCTION),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One thing that a program does.
+
+    Attributes:
+        op: the operation, or the one that asks for this step.
+        name: the operation's name, or what is done instead ("transpose" of an operand, say).
+        kind: LIGHT, HEAVY, REDUCTION, LOOP or STORE (into a loop's stacked results).
+        inputs, outputs: values read and defined.
+        after: values that must be there before, though they are not read.
+        frames: bodies of a loop.
+    """
+
+    op: Op
+    name: str
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    frames: tuple[Frame, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """It is the operation itself, and not something done for its sake."""
+        return self.name == self.op.name
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """Steps of one body; `leaving` is what a result or the next iteration takes over."""
+
+    steps: list[Step] = field(default_factory=list)
+    leaving: tuple[int, ...] = ()
+    made: dict[Hashable, int] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[Frame]:
+        """This frame and those inside, outer before inner."""
+        yield self
+        for step in self.steps:
+            for inner in step.frames:
+                yield from inner.walk()
+
+
+@dataclass(eq=False)
+class Program:
+    """A flattened program.
+
+    Attributes:
+        graph: where it comes from.
+        backend: whose compiler runs it.
+        reads: site -> key of the copy that is read there; sites left out read the value itself.
+        top: the outermost frame.
+        alias: value -> the atom whose buffer it is, where that is another.
+        like: value made here -> value of the graph with its type and layout.
+        tokens: value that is a copy -> (value copied, key).
+        pieces: value made here of a copy -> the copy's key.
+    """
+
+    graph: Graph
+    backend: Backend
+    reads: Mapping[str, Hashable]
+    top: Frame = field(default_factory=Frame)
+    alias: dict[int, Atom] = field(default_factory=dict)
+    like: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
+    pieces: dict[int, Hashable] = field(default_factory=dict)
+    _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+
+    def root(self, atom: Atom) -> Atom:
+        """The atom whose buffer this is."""
+        while isinstance(atom, int) and atom in self.alias:
+            atom = self.alias[atom]
+        return atom
+
+    def type_of(self, value: int) -> Type:
+        """Type of a value, of those made here as well."""
+        return self.graph.types[self.like.get(value, value)]
+
+    def behind(self, value: int) -> int:
+        """The value that a token copies; any other value itself."""
+        return self.tokens[value][0] if value in self.tokens else value
+
+    def new(self, like: int) -> int:
+        """A value of the type and layout of another."""
+        value = len(self.graph.types) + len(self.like)
+        self.like[value] = self.like.get(like, like)
+        return value
+
+    def read(self, site: str, atom: Atom) -> Atom:
+        """What is read at a site: the value, or a token for a copy of it."""
+        found, key = self.root(atom), self.reads.get(site)
+        if key is None or not isinstance(found, int):
+            return found
+        found = self.behind(found)
+        token = self._known.get((found, key))
+        if token is None:
+            token = self._known[found, key] = self.new(found)
+            self.tokens[token] = (found, key)
+        return token
+
+    def operands(self, op: Op) -> tuple[Atom, ...]:
+        """What an operation reads."""
+        return tuple(self.read(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs))
+
+    def results(self, op: Op, region: Region) -> tuple[Atom, ...]:
+        """What leaves a body."""
+        return tuple(self.read(f"{op.tag}.{region.name}.out{j}", atom) for j, atom in enumerate(region.outputs))
+
+
+def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
+    """The distinct values among atoms."""
+    return tuple(dict.fromkeys(a for a in atoms if isinstance(a, int)))
+
+
+def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable]) -> Program:
+    """The steps of a program; for `reads` see `Program`."""
+    program = Program(graph, backend, reads)
+    _emit(program, program.top, graph.ops, ())
+    program.top.leaving = values([program.read(f"out{i}", atom) for i, atom in enumerate(graph.outputs)])
+    return program
+
+
+def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -> None:
+    for op in ops:
+        if op.regions:
+            _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, after)
+        elif op.name in RENAMINGS and isinstance(op.inputs[0], int):
+            p.alias[op.outputs[0]] = p.operands(op)[0]
+        elif op.name == "optimization_barrier":
+            p.alias.update(zip(op.outputs, p.operands(op), strict=True))
+        else:
+            inputs = values([*_prepared(p, frame, op, p.operands(op))])
+            frame.steps.append(Step(op, op.name, _kind(p, op), inputs, op.outputs, after))
+
+
+def _kind(p: Program, op: Op) -> str:
+    if (
+        p.backend.scatters_fuse
+        and op.name.startswith("scatter")
+        and op.params["dimension_numbers"].operand_batching_dims
+    ):
+        return LIGHT
+    return _KIND.get(op.name, HEAVY)
+
+
+# What a backend does with operands first
+
+
+def _prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
+    if op.name in _ORDERS and p.backend.turns_operands:
+        order = _ORDERS[op.name]
+        yield from (_turned(p, frame, op, a, order(op, k)) for k, a in enumerate(operands) if isinstance(a, int))
+    elif op.name in _ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
+        yield from _spread(p, frame, op, operands)
+    else:
+        yield from operands
+
+
+def _turned(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
+    """An operand with its dimensions in this order; matrices are multiplied from either side as they are."""
+    if len(order) <= 2 or list(order) == sorted(order):
+        return value
+    key = (value, tuple(order))
+    if key not in frame.made:
+        frame.made[key] = p.new(p.behind(value))
+        if value in p.tokens:
+            p.pieces[frame.made[key]] = p.tokens[value][1]
+        frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.made[key],)))
+    return frame.made[key]
+
+
+def _spread(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
+    """Operands of an elementwise operation as arrays of its shape, one for each smaller operand and shape."""
+    shape = p.graph.types[op.outputs[0]].shape
+    for original, atom in zip(op.inputs, operands, strict=True):
+        type_ = p.graph.type_of(original)
+        scalar = not isinstance(atom, int) and not type_.shape
+        if type_.shape == shape or not (p.backend.spreads_scalars if scalar else type_.rank):
+            yield atom
+            continue
+        key = (p.behind(atom) if isinstance(atom, int) else str(atom), type_.dtype, shape)
+        if key not in frame.made:
+            frame.made[key] = p.new(op.outputs[0])
+            frame.steps.append(Step(op, "spread", LIGHT, values([atom]), (frame.made[key],)))
+        yield frame.made[key]
+
+
+def _dot_order(op: Op, k: int) -> list[int]:
+    """Batch, rows, contracted; batch, contracted, columns."""
+    contracted, batch = op.params["dimension_numbers"]
+    rank = len(op.equation.invars[k].aval.shape)
+    free = [d for d in range(rank) if d not in contracted[k] and d not in batch[k]]
+    return [*batch[k], *free, *contracted[k]] if k == 0 else [*batch[k], *contracted[k], *free]
+
+
+def _conv_order(op: Op, k: int) -> list[int]:
+    """Batch, space, features; space, input features, output features."""
+    spec = op.params["dimension_numbers"][k]
+    return [spec[0], *spec[2:], spec[1]] if k == 0 else [*spec[2:], spec[1], spec[0]]
+
+
+_ORDERS: Mapping[str, Callable[[Op, int], list[int]]] = {
+    "dot_general": _dot_order,
+    "conv_general_dilated": _conv_order,
+}
+
+
+# Regions
+
+
+def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    region, operands = op.regions[0], p.operands(op)
+    p.alias.update(zip(region.inputs, operands, strict=True))
+    held = values(operands) if op.params.get("differentiated") and p.backend.keeps_barriers else ()
+    _emit(p, frame, region.ops, (*after, *held))
+    p.alias.update(zip(op.outputs, p.results(op, region), strict=True))
+
+
+def _body(p: Program, region: Region) -> Frame:
+    frame = Frame()
+    _emit(p, frame, region.ops, ())
+    return frame
+
+
+def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    region, operands = op.regions[0], p.operands(op)
+    constants, carries = jax_compat.scan_counts(op.params)
+    first = constants + carries
+    p.alias.update(zip(region.inputs[:constants], operands[:constants], strict=True))
+    p.alias.update(zip(region.inputs[constants:first], op.outputs[:carries], strict=True))
+    body = Frame()
+    for value, atom in zip(region.inputs[first:], operands[first:], strict=True):
+        body.steps.append(Step(op, "slice", LIGHT, values([atom]), (value,)))
+    _emit(p, body, region.ops, ())
+    results = p.results(op, region)
+    body.steps.append(Step(op, "store", STORE, values(results[carries:]), ()))
+    body.leaving = values(results[:carries])
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,)))
+
+
+def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    condition, body = op.regions
+    operands = p.operands(op)
+    n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    p.alias.update(zip(condition.inputs[:n_cond], operands[:n_cond], strict=True))
+    p.alias.update(zip(body.inputs[:n_body], operands[n_cond : n_cond + n_body], strict=True))
+    p.alias.update(zip(condition.inputs[n_cond:], op.outputs, strict=True))
+    p.alias.update(zip(body.inputs[n_body:], op.outputs, strict=True))
+    frames = (_body(p, condition), _body(p, body))
+    frames[1].leaving = values(p.results(op, body))
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, frames))
+
+
+def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place."""
+    operands = p.operands(op)
+    frames: list[Frame] = []
+    for region in op.regions:
+        p.alias.update(zip(region.inputs, operands[len(operands) - len(region.inputs) :], strict=True))
+        frames.append(_body(p, region))
+        frames[-1].leaving = values(p.results(op, region))
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, tuple(frames)))
+
+
+_REGIONS: Mapping[str, Callable[[Program, Frame, Op, tuple[int, ...]], None]] = {
+    "remat": _inline,
+    "scan": _scan,
+    "while": _while,
+}

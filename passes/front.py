@@ -1,0 +1,158 @@
+"""Time against memory: the plans that are best at some budget, with a bound on all others.
+
+Each budget between the least peak and that of the memory-free optimum asks the dual for prices; its answer bounds every
+other budget as well, as the dual is affine in it:
+
+    seconds(x)  >=  D(lambda) - sum_r lambda_r B       for every plan x with peak <= B                    -> Front.lower
+
+so the certified envelope is the highest of these lines. Messages, plans and prices go from one budget to the next. The
+points are plans judged exactly; between neighbours layers part ways (`relink`), which fills the gaps that plans with
+equal layers alike leave. Stage construction in a pipeline asks for such fronts many times: one ascent per budget, no
+branch and bound and no ILP.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.hunt import Hunt
+from autopar.passes.lagrangian import Messages, Pool, Within, ascend
+from autopar.passes.least import least_memory
+from autopar.passes.loaded import attach, presolve
+from autopar.passes.memory_rows import RowSource
+from autopar.passes.optimize import optimize
+from autopar.passes.problem import Ints, Problem
+from autopar.passes.relink import relink
+from autopar.passes.swap import Swapper
+
+TURNS = 3  # with the rows learnt so far
+JUDGED = 4  # plans per budget that are judged exactly, at most
+TARGET = 3e-4  # relative gap at which a budget is left
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """A plan: seconds per step, exact peak in bytes per device, and strategy per node."""
+
+    seconds: float
+    peak_bytes: float
+    assignment: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Front:
+    """Points in order of falling memory and rising time, none as good as another in both.
+
+    `cuts` are lines (seconds at budget 0, s/byte) below all plans; `least_bytes` bounds every plan's peak from below.
+    """
+
+    points: tuple[Point, ...]
+    cuts: tuple[tuple[float, float], ...]
+    least_bytes: float
+
+    def lower(self, budget: float) -> float:
+        """No plan with a peak of at most `budget` (bytes) is faster than this (s); inf where no plan fits at all."""
+        if budget < self.least_bytes:
+            return np.inf
+        return max(start - slope * budget for start, slope in self.cuts)
+
+    def best(self, budget: float) -> Point | None:
+        """The fastest point within the budget (bytes); None if none fits."""
+        return next((p for p in self.points if p.peak_bytes <= budget), None)
+
+
+def front(
+    problem: Problem, source: RowSource, points: int = 8, *, time_limit: float = 60.0, fold: bool = True
+) -> Front:
+    """The front at `points` budgets, evenly spread from the least peak to that of the memory-free optimum.
+
+    Raises SolverError when no plan exists.
+    """
+    deadline = time.monotonic() + time_limit
+    free = optimize(problem, time_limit=time_limit, fold=fold)
+    hunt = Hunt(problem, source, np.inf, TARGET, deadline)
+    judged = _Judged(hunt)
+    judged.add(free.assignment)
+    _, top = source.peak(free.assignment)
+    least = least_memory(problem, source, rows=[top], seeds=[free.assignment], deadline=deadline, exact=False)
+    judged.add(least.assignment)
+    hunt.learn(least.rows)
+    cuts = [(free.lower_bound, 0.0)]
+    budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
+    for _ in range(TURNS):
+        known = len(hunt.rows)
+        cuts += _sweep(hunt, judged, budgets.tolist(), fold)
+        if len(hunt.rows) == known or hunt.late:
+            break
+    _fill(hunt, judged, budgets.tolist())
+    return Front(judged.nondominated(), tuple(cuts), least.lower_bytes)
+
+
+class _Judged:
+    """Distinct plans with their exact peaks."""
+
+    def __init__(self, hunt: Hunt) -> None:
+        self._hunt = hunt
+        self._known: set[bytes] = set()
+        self.points: list[Point] = []
+
+    def add(self, plan: Ints) -> None:
+        """Judge a plan, once; where it peaks becomes a row."""
+        seconds = self._hunt.problem.value(plan)
+        if plan.tobytes() in self._known or not np.isfinite(seconds):
+            return
+        self._known.add(plan.tobytes())
+        peak, row = self._hunt.source.peak(plan)
+        self._hunt.learn([row])
+        self.points.append(Point(seconds, peak, plan))
+
+    def nondominated(self) -> tuple[Point, ...]:
+        """Fastest first, each with less memory than all before."""
+        found: list[Point] = []
+        for point in sorted(self.points, key=lambda p: (p.seconds, p.peak_bytes)):
+            if not found or point.peak_bytes < found[-1].peak_bytes:
+                found.append(point)
+        return tuple(found)
+
+
+def _sweep(hunt: Hunt, judged: _Judged, budgets: list[float], fold: bool) -> list[tuple[float, float]]:
+    """One ascent per budget, from the largest: its line, and its best plans judged."""
+    core = presolve(hunt.problem, hunt.rows, "bound" if fold else "none")
+    pool, messages, swapper = Pool(core.loaded), Messages(core.loaded, core.counts), Swapper(core.loaded)
+    pool.add(plan for plan in (core.project(p.assignment) for p in judged.points) if plan is not None)
+    prices = np.zeros(core.loaded.rows)
+    lines: list[tuple[float, float]] = []
+    for budget in budgets:
+        dual = ascend(
+            messages, pool, Within(core.loaded, budget, pool), start=prices, target=TARGET, deadline=hunt.deadline
+        )
+        prices = dual.prices
+        slope = float(prices.sum())
+        lines.append((core.constant + dual.lower + slope * budget, slope))
+        fitting = pool.fitting(budget)[:1].tolist()
+        near = np.argsort(pool.seconds + pool.held @ prices, kind="stable")[:1].tolist()
+        pool.add([swapper.descend(pool.plans[i], pool.held[i], budget) for i in dict.fromkeys(fitting + near)])
+        for i in pool.fitting(budget)[:JUDGED].tolist():
+            judged.add(core.lift(pool.plans[i]))
+            if judged.points[-1].peak_bytes <= budget:
+                break
+    return lines
+
+
+def _fill(hunt: Hunt, judged: _Judged, budgets: list[float]) -> None:
+    """At each budget, layers part ways between the points on either side of it."""
+    known = list(hunt.rows)
+    loaded = attach(hunt.problem, known)
+    points = judged.nondominated()
+    for budget in budgets:
+        under = [p.assignment for p in points if p.peak_bytes <= budget]
+        over = [p.assignment for p in points if p.peak_bytes > budget]
+        if not under or not over or hunt.late:
+            continue
+        held = np.array([row.value(hunt.problem, under[0]) for row in known])
+        plan = relink(loaded, under[0], over[-1:], held, budget, np.zeros(loaded.rows))
+        if plan is not None:
+            judged.add(plan)

@@ -1,0 +1,54 @@
+"""Memory as rows of the problem: what lives on a device at one point of the program.
+
+    bytes_r(x)  =  constant_r  +  sum_v nodes_r[v][x_v]  +  sum_e edges_r[e][gu(x_u), gv(x_v)]            -> Row.value
+    peak(x)     =  max_r bytes_r(x)                                                                       -> RowSource
+
+A program has some 10^4 points, of which a few can be the peak, so rows come lazily: a problem with some of its rows is
+a relaxation of the problem with all, its bounds hold, and a plan counts only when `RowSource.peak` says that it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.passes.problem import Floats, Ints, Problem
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """What lives at one program point: constant + sum over nodes and edges, in bytes per device.
+
+    Attributes:
+        name: the program point, for people; rows with equal names are the same row.
+        constant: bytes that no decision changes.
+        nodes: node index -> bytes per strategy, shape (len(node.cost),).
+        edges: edge index -> bytes per pair of classes, the shape of edge.table.
+    """
+
+    name: str
+    constant: float
+    nodes: Mapping[int, Floats]
+    edges: Mapping[int, Floats]
+
+    def value(self, problem: Problem, assignment: Ints) -> float:
+        """Bytes per device of one full assignment (strategy index per node), shape (nodes,)."""
+        nodes = sum(float(b[assignment[v]]) for v, b in self.nodes.items())
+        ends = ((problem.edges[e], b) for e, b in self.edges.items())
+        return self.constant + nodes + sum(float(b[e.gu[assignment[e.u]], e.gv[assignment[e.v]]]) for e, b in ends)
+
+
+class RowSource(Protocol):
+    """The memory model of one problem: every program point, of which rows are made as they are needed.
+
+    Assignments, node and edge indices are those of the unfolded problem that the source was made for.
+    """
+
+    def peak(self, assignment: Ints) -> tuple[float, Row]:
+        """The exact peak (bytes per device) of a full assignment, and the row of the point where it is reached."""
+        ...
+
+    def rows(self) -> Sequence[Row]:
+        """A few likely peak points to start with; may be empty."""
+        ...

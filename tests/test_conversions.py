@@ -1,0 +1,224 @@
+"""Planned collectives in, what a compiler makes of them out: a line each, on a mesh of x=2 by y=4."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import conversions
+from autopar.collective import Collective
+from autopar.comparison import compare
+from autopar.layout import Layout
+from autopar.plans import Plan
+from autopar.trace import trace
+
+MESH = (2, 4)
+SIGNS = {"-": -1, "+": -2}
+WEIGHT, ROWS = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((64, 512), jnp.float32)
+
+
+def layout(text: str) -> Layout:
+    return tuple(SIGNS[c] if c in SIGNS else int(c) for c in text)
+
+
+def planned(lines: Sequence[str]) -> tuple[Collective, ...]:
+    """ "2 x all-gather y 1024 op0.in1": twice, over y, 1024 bytes per device, for operand 1 of operation 0."""
+    found = [re.fullmatch(r"(?:(\d+) x )?(\S+) (\w+) (\d+) (\S+)", line) for line in lines]
+    return tuple(Collective(m[2], tuple(m[3]), int(m[4]), int(m[1] or 1), m[5]) for m in found if m)
+
+
+def converted(
+    platform: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    lines: Sequence[str],
+    *,
+    values: Mapping[int, str] | None = None,
+    uses: Mapping[str, str] | None = None,
+    copies: Mapping[int, str] | None = None,
+) -> list[str]:
+    """What a platform makes of these lines; `values` are positions in the printed graph, replicated where left out."""
+    graph = trace(fn, *args).graph
+    given = {n: layout(text) for n, text in (values or {}).items()}
+    every = {n: given.get(n, layout("--")) for n, t in enumerate(graph.types) if t.rank}
+    plan: Plan = autopar.plan(fn, *args, mesh=MESH)
+    stage = replace(
+        plan.stages[0],
+        values=every,
+        uses={site: layout(text) for site, text in (uses or {}).items()},
+        copies={n: layout(text) for n, text in (copies or {}).items()},
+    )
+    plan = replace(plan, stages=(stage,), collectives=planned(lines))
+    return [f"{c.kind} {''.join(c.axes)} {c.bytes} {c.op}" for c in conversions.converted(platform, plan, graph)]
+
+
+# --- TPU: narrowed ----------------------------------------------------------------------------------------------------
+
+GATHER = ["all-gather y 1048576 op0.in1"]
+
+
+@pytest.mark.parametrize(
+    ("what", "fn", "factor"),
+    [
+        ("a product", lambda x, w: x @ w, 2),
+        ("two products", lambda x, w: (x @ w) + (2 * x) @ w, 2),
+        ("a product of highest precision", lambda x, w: jnp.dot(x, w, precision="highest"), 1),
+        ("a product, and a sum", lambda x, w: (x @ w, w.sum()), 1),
+        ("a product, and it is returned", lambda x, w: (x @ w, w), 1),
+        ("a product of its transpose", lambda x, w: x @ w.T, 2),
+    ],
+)
+def test_what_only_products_read_is_gathered_in_half_the_bytes(what: str, fn: Callable[..., Any], factor: int) -> None:
+    graph = trace(fn, ROWS, WEIGHT).graph
+    readers = [f"{op.tag}.in{k}" for op in graph.walk() for k, a in enumerate(op.inputs) if a == graph.inputs[1]]
+    leaves = [f"out{i}" for i, a in enumerate(graph.outputs) if a == graph.inputs[1]]
+    lines = [f"all-gather y 1048576 {readers[0]}"]
+    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "-0"}, uses=dict.fromkeys(readers + leaves, "--"))
+    assert found == [f"all-gather y {1048576 // factor} {readers[0]}"], what
+
+
+def test_who_reads_the_value_elsewhere_does_not_count() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        return x @ w, w * 2  # the second reader takes w where it lies
+
+    assert converted("tpu", fn, (ROWS, WEIGHT), GATHER, values={1: "-0", 3: "-0"}, uses={"op0.in1": "--"}) == [
+        "all-gather y 524288 op0.in1"
+    ]
+
+
+def test_bfloat16_stays_what_it_is() -> None:
+    args = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (ROWS, WEIGHT)]
+    lines = ["all-gather y 524288 op0.in1"]
+    assert converted("tpu", lambda x, w: x @ w, args, lines, values={1: "-0"}, uses={"op0.in1": "--"}) == lines
+
+
+def test_a_conversion_to_a_narrower_type_comes_before_the_move() -> None:
+    def fn(w: jax.Array) -> Any:
+        return w.astype(jnp.bfloat16) * 2
+
+    assert converted("tpu", fn, (WEIGHT,), ["all-to-all y 4096 op0.in0"], values={0: "-0"}, uses={"op0.in0": "-1"}) == [
+        "all-to-all y 2048 op0.in0"
+    ]
+
+
+def test_what_enters_a_loop_is_read_inside() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0]
+
+    sites = [f"op0.in{k}" for k in range(2)]
+    for value, factor in ((0, 1), (1, 2)):  # x is carried: tanh writes it in full
+        graph = trace(fn, ROWS, WEIGHT).graph
+        site = sites[graph.ops[0].inputs.index(graph.inputs[value])]
+        found = converted(
+            "tpu", fn, (ROWS, WEIGHT), [f"all-gather y 4096 {site}"], values={value: "-0"}, uses={site: "--"}
+        )
+        assert found == [f"all-gather y {4096 // factor} {site}"]
+
+
+def test_all_that_go_through_a_shared_copy_decide_on_the_way_to_it() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        return x @ w, (x * 2) @ w, w.sum()
+
+    ops = trace(fn, ROWS, WEIGHT).graph.ops
+    dots = [f"{op.tag}.in1" for op in ops if op.name == "dot_general"]
+    (summed,) = (f"{op.tag}.in0" for op in ops if op.name == "reduce_sum")
+    lines = [f"all-gather y 4096 {dots[0]}", f"all-gather x 8192 {dots[0]}"]
+    uses = {dots[0]: "--", dots[1]: "--", summed: "0-"}
+    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "00"}, uses=uses, copies={1: "0-"})
+    assert found == [lines[0], f"all-gather x 4096 {dots[0]}"]
+
+
+def test_a_products_sum_is_narrowed_with_its_readers_but_never_its_scatter() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> Any:
+        return (x @ w) @ w
+
+    lines = ["all-reduce y 131072 op0", "reduce-scatter y 131072 op1"]
+    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={3: "-1"})
+    assert found == ["all-reduce y 65536 op0", lines[1]]
+
+
+# --- TPU: tiles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "onto", "kind"),
+    [
+        (64, 64, "-0", "reduce-scatter"),
+        (32, 64, "-0", "all-reduce"),  # a piece is one tile
+        (16, 4096, "-0", "all-reduce"),  # four rows are left
+        (16, 4096, "-1", "reduce-scatter"),
+    ],
+)
+def test_sums_are_scattered_in_whole_tiles(rows: int, columns: int, onto: str, kind: str) -> None:
+    args = jax.ShapeDtypeStruct((rows, 128), jnp.float32), jax.ShapeDtypeStruct((128, columns), jnp.float32)
+    nbytes = 4 * rows * columns
+    found = converted("tpu", lambda x, w: x @ w, args, [f"reduce-scatter y {nbytes} op0"], values={2: onto})
+    assert found == [f"{kind} y {nbytes} op0"]
+
+
+@pytest.mark.parametrize(("width", "kind"), [(256, "all-reduce"), (512, "reduce-scatter")])
+def test_sums_are_scattered_in_whole_rows_of_a_tile(width: int, kind: str) -> None:
+    args = jax.ShapeDtypeStruct((32, 8, 64), jnp.float32), jax.ShapeDtypeStruct((32, width), jnp.float32)
+    nbytes = 4 * 8 * 64 * width
+    lines, fn = [f"reduce-scatter y {nbytes} op0"], lambda a, b: jnp.einsum("nhk,nd->hkd", a, b)
+    assert converted("tpu", fn, args, lines, values={2: "-2"}) == [f"{kind} y {nbytes} op0"]
+
+
+@pytest.mark.parametrize(("length", "kind"), [(256, "all-reduce"), (512, "all-gather")])
+def test_short_vectors_are_gathered_as_sums(length: int, kind: str) -> None:
+    args = (jax.ShapeDtypeStruct((length,), jnp.float32),)
+    lines = [f"all-gather y {4 * length} op0.in0"]
+    found = converted("tpu", lambda b: b * 2, args, lines, values={0: "-0"}, uses={"op0.in0": "--"})
+    assert found == [f"{kind} y {4 * length} op0.in0"]
+
+
+# --- CPU, GPU, Shardy -------------------------------------------------------------------------------------------------
+
+SUMS = ["reduce-scatter x 1048576 op0", "reduce-scatter y 524288 op0", "all-gather y 4096 op0.in1"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "lines", "result", "expected"),
+    [
+        ("cpu", SUMS, "01", ["all-reduce x 1048576 op0", "all-reduce y 524288 op0", SUMS[2]]),
+        ("gpu", SUMS, "01", SUMS),
+        ("shardy", SUMS, "01", ["reduce-scatter xy 1048576 op0", SUMS[2]]),
+        ("shardy", [SUMS[0], "all-reduce y 524288 op0"], "0-", ["all-reduce xy 1048576 op0"]),
+        ("shardy", [SUMS[0]], "0-", [SUMS[0]]),
+    ],
+)
+def test_sums(platform: str, lines: list[str], result: str, expected: list[str]) -> None:
+    found = converted(
+        platform, lambda x, w: x @ w, (WEIGHT, WEIGHT), lines, values={1: "-0", 2: result}, uses={"op0.in1": "--"}
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(("side", "gathers"), [(1, 1), (3, 2)])
+def test_a_kernel_of_one_tap_and_its_reverse_are_gathered_once(side: int, gathers: int) -> None:
+    args = (jax.ShapeDtypeStruct((side, side, 8, 16), jnp.float32),)
+    lines = [f"all-gather y 4096 {site}" for site in ("op1.in0", "op2.in0")]
+    found = converted("cpu", lambda k: (jax.lax.rev(k, (0, 1)) * 2, k + 1), args, lines, values={0: "-3", 1: "-3"})
+    assert found == lines[:gathers]
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def test_known_exceptions_are_named_and_cost_what_they_cost() -> None:
+    mine = planned(["reduce-scatter y 4096 op0", "all-gather y 512 op1.in0", "all-gather x 2048 op2.in0"])
+    theirs = planned(["all-reduce y 4096 op0", "all-reduce y 512 op9", "all-to-all x 2048 op2"])
+    found = compare(mine, theirs, dict(zip("xy", MESH, strict=True)))
+    left, names = conversions.explained("tpu", found)
+    assert list(names.values()) == [1, 1]
+    assert [c.op for c in left.predicted_only] == ["op2.in0"]
+    assert [c.op for c in left.emitted_only] == ["op2"]
+    assert left.ratio == found.ratio > 1
+    assert conversions.explained("cpu", found) == (found, {})
