@@ -166,17 +166,19 @@ def _unseen(found: Iterable[_Found], channels: set[int]) -> Iterator[_Found]:
 
 
 def _once_per_chain(found: Iterable[_Found]) -> list[_Found]:
-    """TPU may run one asynchronous collective beside a loop, with parts in its body: it runs as often as its outermost
-    part. Parts of one share a channel and are marked with a chain."""
+    """TPU may run an asynchronous collective beside a loop, with parts in its body: it runs as often as the outermost.
+
+    Parts of one share a channel and are marked with a chain.
+    """
     out: list[_Found] = []
-    chains: dict[int, int] = {}
+    places: dict[int, int] = {}
     for each in found:
-        channel = _field("channel_id", each.instruction.rest)
-        if "chain_id=" not in each.instruction.rest or channel not in chains:
-            chains.setdefault(channel, len(out)) if "chain_id=" in each.instruction.rest else None
+        chained = "chain_id=" in each.instruction.rest
+        place = places.setdefault(_field("channel_id", each.instruction.rest), len(out)) if chained else len(out)
+        if place == len(out):
             out.append(each)
-        elif each.count < out[chains[channel]].count:
-            out[chains[channel]] = each
+        elif each.count < out[place].count:
+            out[place] = each
     return out
 
 

@@ -188,6 +188,34 @@ def test_fused_and_asynchronous_collectives_count_once() -> None:
     )
 
 
+CHAIN = """\
+%part (p: f32[4]) -> f32[16] {
+  ROOT %ag = f32[16]{0} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], frontend_attributes={chain_id="0"}
+}
+
+%plain (p: f32[4]) -> f32[16] {
+  ROOT %ag = f32[16]{0} all-gather(%p), channel_id=8, replica_groups=[2,4]<=[8]
+}
+
+%body (c: f32[4]) -> f32[4] {
+  %a = f32[16] fusion(%c), kind=kCustom, calls=%part
+  ROOT %b = f32[16] fusion(%c), kind=kCustom, calls=%plain
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = f32[4] while(%p), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %last = f32[16] fusion(%p), kind=kCustom, calls=%part
+}
+"""
+
+
+def test_an_asynchronous_collective_beside_a_loop_runs_as_often_as_its_outermost_part() -> None:
+    assert collectives(CHAIN, AXES, SIZES) == (
+        Collective("all-gather", ("y",), 64, 1),
+        Collective("all-gather", ("y",), 64, 5),
+    )
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import gpu_topology, tpu_topology
+from autopar import cli, gpu_topology, tpu_topology
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, MeshError
 
@@ -45,6 +45,7 @@ def test_a_plan_on_two_axes_holds_without_devices(target: str) -> None:
     assert report.bytes > 1e6
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("target", NEEDS)
 def test_a_compiler_emits_what_is_predicted_for_devices_that_are_not_here(target: str) -> None:
     if importlib.util.find_spec(NEEDS[target]) is None:
@@ -89,3 +90,18 @@ def test_the_description_of_a_gpu_is_the_text_of_a_message() -> None:
     assert "  core_count: 132" in lines
     assert "  cuda_compute_capability { major: 9 minor: 0 }" in lines
     assert 'platform_name: "CUDA"' in lines
+
+
+@pytest.mark.parametrize("target", ["shardy", "tpu:v5e:2x4", "gpu:h100:8"])
+def test_the_command_line_passes_the_target_on(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def stop(plan: object, fn: object, *args: object, target: str) -> None:
+        seen.append(target)
+        raise ArgumentError("stop here")
+
+    monkeypatch.setattr("autopar.verification.verify", stop)
+    monkeypatch.setattr("sys.argv", ["autopar", "verify", "mlp-toy", "--mesh", "2,4", "--target", target])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert seen == [target]
