@@ -316,6 +316,7 @@ EXCEPTIONS: Mapping[str, Mapping[tuple[str, str], str]] = MappingProxyType(
     {
         "tpu": {
             ("reduce-scatter", "all-reduce"): "sum left whole, its pieces being no whole tiles in libtpu's layout",
+            ("all-reduce", "reduce-scatter"): "sum scattered although its pieces have few rows",
             ("all-gather", "all-reduce"): "small gather done as a sum of pieces in buffers of zeros",
         }
     }

@@ -54,14 +54,14 @@ class HostModel:
 # float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
 # half the lanes, and the 16-bit types are widened to float32 first. Products narrow in one extent were seen to lose as
 # much as the half-rate extents say within a factor of two, from 1/12 of the rate with 4 columns to 9/10 with 512.
-# A collective of 4 KiB inside a program was measured to cost 45 to 65 us with 4 devices a core, when nothing else ran
-# on the machine; several times as much when the cores are busy. Out of the last-level cache a server core moves about
-# 10 GB/s; small arrays that stay in cache run several times faster.
+# A collective of 4 KiB was measured to cost 45 to 65 us with 4 devices a core where all devices wait for nothing else;
+# inside steps, where it waits for the slowest of threads that share the cores, about three times as much. Out of the
+# last-level cache a server core moves about 10 GB/s; small arrays that stay in cache run several times faster.
 HOST = HostModel(
     flops_per_core=MappingProxyType({"float32": 8e10, "float64": 4e10, "bfloat16": 8e10, "float16": 8e10}),
     bandwidth_per_core=1e10,
     bandwidth_limit=1e11,
-    rendezvous=1.5e-5,
+    rendezvous=4e-5,
     half_rate_extents=(8.0, 24.0, 24.0),
     kernel_overhead=1e-6,
     network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it
