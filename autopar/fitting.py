@@ -1,10 +1,10 @@
 """Plans that fit: the optimum within a memory budget, and what to say when there is none.
 
-    budget      given, or the device's memory less `MARGIN`, since a compiler may need more than predicted   -> allowed
-    plan        the cheapest one whose predicted peak is within it (`autopar.passes.budget`)                 -> solve
-    "min"       the plan with the least peak (`autopar.passes.least`)                                        -> solve
-    none fits   an error: the shortfall, where the smallest plan peaks, what lives there, what would help    -> _refusal
-                unless nobody gave a budget: then the cheapest plan, with a warning that says the same
+    given       the cheapest plan whose predicted peak is within the budget (`autopar.passes.budget`)
+    "min"       the plan with the least peak (`autopar.passes.least`)
+    none        within the device's memory less `MARGIN`, since a compiler may need more than predicted
+    none fits   an error: the shortfall, where the smallest plan peaks, what lives there, what would help; unless nobody
+                gave a budget: then the cheapest plan, with a warning that says the same
 
 What would help is read off the smallest plan: dividing the batch into m microbatches leaves 1/m of what grows with the
 batch, recomputation saves what the backward pass keeps, and n times the devices hold 1/n of everything that is cut.
@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.memory import Liveness
@@ -35,7 +36,7 @@ SHOWN = 10  # tensors that an error lists
 MOST_PARTS = 64  # microbatches that an error suggests
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Search:
     """How to solve: see `autopar.passes.optimize.optimize`."""
 
@@ -43,6 +44,11 @@ class Search:
     time_limit: float = 60.0
     fold: bool = True
     presolve: bool = True
+
+    def keywords(self) -> dict[str, Any]:
+        """What `optimize` and `optimize_within` are called with."""
+        names = (one.name for one in fields(Search))
+        return {name: getattr(self, name) for name in names}
 
 
 def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float | str | None, how: Search) -> Solution:
@@ -57,7 +63,7 @@ def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float |
     if budget is None:
         return _by_default(problem, source, mesh.device.memory_bytes * (1 - MARGIN), how)
     try:
-        return optimize_within(problem, source, budget, **asdict(how))
+        return optimize_within(problem, source, budget, **how.keywords())
     except Infeasible as none:
         found = report(source, none.least.assignment)
         least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
@@ -69,14 +75,14 @@ def _by_default(problem: Problem, source: Liveness, within: float, how: Search) 
 
     Where nothing fits is mostly plain from one program point: the smallest that each tensor there can be is too much.
     """
-    free = optimize(problem, **asdict(how))
+    free = optimize(problem, **how.keywords())
     peak, row = source.peak(free.assignment)
     if peak <= within:
         return free
     smallest = row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
     if smallest <= within:
         try:
-            return optimize_within(problem, source, within, **asdict(how))
+            return optimize_within(problem, source, within, free=free, **how.keywords())
         except Infeasible as none:
             smallest = none.least.lower_bytes
     warning = (

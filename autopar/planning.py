@@ -33,16 +33,12 @@ from autopar.trace import Traced
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(fitting.Search):
     """What the user chose; see `autopar.parallelize`."""
 
     pins: Pins | None = None
-    solver: str = "auto"
-    time_limit: float = 60.0
     donate: tuple[int, ...] | str = "auto"
     rules: Mapping[str, str] | None = None
-    fold: bool = True
-    presolve: bool = True
     memory_budget: float | str | None = None
 
 
@@ -83,10 +79,9 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
     given = _donated(traced.graph, options)
     liveness = Liveness(traced.graph, model, mesh, backend_of(mesh.device), given)
     clock.lap("liveness")
-    search = fitting.Search(options.solver, options.time_limit, options.fold, options.presolve)
-    solution = fitting.solve(model.problem, liveness, mesh, options.memory_budget, search)
+    solution = fitting.solve(model.problem, liveness, mesh, options.memory_budget, options)
     clock.lap("solve")
-    plan = _export(traced.graph, model, solution, mesh, cluster_name, options, pinned, liveness)
+    plan = _export(traced.graph, model, solution, mesh, cluster_name, given, pinned, liveness)
     clock.lap("export")
     phases = {"trace": trace_s, **clock.laps, **solution.phases, "inter_op": 0.0}
     phases.pop("solve")
@@ -123,7 +118,7 @@ def _export(
     solution: Solution,
     mesh: LogicalMesh,
     cluster_name: str,
-    options: Options,
+    donated: tuple[int, ...],
     pinned: Pinned,
     liveness: Liveness,
 ) -> Plan:
@@ -161,7 +156,7 @@ def _export(
         input_types=tuple(str(graph.types[v]) for v in graph.inputs),
         input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
         output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
-        donated=_donated(graph, options),
+        donated=donated,
         collectives=planned,
         step_time_s=solution.objective,
         parts=parts,

@@ -83,7 +83,14 @@ def _best(
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     rules = registered_rules()
-    options = Options(s.pins, s.solver, s.time_limit, _donated(traced, args, s), rules, memory_budget=s.memory_budget)
+    options = Options(
+        solver=s.solver,
+        time_limit=s.time_limit,
+        pins=s.pins,
+        donate=_donated(traced, args, s),
+        rules=rules,
+        memory_budget=s.memory_budget,
+    )
     best: Prepared | None = None
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
     for target in candidates:

@@ -79,11 +79,12 @@ def optimize_within(
     target_gap: float = TARGET,
     fold: bool = True,
     presolve: bool = True,
+    free: Solution | None = None,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `target_gap`.
 
-    The gap is certified against the unfolded problem with all rows. "cbc" and "highs" force the ILP, with rows added as
-    they are needed.
+    `free` is the solution without a budget, where it is known. The gap is certified against the unfolded problem with
+    all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
 
     Raises:
         Infeasible: no plan fits, or none was found.
@@ -93,7 +94,8 @@ def optimize_within(
     if np.isnan(budget):
         raise ArgumentError(f"budget={budget!r} must be a number of bytes")
     begin = time.monotonic()
-    free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
+    if free is None:
+        free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
     hunt = Hunt(problem, source, budget, target_gap, begin + time_limit, lower=free.lower_bound)
     hunt.seen.append(free.assignment)
     if hunt.offer(free.assignment):

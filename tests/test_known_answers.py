@@ -11,9 +11,6 @@ Each case is a step, a cluster on which a published plan is the best, and what t
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,6 +32,7 @@ from autopar.trace import trace
 from autopar.zoo import gpt
 from autopar.zoo.model import SINGLE
 from autopar.zoo.moe import route
+from tests.processes import printed_twice
 from tests.random_programs import program
 
 SCALAR = 64  # bytes; what is smaller counts as a scalar
@@ -272,16 +270,7 @@ print(json.dumps(plan))
 
 
 def test_two_processes_with_different_hash_seeds_print_the_same_plan() -> None:
-    printed = [_run(seed) for seed in ("0", "7")]
-    assert json.loads(printed[0])["collectives"]
-    assert printed[0] == printed[1]
-
-
-def _run(seed: str) -> str:
-    env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PROCESS], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert json.loads(printed_twice(PROCESS))["collectives"]
 
 
 def test_the_space_of_llama3_8b_on_256_devices_has_at_least_90_000_variables() -> None:

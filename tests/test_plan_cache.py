@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,6 +25,7 @@ from autopar.errors import AutoparWarning
 from autopar.planning import Options
 from autopar.plans import Plan
 from autopar.trace import trace
+from tests.processes import printed
 from tests.real_programs import array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal
 
@@ -111,10 +111,7 @@ print("cache" in plan.phases, without_phases(plan))
 def test_another_process_reads_it(folder: Path) -> None:
     told: list[list[str]] = []
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", PROCESS, str(folder)]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-        told.append(ran.stdout.split(maxsplit=1))
+        told.append(printed(PROCESS, seed, str(folder)).split(maxsplit=1))
     with plan_cache.off():
         here = without_phases(planned())
     assert told == [["False", f"{here}\n"], ["True", f"{here}\n"]]

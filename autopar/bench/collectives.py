@@ -21,6 +21,7 @@ from autopar.cost_models.algorithms import ALGORITHMS, Algorithm, two_level_time
 from autopar.cost_models.collectives import COLLECTIVES, collective_time
 from autopar.errors import ArgumentError
 from autopar.links import slowest
+from autopar.report.picture import picture
 from autopar.report.text import seconds as duration
 from autopar.report.text import size
 from autopar.report.text import table as grid
@@ -173,29 +174,15 @@ def table(found: Result) -> str:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Seconds against bytes, a line per algorithm, as a picture.
-
-    Raises:
-        ArgumentError: matplotlib is not installed, or the file's ending is none that it writes.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError('--plot needs matplotlib: pip install "autopar[report]"') from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, s")
+    """Seconds against bytes, a line per algorithm, as a picture; see `autopar.report.picture`."""
+    title = f"{found['kind']}, {found['workers']} workers of {found['cluster']}"
     sizes = [2.0**k for k in range(6, 33)]
     lines: dict[tuple[float, float], list[str]] = {}
     for row in found["rows"]:
         lines.setdefault((row["latency_s"], row["s_per_byte"]), []).append(row["algorithm"])
-    for i, ((latency, slope), names) in enumerate(lines.items()):
-        times = [latency + slope * b for b in sizes]
-        axes.plot(sizes, times, label=", ".join(names), color=f"C{i % 10}", linestyle=STYLES[i % len(STYLES)])
-    for change in found["crossovers"][1:]:
-        axes.axvline(change["from_bytes"], color="0.8", linewidth=1, zorder=0)
-    axes.set_title(f"{found['kind']}, {found['workers']} workers of {found['cluster']}")
-    axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--plot {str(path)!r} cannot be written: {error}") from error
+    with picture(path, title, xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, s") as axes:
+        for i, ((latency, slope), names) in enumerate(lines.items()):
+            times = [latency + slope * b for b in sizes]
+            axes.plot(sizes, times, label=", ".join(names), color=f"C{i % 10}", linestyle=STYLES[i % len(STYLES)])
+        for change in found["crossovers"][1:]:
+            axes.axvline(change["from_bytes"], color="0.8", linewidth=1, zorder=0)

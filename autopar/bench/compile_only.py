@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
+from scipy.stats import spearmanr
 
 from autopar import api, verification, zoo
 from autopar.bench import worker
@@ -198,29 +198,11 @@ def run(
                 raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
     if target.partition(":")[0] not in CLUSTERS:
         raise ArgumentError(f"target={target!r} does not compile. Available: {', '.join(CLUSTERS)}")
-    rows: list[Row] = []
-    for model in models:
-        spec = {"model": model, "meshes": meshes, "plans": plans, "target": target}
-        for found in worker.lines("autopar.bench.compile_only", spec):
-            rows.append(found)
-            tell(line(found))
-    return rows
+    specs = [{"model": model, "meshes": meshes, "plans": plans, "target": target} for model in models]
+    return worker.collect("autopar.bench.compile_only", specs, tell, line)
 
 
 # Figures
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation: Pearson's of the ranks, ties sharing their mean rank; 1 where all are equal."""
-    a, b = _ranks(first), _ranks(second)
-    if a.std() == 0 or b.std() == 0:
-        return float(a.std() == b.std())
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    x = np.asarray(values, np.float64)
-    return (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2.0
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
@@ -237,9 +219,10 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     for what in ("flops", "accessed_bytes"):
         counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
         known = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
-        if len(known) > 1:
-            predicted, compiled = zip(*known, strict=True)
-            found[f"{what}_spearman"] = spearman(predicted, compiled)
+        predicted, compiled = zip(*known, strict=True) if known else ((), ())
+        if len(set(predicted)) > 1 and len(set(compiled)) > 1:
+            found[f"{what}_spearman"] = float(spearmanr(predicted, compiled)[0])  # type: ignore[arg-type]
+        if known:
             found[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in known)
     return found
 

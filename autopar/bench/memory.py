@@ -22,12 +22,12 @@ from autopar.collective import wire_bytes
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
-from autopar.errors import ArgumentError
 from autopar.graph import Graph
 from autopar.passes import decode
 from autopar.passes.front import Front, front
 from autopar.passes.intra_op import Model
 from autopar.planning import Options, make_model
+from autopar.report.picture import picture
 from autopar.report.text import seconds, size
 from autopar.report.text import table as grid
 from autopar.trace import trace
@@ -100,22 +100,9 @@ def table(found: Result) -> str:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Step time against peak memory with the bound below, as a picture.
-
-    Raises ArgumentError where matplotlib is not installed or the file's ending is none that it writes.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ArgumentError('--plot needs matplotlib: pip install "autopar[report]"') from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="peak memory per device, GB", ylabel="predicted step, s")
+    """Step time against peak memory with the bound below, as a picture; see `autopar.report.picture`."""
+    title = f"{found['model']} on {' x '.join(map(str, found['mesh']))}"
     peaks = [p["peak_bytes"] / 1e9 for p in found["points"]]
-    axes.step(peaks, [p["step_s"] for p in found["points"]], where="post", marker="o", label="plans")
-    axes.plot(peaks, [p["lower_s"] for p in found["points"]], linestyle="--", color="0.5", label="no plan is below")
-    axes.set_title(f"{found['model']} on {' x '.join(map(str, found['mesh']))}")
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--plot {str(path)!r} cannot be written: {error}") from error
+    with picture(path, title, xlabel="peak memory per device, GB", ylabel="predicted step, s") as axes:
+        axes.step(peaks, [p["step_s"] for p in found["points"]], where="post", marker="o", label="plans")
+        axes.plot(peaks, [p["lower_s"] for p in found["points"]], linestyle="--", color="0.5", label="no plan is below")

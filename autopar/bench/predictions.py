@@ -90,16 +90,13 @@ def run(
     cases = CASES.get(target.partition(":")[0])
     if cases is None:
         raise ArgumentError(f"target={target!r} is not known. Available: cpu, tpu:v5e:2x4 and the like")
-    rows: list[Row] = []
+    specs: list[Row] = []
     for model in cases if models is None else models:
         if model not in cases:
             raise ArgumentError(f"{model!r} has no sizes for {target}. Available: {', '.join(cases)}")
         mesh, sizes = cases[model]
-        spec = {"target": target, "model": model, "mesh": mesh, "sizes": sizes}
-        for row in worker.lines("autopar.bench.predictions", spec):
-            rows.append(row)
-            tell(line(row))
-    return rows
+        specs.append({"target": target, "model": model, "mesh": mesh, "sizes": sizes})
+    return worker.collect("autopar.bench.predictions", specs, tell, line)
 
 
 def line(row: Row) -> str:

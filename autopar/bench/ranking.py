@@ -88,10 +88,11 @@ def forced(model: zoo.Model, cluster: Cluster) -> Iterator[tuple[str, Plan, floa
     seen: set[str] = set()
     for sizes in MESHES:
         mesh = cluster.logical_mesh(sizes)
+        options = {whole: Options(pins={"batch/*": PartitionSpec()} if whole else None) for whole in (False, True)}
+        here_by = {whole: make_model(traced, mesh, chosen).problem for whole, chosen in options.items()}
         for name, prices in PRICES.items():
-            pins = {"batch/*": PartitionSpec()} if prices.batch_whole else None
-            found = make_plan(traced, elsewhere(mesh, prices), name, Options(pins=pins))
-            here = make_model(traced, mesh, Options(pins=pins)).problem.value(found.solution.assignment)
+            found = make_plan(traced, elsewhere(mesh, prices), name, options[prices.batch_whole])
+            here = here_by[prices.batch_whole].value(found.solution.assignment)
             identity = f"{here:.4g} {sorted(map(str, found.plan.collectives))}"
             if identity not in seen and len(seen) < MOST:
                 seen.add(identity)
@@ -143,18 +144,13 @@ def run(
     """
     if not models:
         raise ArgumentError(f"no models given; the usual ones: {', '.join(MODELS)}")
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         path = cluster or str(Path(folder, "here.toml"))
         if cluster is None:
             for found in worker.lines("autopar.bench.ranking", {"calibrate": path}):
                 tell(f"calibrated: median error of the fit {found['median_error']:.0%}")
-        for model in models:
-            spec = {"model": model, "cluster": path, "repeats": repeats}
-            for found in worker.lines("autopar.bench.ranking", spec):
-                rows.append(found)
-                tell(line(found))
-    return rows
+        specs = [{"model": model, "cluster": path, "repeats": repeats} for model in models]
+        return worker.collect("autopar.bench.ranking", specs, tell, line)
 
 
 def line(found: Row) -> str:

@@ -181,12 +181,8 @@ def run(models: Sequence[str], repeats: int, tell: Callable[[str], None] = lambd
     """A row for every model. WorkerError where one dies, ArgumentError if there are none."""
     if not models:
         raise ArgumentError(f"no models given; with sizes for this benchmark: {', '.join(MODELS)}")
-    rows: list[Row] = []
-    for model in models:
-        for found in worker.lines("autopar.bench.step", {"model": model, "repeats": repeats}):
-            rows.append(found)
-            tell(line(found))
-    return rows
+    specs = [{"model": model, "repeats": repeats} for model in models]
+    return worker.collect("autopar.bench.step", specs, tell, line)
 
 
 def line(found: Row) -> str:

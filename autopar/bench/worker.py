@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -38,6 +38,18 @@ def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = 
         raise WorkerError(words[-1])
     if child.returncode != 0:
         raise WorkerError(f"{module} {json.dumps(spec)} ended with {child.returncode}: {' | '.join(words[-TAIL:])}")
+
+
+def collect(
+    module: str, specs: Iterable[Mapping[str, Any]], tell: Callable[[str], None], line: Callable[[Any], str]
+) -> list[dict[str, Any]]:
+    """The rows of a worker for each spec, one after another; `tell` hears `line(row)` of each as it comes."""
+    rows: list[dict[str, Any]] = []
+    for spec in specs:
+        for row in lines(module, spec):
+            rows.append(row)
+            tell(line(row))
+    return rows
 
 
 def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> None:

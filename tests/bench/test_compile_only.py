@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from autopar.bench import compile_only
 from autopar.errors import ArgumentError
 
 MESH = {"x": 2, "y": 4}
-
-
-def test_spearman_is_one_for_any_rising_relation_and_minus_one_for_a_falling_one() -> None:
-    xs = [3.0, 1.0, 7.0, 5.0]
-    assert compile_only.spearman(xs, [x**3 for x in xs]) == pytest.approx(1)
-    assert compile_only.spearman(xs, [-x for x in xs]) == pytest.approx(-1)
-    # ranks 1 2 3 4 against 1.5 1.5 3 4: by hand 4.5 / sqrt(5 * 4.5)
-    assert compile_only.spearman([1, 2, 3, 4], [1, 1, 2, 3]) == pytest.approx(4.5 / 22.5**0.5)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2))
-def test_spearman_is_symmetric_and_bounded(pairs: list[tuple[int, int]]) -> None:
-    first, second = zip(*pairs, strict=True)
-    found = compile_only.spearman(first, second)
-    assert found == pytest.approx(compile_only.spearman(second, first))
-    assert -1 - 1e-9 <= found <= 1 + 1e-9
 
 
 def test_forced_plans_pin_what_they_say() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +31,7 @@ from tests.passes.small_rows import (
     layered_points,
     random_points,
 )
+from tests.processes import printed_twice
 
 pytestmark = pytest.mark.core
 INF = float("inf")
@@ -241,18 +238,7 @@ def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
         "from autopar.passes.budget import optimize_within; p = random_problem(9, 7, 16); "
         "print(optimize_within(p, random_points(p, 9, 4), 50.0).assignment.tolist())"
     )
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        for seed in ("0", "7")
-    ]
-    assert runs[0].stdout == runs[1].stdout != ""
+    printed_twice(code)
 
 
 @pytest.mark.parametrize(

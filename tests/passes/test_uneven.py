@@ -58,7 +58,7 @@ def forced(graph, rules, sizes, name):
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
-        return planning._export(graph, model, solution, mesh, "dear", Options(), Pinned({}, {}), liveness)
+        return planning._export(graph, model, solution, mesh, "dear", (), Pinned({}, {}), liveness)
 
     return found[place].strategies, plan
 

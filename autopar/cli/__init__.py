@@ -1,0 +1,214 @@
+"""The command line: `autopar COMMAND TARGET ...`, and `autopar bench MEASUREMENT ...`.
+
+Exit status 0: fine; 1: an AutoparError, or a check that fails; 2: wrong usage. With --json, stdout holds JSON alone;
+progress and errors go to stderr. --debug, anywhere, shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli import bench
+from autopar.cli.options import (
+    Batch,
+    ClusterName,
+    Hosts,
+    Json,
+    Layers,
+    MemoryBudget,
+    MeshSizes,
+    NoCache,
+    Seq,
+    Solver,
+    Target,
+    cache,
+    options,
+    report,
+    say,
+    show,
+)
+from autopar.errors import AutoparError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(bench.app, name="bench")
+
+LOCAL_DEVICES = 8  # virtual CPU devices of `verify --target cpu` without a mesh
+
+
+@app.command()
+def plan(
+    target: Target,
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    memory_budget: MemoryBudget = None,
+    solver: Solver = "auto",
+    output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
+    as_json: Json = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Plan TARGET and print the plan as a table, or as JSON."""
+    from autopar import api, targets
+    from autopar.trace import trace
+
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    with cache(not no_cache):
+        found = api.plan(fn, *args, **options(mesh, cluster, hosts, solver, memory_budget))
+    if output is not None:
+        found.save(output)
+        say(f"saved to {output}")
+    print(found.to_json() if as_json else found.summary(trace(fn, *args).graph))
+
+
+@app.command()
+def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
+    """List each distinct operation of TARGET: how often it stands there, name, operands, rule, and whose rule it is."""
+    from autopar import targets
+
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    for row in _rules(fn, args):
+        if as_json:
+            show(row)
+        else:
+            print(f"{row['count']:>6}  {row['name']}({', '.join(row['operands'])})  {row['rule']}  [{row['origin']}]")
+
+
+def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
+    from autopar.rules import rules_of
+    from autopar.trace import trace
+
+    graph = trace(fn, *args).graph
+    found = rules_of(graph)
+    rows: dict[int, dict[str, Any]] = {}
+    for op in graph.walk():
+        if op.regions:
+            continue
+        if op.signature not in rows:
+            rule = found[op.signature]
+            operands = [str(graph.type_of(a)) for a in op.inputs]
+            rows[op.signature] = {
+                "name": op.name, "operands": operands, "rule": str(rule), "origin": rule.origin, "count": 0
+            }  # fmt: skip
+        rows[op.signature]["count"] += 1
+    return list(rows.values())
+
+
+@app.command()
+def verify(
+    target: Target,
+    against: Annotated[
+        str, typer.Option("--target", help="cpu (virtual devices), shardy (any size), tpu:v5e:2x4, gpu:h100:8")
+    ] = "shardy",
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="a saved plan; default: plan afresh")] = None,
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    solver: Solver = "auto",
+    as_json: Json = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
+    from autopar import api, targets, verification
+    from autopar.bench.worker import cpu_devices
+    from autopar.plans import Plan
+
+    saved = None if plan_file is None else Plan.load(plan_file)
+    chosen = options(mesh, cluster, hosts, solver, None)
+    if against == "cpu":
+        cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
+    fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
+    with cache(not no_cache):
+        planned = saved or api.plan(fn, *args, **chosen)
+    found = verification.verify(planned, fn, *args, target=against)
+    report(as_json, _report(found), lambda: str(found))
+    raise typer.Exit(0 if found.ok else 1)
+
+
+def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:
+    if mesh is not None:
+        return math.prod(mesh)
+    return LOCAL_DEVICES if cluster is None else cluster.num_devices
+
+
+def _report(found: Any) -> dict[str, Any]:
+    compared = found.comparison
+    return {
+        "ok": found.ok,
+        "target": found.target,
+        "predicted_wire_bytes": compared.predicted_wire_bytes,
+        "emitted_wire_bytes": compared.emitted_wire_bytes,
+        "ratio": compared.ratio,
+        "flops": found.flops,
+        "memory": dict(found.memory),
+        "mismatches": list(found.mismatches),
+    }
+
+
+Calibrate = Annotated[
+    str | None, typer.Option(help="measure the devices here instead, and write their cluster to this TOML file")
+]
+
+
+@app.command()
+def clusters(calibrate: Calibrate = None, as_json: Json = False) -> None:
+    """List the cluster presets with their figures, or measure the devices at hand."""
+    from autopar.cluster import Cluster
+    from autopar.report import clusters as listing
+    from autopar.report.text import table
+
+    if calibrate is not None:
+        _calibrate(calibrate, as_json)
+    elif as_json:
+        for name in Cluster.presets():
+            show(_figures(name, Cluster.preset(name)))
+    else:
+        print(table("preset", listing.HEADS, listing.rows(Cluster.presets())))
+
+
+def _calibrate(path: str, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from autopar import measure
+    from autopar.cluster import Cluster
+    from autopar.report import calibration
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("calibrating", total=measure.steps(Cluster.local()))
+        found = measure.calibrate(lambda what: progress.update(task, advance=1, description=what))
+    found.cluster.save(path)
+    report(
+        as_json,
+        {**_figures(found.cluster.name, found.cluster), "errors": calibration.errors(found.fits)},
+        lambda: calibration.text(found),
+    )
+
+
+def _figures(name: str, one: Any) -> Mapping[str, Any]:
+    from dataclasses import asdict
+
+    return {"name": name, **asdict(one)}
+
+
+def main() -> None:
+    """The entry point `autopar`."""
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        app(arguments)
+    except AutoparError as error:
+        if "--debug" in sys.argv[1:]:
+            raise
+        say(f"{type(error).__name__}: {error}")
+        sys.exit(1)

@@ -1,0 +1,5 @@
+"""`python -m autopar.cli`."""
+
+from autopar.cli import main
+
+main()

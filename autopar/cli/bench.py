@@ -1,0 +1,191 @@
+"""`autopar bench MEASUREMENT`: the measurements that docs/benchmarks.md quotes, one command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.options import (
+    Batch,
+    ClusterName,
+    Hosts,
+    Json,
+    Layers,
+    Meshes,
+    MeshSizes,
+    Models,
+    Plot,
+    Repeats,
+    Seq,
+    Solver,
+    mesh_list,
+    report,
+    say,
+    show,
+    sizes,
+    words,
+)
+
+app = typer.Typer(no_args_is_help=True, help="Measurements, as docs/benchmarks.md quotes them.")
+
+
+@app.command("plan")
+def bench_plan(
+    model: Annotated[str, typer.Option(help="zoo name, or file.py:function")] = "llama3-8b",
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    solver: Solver = "auto",
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8."""
+    from autopar.bench import plan as measure
+
+    found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
+    spec = {
+        "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
+        "layers": layers, "batch": batch, "seq": seq, "solver": solver,
+    }  # fmt: skip
+    result = measure.run(spec, repeats, say)
+    report(as_json, result, lambda: measure.table(result))
+
+
+@app.command("equal")
+def bench_equal(
+    models: Models = None,
+    meshes: Meshes = None,
+    dtypes: Annotated[str | None, typer.Option(help="float32, float64 or both")] = None,
+    cluster: Annotated[str, typer.Option(help="dear: plans are really parallel; local: this machine")] = "dear",
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Three parallel steps against three single-device steps, over models and meshes of virtual devices."""
+    from autopar.bench import equal
+
+    product = equal.Product(
+        words(models, equal.Product.models),
+        mesh_list(meshes, equal.MESHES),
+        words(dtypes, equal.DTYPES),
+        cluster,
+    )
+    rows = equal.run(product, resume, say)
+    if as_json:
+        for row in rows:
+            show(row)
+        show(equal.figures(rows))
+    else:
+        print(equal.table(rows))
+    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+@app.command("step")
+def bench_step(
+    models: Models = None,
+    repeats: Repeats = 20,
+    as_json: Json = False,
+) -> None:
+    """Time autopar's step against the same model sharded by hand, on 8 virtual devices, taking turns."""
+    from autopar.bench import step
+
+    rows = step.run(words(models, step.MODELS), repeats, say)
+    report(as_json, {"rows": rows}, lambda: step.table(rows))
+
+
+@app.command("predictions")
+def bench_predictions(
+    models: Models = None,
+    target: Annotated[str, typer.Option(help="cpu (8 virtual devices), or tpu:v5e:2x4 and the like")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Predicted peak memory against the compiler's, over models and plans; programs are compiled, never run."""
+    from autopar.bench import predictions
+
+    rows = predictions.run(target, None if models is None else words(models, ()), say)
+    report(as_json, {"rows": rows, **predictions.figures(rows)}, lambda: predictions.table(rows))
+
+
+@app.command("compile")
+def bench_compile(
+    models: Models = None,
+    meshes: Meshes = None,
+    plans: Annotated[str | None, typer.Option(help="free, data, fsdp, megatron; with commas between")] = None,
+    target: Annotated[str, typer.Option(help="tpu:v5e:2x4, gpu:h100:8 or cpu")] = "tpu:v5e:2x4",
+    as_json: Json = False,
+) -> None:
+    """Compare predicted with compiled collectives, FLOPs and bytes for devices that are not here."""
+    from autopar.bench import compile_only
+
+    chosen = mesh_list(meshes, compile_only.MESHES)
+    names = words(models, tuple(compile_only.SIZES))
+    rows = compile_only.run(names, chosen, words(plans, tuple(compile_only.PLANS)), target, say)
+    report(as_json, {"rows": rows, **compile_only.figures(rows)}, lambda: compile_only.table(rows))
+    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+
+
+@app.command("collectives")
+def bench_collectives(
+    workers: Annotated[int, typer.Option(help="number of devices")] = 8,
+    nbytes: Annotated[str | None, typer.Option("--bytes", help="message sizes in bytes, with commas between")] = None,
+    cluster: Annotated[str, typer.Option(help="preset, or a TOML file")] = "dgx-h100",
+    kind: Annotated[str, typer.Option(help="all-reduce, all-gather, broadcast, ...")] = "all-reduce",
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """Compare the algorithms of a collective by their closed forms; nothing is measured."""
+    from autopar.bench import collectives
+
+    found = collectives.run(workers, collectives.SIZES if nbytes is None else sizes(nbytes), cluster, kind)
+    if plot is not None:
+        collectives.plot(found, plot)
+        say(f"saved to {plot}")
+    report(as_json, found, lambda: collectives.table(found))
+
+
+@app.command("memory")
+def bench_memory(
+    model: Annotated[str, typer.Option(help="zoo name")] = "llama3-8b",
+    cluster: ClusterName = None,
+    hosts: Hosts = None,
+    mesh: MeshSizes = None,
+    layers: Layers = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    points: Annotated[int, typer.Option(help="budgets to ask for")] = 8,
+    plot: Plot = None,
+    as_json: Json = False,
+) -> None:
+    """The Pareto front of step time against peak memory. Without mesh and cluster: 32,8 of dgx-h100."""
+    from autopar import targets, zoo
+    from autopar.bench import memory
+
+    shape = sizes(mesh) if mesh is not None else (32, 8) if cluster is None else None
+    one = targets.cluster(cluster or "dgx-h100", hosts, shape)
+    found = memory.run(
+        zoo.build(model, layers=layers, batch=batch, seq=seq), one.logical_mesh(shape or one.default_shape), points
+    )
+    if plot is not None:
+        memory.plot(found, plot)
+        say(f"saved to {plot}")
+    report(as_json, found, lambda: memory.table(found))
+
+
+@app.command("ranking")
+def bench_ranking(
+    models: Models = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="TOML file of a calibrated cluster; default: measure now")
+    ] = None,
+    repeats: Repeats = 5,
+    as_json: Json = False,
+) -> None:
+    """Predicted against measured step times of widely different plans, on 8 virtual devices."""
+    from autopar.bench import ranking
+
+    rows = ranking.run(words(models, ranking.MODELS), None if cluster is None else str(cluster), repeats, say)
+    report(as_json, {"rows": rows, **ranking.figures(rows)}, lambda: ranking.table(rows))

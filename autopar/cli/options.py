@@ -1,0 +1,95 @@
+"""What the commands share: options, and how text becomes values and values text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import ArgumentError
+
+Target = Annotated[str, typer.Argument(help="zoo name such as llama3-8b, or file.py:function")]
+ClusterName = Annotated[str | None, typer.Option("--cluster", help="preset, or a TOML file")]
+Hosts = Annotated[int | None, typer.Option(help="number of hosts; default: what the mesh needs")]
+MeshSizes = Annotated[
+    str | None, typer.Option("--mesh", help="axis sizes, such as 32,8; priced as dgx-h100 by default")
+]
+Layers = Annotated[int | None, typer.Option(help="layers of the model")]
+Batch = Annotated[int | None, typer.Option(help="global batch")]
+Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
+Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
+MemoryBudget = Annotated[
+    str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
+Meshes = Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")]
+Plot = Annotated[Path | None, typer.Option(help="write a picture of it to this file")]
+Models = Annotated[str | None, typer.Option(help="zoo names, with commas between")]
+Repeats = Annotated[int, typer.Option(min=1, help="how often to measure; medians are shown")]
+
+
+def say(text: str) -> None:
+    """Progress and errors, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(data: Any) -> None:
+    """One line of JSON on stdout."""
+    print(json.dumps(data), flush=True)
+
+
+def report(as_json: bool, data: Any, text: Callable[[], str]) -> None:
+    """The result on stdout: JSON, or what people read."""
+    if as_json:
+        show(data)
+    else:
+        print(text())
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """ "32,8" -> (32, 8). ArgumentError if it is no list of positive integers."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ArgumentError(f"mesh {text!r}: give sizes with commas between, such as 32,8") from error
+    if any(size < 1 for size in found):
+        raise ArgumentError(f"mesh {text!r}: sizes must be at least 1")
+    return found
+
+
+def mesh_list(text: str | None, default: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """ "8;2,4" -> ((8,), (2, 4))."""
+    return default if text is None else tuple(sizes(part) for part in text.split(";"))
+
+
+def words(text: str | None, default: Sequence[str]) -> tuple[str, ...]:
+    """ "a,b" -> ("a", "b")."""
+    return tuple(default) if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def options(
+    mesh: str | None, cluster: str | None, hosts: int | None, solver: str, memory_budget: str | None
+) -> dict[str, Any]:
+    """Options of `autopar.plan`."""
+    from autopar import targets
+
+    if hosts is not None and cluster is None:
+        raise ArgumentError(f"--hosts {hosts} needs --cluster")
+    found = None if mesh is None else sizes(mesh)
+    chosen: dict[str, Any] = {"mesh": found, "solver": solver}
+    if cluster is not None:
+        chosen["cluster"] = targets.cluster(cluster, hosts, found)
+    return chosen if memory_budget is None else {**chosen, "memory_budget": memory_budget}
+
+
+def cache(use: bool) -> contextlib.AbstractContextManager[None]:
+    """Where plans are made: with those that are kept on disk, or without."""
+    from autopar import plan_cache
+
+    return contextlib.nullcontext() if use else plan_cache.off()
