@@ -38,6 +38,10 @@ class RuleError(AutoparError, ValueError):
     """A sharding rule that does not parse or does not fit its operation."""
 
 
+class ScheduleError(AutoparError, ValueError):
+    """A pipeline schedule that is unknown, does not fit its sizes, or whose instructions are wrong."""
+
+
 class SolverError(AutoparError, RuntimeError):
     """No plan exists under the constraints, or no solver could be run and no fallback was left."""
 

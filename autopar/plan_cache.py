@@ -36,7 +36,7 @@ MOST_FILES = 256
 MOST_BYTES = 512 * 2**20
 
 #: Solver statuses that are proofs; see `autopar.passes.optimize`.
-PROVEN = ("certified", "optimal", "optimal-tied")
+PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal")
 SOLVING = ("fold", "presolve", "bound", "ilp")
 UNHURRIED = 0.9  # share of the time limit below which the limit had no say
 

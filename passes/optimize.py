@@ -11,6 +11,7 @@ What a `Solution.status` proves, weakest last:
     certified       the lower bound of the dual ascent, which holds for the unfolded problem, meets the plan's value
     optimal         the ILP proved the optimum of the unfolded problem
     optimal-tied    no plan that treats equal layers equally is better; `gap` is against all plans
+    near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -39,6 +40,7 @@ SLACK = 1e-9  # relative excess over the best plan below which a strategy is kep
 FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
 FEW = 2  # how many times the folded strategies still count as few layers
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
+NEAR, LARGE = 1e-3, 4_000  # relative gap, and strategies left, from which "auto" leaves it at the bounds
 UNFOLDED_CORE = 4_000  # strategies left, unfolded, up to which the unfolded problem is tried after a tied optimum
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
@@ -242,9 +244,11 @@ def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Co
 
 
 def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _Outcome:
-    """CBC on the narrowed core."""
+    """CBC on the narrowed core, unless little can be gained there."""
     if clock.left <= 0:
         return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
+    if core.problem.variables > LARGE and outcome.value - outcome.lower <= NEAR * abs(outcome.value):
+        return replace(outcome, status="near-optimal")
     return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True)
 
 

@@ -211,6 +211,7 @@ def test_versions_and_types_are_asked_but_not_the_time_limit(monkeypatch: pytest
         ("certified", 1.0, True),
         ("optimal", 1.0, True),
         ("optimal-tied", 1.0, True),
+        ("near-optimal", 1.0, True),
         ("optimal-tied", 10.0, False),
         ("time-limit", 1.0, False),
         ("fallback", 1.0, False),

@@ -163,6 +163,18 @@ def test_ties_are_broken_the_same_way_every_time() -> None:
         assert len(plans) == 1
 
 
+def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = frustrated("petersen")
+    exact = optimize(problem)
+    monkeypatch.setattr("autopar.passes.optimize.LARGE", 0)
+    assert optimize(problem).status == exact.status == "optimal"  # the gap is not small
+    monkeypatch.setattr("autopar.passes.optimize.NEAR", 1.0)
+    found = optimize(problem)
+    assert (found.status, found.rows) == ("near-optimal", 0)
+    assert found.lower_bound <= exact.objective <= found.objective
+    assert found.gap > 0
+
+
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "from tests.passes.small_problems import layered; from autopar.passes.optimize import optimize; "
