@@ -50,6 +50,7 @@ class Device:
         overlap: share of a collective's time that hides behind computation where the collective has time
             (`autopar.passes.slack`); 0 where nothing hides.
         bucket_bytes: such collectives are combined until they are this large, and share the latency; 0: never.
+        combines: kinds of collectives that the backend combines so.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Device:
     tile: tuple[int, int] = (1, 1)
     overlap: float = 0.0
     bucket_bytes: float = 0.0
+    combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
     half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def peak(self, dtype: str) -> float:

@@ -200,6 +200,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "rounds_operands": bool,
         "tile": lambda extents: tuple(map(int, extents)),
         "half_rate_extents": lambda extents: tuple(map(float, extents)),
+        "combines": lambda kinds: tuple(map(str, kinds)),
     }
 )
 """Field of `Device` -> how to read it; all others are floats."""

@@ -42,6 +42,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         tile=max(d.tile for d in devices),
         overlap=min(d.overlap for d in devices),
         bucket_bytes=min(d.bucket_bytes for d in devices),
+        combines=tuple(k for k in devices[0].combines if all(k in d.combines for d in devices)),
         half_rate_extents=(rows, columns, contracted),
     )
 

@@ -35,6 +35,8 @@ def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str =
         HOST.kernel_overhead,
         HOST.efficiency,
         reduce_scatter=False,
+        bucket_bytes=HOST.bucket_bytes,
+        combines=("all-reduce",),
         half_rate_extents=HOST.half_rate_extents,
     )
     intra = Link(HOST.collective_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")

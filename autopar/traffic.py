@@ -128,8 +128,14 @@ class _Counter:
         cones = {v: self._cone(v, made, stored) for v in made if v in stored}
         products = {v for v in cones if made[v].name in PRODUCTS}
         within = _within_one_loop(products, cones, _loops(cones, products), made)
-        kept = stored - {v for v in within if not {v} & {*inputs, *outputs} and made[v].tag not in self.moving}
-        cones = {v: self._cone(v, made, kept) for v in cones if v in kept}
+        fixed = {*inputs, *outputs}
+        fused = {v for v in within if v not in fixed and made[v].tag not in self.moving}
+        kept = stored - fused
+        cones = {
+            v: cone if fused.isdisjoint(cone.sources) else self._cone(v, made, kept)
+            for v, cone in cones.items()
+            if v in kept
+        }
         loops = _loops(cones, products)
         reductions = {v for v in cones if made[v].name in REDUCTIONS and made[v].tag not in self.moving}
         there = {v for v in cones if made[v].tag not in self.moving}

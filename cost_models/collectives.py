@@ -250,13 +250,9 @@ def linear_coefficients(kind: str, axes: tuple[int, ...], mesh: LogicalMesh) -> 
     return _behind(kind, lines, mesh.device) if mesh.behind else lines
 
 
-#: What compilers and frameworks combine into buckets.
-COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
-
-
 def _behind(kind: str, lines: Lines, device: Device) -> Lines:
     """Lines of a collective that has time: one bucket of B bytes costs one latency, b bytes of it alpha b / B."""
-    if device.bucket_bytes and kind in COMBINED:
+    if device.bucket_bytes and kind in device.combines:
         lines = envelope([*lines, *((0.0, s + a / device.bucket_bytes) for a, s in lines)])
     return tuple((a * (1 - device.overlap), s * (1 - device.overlap)) for a, s in lines)
 

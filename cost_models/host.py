@@ -25,6 +25,7 @@ class HostModel:
         network_alpha: s of one message between hosts.
         network_bandwidth: bytes/s of a host's network port.
         efficiency: share of `flops_per_core` that large products reach.
+        bucket_bytes: bytes up to which XLA makes one all-reduce of several; it combines nothing else here.
         half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
     """
 
@@ -36,6 +37,7 @@ class HostModel:
     network_alpha: float
     network_bandwidth: float
     efficiency: float = 1.0
+    bucket_bytes: float = 0.0
     half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def memory_bandwidth(self, cores: int) -> float:
@@ -62,6 +64,7 @@ HOST = HostModel(
     bandwidth_per_core=1e10,
     bandwidth_limit=1e11,
     rendezvous=4e-5,
+    bucket_bytes=2.0**30,  # four of 200 MB each were seen to become one, and gathers never
     half_rate_extents=(8.0, 24.0, 24.0),
     kernel_overhead=1e-6,
     network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it

@@ -186,6 +186,7 @@ any_device = st.builds(
     reduce_scatter=st.booleans(),
     overlap=st.floats(0, 1),
     bucket_bytes=positive,
+    combines=st.lists(texts, max_size=3).map(tuple),
     half_rate_extents=st.tuples(positive, positive, positive),
     rounds_operands=st.booleans(),
 )

@@ -176,7 +176,7 @@ def _sent(plan: Plan, c: Collective) -> float:
 def _foot(plan: Plan) -> list[str]:
     parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden")
     if hidden := plan.parts.get("hidden", 0.0):
-        parts += f"; {seconds(hidden)} of communication hidden behind it"
+        parts += f"; {seconds(hidden)} of communication saved by combining, or hidden behind it"
     lines = [
         f"predicted step: {seconds(plan.step_time_s)} ({parts}), model FLOPs utilisation {plan.mfu:.1%}",
         *(f"memory per device, {s.name}: {_memory(s)}" for s in plan.stages),
