@@ -35,6 +35,7 @@ _HOMES = {
     "SolverError": "autopar.errors",
     "MemoryBudgetError": "autopar.errors",
     "PlanMismatchError": "autopar.errors",
+    "ScheduleError": "autopar.errors",
     "DonatedError": "autopar.errors",
 }
 
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from autopar.errors import PinError as PinError
     from autopar.errors import PlanMismatchError as PlanMismatchError
     from autopar.errors import RuleError as RuleError
+    from autopar.errors import ScheduleError as ScheduleError
     from autopar.errors import SolverError as SolverError
     from autopar.errors import TraceError as TraceError
     from autopar.plans import Plan, Stage

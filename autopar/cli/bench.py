@@ -10,6 +10,7 @@ import typer
 from autopar.cli.options import (
     Batch,
     ClusterName,
+    Dtype,
     Hosts,
     Json,
     Layers,
@@ -156,6 +157,7 @@ def bench_memory(
     layers: Layers = None,
     batch: Batch = None,
     seq: Seq = None,
+    dtype: Dtype = None,
     points: Annotated[int, typer.Option(help="budgets to ask for")] = 8,
     plot: Plot = None,
     as_json: Json = False,
@@ -167,12 +169,43 @@ def bench_memory(
     shape = sizes(mesh) if mesh is not None else (32, 8) if cluster is None else None
     one = targets.cluster(cluster or "dgx-h100", hosts, shape)
     found = memory.run(
-        zoo.build(model, layers=layers, batch=batch, seq=seq), one.logical_mesh(shape or one.default_shape), points
+        zoo.build(model, layers=layers, batch=batch, seq=seq, dtype=dtype),
+        one.logical_mesh(shape or one.default_shape),
+        points,
     )
     if plot is not None:
         memory.plot(found, plot)
         say(f"saved to {plot}")
     report(as_json, found, lambda: memory.table(found))
+
+
+@app.command("schedules")
+def bench_schedules(
+    ranks: Annotated[int, typer.Option(min=1, help="pipeline ranks")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="microbatches per step")] = 8,
+    chunks: Annotated[int, typer.Option(min=1, help="stages on a rank, where a schedule has several")] = 2,
+    slices: Annotated[int, typer.Option(min=1, help="slices of a sequence, where a schedule cuts it")] = 4,
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Simulate every pipeline schedule at one size; nothing is measured but the simulator."""
+    from autopar.bench import schedules
+    from autopar.schedules import Size
+
+    rows = schedules.run(Size(ranks, microbatches), chunks, slices, repeats)
+    report(as_json, {"rows": rows}, lambda: schedules.table(rows))
+
+
+@app.command("zero")
+def bench_zero(
+    workers: Annotated[int, typer.Option(min=2, help="number of devices")] = 8, as_json: Json = False
+) -> None:
+    """Plans of a mixed-precision GPT as the memory budget falls, beside the stages of ZeRO."""
+    from autopar.bench import zero
+
+    rows = zero.run(workers=workers)
+    report(as_json, {"rows": rows}, lambda: zero.table(rows))
+    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
 
 
 @app.command("ranking")

@@ -22,6 +22,7 @@ MeshSizes = Annotated[
 Layers = Annotated[int | None, typer.Option(help="layers of the model")]
 Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
+Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
 MemoryBudget = Annotated[
     str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")

@@ -1,0 +1,187 @@
+"""The checker: proves that instruction lists compute their pipeline, cannot block, and hold no more than they may.
+
+Each invariant is a generator of complaints about a schedule:
+
+    complete    every rank has just the instructions that the pipeline asks of it, each once       -> _complete
+    ready       what an instruction needs on its own rank comes before it                          -> _ready
+    versions    every pass uses the weights that the pipeline's rule says, and they exist by then   -> _versions
+    acyclic     lists in issue order, with both ends of a transfer as one event, have no circle:
+                whatever the times are, some rank can always go on                                  -> _acyclic
+    bounded     no rank holds more than its stash bound                                             -> _bounded
+
+Complete and ready say that data come before their use on each rank, acyclic that the transfers between ranks happen,
+so that together every pass of every microbatch runs once on the right data. What is expected comes from the pipeline
+alone, not from how a schedule was made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import networkx as nx
+
+from autopar.errors import ScheduleError
+from autopar.schedules.complete import VERSIONS
+from autopar.schedules.instructions import Instruction, Op
+from autopar.schedules.pipeline import Pipeline, Schedule, held
+
+
+def _expected(pipeline: Pipeline) -> list[list[Instruction]]:
+    """The instructions of each rank, in no particular order, versions left out."""
+    found: list[list[Instruction]] = [[] for _ in range(pipeline.ranks)]
+    for stage, rank in enumerate(pipeline.placement):
+        for i in range(pipeline.microbatches):
+            if pipeline.routed(stage, i):
+                found[rank] += _of_microbatch(pipeline, stage, i)
+        for last in range(pipeline.window - 1, pipeline.microbatches, pipeline.window):
+            found[rank] += (Instruction("reduce", "", stage, last), Instruction("update", "", stage, last))
+    return found
+
+
+def _plain(i: Instruction) -> Instruction:
+    """The instruction without the version of its weights."""
+    return replace(i, version=0) if i.version else i
+
+
+def _of_microbatch(pipeline: Pipeline, stage: int, i: int) -> Iterator[Instruction]:
+    def elsewhere(other: int) -> bool:
+        return pipeline.placement[other] != pipeline.placement[stage]
+
+    for kind in pipeline.kinds:
+        yield Instruction("run", kind, stage, i)
+        for other in filter(elsewhere, pipeline.inputs(kind, stage)):
+            yield Instruction("recv", kind, other, i, to=stage)
+        for other in filter(elsewhere, pipeline.outputs(kind, stage)):
+            yield Instruction("send", kind, stage, i, to=other)
+    for kind in pipeline.kinds[:-1]:
+        yield Instruction("free", kind, stage, i)
+    yield Instruction("accumulate", "", stage, i)
+
+
+def _complete(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    expected = _expected(schedule.pipeline)
+    if len(schedule.lists) != len(expected):
+        yield f"there are {len(schedule.lists)} lists for {len(expected)} ranks"
+        return
+    for rank, (have, want) in enumerate(zip(schedule.lists, expected, strict=True)):
+        counts = Counter(map(_plain, have))
+        wanted = Counter(want)
+        yield from (f"rank {rank} lacks {i}" for i in wanted if i not in counts)
+        yield from (f"rank {rank} has {i}, which is no work of its" for i in counts if i not in wanted)
+        yield from (f"rank {rank} has {i} {n} times" for i, n in counts.items() if n > 1)
+
+
+def _run_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+    for other in pipeline.inputs(i.kind, i.stage):
+        here = pipeline.placement[other] == pipeline.placement[i.stage]
+        yield Instruction("run" if here else "recv", i.kind, other, i.microbatch, to=-1 if here else i.stage)
+    if i.kind != "F":
+        yield Instruction("run", pipeline.kinds[pipeline.kinds.index(i.kind) - 1], i.stage, i.microbatch)
+    before = pipeline.slice_before(i.kind, i.microbatch)
+    if before is not None:
+        yield Instruction("run", i.kind, i.stage, before)
+
+
+def _free_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+    yield Instruction("run", pipeline.kinds[pipeline.kinds.index(i.kind) + 1], i.stage, i.microbatch)
+
+
+def _accumulate_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+    yield Instruction("run", pipeline.kinds[-1], i.stage, i.microbatch)
+    if i.microbatch >= pipeline.window:
+        yield Instruction("update", "", i.stage, i.microbatch // pipeline.window * pipeline.window - 1)
+
+
+NEEDS: Mapping[Op, Callable[[Pipeline, Instruction], Iterable[Instruction]]] = MappingProxyType(
+    {
+        "run": _run_needs,
+        "send": lambda pipeline, i: (Instruction("run", i.kind, i.stage, i.microbatch),),
+        "recv": lambda pipeline, i: (),
+        "free": _free_needs,
+        "accumulate": _accumulate_needs,
+        "reduce": lambda pipeline, i: (
+            Instruction("accumulate", "", i.stage, member) for member in pipeline.window_of(i.stage, i.microbatch)
+        ),
+        "update": lambda pipeline, i: (Instruction("reduce", "", i.stage, i.microbatch),),
+    }
+)
+"""What has to come before an instruction on its own rank."""
+
+
+def _ready(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    for rank, found in enumerate(schedule.lists):
+        done: set[Instruction] = set()
+        for i in found:
+            plain = _plain(i)
+            for needed in NEEDS[i.op](schedule.pipeline, plain):
+                if needed not in done:
+                    yield f"rank {rank} has {i} before {needed}"
+            done.add(plain)
+
+
+def _versions(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    rule, window = VERSIONS[schedule.pipeline.weights], schedule.pipeline.window
+    for rank, found in enumerate(schedule.lists):
+        updates: Counter[int] = Counter()
+        first: dict[tuple[int, int], int] = {}
+        for i in found:
+            if i.op == "update":
+                updates[i.stage] += 1
+            elif i.op == "run":
+                wanted = rule(updates[i.stage], first.get((i.stage, i.microbatch)), i.microbatch // window)
+                first.setdefault((i.stage, i.microbatch), i.version)
+                if i.version != wanted:
+                    yield f"rank {rank} runs {i} with version {i.version} of the weights in place of {wanted}"
+                if i.version > updates[i.stage]:
+                    yield f"rank {rank} runs {i} when there are only {updates[i.stage]} updates of its weights"
+
+
+def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    names: dict[object, str] = {}
+    graph: nx.DiGraph[object] = nx.DiGraph()
+    for rank, found in enumerate(schedule.lists):
+        before: object = None
+        for position, i in enumerate(found):
+            key, parties = schedule.pipeline.event(i)
+            event = key if parties > 1 else (rank, position)
+            names.setdefault(event, f"{i} on rank {rank}")
+            if before is not None:
+                graph.add_edge(before, event)
+            before = event
+    if not nx.is_directed_acyclic_graph(graph):
+        circle = [names[edge[0]] for edge in nx.find_cycle(graph)]
+        yield "each of these waits for the one before, in a circle: " + ", ".join(circle)
+
+
+def _bounded(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    for rank, (peak, bound) in enumerate(zip(held(schedule), bounds or (), strict=bounds is not None)):
+        if peak > bound:
+            yield f"rank {rank} holds {peak} microbatches of its stages, and may hold {bound}"
+
+
+CHECKS: tuple[tuple[str, Callable[[Schedule, Sequence[int] | None], Iterator[str]]], ...] = (
+    ("every instruction stands once, on its rank", _complete),
+    ("what an instruction needs comes before it", _ready),
+    ("every pass uses the right weights", _versions),
+    ("no rank waits for ever", _acyclic),
+    ("no rank holds more than its bound", _bounded),
+)
+
+
+def check(schedule: Schedule, bounds: Sequence[int] | None = None) -> Schedule:
+    """The schedule itself, if it keeps every invariant of `CHECKS`.
+
+    Args:
+        schedule: instruction lists and their pipeline.
+        bounds: for each rank, how many (stage, microbatch) pairs it may hold between F and the last pass; None: any.
+
+    Raises:
+        ScheduleError: names the schedule, the invariant, the rank and the instruction of the first breach.
+    """
+    for title, complaints in CHECKS:
+        for complaint in complaints(schedule, bounds):
+            raise ScheduleError(f"schedule {schedule.name} breaks '{title}': {complaint}")
+    return schedule
