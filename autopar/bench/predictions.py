@@ -5,8 +5,8 @@
     error      = predicted / compiled - 1
 
 Programs are compiled as they would run, for virtual CPU devices or for a described TPU or GPU, and never run. Each
-model is planned twice: "free" as the optimizer likes, and "sharded" with every piece of state cut over all devices
-(ZeRO stage 3: Rajbhandari et al., 2020), which is where tight budgets drive a plan. One worker per model.
+model is planned twice: "free" as the optimizer likes, and "tight" within a budget a quarter of the way from the least
+memory of any plan to that of the free one. One worker per model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from autopar import codegen, jax_compat, tpu_topology, zoo
 from autopar.bench import worker
@@ -28,15 +27,13 @@ from autopar.cost_models.backends import BACKENDS
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
 from autopar.errors import ArgumentError
-from autopar.graph import Graph
-from autopar.passes.state import match_state
 from autopar.planning import Options, Planned, make_plan
-from autopar.trace import trace
+from autopar.trace import Traced, trace
 
 CLUSTER = "dgx-h100"  # who prices the plans; any plan will do
-PLANS = ("free", "sharded")
+PLANS = ("free", "tight")
 MOST_MEDIAN, MOST = 0.10, 0.25  # what the errors are to stay within
-SMALL = 1024  # elements of a state leaf that is not worth cutting
+TIGHT = 0.25  # where the tight budget lies between the least peak and that of the free plan
 
 #: Target -> model -> (mesh, sizes) with which a device holds between 64 MiB and 2 GiB.
 CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
@@ -133,8 +130,9 @@ def measure(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], target: s
     built = zoo.build(model, **sizes)
     traced = trace(built.step, *built.abstract_args())
     logical = Cluster.preset(CLUSTER, hosts=max(1, math.prod(mesh) // 8)).logical_mesh(mesh)
-    pins = sharded_state(traced.graph, logical) if kind == "sharded" else None
-    planned = make_plan(traced, logical, CLUSTER, Options(pins=pins))
+    planned = make_plan(traced, logical, CLUSTER, Options())
+    if kind == "tight":
+        planned = make_plan(traced, logical, CLUSTER, Options(memory_budget=_tight_budget(planned, traced, logical)))
     backend = BACKENDS[target.partition(":")[0]]
     memory = report(Liveness(planned.graph, planned.model, logical, backend), planned.solution.assignment)
     begin = time.perf_counter()
@@ -159,16 +157,11 @@ def measure(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], target: s
     }
 
 
-def sharded_state(graph: Graph, mesh: LogicalMesh) -> dict[str, PartitionSpec]:
-    """Pins that cut every large piece of state over all devices, along its longest dimension that divides."""
-    pins: dict[str, PartitionSpec] = {}
-    for i in sorted(set(match_state(graph).values())):
-        type_ = graph.types[graph.inputs[i]]
-        dims = [d for d, n in enumerate(type_.shape) if n % mesh.size == 0]
-        if dims and type_.size >= SMALL:
-            cut = max(dims, key=lambda d: (type_.shape[d], -d))
-            pins[f"arg:{i}"] = PartitionSpec(*[None] * cut, mesh.names)
-    return pins
+def _tight_budget(free: Planned, traced: Traced, mesh: LogicalMesh) -> float:
+    """Bytes per device."""
+    least = make_plan(traced, mesh, CLUSTER, Options(memory_budget="min"))
+    smallest, largest = (p.plan.stages[0].peak_memory_bytes for p in (least, free))
+    return smallest + TIGHT * (largest - smallest)
 
 
 def compiled(planned: Planned, avals: Sequence[Any], target: str) -> Any:

@@ -196,6 +196,15 @@ def bench_schedules(
     report(as_json, {"rows": rows}, lambda: schedules.table(rows))
 
 
+@app.command("published")
+def bench_published(as_json: Json = False) -> None:
+    """Count and price GPT of the Alpa paper beside what was published."""
+    from autopar.bench import published
+
+    found = published.run()
+    report(as_json, found, lambda: published.table(found))
+
+
 @app.command("zero")
 def bench_zero(
     workers: Annotated[int, typer.Option(min=2, help="number of devices")] = 8, as_json: Json = False

@@ -33,6 +33,7 @@ from autopar.zoo.model import (
     repeat_blocks,
     token_batch,
     trainable,
+    trainable_with_master,
     with_layer_axis,
 )
 
@@ -51,6 +52,7 @@ class Config:
     scan: bool = False
     remat: bool = False
     tied: bool = False
+    master: bool = False
 
 
 SIZES: Mapping[str, Config] = MappingProxyType(
@@ -89,7 +91,10 @@ EMBEDDING_TABLE = {"embed": PartitionSpec("model", None), "head": PartitionSpec(
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
-    init, step = trainable(_params(config), partial(_loss, config), optax.adamw(3e-4), config.precision.params)
+    made, dtype = trainable, config.precision.params
+    if config.master:
+        made, dtype = trainable_with_master, config.precision.compute
+    init, step = made(_params(config), partial(_loss, config), optax.adamw(3e-4), dtype)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **EMBEDDING_TABLE}, names)
     return Model(name, "gpt", step, init, token_batch(config.batch, config.seq, config.vocab), table, _notes(config))

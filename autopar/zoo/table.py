@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-SUFFIXES = ("tied", "scan", "remat")
+SUFFIXES = ("tied", "scan", "remat", "master")
 
 TOYS: tuple[str, ...] = (
     "mlp-toy",
@@ -84,7 +84,7 @@ def build(
 
     Args:
         target: family-size, then any of "-tied", "-scan" (scanned over layers), "-remat" (blocks recomputed in the
-            backward pass).
+            backward pass), "-master" (parameters of the computing dtype, with a float32 copy for the optimizer).
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.

@@ -10,6 +10,7 @@ from autopar import zoo
 from autopar.bench import predictions
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
+from autopar.planning import Options, make_plan
 from autopar.trace import trace
 
 
@@ -21,12 +22,12 @@ def row(predicted: int, compiled: int, plan: str = "free") -> dict[str, Any]:
     }  # fmt: skip
 
 
-ROWS = [row(110, 100), row(95, 100, "sharded"), row(100, 80)]
+ROWS = [row(110, 100), row(95, 100, "tight"), row(100, 80)]
 
 TABLE = """\
 model              sizes                                  mesh plan         MiB compiled   error   arguments
 mlp-toy            layers=4                               2x4  free         110      100  +10.0%   8/8
-mlp-toy            layers=4                               2x4  sharded       95      100   -5.0%   8/8
+mlp-toy            layers=4                               2x4  tight         95      100   -5.0%   8/8
 mlp-toy            layers=4                               2x4  free         100       80  +25.0%   8/8
 median error 10.0%, worst 25.0%, lowest -5.0%"""
 
@@ -49,12 +50,13 @@ def test_every_target_names_models_of_the_zoo_with_sizes_they_take() -> None:
             assert len(mesh) in (1, 2)
 
 
-def test_sharded_state_is_cut_over_all_devices() -> None:
+def test_the_tight_budget_lies_between_the_least_and_the_free_peak() -> None:
     model = zoo.build("mlp-1b", layers=1, batch=64)
-    graph = trace(model.step, *model.abstract_args()).graph
-    mesh = Cluster.preset("dgx-h100").logical_mesh((2, 4))
-    pins = predictions.sharded_state(graph, mesh)
-    large = [i for i, v in enumerate(graph.inputs) if graph.types[v].size >= predictions.SMALL]
-    state = {f"arg:{i}" for i in large if graph.input_paths[i].startswith("state")}
-    assert set(pins) == state
-    assert all(spec[-1] == mesh.names for spec in pins.values())
+    traced = trace(model.step, *model.abstract_args())
+    mesh = Cluster.preset("dgx-h100").logical_mesh((8,))
+    free, least = (make_plan(traced, mesh, "dgx-h100", Options(memory_budget=b)) for b in (None, "min"))
+    small, large = (p.plan.stages[0].peak_memory_bytes for p in (least, free))
+    budget = predictions._tight_budget(free, traced, mesh)
+    assert small < budget < large
+    tight = make_plan(traced, mesh, "dgx-h100", Options(memory_budget=budget)).plan
+    assert tight.stages[0].peak_memory_bytes <= budget

@@ -1,0 +1,104 @@
+"""`autopar bench published`: GPT of the Alpa paper, counted and priced, beside what was published.
+
+FLOPs per step of B sequences of S tokens, L layers of width H, vocabulary V (Narayanan et al., 2021, appendix; forward
+24 B S L H^2 (1 + S / 6H) and the output layer, backward twice that, and the blocks' forward once more if recomputed):
+
+    F        = 72 B S L H^2 (1 + S / 6H) + 6 B S H V
+    F_remat  = 96 B S L H^2 (1 + S / 6H) + 6 B S H V
+
+The formula recomputes a whole block. `jax.checkpoint` leaves out what the backward pass does not read: of each block
+the product of the second feed-forward matrix, 8 B S H^2 (row `left out`).
+
+The stage is one of the two of Alpa's plan for GPT-2.6B on eight V100 (dp2 x op2 x pp2, batch 32 in four microbatches,
+recomputation: 2.464 s per step, 37.01 TFLOP/s and 8.745 GB per device): half of the layers on four devices, one
+microbatch, batch cut over the first axis and Megatron's layouts of the parameters over the second as pins; where the
+optimizer state lies is searched. It keeps embedding and output layer, which the two stages share in the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar import api, plan_cache, zoo
+from autopar.bench import compile_only
+from autopar.cluster import Cluster
+from autopar.planning import model_flops
+from autopar.plans import Plan
+from autopar.report.text import seconds, size
+from autopar.report.text import table as grid
+from autopar.trace import trace
+from autopar.zoo import gpt
+
+SIZES = ("350m", "1.3b", "2.6b", "6.7b", "15b", "39b")
+STAGE, CLUSTER, MESH = "gpt-2.6b-remat-master", "p3.16xlarge", (2, 2)
+MICROBATCH, LAYERS = 8, 16
+
+Row = dict[str, Any]
+
+
+def formula(config: gpt.Config, *, remat: bool) -> float:
+    """FLOPs of one step as published, see above."""
+    blocks = config.batch * config.seq * config.layers * config.width**2 * (1 + config.seq / (6 * config.width))
+    return (96 if remat else 72) * blocks + 6 * config.batch * config.seq * config.width * config.vocab
+
+
+def left_out(config: gpt.Config) -> float:
+    """FLOPs of the recomputed forward pass that nothing reads."""
+    return 8 * config.batch * config.seq * config.layers * config.width**2
+
+
+def flops(name: str, *, remat: bool) -> Row:
+    """Counted and published FLOPs of one step of a GPT size."""
+    config = gpt.SIZES[name]
+    model = zoo.build(f"gpt-{name}-remat" if remat else f"gpt-{name}")
+    counted = model_flops(trace(model.step, *model.abstract_args()).graph)
+    missing = left_out(config) if remat else 0.0
+    return {
+        "model": model.name,
+        "counted": counted,
+        "formula": formula(config, remat=remat),
+        "left_out": missing,
+        "ratio": (counted + missing) / formula(config, remat=remat),
+    }
+
+
+def stage() -> Plan:
+    """The plan of the stage, Alpa's layouts pinned."""
+    model = zoo.build(STAGE, layers=LAYERS, batch=MICROBATCH, dtype="float16")
+    cluster = replace(Cluster.preset(CLUSTER), devices_per_host=4)
+    megatron = compile_only.PLANS["megatron"](model, {"x": MESH[0], "y": MESH[1]})
+    pins = {path: spec for path, spec in megatron.items() if path.startswith(("state/params/", "batch/"))}
+    with plan_cache.off():
+        return api.plan(model.step, *model.abstract_args(), mesh=MESH, cluster=cluster, pins=pins)
+
+
+def run() -> Row:
+    """FLOPs of all sizes, with and without recomputation, and the stage."""
+    plan = stage()
+    return {
+        "flops": [flops(name, remat=remat) for name in SIZES for remat in (False, True)],
+        "stage": {
+            "step_s": plan.step_time_s,
+            "flops_per_device": plan.flops_per_device,
+            "flops_per_s": plan.flops_per_device / plan.step_time_s,
+            "peak_bytes": plan.stages[0].peak_memory_bytes,
+            "memory": dict(plan.stages[0].memory),
+        },
+    }
+
+
+def table(found: Row) -> str:
+    """FLOPs, then the stage and its memory by kind."""
+    heads = ("", "counted", "left out", "formula", "ratio")
+    body = [
+        (r["model"], *(f"{r[key]:.4g}" for key in ("counted", "left_out", "formula")), f"{r['ratio']:.4f}")
+        for r in found["flops"]
+    ]
+    one = found["stage"]
+    kinds = [(kind, size(nbytes)) for kind, nbytes in sorted(one["memory"].items(), key=lambda item: -item[1])]
+    line = (
+        f"one stage on 4 devices of {CLUSTER}: {seconds(one['step_s'])} per microbatch of {MICROBATCH} and update, "
+        f"{one['flops_per_s'] / 1e12:.1f} TFLOP/s per device, {size(one['peak_bytes'])} at the peak"
+    )
+    return "\n".join([grid("FLOPs per step", heads, body), line, grid("memory at the peak", ("", "per device"), kinds)])

@@ -1,0 +1,21 @@
+"""What was published of GPT, against what the graph says."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.bench import published
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_flops_are_those_of_the_formula(remat: bool) -> None:
+    found = published.flops("125m", remat=remat)
+    assert found["ratio"] == pytest.approx(1, rel=1e-12)
+    assert (found["left_out"] > 0) == remat
+
+
+def test_the_formula_at_a_size_worked_out_by_hand() -> None:
+    """GPT-2.6B, batch 32: 72 and 96 times 32 * 1024 * 32 * 2560^2 * (1 + 1/15), and 6 * 32 * 1024 * 2560 * 51200."""
+    config = published.gpt.SIZES["2.6b"]
+    assert published.formula(config, remat=False) / 32 == pytest.approx(553535385108480.0)
+    assert published.formula(config, remat=True) / 32 == pytest.approx(729457245552640.0)
