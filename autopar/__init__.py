@@ -34,6 +34,7 @@ _HOMES = {
     "RuleError": "autopar.errors",
     "SolverError": "autopar.errors",
     "MemoryBudgetError": "autopar.errors",
+    "MicrobatchError": "autopar.errors",
     "PlanMismatchError": "autopar.errors",
     "ScheduleError": "autopar.errors",
     "DonatedError": "autopar.errors",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from autopar.errors import DonatedError as DonatedError
     from autopar.errors import MemoryBudgetError as MemoryBudgetError
     from autopar.errors import MeshError as MeshError
+    from autopar.errors import MicrobatchError as MicrobatchError
     from autopar.errors import PinError as PinError
     from autopar.errors import PlanMismatchError as PlanMismatchError
     from autopar.errors import RuleError as RuleError

@@ -46,7 +46,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         plan: a Plan, or the path of a saved one, to run instead of planning.
         progress: print phases to stderr.
         memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
-        num_microbatches, stages, schedule, remat, per_microbatch: "auto" only, in this version.
+        remat: "auto", "none", "dots" or "full": what the backward pass recomputes; "auto": what memory forces it to.
+        num_microbatches, stages, schedule, per_microbatch: "auto" only, in this version.
 
     Returns:
         A `ParallelFunction`, called like `fn`.
@@ -160,7 +161,9 @@ class Lowered:
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
         """Compile for the devices at hand."""
-        compiled = self.jax_lowered.compile(compiler_options=dict(compiler_options) if compiler_options else None)
+        needed = codegen.compiler_options(self.plan, self._prepared.mesh().devices.flat[0].platform)
+        options = {**needed, **(compiler_options or {})}
+        compiled = self.jax_lowered.compile(compiler_options=options or None)
         return Executable(self.plan, {"step": compiled}, self._prepared, self._shardings)
 
 

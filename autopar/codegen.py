@@ -75,6 +75,15 @@ def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) 
     )
 
 
+def compiler_options(plan: Plan, platform: str) -> Mapping[str, str]:
+    """What a plan's program must be compiled with.
+
+    XLA's CPU compiler takes barriers out before it decides in which order to run, and then recomputes at once what was
+    to be recomputed late; without that pass it keeps them. Tried on jaxlib 0.10.2.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if plan.remat and platform == "cpu" else {}
+
+
 def partial_axes(layout: Layout | None) -> list[int]:
     """Mesh axes along which a value in this layout is a partial sum: each is a leading dimension of its array."""
     return [axis for axis, dim in enumerate(layout or ()) if dim == PARTIAL]

@@ -60,6 +60,14 @@ class MemoryBudgetError(AutoparError, RuntimeError):
         self.budget, self.least_bytes, self.bound_bytes = budget, least_bytes, bound_bytes
 
 
+class MicrobatchError(AutoparError, ValueError):
+    """A step that does not fall into microbatches: its batch does not divide, or examples depend on each other."""
+
+
+class StageError(AutoparError, RuntimeError):
+    """A stage of a running pipeline failed; the step's arguments are as they were."""
+
+
 class PlanMismatchError(AutoparError, ValueError):
     """A plan loaded for another function, other shapes, or another mesh."""
 

@@ -22,8 +22,9 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import Memory, report
 from autopar.errors import MemoryBudgetError
-from autopar.passes.budget import Infeasible, optimize_within
+from autopar.passes.budget import BudgetedSolution, Infeasible, optimize_within
 from autopar.passes.least import LeastMemory, least_memory
+from autopar.passes.memory_rows import Row
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
 from autopar.report.text import size
@@ -51,6 +52,16 @@ class Search:
         return {name: getattr(self, name) for name in names}
 
 
+def allowed(mesh: LogicalMesh, budget: float | str | None) -> float | str:
+    """Bytes that a device may hold: the budget, the device's own memory less `MARGIN` if there is none; or "min"."""
+    return mesh.device.memory_bytes * (1 - MARGIN) if budget is None else budget
+
+
+def is_pressed(solution: Solution) -> bool:
+    """Whether memory had a say in a solution of `solve`, or it does not fit."""
+    return bool(solution.warnings) or (isinstance(solution, BudgetedSolution) and bool(solution.points))
+
+
 def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float | str | None, how: Search) -> Solution:
     """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
 
@@ -61,7 +72,7 @@ def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float |
         least = least_memory(problem, source, deadline=begin + how.time_limit)
         return _smallest(problem, least, time.monotonic() - begin)
     if budget is None:
-        return _by_default(problem, source, mesh.device.memory_bytes * (1 - MARGIN), how)
+        return _by_default(problem, source, float(allowed(mesh, None)), how)
     try:
         return optimize_within(problem, source, budget, **how.keywords())
     except Infeasible as none:
@@ -79,17 +90,22 @@ def _by_default(problem: Problem, source: Liveness, within: float, how: Search) 
     peak, row = source.peak(free.assignment)
     if peak <= within:
         return free
-    smallest = row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
-    if smallest <= within:
+    least = smallest(row)
+    if least <= within:
         try:
             return optimize_within(problem, source, within, free=free, **how.keywords())
         except Infeasible as none:
-            smallest = none.least.lower_bytes
+            least = none.least.lower_bytes
     warning = (
         f"the plan needs {size(peak)} per device, more than the {size(within)} that are there, and no plan needs less "
-        f"than {size(smallest)}; memory_budget='min' gives the smallest"
+        f"than {size(least)}; memory_budget='min' gives the smallest"
     )
     return replace(free, warnings=(*free.warnings, warning))
+
+
+def smallest(row: Row) -> float:
+    """Bytes at one program point if each tensor there is as small as it can be; no plan's peak is below."""
+    return row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
 
 
 def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
@@ -132,7 +148,7 @@ def _changes(found: Memory, budget: float) -> Iterator[str]:
     growing = sum(found.kinds.get(kind, 0) for kind in OF_THE_BATCH)
     fixed = found.peak_bytes - growing
     if found.peak_bytes - found.kinds.get("residuals", 0) <= budget:
-        yield "recompute what the backward pass keeps (jax.checkpoint around a layer)"
+        yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
     parts = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
     if parts <= MOST_PARTS:
         yield f"a batch of 1/{parts}, the rest in further microbatches"

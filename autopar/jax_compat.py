@@ -7,8 +7,10 @@ is one file's work.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import sysconfig
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,6 +39,9 @@ INLINED_CALLS: Mapping[str, str] = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "jaxpr",
 }
+
+#: Folders of installed packages.
+_INSTALLED = tuple(dict.fromkeys(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")))
 
 #: Name of the rematerialisation primitive. Tried on 0.10.2 and 0.12.0.
 REMAT = ("remat2", "checkpoint", "remat")
@@ -76,9 +81,29 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def user_frame(source_info: Any) -> tuple[str, int]:
-    """(file name, line) of the user's code behind an equation; ("", 0) when there is none. Tried on 0.10.2, 0.12.0."""
-    frame = source_info_util.user_frame(source_info.traceback)
+    """(file name, line) of the user's code behind an equation; ("", 0) when there is none. Tried on 0.10.2, 0.12.0.
+
+    Inside an installed library, such as optax, it is the innermost call from outside; without one, the library's line.
+    """
+    return _frame(source_info.traceback)
+
+
+@functools.lru_cache(maxsize=64)  # equations of one call follow each other
+def _frame(traceback: Any) -> tuple[str, int]:
+    codes, positions = traceback.raw_frames() if traceback else ((), ())
+    for code, position in zip(codes, positions, strict=True):
+        if _is_own(code.co_filename):
+            found = source_info_util.raw_frame_to_frame(code, position)
+            return found.file_name, found.start_line
+    frame = source_info_util.user_frame(traceback)
     return (frame.file_name, frame.start_line) if frame is not None else ("", 0)
+
+
+@functools.cache
+def _is_own(filename: str) -> bool:
+    """Whether code of this file is the user's: neither JAX's nor Python's, nor of an installed package."""
+    installed = any(filename.startswith(path) for path in _INSTALLED)
+    return not installed and source_info_util.is_user_filename(filename)
 
 
 @contextlib.contextmanager
@@ -107,6 +132,28 @@ def rematerialised(equation: jex.JaxprEqn, body: Callable[..., Any], operands: S
     closed = jax.make_jaxpr(lambda *args: body(*args))(*operands)
     opened = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
     return list(equation.primitive.bind(*closed.consts, *operands, **{**equation.params, "jaxpr": opened}))
+
+
+def barrier_equation(avals: Sequence[Any], source_info: Any) -> jex.JaxprEqn:
+    """`optimization_barrier` over values of these types, at this line. Tried on 0.10.2 and 0.12.0."""
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    (equation,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*types).jaxpr.eqns
+    return equation.replace(source_info=source_info)
+
+
+def scan_equation(equation: jex.JaxprEqn, constants: int, carries: int) -> jex.JaxprEqn:
+    """A scan's equation for other numbers of operands, as `scan_counts` reads it; its jaxpr no longer fits."""
+    return equation.replace(params={**equation.params, "num_consts": constants, "num_carry": carries})
+
+
+def rematted(name_stack: Any) -> Any:
+    """The name stack of an operation that is recomputed in the backward pass, named as JAX names it."""
+    return name_stack.extend("rematted_computation")
+
+
+def counts_random_bits() -> bool:
+    """True if bit i of a threefry stream is a hash of i alone, which is JAX's default. Tried on 0.10.2."""
+    return jax_config.threefry_partitionable.value
 
 
 def trace_context() -> Hashable:

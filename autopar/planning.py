@@ -8,26 +8,29 @@ Everything here is composition; the ideas are in the passes.
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from autopar import fitting, shares, traffic
+from autopar import fitting, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
+from autopar.errors import MemoryBudgetError
 from autopar.graph import Graph, Op
 from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
-from autopar.passes import decode, intra_op
+from autopar.passes import decode, intra_op, remat
 from autopar.passes.clusters import flops
 from autopar.passes.homes import UNKNOWN_TRIPS, Clustering
-from autopar.passes.optimize import Solution
+from autopar.passes.optimize import Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.state import match_state
 from autopar.plans import Plan, Stage, graph_hash
+from autopar.recomputation import Effort, Outcome
 from autopar.rules import Rule, rules_of
 from autopar.trace import Traced
 
@@ -40,11 +43,12 @@ class Options(fitting.Search):
     donate: tuple[int, ...] | str = "auto"
     rules: Mapping[str, str] | None = None
     memory_budget: float | str | None = None
+    remat: str = remat.NONE
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan with the graph and rules that codegen needs beside it."""
+    """A plan with the graph as it is executed, recomputation included, and the rules that codegen needs."""
 
     plan: Plan
     graph: Graph
@@ -73,19 +77,104 @@ def _model(
 
 def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0) -> Planned:
     """Plan one traced function on one mesh."""
+    planner = _Planner(traced, mesh, options)
+    begin = time.perf_counter()
+    if options.remat == recomputation.AUTO:
+        found = recomputation.choose(planner.attempt, planner.recomputable, planner.allowed)
+    else:
+        found = planner.attempt(recomputation.uniform(options.remat, planner.recomputable()), "proven")
+    if found.error is not None:
+        raise found.error
+    assert found.made is not None
+    draft, solution = found.made
     clock = _Clock()
-    rules = rules_of(traced.graph, options.rules)
-    model, pinned = _model(traced, mesh, options, rules, clock)
-    given = _donated(traced.graph, options)
-    liveness = Liveness(traced.graph, model, mesh, backend_of(mesh.device), given)
-    clock.lap("liveness")
-    solution = fitting.solve(model.problem, liveness, mesh, options.memory_budget, options)
-    clock.lap("solve")
-    plan = _export(traced.graph, model, solution, mesh, cluster_name, given, pinned, liveness)
+    plan = _export(traced.graph, draft, solution, mesh, cluster_name, planner.given)
     clock.lap("export")
-    phases = {"trace": trace_s, **clock.laps, **solution.phases, "inter_op": 0.0}
-    phases.pop("solve")
-    return Planned(replace(plan, phases=phases), traced.graph, rules, model, solution)
+    phases = {"trace": trace_s, **draft.laps, **clock.laps, **solution.phases, "inter_op": 0.0}
+    others = time.perf_counter() - begin - sum(phases.values()) + trace_s
+    phases.update({"remat": others} if planner.attempts > 1 else {})
+    return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """The problem of planning a program with some layers recomputed."""
+
+    policies: tuple[str, ...]
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+    liveness: Liveness
+    laps: Mapping[str, float]
+
+
+@dataclass(eq=False)
+class _Planner:
+    """Plans one program again and again, with more or less of it recomputed."""
+
+    traced: Traced
+    mesh: LogicalMesh
+    options: Options
+    attempts: int = 0
+    drafts: dict[tuple[str, ...], _Draft] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.given = _donated(self.traced.graph, self.options)
+        self.allowed = fitting.allowed(self.mesh, self.options.memory_budget)
+
+    def recomputable(self) -> tuple[bool, ...]:
+        """For each layer whether recomputing it frees anything."""
+        return remat.recomputable(self.traced.graph)
+
+    def attempt(self, policies: Sequence[str], effort: Effort) -> Outcome[tuple[_Draft, Solution]]:
+        """A plan with a policy for each layer."""
+        self.attempts += 1
+        draft = self._draft(tuple(policies))
+        if effort == "fitting" and (least := self._hopeless(draft)):
+            return Outcome(draft.policies, None, math.inf, least, fits=False, pressed=True)
+        try:
+            solution = (
+                optimize(draft.model.problem, **self.options.keywords())
+                if effort == "fastest"
+                else fitting.solve(
+                    draft.model.problem, draft.liveness, self.mesh, self.options.memory_budget, self.options
+                )
+            )
+        except MemoryBudgetError as error:
+            return Outcome(draft.policies, None, math.inf, error.bound_bytes, fits=False, pressed=True, error=error)
+        peak, _ = draft.liveness.peak(solution.assignment)
+        fits = isinstance(self.allowed, str) or peak <= self.allowed
+        pressed = not fits or fitting.is_pressed(solution)
+        return Outcome(draft.policies, (draft, solution), solution.objective, peak, fits, pressed)
+
+    def _hopeless(self, draft: _Draft) -> float:
+        """Bytes that no plan can do without, if plainly too many for the budget given; otherwise 0."""
+        if not isinstance(self.options.memory_budget, float):
+            return 0.0
+        least = max(fitting.smallest(row) for row in draft.liveness.rows())
+        return least if least > self.options.memory_budget else 0.0
+
+    def _rules(self, graph: Graph) -> Mapping[int, Rule]:
+        """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
+        known = rules_of(self.traced.graph, self.options.rules)
+        if graph is self.traced.graph:
+            return known
+        barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)
+        return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
+
+    def _draft(self, policies: tuple[str, ...]) -> _Draft:
+        if policies not in self.drafts:
+            clock = _Clock()
+            graph = remat.rewrite(self.traced.graph, policies)
+            rules = self._rules(graph)
+            model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
+            backend = backend_of(self.mesh.device)
+            backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
+            liveness = Liveness(graph, model, self.mesh, backend, self.given)
+            clock.lap("liveness")
+            self.drafts[policies] = _Draft(policies, graph, rules, model, pinned, liveness, clock.laps)
+        return self.drafts[policies]
 
 
 @contextmanager
@@ -113,15 +202,14 @@ class _Clock:
 
 
 def _export(
-    graph: Graph,
-    model: intra_op.Model,
+    original: Graph,
+    draft: _Draft,
     solution: Solution,
     mesh: LogicalMesh,
     cluster_name: str,
     donated: tuple[int, ...],
-    pinned: Pinned,
-    liveness: Liveness,
 ) -> Plan:
+    graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
     found = decode.layouts(model, solution.assignment)
     state = match_state(graph)
     inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
@@ -140,11 +228,9 @@ def _export(
         memory=memory.kinds,
     )
     account = shares.account(graph, model.clustering.rules, stage)
-    total_flops = model_flops(graph)
-    peak = mesh.device.peak(_main_dtype(graph)) * mesh.size
-    used = total_flops / (solution.objective * peak) if solution.objective > 0 else 0.0
+    possible = mesh.device.peak(_main_dtype(graph)) * mesh.size * solution.objective
     return Plan(
-        graph_hash=graph_hash(graph),
+        graph_hash=graph_hash(original),
         mesh_names=mesh.names,
         mesh_sizes=mesh.sizes,
         cluster=cluster_name,
@@ -169,11 +255,17 @@ def _export(
         variables_unfolded=solution.variables_unfolded,
         rows=solution.rows,
         phases={},
-        mfu=used,
-        hfu=used,  # recomputation under the user's own jax.checkpoint counts in both
+        # recomputation under the user's own jax.checkpoint counts in both
+        mfu=model_flops(original) / possible if possible > 0 else 0.0,
+        hfu=model_flops(graph) / possible if possible > 0 else 0.0,
         flops_per_device=account.ratio * account.total / mesh.size,
         bytes_per_device=traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
-        notes=(*_notes(graph, model.clustering, account, inputs, mesh), *solution.warnings),
+        remat=draft.policies,
+        notes=(
+            *recomputation.notes(draft.policies),
+            *_notes(graph, model.clustering, account, inputs, mesh),
+            *solution.warnings,
+        ),
     )
 
 

@@ -70,6 +70,10 @@ class Plan:
             computation.
         objective_s, lower_bound_s, gap: what the solver reached and proved.
         flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
+        remat: what the backward pass recomputes: for each layer (`autopar.passes.layers`) one of
+            `autopar.passes.remat.POLICIES`; empty if nothing.
+        mfu, hfu: share of the devices' peak rate that the model's operations take, and all that are executed, what is
+            recomputed included.
         notes: what a user should know: replicated operations, padding, side effects, fallbacks.
     """
 
@@ -104,6 +108,7 @@ class Plan:
     bytes_per_device: float = 0.0
     schedule: str = "none"
     num_microbatches: int = 1
+    remat: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     version: str = __version__
     format: int = FORMAT

@@ -23,6 +23,7 @@ from autopar.errors import ArgumentError, AutoparWarning, PinError, PlanMismatch
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.meshes import Target
+from autopar.passes.remat import rewrite
 from autopar.planning import Options, collector_paused, make_plan
 from autopar.plans import Plan, check_matches
 from autopar.rules import Rule, rules_of
@@ -36,7 +37,10 @@ Pin = tuple[PartitionSpec | None, Any]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A plan with the trace it belongs to, the mesh it is for, the rules then registered, and what to warn of."""
+    """A plan with the trace it belongs to, the mesh it is for, the rules then registered, and what to warn of.
+
+    The graph of the trace is the one that is executed: with what the plan recomputes.
+    """
 
     traced: Traced
     plan: Plan
@@ -90,6 +94,7 @@ def _best(
         donate=_donated(traced, args, s),
         rules=rules,
         memory_budget=s.memory_budget,
+        remat=s.remat,
     )
     best: Prepared | None = None
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
@@ -102,7 +107,7 @@ def _best(
         if s.progress:
             _report(name_of(fn), plan)
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
-            best = Prepared(traced, plan, target, rules, found)
+            best = Prepared(executed(traced, plan), plan, target, rules, found)
     if best is None:
         raise misfits[0]
     for warning in best.warnings:
@@ -159,7 +164,17 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
             f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
             f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
         )
-    return Prepared(traced, s.plan, target, registered_rules())
+    return Prepared(executed(traced, s.plan), s.plan, target, registered_rules())
+
+
+def executed(traced: Traced, plan: Plan) -> Traced:
+    """The trace with what the plan recomputes. PlanMismatchError if it was made for other layers."""
+    try:
+        return replace(traced, graph=rewrite(traced.graph, plan.remat))
+    except ArgumentError as error:
+        raise PlanMismatchError(
+            f"the plan recomputes other layers than this autopar finds: {error}. Plan again."
+        ) from None
 
 
 def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:

@@ -17,12 +17,12 @@ from autopar.errors import ArgumentError, PinError
 from autopar.passes.optimize import SOLVERS
 from autopar.passes.pins import Pins
 from autopar.plans import Plan
+from autopar.recomputation import CHOICES
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "num_microbatches": ("auto", 1),
     "stages": ("auto", 1),
     "schedule": ("auto", "none"),
-    "remat": ("auto", "none"),
     "per_microbatch": ((),),
 }
 
@@ -42,6 +42,7 @@ class Settings:
     time_limit: float = 60.0
     plan: Plan | None = None
     progress: bool | None = None
+    remat: str = "auto"
 
 
 def _is_seconds(value: Any) -> bool:
@@ -62,6 +63,7 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError] | ty
     ),
     "solver": (" or ".join(map(repr, SOLVERS)), lambda value: value in SOLVERS, ArgumentError),
     "time_limit": ("a number of seconds above zero", _is_seconds, ArgumentError),
+    "remat": (" or ".join(map(repr, CHOICES)), lambda value: value in CHOICES, ArgumentError),
     "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
     "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
 }

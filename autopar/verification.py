@@ -25,6 +25,7 @@ from autopar import codegen, comparison, conversions, gpu_topology, hlo, jax_com
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.plans import Plan, check_matches
+from autopar.prepare import executed
 from autopar.rules import rules_of
 from autopar.trace import trace
 
@@ -90,6 +91,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     fn = getattr(fn, "__wrapped__", fn)
     traced = trace(fn, *args, **kwargs)
     check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+    traced = executed(traced, plan)
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
@@ -153,7 +155,7 @@ def _partitioned(built: codegen.Program, avals: Any, plan: Plan) -> Emitted:
 
 def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
     lowered = built.jit().trace(*avals).lower(lowering_platforms=(platform,))
-    compiled = lowered.compile(compiler_options=dict(options))
+    compiled = lowered.compile(compiler_options=_joined(options, codegen.compiler_options(plan, platform)))
     stats = compiled.memory_analysis()
     memory = {
         "arguments": stats.argument_size_in_bytes,
@@ -164,6 +166,12 @@ def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, opt
     costs = compiled.cost_analysis() or {}
     found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)
     return Emitted(found, memory, float(costs.get("flops", 0.0)), float(costs.get("bytes accessed", 0.0)))
+
+
+def _joined(*options: Mapping[str, str]) -> dict[str, str]:
+    """Compiler options together, lists one behind the other."""
+    names = dict.fromkeys(name for some in options for name in some)
+    return {name: ",".join(some[name] for some in options if name in some) for name in names}
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ class _Fusion:
         p = self.p
         self.kept = {*p.graph.inputs, *(v for v, _ in p.graph.constants)}
         self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
+        self.leaving.update(p.behind(v) for held in p.barriers for v in held)
         for step in self.steps:
             if step.kind == LIGHT and self._is_thin(step):
                 self.thin.update(step.outputs)

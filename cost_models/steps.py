@@ -3,6 +3,7 @@
 A *step* is an operation, or what a loop or a backend does beside the operations:
 
     calls and rematerialised bodies     inlined; a recomputation waits for the gradient that needs it   -> _inline
+    barriers                            other names for what is held; readers wait for all of it        -> _hold
     loops                               a step with frames: carries are updated in place, stacked
                                         operands read and stacked results written slice by slice        -> _scan
     reshapes and the like               another name for the same buffer                                -> Program.root
@@ -117,6 +118,8 @@ class Program:
         like: value made here -> value of the graph with its type and layout.
         tokens: value that is a copy -> (value copied, key).
         pieces: value made here of a copy -> the copy's key.
+        barriers: what each barrier holds, all of which is written to memory.
+        behind_barriers: value -> barriers it is behind, if only light steps stand between.
     """
 
     graph: Graph
@@ -127,6 +130,8 @@ class Program:
     like: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
+    barriers: list[tuple[int, ...]] = field(default_factory=list)
+    behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
 
     def root(self, atom: Atom) -> Atom:
@@ -185,15 +190,31 @@ def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable]) -> Pr
 
 def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -> None:
     for op in ops:
+        barriers = tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
+        waits = (*after, *(v for i in barriers for v in p.barriers[i]))
         if op.regions:
-            _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, after)
-        elif op.name in RENAMINGS and isinstance(op.inputs[0], int):
+            _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
+            continue
+        if op.name in RENAMINGS and isinstance(op.inputs[0], int):
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
-            p.alias.update(zip(op.outputs, p.operands(op), strict=True))
+            barriers = _hold(p, op)
         else:
             inputs = values([*_prepared(p, frame, op, p.operands(op))])
-            frame.steps.append(Step(op, op.name, _kind(p, op), inputs, op.outputs, after))
+            frame.steps.append(Step(op, op.name, _kind(p, op), inputs, op.outputs, waits))
+            barriers = barriers if frame.steps[-1].kind == LIGHT else ()
+        if barriers:
+            p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
+
+
+def _hold(p: Program, op: Op) -> tuple[int, ...]:
+    """A barrier gives what it holds other names; where the compiler keeps it, all of it is there before any is read."""
+    operands = p.operands(op)
+    p.alias.update(zip(op.outputs, operands, strict=True))
+    if not p.backend.keeps_barriers:
+        return ()
+    p.barriers.append(values(operands))
+    return (len(p.barriers) - 1,)
 
 
 def _kind(p: Program, op: Op) -> str:

@@ -89,7 +89,7 @@ def _entering(reduced: Floats, scale: float, first: bool) -> int:
 def _leaving(values: Floats, direction: Floats, basis: list[int]) -> int:
     """The position that reaches zero first; of several the one with the lowest column."""
     ratios = np.full(len(values), np.inf)
-    falls = direction > 1e-12
+    falls = direction > 1e-12 * max(1.0, float(np.abs(direction).max()))
     ratios[falls] = np.maximum(values[falls], 0.0) / direction[falls]
     ties = np.flatnonzero(ratios <= ratios.min() + 1e-15)
     return int(min(ties, key=lambda i: basis[i]))

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from autopar.collective import Collective, wire_bytes
 from autopar.graph import Graph, Op
 from autopar.layout import local_shape, spec
+from autopar.passes.remat import rewrite
 from autopar.plans import Plan, Stage
 from autopar.report.reasons import Reasons, placed
 from autopar.report.text import WIDTH, Rows, seconds, size, spec_text, table
@@ -38,7 +39,7 @@ STATUS: Mapping[str, str] = {
 
 def summary(plan: Plan, graph: Graph | None = None) -> str:
     """The plan as text; with the graph it was made for also activations, and reasons that name source lines."""
-    reasons = None if graph is None else Reasons(plan, graph)
+    reasons = None if graph is None else Reasons(plan, rewrite(graph, plan.remat))
     parts = [_head(plan)]
     for title, members in sections(plan).items():
         parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))

@@ -1,0 +1,171 @@
+"""Which layers are recomputed, where memory forces something.
+
+    as written     first, and alone if memory makes the plan no costlier
+    uniform        every layer that has something to drop, by "dots" and by "full"; where even the fastest plan does
+                   not fit, the best that does
+    some layers    otherwise the first k of them, the smallest k whose fastest plan fits: the first, for what they keep
+                   lives longest; the peak falls about evenly with k, so that k is found by interpolation -> _Search
+
+The policy that by interpolation promises the shorter step is searched first, the other only where it promises more.
+Of all that fit the one with the shortest step is taken, of equals the one found first. For the budget "min" it is the
+smallest peak, of the program as written and of the one with everything recomputed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
+
+from autopar.errors import MemoryBudgetError
+from autopar.passes.remat import DOTS, FULL, NONE, POLICIES
+
+AUTO = "auto"
+#: What the option `remat` may be.
+CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
+
+HALVED = 3  # every third guess halves what is left, where the peak does not fall evenly
+
+T = TypeVar("T")
+
+
+#: How far an attempt goes: the fastest plan of all, whether it fits or not; the best plan that fits, unless plainly
+#: none does; the best plan that fits, or the proof that none does.
+Effort = Literal["fastest", "fitting", "proven"]
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome(Generic[T]):
+    """What planning with some layers recomputed came to.
+
+    Attributes:
+        policies: what was recomputed.
+        made: the plan; None where no plan fits.
+        seconds: predicted step time.
+        peak_bytes: predicted peak per device; without a plan no plan's peak is below.
+        fits: there is a plan, and it keeps within the budget.
+        pressed: without the budget there would be a faster plan.
+        error: the proof that no plan fits.
+    """
+
+    policies: tuple[str, ...]
+    made: T | None
+    seconds: float
+    peak_bytes: float
+    fits: bool
+    pressed: bool
+    error: MemoryBudgetError | None = None
+
+
+#: Plans with a policy for each layer.
+Attempt = Callable[[Sequence[str], Effort], Outcome[T]]
+
+
+def uniform(policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
+    """One policy for all layers that it changes; empty if it changes none."""
+    if policy == NONE or not any(open_to):
+        return ()
+    return tuple(policy if open_ else NONE for open_ in open_to)
+
+
+def first(count: int, policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
+    """The policy for the first layers that it changes."""
+    chosen = [i for i, open_ in enumerate(open_to) if open_][:count]
+    return tuple(policy if i in chosen else NONE for i in range(len(open_to))) if chosen else ()
+
+
+def notes(policies: Sequence[str]) -> tuple[str, ...]:
+    """What a plan says about recomputation: "recomputed in the backward pass, to save memory: 4 of 6 layers (full)"."""
+    counts = {policy: sum(p == policy for p in policies) for policy in (FULL, DOTS)}
+    parts = [f"{count} of {len(policies)} layers ({policy})" for policy, count in counts.items() if count]
+    return (f"recomputed in the backward pass, to save memory: {', '.join(parts)}",) if parts else ()
+
+
+def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str) -> Outcome[T]:
+    """The best outcome within a budget (bytes per device, or "min").
+
+    `open_to` tells for each layer whether recomputing it helps. Without any plan that fits the outcome has an error, or
+    is the program as written where that has a plan all the same.
+    """
+    found = [attempt((), "fitting")]
+    if isinstance(budget, str):
+        found.extend([attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else [])
+        return min(found, key=lambda o: (o.peak_bytes, o.seconds))
+    if not found[0].pressed:
+        return found[0]
+    policies = (DOTS, FULL) if any(layers := open_to()) else ()
+    nowhere = attempt((), "fastest") if policies else found[0]
+    searches = [_Search(attempt, policy, layers, budget, nowhere) for policy in policies]
+    for search in sorted(searches, key=lambda s: s.estimate):
+        promising = search.estimate < min((o.seconds for o in found if o.fits), default=math.inf)
+        found.append(search.run() if promising else search.everywhere)
+    fitting = [o for o in found if o.fits]
+    if fitting:
+        return min(fitting, key=lambda o: o.seconds)
+    return found[0] if found[0].made is not None else _refusal(attempt, found)
+
+
+class _Search(Generic[T]):
+    """The search for the best outcome of one policy.
+
+    Attributes:
+        everywhere: the fastest plan with all layers recomputed.
+        estimate: about how many seconds the best outcome takes: each layer costs and frees about as much as the next.
+    """
+
+    def __init__(
+        self, attempt: Attempt[T], policy: str, layers: Sequence[bool], budget: float, nowhere: Outcome[T]
+    ) -> None:
+        self._attempt, self._policy, self._layers, self._budget = attempt, policy, layers, budget
+        self._nowhere = nowhere
+        self.everywhere = attempt(uniform(policy, layers), "fastest")
+        share = self._count(0, nowhere.peak_bytes, sum(layers), self.everywhere.peak_bytes) / sum(layers)
+        dearer = self.everywhere.seconds - nowhere.seconds
+        self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
+
+    def run(self) -> Outcome[T]:
+        """The outcome with the fewest layers recomputed whose fastest plan fits, or the best that fits with all."""
+        best = self.everywhere
+        if not best.fits:
+            return self._attempt(uniform(self._policy, self._layers), "fitting")
+        low, above = 0, self._nowhere.peak_bytes
+        high, below = sum(self._layers), best.peak_bytes
+        for turn in itertools.count():
+            if high - low <= 1:
+                break
+            halved = turn % HALVED == HALVED - 1
+            guess = (low + high) // 2 if halved else self._count(low, above, high, below)
+            count = min(max(guess, low + 1), high - 1)
+            tried = self._attempt(first(count, self._policy, self._layers), "fastest")
+            if tried.fits:
+                high, below, best = count, tried.peak_bytes, tried
+            else:
+                low, above = count, tried.peak_bytes
+        return best
+
+    def _count(self, low: int, above: float, high: int, below: float) -> int:
+        """Layers to recompute, if the peak falls evenly from `above` with `low` of them to `below` with `high`."""
+        if above <= below:
+            return high
+        return min(high, low + math.ceil((high - low) * (above - self._budget) / (above - below)))
+
+
+def _refusal(attempt: Attempt[T], found: Sequence[Outcome[T]]) -> Outcome[T]:
+    """The outcome whose smallest plan is the smallest of all, its error with a bound on the plans of all."""
+    closest: MemoryBudgetError | None = None
+    bounds: list[int] = []
+    best = found[0]
+    for outcome in sorted(found, key=lambda o: o.peak_bytes):
+        if closest is not None and outcome.peak_bytes >= closest.least_bytes:
+            bounds.append(math.floor(outcome.peak_bytes))
+            continue
+        proven = outcome if outcome.error is not None else attempt(outcome.policies, "proven")
+        assert proven.error is not None
+        bounds.append(proven.error.bound_bytes)
+        if closest is None or proven.error.least_bytes < closest.least_bytes:
+            best, closest = proven, proven.error
+    assert closest is not None
+    error = MemoryBudgetError(str(closest), closest.budget, closest.least_bytes, min(bounds))
+    return replace(best, error=error)

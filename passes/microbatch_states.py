@@ -1,0 +1,95 @@
+"""How a value of a train step lies along the microbatches: the lattice of the analysis in `autopar.passes.microbatch`.
+
+The batch is cut into m blocks. A value of the step is, seen by the program that runs once per block,
+
+    Invariant            the same for every block
+    Split(dim, outer)    block k of the whole: dimension `dim`, viewed as (outer, m, inner), at [:, k, :]
+    Partial(kind)        a part of the whole, which is the sum (maximum, minimum) over the blocks
+
+`outer` is 1 for a batch in front; a batch of B examples flattened behind S positions, (S, B) -> (S B), is split with
+outer = S. The same three states describe what lies on a mesh axis (replicated, sharded, partial sum: GSPMD, Xu et al.,
+2021); here the axis is time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Shape = tuple[int, ...]
+Kind = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """The same in every microbatch; `zero`: all elements are known to be zero."""
+
+    zero: bool = False
+
+    def __str__(self) -> str:
+        return "zero" if self.zero else "invariant"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One block of the whole value along `dim`, seen as (outer, microbatches, inner)."""
+
+    dim: int
+    outer: int = 1
+
+    def __str__(self) -> str:
+        return f"split({self.dim})" if self.outer == 1 else f"split({self.dim}, outer={self.outer})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A part of the whole value, to be combined over the microbatches."""
+
+    kind: Kind = "sum"
+
+    def __str__(self) -> str:
+        return f"partial {self.kind}"
+
+
+State = Invariant | Split | Partial
+
+INVARIANT = Invariant()
+ZERO = Invariant(True)
+SUM = Partial("sum")
+
+
+def local_shape(shape: Shape, state: State, count: int) -> Shape:
+    """Shape of a value within one of `count` microbatches."""
+    return divided(shape, state.dim, count) if isinstance(state, Split) else shape
+
+
+def divided(shape: Sequence[int], dim: int, count: int) -> Shape:
+    """`shape` with one dimension divided by `count`."""
+    return tuple(n // count if d == dim else n for d, n in enumerate(shape))
+
+
+def fits(shape: Shape, state: Split, count: int) -> bool:
+    """True if the dimension can be viewed as (outer, count, inner)."""
+    return shape[state.dim] % (state.outer * count) == 0
+
+
+def only(states: Sequence[State]) -> State | None:
+    """The one state that all but the invariants are in; None if they differ or all are invariant."""
+    found = list(dict.fromkeys(s for s in states if not isinstance(s, Invariant)))
+    return found[0] if len(found) == 1 else None
+
+
+def join(before: State, after: State) -> State | None:
+    """What a loop's carry is, that enters as `before` and leaves an iteration as `after`; None if nothing covers both.
+
+    An invariant that enters a split carry is cut; a sum may start from zero only.
+    """
+    if before == after:
+        return before
+    if isinstance(before, Invariant) and isinstance(after, Invariant):
+        return INVARIANT
+    for one, other in ((before, after), (after, before)):
+        if isinstance(one, Invariant) and (isinstance(other, Split) or (one.zero and other == SUM)):
+            return other
+    return None

@@ -1,0 +1,512 @@
+"""Steps that fall into microbatches compute what they compute undivided; those that do not are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import ArgumentError, MicrobatchError
+from autopar.graph import Graph
+from autopar.microbatches import Programs, split_step, take, untake
+from autopar.passes.microbatch import Microbatches, batch_leaves, split
+from autopar.passes.microbatch_states import Partial, Split, local_shape
+from autopar.trace import trace
+from autopar.zoo import TOYS, build
+from tests.passes import batch_programs as programs
+
+#: Zoo models whose examples depend on each other.
+COUPLED = ("wresnet-toy",)
+COUNT = 4
+#: One layer shows what several do.
+SHORT_ONES = ("gpt-toy", "gpt-toy-remat", "gpt-toy-tied", "llama3-toy", "vit-toy", "flax-nnx-toy")
+SHORT = {target: {"layers": 1} for target in SHORT_ONES}
+
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def assert_close(got: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    """Equal trees and types; every leaf within `tolerance` of its largest magnitude, integers and keys bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert jax.typeof(a).str_short() == jax.typeof(b).str_short(), name
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.asarray(a), np.asarray(b)
+        if np.issubdtype(a.dtype, np.integer) or a.dtype == bool:
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        elif b.size:
+            error = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+            assert error <= tolerance * np.abs(b.astype(np.float64)).max() + 1e-300, (name, error)
+
+
+def batch_argument(name: str) -> Any:
+    """A step that hands no state back, so that its batch cannot be told from its parameters with certainty."""
+    return (2,) if name in ("evaluation", "generation") else "auto"
+
+
+# Exact
+
+
+@pytest.mark.parametrize("name", programs.EXACT)
+def test_step_in_microbatches_is_the_step(name: str) -> None:
+    step = programs.EXACT[name]
+    args = programs.arguments(name, step)
+    traced = trace(step, *args)
+    divided = split_step(traced, COUNT, batch_argument(name))
+    assert divided.split.share >= 0.99
+    assert len(divided.split.sweeps) == (2 if name in programs.TWO_SWEEPS else 1)
+    assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
+
+
+@pytest.mark.parametrize("target", [t for t in TOYS if t not in COUPLED])
+def test_zoo_model_in_microbatches_is_the_model(target: str) -> None:
+    model = build(target, dtype="float64", **SHORT.get(target, {}))
+    args = jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
+    divided = split_step(trace(model.step, *args), COUNT)
+    assert divided.split.share >= 0.99
+    assert_close(*jit(lambda *args: (divided(*args), model.step(*args)))(*args))
+
+
+def test_halves_are_summed_in_single_precision() -> None:
+    """Rounding a running sum of 64 ones and some to halves would lose what is added last."""
+
+    def step(w: jax.Array, b: Any) -> jax.Array:
+        return jnp.sum(b["x"] * w, dtype=jnp.bfloat16)
+
+    b = {"x": jnp.asarray([256.0] + [1.0] * 63, jnp.bfloat16)}
+    divided = split_step(trace(step, jnp.ones((), jnp.bfloat16), b), 64, (1,))
+    assert float(jit(divided)(jnp.ones((), jnp.bfloat16), b)) == float(jnp.bfloat16(319))
+
+
+def test_half_precision_step_is_the_step_to_rounding() -> None:
+    args = programs.arguments("halves", programs.HALVES)
+    divided = split_step(trace(programs.HALVES, *args), COUNT)
+    assert divided.split.share >= 0.99
+    (_, _, got), (_, _, expected) = jit(lambda *args: (divided(*args), programs.HALVES(*args)))(*args)
+    assert_close(got, expected, 1e-2)
+
+
+def test_unrolled_loop_and_one_microbatch_are_the_step() -> None:
+    step = programs.EXACT["global norm"]
+    args = programs.arguments("global norm", step)
+    traced = trace(step, *args)
+    unrolled, whole = split_step(traced, 2, unrolled=True), split_step(traced, 1)
+    first, second, expected = jit(lambda *args: (unrolled(*args), whole(*args), step(*args)))(*args)
+    assert_close(first, expected)
+    assert_close(second, expected)
+
+
+# Refused
+
+
+def mistakes(source: str, text: str) -> str:
+    """ "file.py:line" of the first line of a test program that has this text."""
+    with open(source) as file:
+        number = next(i for i, line in enumerate(file, 1) if text in line)
+    return f"batch_programs.py:{number}"
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("contrastive", "z @ z.T"), ("batch norm", "x = (x - x.mean((0, 1)))")], ids=["dot", "norm"]
+)
+def test_coupled_step_is_refused_with_its_forward_line(name: str, line: str) -> None:
+    step = programs.REFUSED[name]
+    graph = trace(step, *programs.arguments(name, step)).graph
+    with pytest.raises(MicrobatchError, match=r"% of its FLOPs") as refused:
+        split(graph, COUNT)
+    assert mistakes(programs.__file__, line) in str(refused.value)
+
+
+def test_batch_norm_of_the_zoo_is_refused() -> None:
+    graph = trace(build("wresnet-toy").step, *build("wresnet-toy").abstract_args()).graph
+    with pytest.raises(MicrobatchError, match=r"at wresnet\.py:\d+ hands it back to every example.*per_microbatch"):
+        split(graph, COUNT)
+
+
+def test_one_microbatch_is_never_refused() -> None:
+    for name, step in programs.REFUSED.items():
+        args = programs.arguments(name, step)
+        divided = split_step(trace(step, *args), 1)
+        assert_close(*jit(lambda *args, divided=divided, step=step: (divided(*args), step(*args)))(*args))
+
+
+def test_one_sweep_refuses_what_needs_two() -> None:
+    step = programs.EXACT["balanced experts"]
+    graph = trace(step, *programs.arguments("balanced experts", step)).graph
+    with pytest.raises(MicrobatchError, match=mistakes(programs.__file__, "routed = jax.nn.one_hot")):
+        split(graph, COUNT, sweeps=1)
+    assert split(graph, COUNT).repeated > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "message"),
+    [((6, 4), 4, r"'b/x' of shape \(6, 4\) cannot be cut into 4"), ((), 2, "no argument holds a batch")],
+)
+def test_batch_that_does_not_divide_is_refused(shape: tuple[int, ...], count: int, message: str) -> None:
+    def step(p: Any, b: Any) -> Any:
+        return p * b["x"].sum()
+
+    graph = trace(step, jnp.ones(()), {"x": jnp.ones(shape)}).graph
+    with pytest.raises(MicrobatchError, match=message):
+        split(graph, count)
+
+
+def test_counts_and_arguments_are_checked() -> None:
+    traced = trace(lambda p, x: p * x, jnp.ones(()), jnp.ones(4))
+    with pytest.raises(ArgumentError, match="at least 1, got 0"):
+        split(traced.graph, 0)
+    with pytest.raises(ArgumentError, match="no traced argument 2"):
+        split_step(traced, 2, (2,))
+    with pytest.raises(ArgumentError, match="was traced for"):
+        split_step(traced, 2, (1,))(1.0)
+
+
+# A microbatch's own totals
+
+
+def test_batch_norm_per_microbatch_is_the_mean_over_microbatches() -> None:
+    """Loss and gradients with each microbatch's own statistics, as frameworks that accumulate gradients have them."""
+
+    def step(p: Any, b: Any) -> Any:
+        value, grads = jax.value_and_grad(programs.batch_norm)(p, b)
+        return programs.sgd(p, grads), value
+
+    p, b = programs.params(), programs.batch()
+
+    def parts(p: Any, b: Any) -> Any:
+        cut = jax.tree.map(lambda x: x.reshape(COUNT, -1, *x.shape[1:]), b)
+        values, grads = jax.lax.map(lambda part: jax.value_and_grad(programs.batch_norm)(p, part), cut)
+        return programs.sgd(p, jax.tree.map(lambda g: g.mean(0), grads)), values.mean()
+
+    got = jit(split_step(trace(step, p, b), COUNT, per_microbatch=True))(p, b)
+    assert_close(got, jit(parts)(p, b))
+
+
+def test_running_statistics_stay_those_of_the_whole_batch() -> None:
+    def step(p: Any, b: Any) -> Any:
+        def loss(w: jax.Array) -> Any:
+            y = b["x"] @ w
+            mean = y.mean(0)
+            return jnp.mean(jnp.tanh(y - mean * p["gain"]) @ w.T), mean
+
+        (value, mean), grad = jax.value_and_grad(loss, has_aux=True)(p["w"])
+        return {**p, "w": p["w"] - grad, "mean": 0.9 * p["mean"] + 0.1 * mean}, value
+
+    p = {"w": jnp.arange(12.0).reshape(3, 4) / 10, "mean": jnp.zeros(4), "gain": jnp.full(4, 0.9)}
+    b = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))}
+    traced = trace(step, p, b)
+    got, _ = jit(split_step(traced, COUNT, per_microbatch=True))(p, b)
+    expected, _ = jit(step)(p, b)
+    assert_close(got["mean"], expected["mean"])
+    assert not np.allclose(got["w"], expected["w"])
+
+
+# What stands where
+
+
+def placed(name: str) -> Microbatches:
+    step = programs.EXACT[name]
+    return split(trace(step, *programs.arguments(name, step)).graph, COUNT)
+
+
+def test_gradients_are_summed_and_the_update_runs_once() -> None:
+    found = placed("global norm")
+    assert {p.op.phase for p in found.loop} == {"forward", "backward"}
+    assert "sqrt" in {p.op.name for p in found.epilogue}
+    assert all(total.how == "sum" for total in found.totals)
+    assert all(isinstance(found.states[total.value], Partial) for total in found.totals)
+    assert not any(p.op.phase == "update" for p in found.prologue)
+
+
+@pytest.mark.parametrize(("absorb", "accumulators"), [(True, 1), (False, 2)])
+def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(absorb: bool, accumulators: int) -> None:
+    step = programs.EXACT["by hand"]
+    args = programs.arguments("by hand", step)
+    found = split(trace(step, *args).graph, COUNT, absorb=absorb)
+    assert [total.how for total in found.totals].count("sum") == accumulators
+    got = Programs(found).step(jax.tree.leaves(args))
+    assert_close(got, tuple(jax.tree.leaves(step(*args))))
+
+
+def test_metrics_come_back_as_what_they_are() -> None:
+    assert {total.how for total in placed("metrics").totals} == {"sum", "max", "min", "concatenate"}
+
+
+def test_values_of_the_batchs_size_are_not_held_by_the_loop() -> None:
+    """Dropout masks and zeros are made block by block; what is made before the loop is small."""
+    for name in ("dropout", "flattened", "global norm"):
+        found = placed(name)
+        most = max(found.graph.types[v].size for p in found.prologue for v in p.op.outputs)
+        assert most <= programs.VOCAB * programs.WIDTH, name
+
+
+def test_mask_count_is_taken_before_the_loop() -> None:
+    assert any(p.op.name == "reduce_sum" for p in placed("masked mean").prologue)
+
+
+def test_only_so_much_of_the_batch_is_taken_before_the_loop() -> None:
+    """A count of something far larger than the batch comes after the loop, and with it what divides by it."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        wide = b["x"][:, None] * jnp.ones(1 << 16) * w
+        return jnp.sum(wide / jnp.sum(jnp.tanh(b["x"][:, None] * jnp.arange(float(1 << 16)))))
+
+    graph = trace(step, jnp.ones(()), {"x": jnp.ones(8)}).graph
+    assert not any(p.op.name in ("tanh", "reduce_sum") for p in split(graph, COUNT).prologue)
+
+
+def test_users_own_loop_is_dealt_to_with_a_stride() -> None:
+    assert set(placed("accumulated").batch.values()) == {Split(0, 2)}
+
+
+def test_rematerialisation_stays_in_the_loop() -> None:
+    step = programs.EXACT["remat in remat"]
+    args = programs.arguments("", step)
+    before = jax.make_jaxpr(step)(*args)
+    after = jax.make_jaxpr(split_step(trace(step, *args), COUNT))(*args)
+
+    def count(jaxpr: Any) -> int:
+        inner = [j for e in jaxpr.eqns for j in jax.tree.leaves(e.params, is_leaf=is_jaxpr) if is_jaxpr(j)]
+        mine = sum(e.primitive.name in ("checkpoint", "remat2", "remat") for e in jaxpr.eqns)
+        return mine + sum(count(getattr(j, "jaxpr", j)) for j in inner)
+
+    assert count(after.jaxpr) == count(before.jaxpr) > 1
+
+
+def is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def test_effects_happen_once() -> None:
+    seen: list[Any] = []
+
+    def step(w: jax.Array, b: Any) -> Any:
+        losses = (b["x"] @ w) ** 2
+        jax.debug.callback(lambda x: seen.append(x.shape), losses)
+        return w - jax.grad(lambda w: jnp.mean((b["x"] @ w) ** 2))(w), losses.sum()
+
+    args = jnp.ones(3), {"x": jnp.ones((8, 3))}
+    traced = trace(step, *args)
+    jax.block_until_ready(jit(split_step(traced, COUNT))(*args))
+    jax.effects_barrier()
+    assert seen == [(8,)]
+
+
+def test_programs_are_graphs_of_their_own() -> None:
+    """The loop can be planned for a mesh: traced, it has the phases and the user's lines of the step."""
+    step = programs.EXACT["remat"]
+    args = programs.arguments("", step)
+    divided = split_step(trace(step, *args), COUNT)
+    made, sweep = divided.programs, divided.split.sweeps[0]
+    outer = jax.eval_shape(made.prologue, jax.tree.leaves(args))
+    blocks = jax.eval_shape(lambda leaves: made.blocks(leaves, 0), jax.tree.leaves(args))
+    loop = trace(lambda outer, blocks, k: made.loop(sweep, outer, blocks, k), outer, blocks, jnp.int32(0)).graph
+    assert {op.phase for op in loop.walk() if op.name == "dot_general"} == {"forward", "backward"}
+    assert all(op.source.startswith("batch_programs.py") for op in loop.walk() if op.name == "dot_general")
+    assert [loop.type_of(a).shape for a in loop.outputs] == [made.graph.types[t.value].shape for t in sweep.totals]
+
+
+@pytest.mark.parametrize(("start", "share"), [(0.0, 1.0), (1.0, 0.0)])
+def test_a_sum_in_a_carry_starts_from_zero(start: float, share: float) -> None:
+    """From anything else it would be counted once per microbatch: that loop runs on the whole batch."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        added, _ = jax.lax.scan(lambda c, _: (c + jnp.sum(b["x"] @ w), None), jnp.full((), start), None, length=3)
+        _, before = jax.lax.scan(lambda c, _: (jnp.sum(b["x"] @ w), c), jnp.full((), start), None, length=3)
+        return added + before[0] + before[1]
+
+    args = jnp.ones((3, 2)), {"x": jnp.arange(24.0).reshape(8, 3)}
+    traced = trace(step, *args)
+    found = split(traced.graph, COUNT, (1,), least_share=0.0)
+    assert found.share == share
+    assert Programs(found).step(jax.tree.leaves(args))[0] == step(*args)
+
+
+def test_a_batch_in_shards_stays_on_its_devices() -> None:
+    """Dealt to microbatches shard by shard, no example moves: the only collectives are sums."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(b["x"] @ w) ** 2))(w)
+        return w - grad, value
+
+    args = jnp.ones((4, 4)) / 3, {"x": jnp.arange(128.0).reshape(32, 4) / 128}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    across, whole = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["data"], []))
+
+    def moves(shards: int) -> int:
+        divided = split_step(trace(step, *args), COUNT, shards=shards)
+        compiled = jax.jit(divided, in_shardings=(whole, across)).lower(*args).compile()
+        assert_close(compiled(*args), step(*args))
+        return sum(compiled.as_text().count(f" {kind}(") for kind in ("all-gather", "all-to-all", "collective-permute"))
+
+    assert moves(8) == 0 < moves(1)
+
+
+# The batch
+
+
+def test_the_batch_is_what_is_no_state() -> None:
+    step = programs.EXACT["dropout"]
+    graph = trace(step, *programs.arguments("dropout", step)).graph
+    assert [graph.input_paths[i] for i in batch_leaves(graph, 2)] == ["b/mask", "b/x", "b/y"]
+
+
+def test_scalars_of_the_batch_are_the_same_for_all() -> None:
+    args = jnp.ones(()), {"x": jnp.arange(8.0), "scale": 3.0}
+    traced = trace(lambda p, b: p * b["scale"] * b["x"].sum(), *args)
+    assert split_step(traced, 2, (1,))(*args) == 84
+
+
+def test_raw_keys_beside_the_batch_are_no_batch() -> None:
+    def step(state: Any, b: Any, key: jax.Array) -> Any:
+        noise = jax.random.normal(jax.random.wrap_key_data(key), b["x"].shape)
+        return state - jnp.mean(b["x"] + noise), jnp.sum(b["y"])
+
+    graph = trace(step, jnp.ones(()), {"x": jnp.ones((8, 2)), "y": jnp.ones(8)}, jnp.zeros(2, jnp.uint32)).graph
+    assert [graph.input_paths[i] for i in batch_leaves(graph, 2)] == ["b/x", "b/y"]
+
+
+# The oracle: a trace of the step on a batch of the microbatch's size
+
+
+#: Not compared: an iota that is wanted whole as well, a stride other than the trace's own, two loops, residuals of a
+#: branch that are zeros and stay whole, and optimizers, which are after the loop.
+NOT_COMPARED = (
+    "accumulated",
+    "mask by position",
+    *programs.TWO_SWEEPS,
+    "branches",
+    "generation",
+    "adafactor",
+    "lamb",
+    "lion",
+    "muon",
+)
+ORACLE = [n for n in programs.EXACT if n not in NOT_COMPARED]
+
+
+@pytest.mark.parametrize("name", ORACLE)
+def test_shapes_are_those_of_a_trace_at_the_microbatchs_size(name: str) -> None:
+    step = programs.EXACT[name]
+    graph = trace(step, *programs.arguments(name, step)).graph
+    small = trace(step, *programs.arguments(name, step, programs.BATCH // COUNT)).graph
+    assert shapes_agree(graph, small, split(graph, COUNT, batch_leaves_named(graph))) > 30
+
+
+def batch_leaves_named(graph: Graph) -> list[int]:
+    return [i for i, path in enumerate(graph.input_paths) if path.startswith("b/")]
+
+
+def shapes_agree(graph: Graph, small: Graph, found: Microbatches) -> int:
+    """How many values of the loop have the shapes of the small trace; all of them do."""
+    twins = {op.index: twin for op, twin in zip(graph.walk(), small.walk(), strict=True)}
+    compared = 0
+    for one in found.loop:
+        for value, twin in zip(one.op.outputs, twins[one.op.index].outputs, strict=True):
+            state = found.states[value]
+            assert local_shape(graph.types[value].shape, state, COUNT) == small.types[twin].shape, (one.op.name, state)
+            compared += 1
+    return compared
+
+
+# Properties
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.data(),
+)
+@settings(max_examples=10, deadline=None, derandomize=True)
+def test_blocks_put_together_are_the_whole(shape: list[int], count: int, inner: int, outer: int, data: Any) -> None:
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    shape[dim] = outer * count * inner
+    whole, state = np.arange(np.prod(shape)).reshape(shape), Split(dim, outer)
+    blocks = jnp.stack([take(jnp.asarray(whole), state, count, k) for k in range(count)])
+    assert blocks.shape[1:] == local_shape(tuple(shape), state, count)
+    np.testing.assert_array_equal(untake(blocks, state), whole)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([(4, 2), (6, 3), (8, 4)]))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_random_programs_are_exact_or_refused(seed: int, sizes: tuple[int, int]) -> None:
+    """Whatever a small program does to its batch, in blocks it gives the same; without a bound nothing is refused."""
+    step, args = random_step(np.random.default_rng(seed), sizes[0])
+    traced = trace(step, *args)
+    divided = Programs(split(traced.graph, sizes[1], [len(args[0])], least_share=0.0))
+    got, expected = jit(lambda *args: (divided.step(jax.tree.leaves(args)), jax.tree.leaves(step(*args))))(*args)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, 1e-9, 1e-9)
+
+
+def random_step(rng: np.random.Generator, size: int) -> tuple[Any, tuple[Any, ...]]:
+    """A few operations on (batch, 4, 4) arrays, some of which couple examples, differentiated or not."""
+    moves = [
+        lambda w, x: jnp.tanh(x @ w),
+        lambda w, x: x + x.mean(-1, keepdims=True),
+        lambda w, x: x - x.mean(0),
+        lambda w, x: x * jax.nn.softmax(x, 1),
+        lambda w, x: x.transpose(0, 2, 1) + w,
+        lambda w, x: jnp.einsum("bij,bjk->bik", x, x) / 4,
+        lambda w, x: x.transpose(1, 0, 2).reshape(-1, 4).reshape(4, -1, 4).swapaxes(0, 1),
+        lambda w, x: x[::-1],
+        lambda w, x: jnp.sort(x, 1),
+        lambda w, x: jnp.cumsum(x, rng_axis) / 4,
+        lambda w, x: jnp.where(jnp.arange(x.shape[0])[:, None, None] % 2 == 0, x, -x),
+        lambda w, x: jnp.concatenate([x[:, :2], x[:, 2:] * w[0]], 1),
+        lambda w, x: x / (1 + jnp.sum(x**2)),
+        lambda w, x: x[jnp.arange(x.shape[0]), :, jnp.argmax(x[:, 0], -1)][..., None] * w[0],
+        lambda w, x: jax.lax.scan(lambda c, v: (jnp.tanh(c + v @ w), c), jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[
+            1
+        ].swapaxes(0, 1),
+    ]
+    rng_axis = int(rng.integers(0, 2))
+    chosen = [moves[i] for i in rng.integers(0, len(moves), rng.integers(2, 5))]
+    differentiated = bool(rng.integers(0, 2))
+
+    def run(w: Any, x: jax.Array) -> jax.Array:
+        for i, move in enumerate(chosen):
+            x = move(w[i], x)
+        return x
+
+    def step(w: Any, x: jax.Array) -> Any:
+        if not differentiated:
+            out = run(w, x)
+            return out, out.max(), out.sum(0), out.any()
+        value, grads = jax.value_and_grad(lambda w: jnp.mean(run(w, x) ** 2))(w)
+        return [a - b for a, b in zip(w, grads, strict=True)], value
+
+    weights = [jnp.asarray(rng.normal(size=(4, 4)) / 2) for _ in chosen]
+    return step, (weights, jnp.asarray(rng.normal(size=(size, 4, 4))))
+
+
+def test_adamw_on_a_mean_loss_in_print() -> None:
+    """The states of a small step, as text."""
+
+    def step(w: jax.Array, b: Any) -> Any:
+        value, grad = jax.value_and_grad(lambda w: jnp.mean((b["x"] @ w) ** 2))(w)
+        return w - 0.1 * grad, value
+
+    traced = trace(step, jnp.ones(3), {"x": jnp.ones((8, 3))})
+    found = split(traced.graph, 2)
+    lines = [f"{p.op.name} -> {', '.join(str(found.states[v]) for v in p.op.outputs)}" for p in found.loop]
+    assert lines[0] == "dot_general -> split(0)"
+    assert "reduce_sum -> partial sum" in lines
+    assert lines[-1] == "dot_general -> partial sum"

@@ -1,0 +1,187 @@
+"""Recomputation chosen by search: the decision alone, then planned, run and measured on eight devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar import Cluster, MemoryBudgetError, recomputation, zoo
+from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.plans import Plan
+from autopar.recomputation import Effort, Outcome
+
+# The decision, on a made-up program of eight equal layers, the last of which has nothing to drop
+
+LAYERS = (True,) * 7 + (False,)
+SECONDS = {"none": 1.0, "dots": 1.1, "full": 1.4}
+BYTES = {"none": 10.0, "dots": 4.0, "full": 1.0}
+
+
+@dataclasses.dataclass
+class Planner:
+    """Plans by a table: to fit where the fastest plan does not costs `penalty` times the bytes over the budget."""
+
+    budget: float
+    penalty: float = 0.0
+    tried: list[tuple[tuple[str, ...], Effort]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, policies: Sequence[str], effort: Effort) -> Outcome[str]:
+        policies = tuple(policies)
+        self.tried.append((policies, effort))
+        names = policies or ("none",) * len(LAYERS)
+        seconds, held = sum(map(SECONDS.__getitem__, names)), sum(map(BYTES.__getitem__, names))
+        over = max(0.0, held - self.budget)
+        if effort == "fastest" or not over:
+            return Outcome(policies, "plan", seconds, held, fits=not over, pressed=over > 0)
+        if self.penalty:
+            return Outcome(policies, "plan", seconds + self.penalty * over, self.budget, fits=True, pressed=True)
+        error = MemoryBudgetError("too much", self.budget, int(held), int(held) - 1)
+        return Outcome(policies, None, float("inf"), held - 1, False, True, error if effort == "proven" else None)
+
+
+CHOICES = (
+    ("what fits is planned as written, at once", 80.0, 0.0, (), 1),
+    ("a little less memory, at a low price", 79.0, 0.05, (), None),
+    ("a little less memory, at a high price", 79.0, 9.0, ("dots",), None),
+    ("as many layers as it takes", 60.0, 9.0, ("dots",) * 4, None),
+    ("where products do not fit either", 30.0, 9.0, ("full",) * 6, None),
+    ("as far as recomputing goes", 17.0, 9.0, ("full",) * 7, None),
+    ("and further, at a price", 16.0, 0.3, ("full",) * 7, None),
+)
+
+
+@pytest.mark.parametrize(("title", "budget", "penalty", "chosen", "attempts"), CHOICES, ids=[c[0] for c in CHOICES])
+def test_the_cheapest_that_fits_is_chosen(
+    title: str, budget: float, penalty: float, chosen: tuple[str, ...], attempts: int | None
+) -> None:
+    planner = Planner(budget, penalty)
+    found = recomputation.choose(planner, lambda: LAYERS, budget)
+    assert found.fits
+    assert tuple(p for p in found.policies if p != "none") == chosen
+    assert found.policies == (*chosen, *("none",) * (len(LAYERS) - len(chosen))) or not chosen
+    assert attempts is None or len(planner.tried) == attempts
+
+
+def test_few_attempts_find_the_fewest_layers() -> None:
+    planner = Planner(45.0)
+    assert recomputation.choose(planner, lambda: LAYERS, 45.0).policies.count("dots") == 6
+    assert len(planner.tried) <= 12
+
+
+def test_for_the_least_memory_everything_is_recomputed() -> None:
+    assert recomputation.choose(Planner(float("inf")), lambda: LAYERS, "min").policies.count("full") == 7
+
+
+def test_where_nothing_fits_the_error_tells_of_the_smallest_plan_of_all() -> None:
+    error = recomputation.choose(Planner(5.0), lambda: LAYERS, 5.0).error
+    assert error is not None
+    assert (error.least_bytes, error.bound_bytes) == (17, 16)
+
+
+def test_a_program_without_layers_is_planned_as_written() -> None:
+    planner = Planner(5.0)
+    error = recomputation.choose(planner, lambda: (False,), 5.0).error
+    assert error is not None
+    assert error.least_bytes == 80
+
+
+# Planned, run and measured
+
+MESHES = {False: (2, 4), True: (8,)}
+CLUSTER = Cluster.local()
+
+
+@cache
+def model(scan: bool) -> zoo.Model:
+    return zoo.build("gpt-toy-scan" if scan else "gpt-toy", layers=3, batch=64)
+
+
+def planned(scan: bool, **options: Any) -> Plan:
+    return autopar.plan(model(scan).step, *model(scan).abstract_args(), mesh=MESHES[scan], cluster=CLUSTER, **options)
+
+
+def peak(plan: Plan) -> int:
+    return plan.stages[0].peak_memory_bytes
+
+
+@cache
+def tight(scan: bool) -> tuple[float, Plan]:
+    """A budget into which no plan of the program as written fits, and the plan for it."""
+    budget = 1.02 * peak(planned(scan, remat="dots"))
+    return budget, planned(scan, memory_budget=budget)
+
+
+def difference(a: Any, b: Any) -> float:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x, float) - np.asarray(y, float)).max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_step_that_only_fits_recomputed_runs_and_equals_one_device(scan: bool) -> None:
+    budget, plan = tight(scan)
+    assert {*plan.remat} - {"none"}
+    assert peak(plan) <= budget
+    state, batch = model(scan).init(jax.random.key(0)), model(scan).make_batch(jax.random.key(1))
+    step = autopar.parallelize(model(scan).step, mesh=MESHES[scan], cluster=CLUSTER, plan=plan)
+    compiled, single = step.lower(state, batch).compile(), jax.jit(model(scan).step)
+    expected, found = state, jax.tree.map(lambda x: x.copy(), state)
+    for _ in range(3):
+        expected, metrics = single(expected, batch)
+        found, seen = compiled(found, batch)
+        assert difference(metrics, seen) < 1e-5
+    assert difference(expected, found) < 1e-4
+    stats = compiled.memory_analysis()
+    real = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
+    assert 0.9 <= peak(plan) / (real - stats.alias_size_in_bytes) <= 1.25
+    assert autopar.verify(plan, model(scan).step, state, batch, target="shardy").ok
+
+
+def test_a_plan_says_what_it_recomputes_and_keeps_it_on_disk(tmp_path: Path) -> None:
+    _, plan = tight(False)
+    assert any("recomputed in the backward pass, to save memory: " in note for note in plan.notes)
+    assert plan.graph_hash == planned(False).graph_hash
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == dataclasses.replace(plan, remat=again.remat)
+    assert again.remat == plan.remat
+
+
+def test_no_plan_of_the_program_as_written_fits() -> None:
+    with pytest.raises(MemoryBudgetError, match="no plan fits"):
+        planned(True, memory_budget=tight(True)[0], remat="none")
+
+
+def test_recomputed_products_count_as_executed_but_not_as_the_model_s() -> None:
+    free, full = planned(False), planned(False, remat="full")
+    forward = 1 / 3  # of the products of a train step; the head's are not repeated
+    assert full.hfu / full.mfu == pytest.approx(1 + forward, rel=0.1)
+    assert full.mfu * full.step_time_s == pytest.approx(free.mfu * free.step_time_s)
+
+
+def test_a_plan_for_other_layers_is_refused() -> None:
+    _, plan = tight(False)
+    with pytest.raises(PlanMismatchError, match="Plan again"):
+        autopar.parallelize(
+            model(False).step, mesh=MESHES[False], cluster=CLUSTER, plan=dataclasses.replace(plan, remat=("full",))
+        ).plan(*model(False).abstract_args())
+
+
+def test_without_pressure_nothing_is_recomputed() -> None:
+    free = planned(False)
+    assert free.remat == ()
+    assert free.mfu == free.hfu
+    assert planned(False, memory_budget=2 * peak(free)).remat == ()
+
+
+@pytest.mark.parametrize("remat", ["some", True, None, ("full",)])
+def test_the_option_is_checked(remat: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"remat=.* must be 'auto' or 'none' or 'dots' or 'full'"):
+        planned(False, remat=remat)
