@@ -47,7 +47,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         progress: print phases to stderr.
         memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
         remat: "auto", "none", "dots" or "full": what the backward pass recomputes; "auto": what memory forces it to.
-        num_microbatches, stages, schedule, per_microbatch: "auto" only, in this version.
+        num_microbatches: parts of the batch that run one after the other, their gradients added up (one program, less
+            memory); "auto": one.
+        stages, schedule, per_microbatch: "auto" only, in this version.
 
     Returns:
         A `ParallelFunction`, called like `fn`.

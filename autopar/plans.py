@@ -70,6 +70,7 @@ class Plan:
             computation.
         objective_s, lower_bound_s, gap: what the solver reached and proved.
         flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
+        num_microbatches: parts of the batch that run one after the other; batch: the argument leaves cut so.
         remat: what the backward pass recomputes: for each layer (`autopar.passes.layers`) one of
             `autopar.passes.remat.POLICIES`; empty if nothing.
         mfu, hfu: share of the devices' peak rate that the model's operations take, and all that are executed, what is
@@ -108,6 +109,7 @@ class Plan:
     bytes_per_device: float = 0.0
     schedule: str = "none"
     num_microbatches: int = 1
+    batch: tuple[int, ...] = ()
     remat: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     version: str = __version__

@@ -8,6 +8,7 @@ check      a plan from elsewhere against this function and mesh               ->
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import time
 import warnings
@@ -19,13 +20,15 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar import jax_compat, meshes, plan_cache
+from autopar.accumulation import accumulated
 from autopar.errors import ArgumentError, AutoparWarning, PinError, PlanMismatchError
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.meshes import Target
+from autopar.passes.microbatch import batch_leaves
 from autopar.passes.remat import rewrite
 from autopar.planning import Options, collector_paused, make_plan
-from autopar.plans import Plan, check_matches
+from autopar.plans import Plan, check_matches, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
 from autopar.settings import Settings
@@ -86,6 +89,8 @@ def _best(
     """The plan with the shortest step among the candidate meshes."""
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
+    count, batch = _microbatches(traced, args, s)
+    original, traced = traced, accumulated(traced, count, batch, candidates[0].logical.size)
     rules = registered_rules()
     options = Options(
         solver=s.solver,
@@ -107,7 +112,8 @@ def _best(
         if s.progress:
             _report(name_of(fn), plan)
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
-            best = Prepared(executed(traced, plan), plan, target, rules, found)
+            plan = replace(plan, graph_hash=graph_hash(original.graph), num_microbatches=count, batch=batch)
+            best = Prepared(executed(original, plan), plan, target, rules, found)
     if best is None:
         raise misfits[0]
     for warning in best.warnings:
@@ -167,8 +173,23 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
     return Prepared(executed(traced, s.plan), s.plan, target, registered_rules())
 
 
+def _microbatches(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, tuple[int, ...]]:
+    """The number of microbatches, and the argument leaves that they cut; one, and none, unless more are asked for."""
+    if isinstance(s.num_microbatches, str) or s.num_microbatches == 1:
+        return 1, ()
+    if isinstance(s.batch_argnums, str):
+        return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches)
+    ranges = _leaf_ranges(args, s.static_argnums)
+    chosen = [i for number in s.batch_argnums for i in ranges[number]]
+    return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches, chosen)
+
+
 def executed(traced: Traced, plan: Plan) -> Traced:
-    """The trace with what the plan recomputes. PlanMismatchError if it was made for other layers."""
+    """The trace in the plan's microbatches, with what it recomputes.
+
+    PlanMismatchError if it was made for other layers.
+    """
+    traced = accumulated(traced, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes))
     try:
         return replace(traced, graph=rewrite(traced.graph, plan.remat))
     except ArgumentError as error:

@@ -20,7 +20,6 @@ from autopar.plans import Plan
 from autopar.recomputation import CHOICES
 
 _ONLY: Mapping[str, tuple[Any, ...]] = {
-    "num_microbatches": ("auto", 1),
     "stages": ("auto", 1),
     "schedule": ("auto", "none"),
     "per_microbatch": ((),),
@@ -43,6 +42,7 @@ class Settings:
     plan: Plan | None = None
     progress: bool | None = None
     remat: str = "auto"
+    num_microbatches: int | str = "auto"
 
 
 def _is_seconds(value: Any) -> bool:
@@ -64,6 +64,11 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError] | ty
     "solver": (" or ".join(map(repr, SOLVERS)), lambda value: value in SOLVERS, ArgumentError),
     "time_limit": ("a number of seconds above zero", _is_seconds, ArgumentError),
     "remat": (" or ".join(map(repr, CHOICES)), lambda value: value in CHOICES, ArgumentError),
+    "num_microbatches": (
+        "'auto' or a number of microbatches",
+        lambda value: value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0),
+        ArgumentError,
+    ),
     "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
     "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
 }

@@ -39,7 +39,7 @@ STATUS: Mapping[str, str] = {
 
 def summary(plan: Plan, graph: Graph | None = None) -> str:
     """The plan as text; with the graph it was made for also activations, and reasons that name source lines."""
-    reasons = None if graph is None else Reasons(plan, rewrite(graph, plan.remat))
+    reasons = None if graph is None or plan.num_microbatches > 1 else Reasons(plan, rewrite(graph, plan.remat))
     parts = [_head(plan)]
     for title, members in sections(plan).items():
         parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))

@@ -1,0 +1,75 @@
+"""`num_microbatches`: gradient accumulation on a mesh gives the step's own results, and refuses where it cannot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar import zoo
+from autopar.bench.equal_case import dear
+from autopar.errors import ArgumentError, MicrobatchError
+
+MODELS = (("mlp-toy", (8,)), ("gpt-toy-tied", (2, 4)), ("moe-toy", (4, 2)))
+
+
+def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> autopar.api.ParallelFunction:
+    return autopar.parallelize(model.step, mesh=mesh, cluster=dear(mesh), donate_argnums=(), **options)
+
+
+def inputs(model: zoo.Model) -> tuple[object, object]:
+    return model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
+
+
+@pytest.mark.parametrize(("name", "mesh"), MODELS)
+def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ...]) -> None:
+    with jax.enable_x64(True):
+        model = zoo.build(name, dtype="float64", batch=32)
+        state, batch = inputs(model)
+        expected = jax.tree.leaves(jax.jit(model.step)(state, batch))
+        found = jax.tree.leaves(parallel(model, mesh, num_microbatches=4)(state, batch))
+    for one, other in zip(found, expected, strict=True):
+        largest = np.max(np.abs(np.asarray(other)), initial=1e-300)
+        assert np.max(np.abs(np.asarray(one) - np.asarray(other)), initial=0.0) <= 1e-9 * largest
+
+
+def test_the_peak_falls_and_the_plan_says_why() -> None:
+    model = zoo.build("gpt-toy", batch=64)
+    args = model.abstract_args()
+    whole, parts = (
+        autopar.plan(model.step, *args, mesh=(8,), cluster=dear((8,)), num_microbatches=count) for count in (1, 8)
+    )
+    assert parts.stages[0].peak_memory_bytes < whole.stages[0].peak_memory_bytes / 2
+    assert (whole.num_microbatches, parts.num_microbatches) == (1, 8)
+    assert {parts.input_paths[i] for i in parts.batch} == {"batch/labels", "batch/tokens"}
+    assert parts.graph_hash == whole.graph_hash
+
+
+def test_a_saved_plan_runs_and_is_verified(tmp_path: Path) -> None:
+    model = zoo.build("mlp-toy", batch=32)
+    state, batch = inputs(model)
+    plan = parallel(model, (8,), num_microbatches=2).plan(state, batch)
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.parallelize(model.step, plan=tmp_path / "plan.json", donate_argnums=())
+    expected = jax.jit(model.step)(state, batch)[1]["loss"]
+    assert float(loaded(state, batch)[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
+    assert autopar.verify(plan, model.step, state, batch).ok
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "error", "message"),
+    [
+        ("wresnet-toy", {"num_microbatches": 2}, MicrobatchError, r"nn\.py"),
+        ("mlp-toy", {"num_microbatches": 3}, MicrobatchError, r"'batch/\w+' of shape .* cannot be cut into 3"),
+        ("mlp-toy", {"num_microbatches": 0}, ArgumentError, "num_microbatches=0 must be 'auto' or a number"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    model: str, options: dict[str, int], error: type[Exception], message: str
+) -> None:
+    built = zoo.build(model)
+    with pytest.raises(error, match=message):
+        autopar.plan(built.step, *built.abstract_args(), mesh=(2,), cluster=dear((2,)), **options)
