@@ -151,6 +151,6 @@ def _changes(found: Memory, budget: float) -> Iterator[str]:
         yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
     parts = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
     if parts <= MOST_PARTS:
-        yield f"a batch of 1/{parts}, the rest in further microbatches"
+        yield f"num_microbatches={parts}, which takes 1/{parts} of the batch at a time"
     yield f"about {math.ceil(found.peak_bytes / budget)} times the devices"
     yield f"memory_budget={found.peak_bytes} on devices that have it"

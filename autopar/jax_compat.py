@@ -43,6 +43,9 @@ INLINED_CALLS: Mapping[str, str] = {
 #: Folders of installed packages.
 _INSTALLED = tuple(dict.fromkeys(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")))
 
+_AUTOPAR = os.path.dirname(__file__) + os.sep
+_ZOO = os.path.join(_AUTOPAR, "zoo", "")
+
 #: Name of the rematerialisation primitive. Tried on 0.10.2 and 0.12.0.
 REMAT = ("remat2", "checkpoint", "remat")
 
@@ -96,14 +99,19 @@ def _frame(traceback: Any) -> tuple[str, int]:
             found = source_info_util.raw_frame_to_frame(code, position)
             return found.file_name, found.start_line
     frame = source_info_util.user_frame(traceback)
-    return (frame.file_name, frame.start_line) if frame is not None else ("", 0)
+    return ("", 0) if frame is None or _is_ours(frame.file_name) else (frame.file_name, frame.start_line)
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether it is one of autopar's files; the zoo is written as users write, and counts as theirs."""
+    return filename.startswith(_AUTOPAR) and not filename.startswith(_ZOO)
 
 
 @functools.cache
 def _is_own(filename: str) -> bool:
-    """Whether code of this file is the user's: neither JAX's nor Python's, nor of an installed package."""
+    """Whether code of this file is the user's, not of JAX, Python, an installed package or autopar."""
     installed = any(filename.startswith(path) for path in _INSTALLED)
-    return not installed and source_info_util.is_user_filename(filename)
+    return not installed and not _is_ours(filename) and source_info_util.is_user_filename(filename)
 
 
 @contextlib.contextmanager

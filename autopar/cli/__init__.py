@@ -23,7 +23,9 @@ from autopar.cli.options import (
     Layers,
     MemoryBudget,
     MeshSizes,
+    Microbatches,
     NoCache,
+    Remat,
     Seq,
     Solver,
     Target,
@@ -51,6 +53,8 @@ def plan(
     batch: Batch = None,
     seq: Seq = None,
     memory_budget: MemoryBudget = None,
+    remat: Remat = "auto",
+    num_microbatches: Microbatches = None,
     solver: Solver = "auto",
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
     as_json: Json = False,
@@ -62,7 +66,8 @@ def plan(
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
-        found = api.plan(fn, *args, **options(mesh, cluster, hosts, solver, memory_budget))
+        chosen = options(mesh, cluster, hosts, solver, memory_budget)
+        found = api.plan(fn, *args, remat=remat, num_microbatches=num_microbatches or "auto", **chosen)
     if output is not None:
         found.save(output)
         say(f"saved to {output}")

@@ -27,6 +27,8 @@ Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
 MemoryBudget = Annotated[
     str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
 ]
+Remat = Annotated[str, typer.Option(help="what the backward pass computes again: auto, none, dots or full")]
+Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
 Meshes = Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")]
