@@ -53,12 +53,12 @@ def forced(graph, rules, sizes, name):
     whole = np.array([int(np.flatnonzero((s.held == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
-    liveness = Liveness(graph, model, mesh, CPU)
+    draft = planning._Draft((), graph, rules, model, Pinned({}, {}), Liveness(graph, model, mesh, CPU), {})
 
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
-        return planning._export(graph, model, solution, mesh, "dear", (), Pinned({}, {}), liveness)
+        return planning._export(graph, draft, solution, mesh, "dear", ())
 
     return found[place].strategies, plan
 
