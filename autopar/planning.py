@@ -20,15 +20,15 @@ from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
 from autopar.errors import MemoryBudgetError
-from autopar.graph import Graph, Op
+from autopar.graph import Graph
 from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
-from autopar.passes.clusters import flops
-from autopar.passes.homes import UNKNOWN_TRIPS, Clustering
+from autopar.passes.homes import Clustering
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.state import match_state
+from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
 from autopar.recomputation import Effort, Outcome
 from autopar.rules import Rule, rules_of
@@ -228,7 +228,7 @@ def _export(
         memory=memory.kinds,
     )
     account = shares.account(graph, model.clustering.rules, stage)
-    possible = mesh.device.peak(_main_dtype(graph)) * mesh.size * solution.objective
+    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
     return Plan(
         graph_hash=graph_hash(original),
         mesh_names=mesh.names,
@@ -296,34 +296,6 @@ def _output_layout(
     if layout is None or not divides(layout, graph.type_of(atom).shape, mesh.sizes) or -2 in layout:
         return replicated(len(mesh.sizes))
     return layout
-
-
-def model_flops(graph: Graph) -> float:
-    """Floating-point operations of one step on the whole mesh: dots and convolutions, loops included."""
-    return _flops_of(graph, graph.ops, 1.0)
-
-
-def _flops_of(graph: Graph, ops: tuple[Op, ...], weight: float) -> float:
-    total = 0.0
-    for op in ops:
-        if op.regions:
-            inner = weight * (op.trips or UNKNOWN_TRIPS)
-            total += sum(_flops_of(graph, r.ops, inner) for r in op.regions)
-        elif op.name in ("dot_general", "conv_general_dilated"):
-            operands = [graph.type_of(a) for a in op.inputs]
-            total += weight * flops(op, operands, [graph.types[v] for v in op.outputs])
-    return total
-
-
-def _main_dtype(graph: Graph) -> str:
-    """The type most dots compute in."""
-    work: dict[str, float] = {}
-    for op in graph.walk():
-        if op.name in ("dot_general", "conv_general_dilated"):
-            operands = [graph.type_of(a) for a in op.inputs]
-            amount = flops(op, operands, [graph.types[v] for v in op.outputs])
-            work[operands[0].dtype] = work.get(operands[0].dtype, 0.0) + amount
-    return max(sorted(work), key=lambda d: work[d]) if work else "float32"
 
 
 def _parts(model: intra_op.Model, solution: Solution) -> Mapping[str, float]:

@@ -120,15 +120,17 @@ class _Kinds:
             return "temporaries"
         if op.phase == "backward":
             return "gradients" if b.value in self.updated else "temporaries"
-        return "residuals" if self._last(b).phase == "backward" else "temporaries"
+        return "residuals" if self._lasts_into_backward(b) else "temporaries"
 
-    def _last(self, b: Buffer) -> Op:
-        return self.liveness.moments[min(b.death, len(self.liveness.moments) - 1)].op
+    def _lasts_into_backward(self, b: Buffer) -> bool:
+        """The last that reads it, if any operation runs at all, is of the backward pass."""
+        moments = self.liveness.moments
+        return bool(moments) and moments[min(b.death, len(moments) - 1)].op.phase == "backward"
 
     def _kept_for_backward(self, b: Buffer) -> bool:
         """What the forward pass made and the backward pass reads, whatever layout it waits in."""
         op = self.makers.get(b.value)
-        return op is not None and op.phase == "forward" and self._last(b).phase == "backward"
+        return op is not None and op.phase == "forward" and self._lasts_into_backward(b)
 
     def tensor(self, kind: str, value: int, nbytes: float) -> Tensor:
         """The entry of a report."""

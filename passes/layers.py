@@ -27,10 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.graph import Graph, Op, Region
-from autopar.passes.clusters import PRODUCTS, flops
-from autopar.passes.homes import UNKNOWN_TRIPS
 from autopar.passes.problem import Floats, Ints
 from autopar.passes.state import match_state
+from autopar.passes.work import work
 
 #: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
 WINDOW = 0.35
@@ -94,15 +93,6 @@ def find(graph: Graph) -> Layers:
     )
     crossing = tuple(_crossing(chain, layer.stop) for layer in layers[:-1])
     return Layers(graph, chain.positions, layers, crossing, _backward(graph, chain, layers))
-
-
-def work(graph: Graph, op: Op) -> float:
-    """FLOPs of the products of one operation, loops included."""
-    if op.regions:
-        return (op.trips or UNKNOWN_TRIPS) * sum(work(graph, inner) for region in op.regions for inner in region.ops)
-    if op.name not in PRODUCTS:
-        return 0.0
-    return flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
 
 
 @dataclass(frozen=True, eq=False)

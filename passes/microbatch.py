@@ -48,8 +48,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.graph import Atom, Graph, Op
-from autopar.passes.clusters import flops
-from autopar.passes.homes import UNKNOWN_TRIPS
+from autopar.passes.clusters import PRODUCTS
 from autopar.passes.microbatch_cases import Outcome
 from autopar.passes.microbatch_indices import column
 from autopar.passes.microbatch_programs import Facts, Placed, Sweep, Total, place
@@ -57,14 +56,13 @@ from autopar.passes.microbatch_regions import Flat, blocking, decide, flatten, i
 from autopar.passes.microbatch_rules import invariant_results
 from autopar.passes.microbatch_states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.state import match_state
+from autopar.passes.work import work
 
 #: Share of FLOPs in the loop below which a split is refused.
 LEAST_SHARE = 0.99
 #: What may be computed from the whole batch before the loop, in bytes per byte of the batch, and in bytes besides.
 HOISTED_BYTES = 16.0
 HOISTED_FREELY = 1 << 16
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 class Reason(NamedTuple):
@@ -407,15 +405,6 @@ _OPAQUE = ("pallas_call", "custom_call", "ffi_call", "pure_callback", "shard_map
 
 
 # What came out
-
-
-def work(graph: Graph, op: Op) -> float:
-    """FLOPs of the products of one operation on the whole batch, loops as often as they run."""
-    if op.regions:
-        return (op.trips or UNKNOWN_TRIPS) * sum(work(graph, inner) for r in op.regions for inner in r.ops)
-    if op.name not in PRODUCTS:
-        return 0.0
-    return flops(op, [graph.type_of(x) for x in op.inputs], [graph.types[v] for v in op.outputs])
 
 
 def _result(a: _Analysis) -> Microbatches:

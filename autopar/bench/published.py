@@ -23,7 +23,7 @@ from typing import Any
 from autopar import api, plan_cache, zoo
 from autopar.bench import compile_only
 from autopar.cluster import Cluster
-from autopar.planning import model_flops
+from autopar.passes.work import model_flops
 from autopar.plans import Plan
 from autopar.report.text import seconds, size
 from autopar.report.text import table as grid

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from autopar import zoo
+from autopar import api, zoo
 from autopar.bench import predictions
 from autopar.cluster import Cluster
 from autopar.cost_models.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
@@ -280,3 +280,12 @@ def test_predictions_hold_for_the_compiler(model: str, sizes: dict[str, int], me
     row = predictions.measure(model, sizes, mesh, "cpu", kind)
     assert row["predicted_arguments"] == pytest.approx(row["compiled_arguments"], rel=0.01)
     assert -0.10 <= row["error"] <= predictions.MOST
+
+
+def test_a_program_of_views_alone_has_a_report() -> None:
+    """A reshape runs nothing, but its result may have to be gathered."""
+    step = api.plan(
+        lambda x: x.reshape(64), jax.ShapeDtypeStruct((8, 8), jnp.float32), mesh=(2,),
+        pins={"arg:0": PartitionSpec("x"), "out:0": PartitionSpec()},
+    )  # fmt: skip
+    assert step.stages[0].memory == {"arguments": 128, "resharding": 256}

@@ -15,6 +15,7 @@ from autopar import zoo
 from autopar.graph import Graph
 from autopar.passes import layers
 from autopar.passes.layers import Layers
+from autopar.passes.work import work
 from autopar.trace import trace
 
 
@@ -119,7 +120,7 @@ def test_gradients_flow_back_through_the_layers(name: str) -> None:
     for q, layer in found.backward.items():
         above = [layer_of[a] for a in found.graph.ops[q].inputs if isinstance(a, int) and a in layer_of]
         assert layer <= min(above, default=layer)
-    heavy = {i for i in range(len(found.layers)) if sum(layers.work(found.graph, op) for op in found.ops(i))}
+    heavy = {i for i in range(len(found.layers)) if sum(work(found.graph, op) for op in found.ops(i))}
     assert heavy <= {*found.backward.values()}
 
 

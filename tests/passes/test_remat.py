@@ -14,7 +14,8 @@ from jax.experimental import io_callback
 from autopar import jax_compat, zoo
 from autopar.errors import ArgumentError
 from autopar.graph import Graph, Op, Region, verify
-from autopar.passes import layers, remat
+from autopar.passes import remat
+from autopar.passes.work import work
 from autopar.trace import trace
 
 BARRIERS: dict[str, str | bool] = {
@@ -312,13 +313,13 @@ def count(graph: Graph) -> int:
 
 
 def products(graph: Graph) -> float:
-    return sum(layers.work(graph, op) for op in graph.ops)
+    return sum(work(graph, op) for op in graph.ops)
 
 
 @pytest.mark.parametrize("name", ["gpt-toy", "llama3-toy-scan", "wresnet-toy"])
 def test_dots_repeats_no_product_and_full_at_most_the_forward_pass(name: str) -> None:
     graph = program(name)
-    forward = sum(layers.work(graph, op) for op in graph.ops if op.phase == "forward")
+    forward = sum(work(graph, op) for op in graph.ops if op.phase == "forward")
     assert products(everywhere(graph, "dots")) == products(graph)
     assert 0.3 * forward < products(everywhere(graph, "full")) - products(graph) < forward
 
