@@ -197,6 +197,30 @@ def _split_apart(case: Case) -> Outcome | None:
     return Outcome((state,) * len(case.results))
 
 
+def _unstack(case: Case) -> Outcome | None:
+    (state,) = case.states
+    if isinstance(state, Split):
+        if state.dim == case.params["axis"]:
+            return None
+        state = _without(state, (case.params["axis"],))
+    return Outcome((state,) * len(case.results))
+
+
+def _stack(case: Case) -> Outcome | None:
+    state = only(case.states)
+    if isinstance(state, Partial):
+        return Outcome((SUM,)) if all(s in (SUM, ZERO) for s in case.states) else None
+    if state is None or isinstance(state, Invariant):
+        return None
+    moved = Split(state.dim + (case.params["axis"] <= state.dim), state.outer)
+    return Outcome((moved,), cuts_of(case, state, range(len(case.states))))
+
+
+def _tile(case: Case) -> Outcome | None:
+    (state,) = case.states
+    return None if isinstance(state, Split) and case.params["reps"][state.dim] != 1 else Outcome((state,))
+
+
 def _pad(case: Case) -> Outcome | None:
     state, value = case.states
     if isinstance(state, Split) and isinstance(value, Invariant):
@@ -378,10 +402,11 @@ _ELEMENTWISE = re.findall(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag igamma igammac integer_pow is_finite
-    le lgamma log log1p logistic lt max min mul name ne neg nextafter not or polygamma population_count
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag igamma igammac integer_pow is_finite
+    le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
+    one_minus_square or polygamma polynomial population_count
     pow random_fold_in real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stage stop_gradient sub
     tan tanh threefry2x32 xor zeta
     """,
 )
@@ -396,6 +421,9 @@ RULES: Mapping[str, Rule] = {
     "expand_dims": _expand_dims,
     "concatenate": _concatenate,
     "split": _split_apart,
+    "unstack": _unstack,
+    "stack": _stack,
+    "tile": _tile,
     "pad": _pad,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,

@@ -13,6 +13,8 @@ from autopar import zoo
 from autopar.bench.equal_case import dear
 from autopar.errors import ArgumentError, MicrobatchError
 
+pytestmark = pytest.mark.core
+
 MODELS = (("mlp-toy", (8,)), ("gpt-toy-tied", (2, 4)), ("moe-toy", (4, 2)))
 
 
