@@ -18,6 +18,8 @@ from autopar.passes.layers import Layers
 from autopar.passes.work import work
 from autopar.trace import trace
 
+pytestmark = pytest.mark.core
+
 
 def array(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
