@@ -37,6 +37,7 @@ _HOMES = {
     "MicrobatchError": "autopar.errors",
     "PlanMismatchError": "autopar.errors",
     "ScheduleError": "autopar.errors",
+    "StageError": "autopar.errors",
     "DonatedError": "autopar.errors",
 }
 
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from autopar.errors import PlanMismatchError as PlanMismatchError
     from autopar.errors import RuleError as RuleError
     from autopar.errors import ScheduleError as ScheduleError
+    from autopar.errors import StageError as StageError
     from autopar.errors import SolverError as SolverError
     from autopar.errors import TraceError as TraceError
     from autopar.plans import Plan, Stage

@@ -1,0 +1,11 @@
+"""Runs a train step in stages on submeshes, in the order of a schedule.
+
+step = build(traced, stages, schedule, meshes)      compile          -> pipeline.py, programs.py
+state, metrics = step(state, batch)                 run              -> pipeline.py
+layouts                                             on each submesh  -> layouts.py
+"""
+
+from autopar.runtime.layouts import Layouts, data_parallel
+from autopar.runtime.pipeline import PipelineStep, build
+
+__all__ = ["Layouts", "PipelineStep", "build", "data_parallel"]

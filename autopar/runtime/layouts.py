@@ -1,0 +1,38 @@
+"""How values of a stage lie on its submesh, as a function from (stage, value) to a `PartitionSpec`.
+
+`data_parallel` is the plainest: along the one axis of every submesh, blocks of the batch are cut where they divide,
+everything else is on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar.passes.microbatch import Microbatches
+from autopar.passes.microbatch_states import Split, local_shape
+
+#: (stage, value) -> how the value lies there. Of an argument that holds the batch, how one microbatch of it does.
+Layouts = Callable[[int, int], PartitionSpec]
+
+
+def data_parallel(split: Microbatches, meshes: Sequence[Mesh], placement: Sequence[int]) -> Layouts:
+    """Blocks cut along the first axis of each submesh.
+
+    Args:
+        split: the step in microbatches.
+        meshes: the submesh of every rank.
+        placement: the rank of every stage.
+    """
+    axes = [(mesh.axis_names[0], mesh.devices.shape[0]) for mesh in meshes]
+
+    def layout(stage: int, value: int) -> PartitionSpec:
+        state = split.batch.get(value, split.states.get(value))
+        if not isinstance(state, Split):
+            return PartitionSpec()
+        name, size = axes[placement[stage]]
+        extent = local_shape(split.graph.types[value].shape, state, split.count)[state.dim]
+        return PartitionSpec(*[None] * state.dim, name) if extent % size == 0 else PartitionSpec()
+
+    return layout

@@ -1,0 +1,331 @@
+"""Which stage runs an operation of the loop over microbatches, and in which of its passes.
+
+A step is cut between layers; stage k holds a run of them. Its forward pass F hands activations to later stages, its
+backward pass B hands cotangents to earlier ones, and W adds up gradients of weights that B has put off.
+
+    made cheaply from arguments     in every pass that reads it: broadcasts, casts, masks           -> _free
+    forward                         F of the stage of its layer
+    backward                        B of the latest stage among the forward values and the parameters it reads, and the
+                                    parameter it is the gradient of, but no later than the cotangents it reads; of
+                                    their earliest without any of these
+    recomputed                      B of the latest stage that reads it, so that nothing is recomputed for another
+                                                                                                    -> _backward
+    a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
+      different stages                                                                              -> _deferred
+    W, if asked for                 what makes partial sums that no pass B reads (Qi et al., 2023, "Zero bubble
+                                    pipeline parallelism", section 2), and what only that reads     -> _weights
+
+A backward operation at the latest residual is Alpa's rule (Zheng et al., 2022, section 5.2). Parameters count as well:
+the first and the last operations of a layer's backward pass may read nothing else that the layer made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import GraphError
+from autopar.graph import Op
+from autopar.passes.clusters import PRODUCTS
+from autopar.passes.layers import Layers
+from autopar.passes.microbatch import Microbatches
+from autopar.passes.microbatch_programs import Placed, Total
+from autopar.passes.microbatch_states import Partial
+from autopar.passes.state import match_state
+from autopar.schedules.instructions import Kind
+
+Place = tuple[int, Kind]
+"""(stage, pass)."""
+
+#: Operations that are not repeated where their results are read, however little they read.
+KEPT = (*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """The operations of a loop, by pass.
+
+    Attributes:
+        places: index of an operation -> where it runs; free ones are not in it.
+        made: value -> where it is made; free ones are not in it.
+        free: value -> the operation that every reader repeats.
+        deferred: sums over stages, to be done after the loop, in order.
+        totals: what the loop hands out.
+    """
+
+    places: Mapping[int, Place]
+    made: Mapping[int, Place]
+    free: Mapping[int, Placed]
+    deferred: tuple[Placed, ...]
+    totals: tuple[Total, ...]
+
+
+def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights: bool = False) -> Passes:
+    """Where every operation of the loop runs.
+
+    Args:
+        split: the step in microbatches, in one loop.
+        layers: its layers.
+        first: the first layer of every stage; the first of them is 0.
+        weights: gradients of weights have a pass of their own.
+
+    Raises:
+        GraphError: an earlier stage would need in its forward pass what a later one makes.
+    """
+    free = _free(split)
+    loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free]
+    ahead, back = _by_phase(split, loop)
+    stages = _forward(split, layers, first, ahead)
+    stages.update(_backward(split, back, stages, _owners(split, ahead, free, stages), len(first) - 1))
+    deferred, totals = _deferred(loop, stages, split.totals)
+    gone = {p.op.index for p in deferred}
+    back = [p for p in back if p.op.index not in gone]
+    put_off = _put_off(split, back, stages, {t.value for t in totals}) if weights else frozenset[int]()
+    places: dict[int, Place] = {p.op.index: (stages[p.op.index], "F") for p in ahead}
+    places.update((p.op.index, (stages[p.op.index], "W" if p.op.index in put_off else "B")) for p in back)
+    made = {v: places[p.op.index] for p in loop if p.op.index not in gone for v in p.op.outputs}
+    return Passes(places, made, free, deferred, totals)
+
+
+def local(placed: Placed) -> list[int]:
+    """Values of the microbatch that an operation reads."""
+    return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i not in placed.outer]
+
+
+def whole(placed: Placed) -> list[int]:
+    """Whole values that an operation reads."""
+    return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i in placed.outer]
+
+
+# What every reader repeats
+
+
+def held(split: Microbatches) -> frozenset[int]:
+    """Arguments that stages hold between steps: all but the batch."""
+    return frozenset(v for v in split.graph.inputs if v not in split.batch)
+
+
+def leaves_of(split: Microbatches) -> Mapping[int, frozenset[int]]:
+    """Whole value known before the loop -> the arguments that it is computed from."""
+    found = {v: frozenset([v]) for v in split.graph.inputs}
+    found.update((v, frozenset[int]()) for v, _ in split.flat.constants)
+    for placed in split.prologue:
+        roots = frozenset[int]().union(*(found[a] for a in placed.op.inputs if isinstance(a, int)))
+        found.update(dict.fromkeys(placed.op.outputs, roots))
+    return found
+
+
+def _free(split: Microbatches) -> Mapping[int, Placed]:
+    """Values made cheaply from parameters alone, or from the batch alone, and how."""
+    kept = held(split)
+    roots = leaves_of(split)
+    local_roots = {v: frozenset([v]) for v in split.batch}
+    free: dict[int, Placed] = {}
+    for placed in split.loop:
+        op = placed.op
+        if op.name in KEPT or op.regions or op.equation.effects or any(a not in local_roots for a in local(placed)):
+            continue
+        read = frozenset[int]().union(*(roots[a] for a in whole(placed)), *(local_roots[a] for a in local(placed)))
+        if read <= kept or not read & kept:
+            local_roots.update(dict.fromkeys(op.outputs, read))
+            free.update(dict.fromkeys(op.outputs, placed))
+    return free
+
+
+# The forward pass
+
+
+def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed], list[Placed]]:
+    """Operations of the forward and of the backward pass; what reads a cotangent belongs to the latter."""
+    marked = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in _within(op)}
+    ahead: list[Placed] = []
+    back: list[Placed] = []
+    cotangents: set[int] = set()
+    for placed in loop:
+        later = placed.op.index in marked or any(a in cotangents for a in local(placed))
+        (back if later else ahead).append(placed)
+        cotangents.update(placed.op.outputs if later else ())
+    return ahead, back
+
+
+def _within(op: Op) -> Iterator[Op]:
+    yield op
+    for region in op.regions:
+        for inner in region.ops:
+            yield from _within(inner)
+
+
+def _forward(split: Microbatches, layers: Layers, first: Sequence[int], ahead: Sequence[Placed]) -> dict[int, int]:
+    """The stage of every operation of the forward pass, by index: that of its layer, or of what it reads."""
+    stage_of = {
+        inner.index: sum(layer >= a for a in first) - 1
+        for layer in range(len(layers.layers))
+        for op in layers.ops(layer)
+        for inner in _within(op)
+    }
+    stages: dict[int, int] = {}
+    made: dict[int, int] = {}
+    for placed in ahead:
+        op = placed.op
+        read = [made[a] for a in local(placed) if a in made]
+        stage = stages[op.index] = stage_of.get(op.index, max(read, default=0))
+        made.update(dict.fromkeys(op.outputs, stage))
+        if max(read, default=0) > stage:
+            raise GraphError(f"{op.name} in stage {stage} reads what stage {max(read)} makes; {op.source or 'no line'}")
+    return stages
+
+
+def _owners(
+    split: Microbatches, ahead: Sequence[Placed], free: Mapping[int, Placed], stages: Mapping[int, int]
+) -> Mapping[int, int]:
+    """Arguments that one stage alone reads in its forward pass -> that stage."""
+    kept = held(split)
+    roots = leaves_of(split)
+    readers: dict[int, set[int]] = {}
+    for placed in ahead:
+        read = {leaf for one in cone([placed], free) for v in whole(one) for leaf in roots[v] & kept}
+        for leaf in read:
+            readers.setdefault(leaf, set()).add(stages[placed.op.index])
+    return {leaf: min(readers[leaf]) for leaf in sorted(readers) if len(readers[leaf]) == 1}
+
+
+def cone(placed: Sequence[Placed], free: Mapping[int, Placed]) -> list[Placed]:
+    """Operations with the free ones that they read, in program order."""
+    found = {p.op.index: p for p in placed}
+    waiting = list(placed)
+    while waiting:
+        for a in local(waiting.pop()):
+            if a in free and free[a].op.index not in found:
+                found[free[a].op.index] = free[a]
+                waiting.append(free[a])
+    return [found[i] for i in sorted(found)]
+
+
+# The backward pass
+
+
+def _backward(
+    split: Microbatches,
+    back: Sequence[Placed],
+    forward: Mapping[int, int],
+    owner: Mapping[int, int],
+    last: int,
+) -> dict[int, int]:
+    """The stage of every operation of the backward pass, by index."""
+    roots = leaves_of(split)
+    wanted = _gradients(split, owner)
+    bodies = _bodies(split, back, owner)
+    residual = {v: forward[p.op.index] for p in split.loop if p.op.index in forward for v in p.op.outputs}
+    again: dict[int, int] = {}
+    cotangent: dict[int, int] = {}
+    stages: dict[int, int] = {}
+    for placed in back:
+        op, read = placed.op, local(placed)
+        below = [stage for a in read for known in (residual, again) if (stage := known.get(a)) is not None]
+        below += [owner[leaf] for v in whole(placed) for leaf in sorted(roots[v]) if leaf in owner]
+        above = [cotangent[a] for a in read if a in cotangent]
+        recomputed = not above and _is_recomputed(op)
+        below += bodies.get(_body(split, op), ()) if recomputed else ()
+        below += [wanted[v] for v in op.outputs if v in wanted]
+        stage = min([max(below), *above]) if below else min(above, default=last)
+        stages[op.index] = stage
+        made = again if recomputed else cotangent
+        made.update(dict.fromkeys(op.outputs, stage))
+    return _pulled(back, stages, again)
+
+
+def _is_recomputed(op: Op) -> bool:
+    return "rematted_computation" in str(op.name_stack)
+
+
+def _body(split: Microbatches, op: Op) -> int:
+    """Index of the innermost rematerialisation around an operation, -1 if there is none."""
+    around = split.flat.remat.get(op.index, ())
+    return around[-1].index if around else -1
+
+
+def _bodies(split: Microbatches, back: Sequence[Placed], owner: Mapping[int, int]) -> Mapping[int, tuple[int, ...]]:
+    """Rematerialised bodies that read the parameters of one stage alone -> that stage."""
+    roots = leaves_of(split)
+    found: dict[int, set[int]] = {}
+    for placed in back:
+        if _is_recomputed(placed.op):
+            read = {owner[leaf] for v in whole(placed) for leaf in roots[v] if leaf in owner}
+            found.setdefault(_body(split, placed.op), set()).update(read)
+    return {body: tuple(stages) for body, stages in found.items() if len(stages) == 1}
+
+
+def _gradients(split: Microbatches, owner: Mapping[int, int]) -> Mapping[int, int]:
+    """Totals from which the new value of a stage's parameter is made, through operations of its size -> the stage."""
+    graph = split.graph
+    maker = {v: p.op for p in (*split.loop, *split.epilogue) for v in p.op.outputs}
+    looped = {v for p in split.loop for v in p.op.outputs}
+    found: dict[int, int] = {}
+    for out, i in match_state(graph).items():
+        leaf = graph.inputs[i]
+        waiting = [split.flat.outputs[out]] if leaf in owner else []
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, int) or value in seen or value not in maker:
+                continue
+            seen.add(value)
+            op = maker[value]
+            if value in looped and op.name not in ("add", "add_any"):
+                found[value] = min(found.get(value, owner[leaf]), owner[leaf])
+            else:
+                waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
+    return found
+
+
+def _pulled(back: Sequence[Placed], stages: dict[int, int], again: Mapping[int, int]) -> dict[int, int]:
+    """The stages, with what is recomputed where it is read last."""
+    readers: dict[int, int] = {}
+    for placed in reversed(back):
+        op = placed.op
+        if any(v in again for v in op.outputs):
+            stages[op.index] = max(stages[op.index], *(readers.get(v, 0) for v in op.outputs))
+        for a in local(placed):
+            readers[a] = max(readers.get(a, 0), stages[op.index])
+    return stages
+
+
+def _deferred(
+    loop: Sequence[Placed], stages: Mapping[int, int], totals: Sequence[Total]
+) -> tuple[tuple[Placed, ...], tuple[Total, ...]]:
+    """Sums of totals of different stages, to be done after the loop, and the totals that are then left."""
+    made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
+    mixed: set[int] = set()
+    for op in (p.op for p in loop if p.op.name in ("add", "add_any")):
+        parts = [a for a in op.inputs if a in made_in]
+        if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in mixed for a in parts):
+            mixed.update(op.outputs)
+    wanted = {t.value: t for t in totals}
+    found: list[Placed] = []
+    for placed in reversed(loop):
+        op = placed.op
+        if op.outputs and op.outputs[0] in mixed and op.outputs[0] in wanted and wanted[op.outputs[0]].how == "sum":
+            del wanted[op.outputs[0]]
+            wanted.update((a, Total(a, "sum")) for a in op.inputs if isinstance(a, int))
+            found.append(Placed(op, frozenset(range(len(op.inputs)))))
+    return tuple(found[::-1]), tuple(wanted[v] for v in sorted(wanted))
+
+
+def _put_off(
+    split: Microbatches, back: Sequence[Placed], stages: Mapping[int, int], totals: set[int]
+) -> frozenset[int]:
+    """Operations, by index, that make partial sums, or values for those of their stage alone."""
+    found: set[int] = set()
+    readers: dict[int, set[int]] = {}
+    needed = -1
+    for placed in reversed(back):
+        op, stage = placed.op, stages[placed.op.index]
+        partial = any(isinstance(split.states[v], Partial) for v in op.outputs)
+        light = op.name not in KEPT and not op.regions and not totals & {*op.outputs}
+        read = set[int]().union(*(readers.get(v, set()) for v in op.outputs))
+        put_off = (partial and read <= {stage}) or (light and read == {stage})
+        if put_off:
+            found.add(op.index)
+        for a in local(placed):
+            readers.setdefault(a, set()).add(stage if put_off else needed)
+    return frozenset(found)
