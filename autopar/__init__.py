@@ -75,8 +75,8 @@ if TYPE_CHECKING:
     from autopar.errors import PlanMismatchError as PlanMismatchError
     from autopar.errors import RuleError as RuleError
     from autopar.errors import ScheduleError as ScheduleError
-    from autopar.errors import StageError as StageError
     from autopar.errors import SolverError as SolverError
+    from autopar.errors import StageError as StageError
     from autopar.errors import TraceError as TraceError
     from autopar.plans import Plan, Stage
     from autopar.rules.registry import register_rule

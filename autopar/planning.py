@@ -82,7 +82,8 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
     if options.remat == recomputation.AUTO:
         found = recomputation.choose(planner.attempt, planner.recomputable, planner.allowed)
     else:
-        found = planner.attempt(recomputation.uniform(options.remat, planner.recomputable()), "proven")
+        changed = planner.recomputable() if options.remat != remat.NONE else ()
+        found = planner.attempt(recomputation.uniform(options.remat, changed), "proven")
     if found.error is not None:
         raise found.error
     assert found.made is not None

@@ -112,7 +112,8 @@ def _best(
         if s.progress:
             _report(name_of(fn), plan)
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
-            plan = replace(plan, graph_hash=graph_hash(original.graph), num_microbatches=count, batch=batch)
+            if count > 1:
+                plan = replace(plan, graph_hash=graph_hash(original.graph), num_microbatches=count, batch=batch)
             best = Prepared(executed(original, plan), plan, target, rules, found)
     if best is None:
         raise misfits[0]
@@ -124,12 +125,15 @@ def _best(
 def _planned(traced: Traced, target: Target, options: Options, trace_s: float) -> tuple[Plan, tuple[str, ...]]:
     """The plan for one mesh, from the cache if it is there, and what to warn of."""
     begin = time.perf_counter()
-    asked = plan_cache.question(traced, target.logical, target.cluster.name, options)
-    kept = plan_cache.read(asked)
-    if kept is not None:
-        return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
+    asked = None
+    if plan_cache.folder() is not None:
+        asked = plan_cache.question(traced, target.logical, target.cluster.name, options)
+        kept = plan_cache.read(asked)
+        if kept is not None:
+            return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
     made = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
-    plan_cache.write(asked, made.plan, options.time_limit)
+    if asked is not None:
+        plan_cache.write(asked, made.plan, options.time_limit)
     return made.plan, made.solution.warnings
 
 

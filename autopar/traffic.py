@@ -72,13 +72,14 @@ class _Counter:
     stage: Stage
     moving: AbstractSet[str]
     device: Device
-    known: dict[tuple[int, Layout | None], int] = field(default_factory=dict)
+    known: dict[int | tuple[int, Layout], int] = field(default_factory=dict)  # a value, or it in another layout
 
     def local(self, value: int, site: str = "") -> int:
         """Bytes that a device holds of a value, as it lies or as it is read at a site."""
-        layout = self.stage.uses.get(site) or self.stage.values.get(value)
-        key = value, layout
+        other = self.stage.uses.get(site) if site else None
+        key = (value, other) if other else value
         if key not in self.known:
+            layout = other or self.stage.values.get(value)
             type_ = self.graph.types[value]
             held = tuple(d if d >= 0 else -1 for d in layout) if layout else ()
             shape = local_shape(held, type_.shape, tuple(self.stage.submesh.values())) if held else type_.shape
@@ -87,7 +88,9 @@ class _Counter:
 
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
-        site = f"{op.tag}.in{k}"
+        site = f"{op.tag}.in{k}" if op.tag in self.moved else ""
+        if not self.device.rounds_operands:
+            return self.local(value, site)
         moved = site in self.stage.uses and rounds(op, self.graph.types[value])
         return self._narrow(value, self.local(value, site), rounding=moved or value in self.rounded)
 
@@ -100,6 +103,11 @@ class _Counter:
         return (
             nbytes * rounded(type_).itemsize // type_.itemsize if self.device.rounds_operands and rounding else nbytes
         )
+
+    @cached_property
+    def moved(self) -> AbstractSet[str]:
+        """Tags of operations that read some operand in another layout than it lies in."""
+        return {site.partition(".")[0] for site in self.stage.uses}
 
     @cached_property
     def products(self) -> Mapping[int, int]:

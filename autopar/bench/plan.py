@@ -3,6 +3,8 @@
 `total_s` starts with the function and its abstract arguments and ends with the Plan: tracing, reading the rules,
 building the graph of decisions, solving, writing the plan. Importing JAX and autopar and describing the model's shapes
 come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan.
+The program is planned as it is written, `remat="none"`, unless the spec says otherwise: whether its memory suffices is
+another question, and trying recomputation costs several plans.
 `cpu_s` is the processor time of the same span, of all threads: on a busy machine it is the steadier figure.
 """
 
@@ -28,7 +30,7 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
     """Medians over `repeats` processes.
 
     Args:
-        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver.
+        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, remat.
         repeats: number of processes.
         tell: hears of each as it ends.
 
@@ -66,7 +68,14 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
     mesh, cluster = spec.get("mesh"), spec.get("cluster")
     found = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    plan = api.plan(fn, *args, mesh=tuple(mesh) if mesh else None, cluster=found, solver=spec.get("solver") or "auto")
+    plan = api.plan(
+        fn,
+        *args,
+        mesh=tuple(mesh) if mesh else None,
+        cluster=found,
+        solver=spec.get("solver") or "auto",
+        remat=spec.get("remat") or "none",
+    )
     total, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     yield {
         "model": spec["model"],

@@ -18,6 +18,7 @@ from autopar.cli.options import (
     MeshSizes,
     Models,
     Plot,
+    Remat,
     Repeats,
     Seq,
     Solver,
@@ -42,16 +43,20 @@ def bench_plan(
     batch: Batch = None,
     seq: Seq = None,
     solver: Solver = "auto",
+    remat: Remat = "none",
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
-    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8."""
+    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8.
+
+    The program is planned as written; with --remat auto, recomputed where its memory does not suffice.
+    """
     from autopar.bench import plan as measure
 
     found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
     spec = {
         "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
-        "layers": layers, "batch": batch, "seq": seq, "solver": solver,
+        "layers": layers, "batch": batch, "seq": seq, "solver": solver, "remat": remat,
     }  # fmt: skip
     result = measure.run(spec, repeats, say)
     report(as_json, result, lambda: measure.table(result))
