@@ -60,7 +60,7 @@ def _touched(c: Collective, sizes: Mapping[str, int]) -> float:
 class _Cone:
     """What one value in memory is computed from: operations fused with it, and values in memory -> bytes read."""
 
-    ops: frozenset[int]
+    ops: tuple[int, ...]
     sources: Mapping[int, int]
 
 
@@ -164,7 +164,7 @@ class _Counter:
 
     def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
         sources: dict[int, int] = {}
-        queue, seen = [made[value]], {made[value].index}
+        queue, seen = [made[value]], {made[value].index: None}
         while queue:
             op = queue.pop()
             for k, atom in enumerate(op.inputs):
@@ -173,9 +173,9 @@ class _Counter:
                 if atom in stored or atom not in made:
                     sources[atom] = max(sources.get(atom, 0), self.read(op, k, atom))
                 elif made[atom].index not in seen:
-                    seen.add(made[atom].index)
+                    seen[made[atom].index] = None
                     queue.append(made[atom])
-        return _Cone(frozenset(seen), sources)
+        return _Cone(tuple(seen), sources)
 
     def _bytes(self, cones: Mapping[int, _Cone], loops: Mapping[int, int]) -> float:
         read: dict[tuple[int, int], int] = {}
@@ -210,9 +210,11 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[in
         return value
 
     for value, cone in cones.items():
-        for op in () if value in products else sorted(cone.ops):
-            other = owner.setdefault((depths[value], op), value)
-            parent[root(value)] = root(other)
+        depth = depths[value]
+        for op in () if value in products else cone.ops:
+            other = owner.setdefault((depth, op), value)
+            if other != value:
+                parent[root(value)] = root(other)
     return {value: root(value) for value in cones}
 
 
