@@ -13,7 +13,7 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -122,7 +122,7 @@ class _Copies:
         (gu, lu), (gv, lv) = self._projection(source), self._projection(target)
         type_ = self.sizes.graph.types[value]
         narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
-        kind = replace(self.sizes.kind(value), itemsize=type_.itemsize / (2 if narrow else 1), first=0)
+        kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
         edge = self._edge(source.node, target.node, gu, gv)
         return _Link(self.sizes, value, edge, kind, lu, lv, (source.key, target.key, kind))
 

@@ -190,8 +190,8 @@ def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable]) -> Pr
 
 def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -> None:
     for op in ops:
-        barriers = tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
-        waits = (*after, *(v for i in barriers for v in p.barriers[i]))
+        barriers = _barriers(p, op) if p.barriers else ()
+        waits = (*after, *(v for i in barriers for v in p.barriers[i])) if barriers else after
         if op.regions:
             _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
             continue
@@ -205,6 +205,11 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             barriers = barriers if frame.steps[-1].kind == LIGHT else ()
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
+
+
+def _barriers(p: Program, op: Op) -> tuple[int, ...]:
+    """The barriers that an operation reads from behind."""
+    return tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
 
 
 def _hold(p: Program, op: Op) -> tuple[int, ...]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 from autopar.graph import Graph
 
 
+@lru_cache(maxsize=4)  # asked by several passes of one planning
 def match_state(graph: Graph) -> Mapping[int, int]:
     """Results that carry an argument into the next step: output position -> input position.
 
@@ -38,4 +41,4 @@ def match_state(graph: Graph) -> Mapping[int, int]:
     for out, path in enumerate(graph.output_paths):
         if out not in found and "/" in path:
             claim(out, by_tail.get(path.split("/", 1)[1], []))
-    return found
+    return MappingProxyType(found)
