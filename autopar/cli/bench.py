@@ -113,7 +113,7 @@ def bench_predictions(
     from autopar.bench import predictions
 
     rows = predictions.run(target, None if models is None else words(models, ()), say)
-    report(as_json, {"rows": rows, **predictions.figures(rows)}, lambda: predictions.table(rows))
+    report(as_json, {**predictions.figures(rows), "rows": rows}, lambda: predictions.table(rows))
 
 
 @app.command("compile")
@@ -130,7 +130,7 @@ def bench_compile(
     chosen = mesh_list(meshes, compile_only.MESHES)
     names = words(models, tuple(compile_only.SIZES))
     rows = compile_only.run(names, chosen, words(plans, tuple(compile_only.PLANS)), target, say)
-    report(as_json, {"rows": rows, **compile_only.figures(rows)}, lambda: compile_only.table(rows))
+    report(as_json, {**compile_only.figures(rows), "rows": rows}, lambda: compile_only.table(rows))
     raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
 
 
@@ -235,4 +235,4 @@ def bench_ranking(
     from autopar.bench import ranking
 
     rows = ranking.run(words(models, ranking.MODELS), None if cluster is None else str(cluster), repeats, say)
-    report(as_json, {"rows": rows, **ranking.figures(rows)}, lambda: ranking.table(rows))
+    report(as_json, {**ranking.figures(rows), "rows": rows}, lambda: ranking.table(rows))
