@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autopar import jax_compat
+from autopar import control_flow, jax_compat
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec
 from autopar.passes.sums import first_stage
@@ -380,65 +380,23 @@ class _Scope:
             results = _REGIONS[kind](self, op, operands)
         self._store(op, results)
 
+    def _body(self, op: Op, region: Region) -> control_flow.Body:
+        return lambda arrays: self._leave(op, region, self.inner(region, arrays))
+
     def scan(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        region = op.regions[0]
-        constants, carries = jax_compat.scan_counts(op.params)
-        fixed = operands[:constants]
-
-        def body(carry: Any, xs: Any) -> Any:
-            scope = self.inner(region, [*fixed, *carry, *xs])
-            results = self._leave(op, region, scope)
-            return tuple(results[:carries]), tuple(results[carries:])
-
-        carry, ys = jax.lax.scan(
-            body,
-            tuple(operands[constants : constants + carries]),
-            tuple(operands[constants + carries :]),
-            length=op.params["length"],
-            reverse=op.params["reverse"],
-            unroll=op.params["unroll"],
-        )
-        return [*carry, *ys]
+        return control_flow.scan(op, operands, self._body(op, op.regions[0]))
 
     def while_loop(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        condition, body = op.regions
-        n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-        of_cond, of_body = operands[:n_cond], operands[n_cond : n_cond + n_body]
-
-        def goes_on(carry: Any) -> Any:
-            return self._leave(op, condition, self.inner(condition, [*of_cond, *carry]))[0]
-
-        def test(carry: Any) -> Any:
-            return goes_on(carry).any()  # under vmap, as long as one element goes on
-
-        def step(carry: Any) -> Any:
-            new = self._leave(op, body, self.inner(body, [*of_body, *carry]))
-            if not self.context.graph.type_of(condition.outputs[0]).rank:
-                return tuple(new)
-            going = goes_on(carry)
-            return tuple(_kept_where_done(going, a, b) for a, b in zip(new, carry, strict=True))
-
-        return list(jax.lax.while_loop(test, step, tuple(operands[n_cond + n_body :])))
+        test, body = op.regions
+        batched = self.context.graph.type_of(test.outputs[0]).rank > 0
+        return control_flow.while_loop(op, operands, self._body(op, test), self._body(op, body), batched=batched)
 
     def cond(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        def branch(region: Region) -> Callable[..., Any]:
-            return lambda *args: tuple(self._leave(op, region, self.inner(region, args)))
-
-        return list(jax.lax.switch(operands[0], [branch(r) for r in op.regions], *operands[1:]))
+        return control_flow.cond(operands, [self._body(op, region) for region in op.regions])
 
     def remat(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        region = op.regions[0]
-
-        def body(*args: Any) -> Any:
-            return tuple(self._leave(op, region, self.inner(region, args)))
-
-        return jax_compat.rematerialised(op.equation, body, operands)
-
-
-def _kept_where_done(going: Any, new: Any, old: Any) -> Any:
-    """The new value of a carry for those elements (leading dimensions) of a loop under vmap that go on."""
-    spread = jax.lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim)))
-    return jax.lax.select(spread, new, old)
+        body = self._body(op, op.regions[0])
+        return jax_compat.rematerialised(op.equation, lambda *arrays: tuple(body(arrays)), operands)
 
 
 _REGIONS: Mapping[str, Callable[[_Scope, Op, Sequence[Any]], list[Any]]] = {

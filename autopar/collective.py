@@ -14,6 +14,7 @@ algorithms, which meet the lower bounds of Chan et al. (2007), "Collective commu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,6 +49,10 @@ class Collective:
     count: int = 1
     op: str = ""
     source: str = ""
+
+    def sent(self, sizes: Mapping[str, int]) -> float:
+        """Bytes each device sends for it per step; `sizes`: mesh axis -> devices along it."""
+        return self.count * wire_bytes(self.kind, self.bytes, math.prod(sizes[a] for a in self.axes))
 
 
 def wire_bytes(kind: str, nbytes: float, group: int) -> float:

@@ -91,7 +91,7 @@ def _read(atom: Any, env: Mapping[Any, Any]) -> Any:
 def _transposed(equation: jex.JaxprEqn, around: bool) -> bool:
     """True for what JAX wrote by transposition; stacks of nested programs begin at the program `around`."""
     stack = str(equation.source_info.name_stack)
-    return (around or "transpose(" in stack) and "rematted_computation" not in stack
+    return (around or "transpose(" in stack) and not jax_compat.is_rematted(stack)
 
 
 def _equations(equation: jex.JaxprEqn, env: dict[Any, Any], transposed: bool) -> list[jex.JaxprEqn]:

@@ -53,13 +53,18 @@ class Search:
 
 
 def allowed(mesh: LogicalMesh, budget: float | str | None) -> float | str:
-    """Bytes that a device may hold: the budget, the device's own memory less `MARGIN` if there is none; or "min"."""
-    return mesh.device.memory_bytes * (1 - MARGIN) if budget is None else budget
+    """Bytes that a device may hold: the budget, or what the device has if there is none; or "min"."""
+    return usable(mesh) if budget is None else budget
+
+
+def usable(mesh: LogicalMesh) -> float:
+    """Bytes of a device's own memory, less `MARGIN`."""
+    return mesh.device.memory_bytes * (1 - MARGIN)
 
 
 def is_pressed(solution: Solution) -> bool:
-    """Whether memory had a say in a solution of `solve`, or it does not fit."""
-    return bool(solution.warnings) or (isinstance(solution, BudgetedSolution) and bool(solution.points))
+    """Whether memory had a say in a solution of `solve` that fits."""
+    return isinstance(solution, BudgetedSolution) and bool(solution.points)
 
 
 def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float | str | None, how: Search) -> Solution:
@@ -72,7 +77,7 @@ def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float |
         least = least_memory(problem, source, deadline=begin + how.time_limit)
         return _smallest(problem, least, time.monotonic() - begin)
     if budget is None:
-        return _by_default(problem, source, float(allowed(mesh, None)), how)
+        return _by_default(problem, source, usable(mesh), how)
     try:
         return optimize_within(problem, source, budget, **how.keywords())
     except Infeasible as none:

@@ -118,6 +118,13 @@ class Op:
     def tag(self) -> str:
         return f"op{self.index}"
 
+    def walk(self) -> Iterator[Op]:
+        """It and every operation in its regions, outer before inner, in program order."""
+        yield self
+        for region in self.regions:
+            for op in region.ops:
+                yield from op.walk()
+
     @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""
@@ -152,7 +159,7 @@ class Graph:
 
     def walk(self) -> Iterator[Op]:
         """Every operation, regions included, outer before inner, in program order."""
-        return _walk(self.ops)
+        return (inner for op in self.ops for inner in op.walk())
 
     @cached_property
     def by_index(self) -> Mapping[int, Op]:
@@ -165,13 +172,6 @@ class Graph:
 
     def __str__(self) -> str:
         return "\n".join(_print_graph(self)) + "\n"
-
-
-def _walk(ops: tuple[Op, ...]) -> Iterator[Op]:
-    for op in ops:
-        yield op
-        for region in op.regions:
-            yield from _walk(region.ops)
 
 
 # Printing

@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.random import threefry2x32_p
 
-from autopar import jax_compat
+from autopar import control_flow, jax_compat
 from autopar.errors import ArgumentError, GraphError
 from autopar.graph import Atom, Graph, Op
 from autopar.passes.microbatch import Microbatches, split
@@ -113,7 +114,7 @@ class Programs:
     def _totals(self, sweep: Sweep, outer: Values, leaves: Sequence[Any], unrolled: bool) -> list[Any]:
         if not sweep.totals:
             return []
-        accumulators = [self._accumulator(total) for total in sweep.totals]
+        accumulators = [self.accumulator(total) for total in sweep.totals]
 
         def one(carry: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
             parts = self.loop(sweep, outer, self.blocks(leaves, index), index)
@@ -124,11 +125,12 @@ class Programs:
         carry, stacked = jax.lax.scan(one, begin, jnp.arange(self.split.count), unroll=unrolled or 1)
         return [a.end(c, s) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
 
-    def _accumulator(self, total: Total) -> _Accumulator:
+    def accumulator(self, total: Total) -> Accumulator:
+        """How the parts of a total come together."""
         aval = self.avals[total.value]
         return _ACCUMULATORS[total.how](aval.shape, aval.dtype, self.split.states[total.value])
 
-    @property
+    @cached_property
     def avals(self) -> Mapping[int, Any]:
         """Shape and dtype of the whole of every value."""
         return {v: x.aval for op in self.split.flat.ops for v, x in zip(op.outputs, op.equation.outvars, strict=True)}
@@ -154,10 +156,8 @@ class SplitStep:
         return self.programs.split
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.traced.in_tree:
-            raise ArgumentError(f"the step was traced for arguments {self.traced.in_tree}, called with {tree}")
-        return jax.tree.unflatten(self.traced.out_tree, self.programs.step(flat, self.unrolled))
+        leaves = self.traced.leaves(*args, **kwargs)
+        return jax.tree.unflatten(self.traced.out_tree, self.programs.step(leaves, self.unrolled))
 
 
 def split_step(
@@ -200,26 +200,29 @@ def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Accumulator:
-    """How the parts of one total come together: (carry, part) -> (carry, what is stacked), and the end of it."""
+class Accumulator:
+    """How the parts of one total come together: (carry, part) -> (carry, what is stacked), and the end of it.
+
+    `begin` is None where parts are stacked in place of added up.
+    """
 
     begin: Any
     add: Callable[[Any, Any], tuple[Any, Any]]
     end: Callable[[Any, Any], Any]
 
 
-def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> _Accumulator:
+def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     wide = jnp.float32 if narrow else dtype
-    return _Accumulator(jnp.zeros(shape, wide), lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
+    return Accumulator(jnp.zeros(shape, wide), lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
 
 
-def _extreme(largest: bool) -> Callable[[tuple[int, ...], Any, State], _Accumulator]:
+def _extreme(largest: bool) -> Callable[[tuple[int, ...], Any, State], Accumulator]:
     better = jnp.maximum if largest else jnp.minimum
 
-    def made(shape: tuple[int, ...], dtype: Any, state: State) -> _Accumulator:
+    def made(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
         worst = _worst(dtype, largest)
-        return _Accumulator(jnp.full(shape, worst, dtype), lambda c, p: (better(c, p), None), lambda c, _: c)
+        return Accumulator(jnp.full(shape, worst, dtype), lambda c, p: (better(c, p), None), lambda c, _: c)
 
     return made
 
@@ -233,18 +236,18 @@ def _worst(dtype: Any, largest: bool) -> Any:
     return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
 
 
-def _stacked(shape: tuple[int, ...], dtype: Any, state: State) -> _Accumulator:
+def _stacked(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     assert isinstance(state, Split)
-    return _Accumulator(None, lambda c, p: (None, p), lambda _, blocks: untake(blocks, state))
+    return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: untake(blocks, state))
 
 
-def _last(shape: tuple[int, ...], dtype: Any, state: State) -> _Accumulator:
+def _last(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return _Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
-    return _Accumulator(jnp.zeros(shape, dtype), lambda c, p: (p, None), lambda c, _: c)
+        return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
+    return Accumulator(jnp.zeros(shape, dtype), lambda c, p: (p, None), lambda c, _: c)
 
 
-_ACCUMULATORS: Mapping[str, Callable[[tuple[int, ...], Any, State], _Accumulator]] = {
+_ACCUMULATORS: Mapping[str, Callable[[tuple[int, ...], Any, State], Accumulator]] = {
     "sum": _summed,
     "max": _extreme(True),
     "min": _extreme(False),
@@ -372,36 +375,18 @@ class _Scope:
             return take(jnp.asarray(array), wanted, self.count, self.index)
         return array
 
+    def _running(self, body: Body) -> control_flow.Body:
+        return lambda arrays: self._within(body, arrays)
+
     def scan(self, op: Op, body: Body, operands: Sequence[Any]) -> list[Any]:
-        fixed, carried = jax_compat.scan_counts(op.params)
-
-        def iteration(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = self._within(body, [*operands[:fixed], *carry, *slices])
-            return results[:carried], results[carried:]
-
-        carry, stacked = jax.lax.scan(
-            iteration,
-            list(operands[fixed : fixed + carried]),
-            list(operands[fixed + carried :]),
-            length=op.params["length"],
-            reverse=op.params["reverse"],
-            unroll=op.params["unroll"],
-        )
-        return [*carry, *stacked]
+        return control_flow.scan(op, operands, self._running(body))
 
     def while_loop(self, op: Op, bodies: tuple[Body, Body], operands: Sequence[Any]) -> list[Any]:
-        test, body = bodies
-        first = op.params["cond_nconsts"]
-        carries = first + op.params["body_nconsts"]
-        return jax.lax.while_loop(
-            lambda carry: self._within(test, [*operands[:first], *carry])[0],
-            lambda carry: self._within(body, [*operands[first:carries], *carry]),
-            list(operands[carries:]),
-        )
+        test, body = map(self._running, bodies)
+        return control_flow.while_loop(op, operands, test, body, batched=False)  # of others none runs on blocks
 
     def cond(self, op: Op, bodies: Sequence[Body], operands: Sequence[Any]) -> list[Any]:
-        branches = [lambda *arrays, body=body: self._within(body, arrays) for body in bodies]
-        return list(jax.lax.switch(operands[0], branches, *operands[1:]))
+        return control_flow.cond(operands, [self._running(body) for body in bodies])
 
 
 _REGIONS: Mapping[str, Callable[[_Scope, Op, Any, Sequence[Any]], list[Any]]] = {

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from autopar import __version__, jax_compat
-from autopar.collective import Collective, wire_bytes
+from autopar.collective import Collective
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import Graph
 from autopar.layout import Layout, spec
@@ -159,16 +159,10 @@ class Plan:
     def wire_bytes(self) -> float:
         """Bytes each device sends per step."""
         sizes = dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
-        total = 0.0
-        for c in self.collectives:
-            group = 1
-            for axis in c.axes:
-                group *= sizes[axis]
-            total += wire_bytes(c.kind, c.bytes, group) * c.count
-        return total
+        return float(sum(c.sent(sizes) for c in self.collectives))
 
     def summary(self, graph: Graph | None = None) -> str:
-        """The plan as a table for a terminal; with the graph also its largest activations."""
+        """The plan as a table for a terminal; with the graph that is executed also its largest activations."""
         from autopar.report.summary import summary
 
         return summary(self, graph)

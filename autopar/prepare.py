@@ -114,9 +114,10 @@ def _best(
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
             if count > 1:
                 plan = replace(plan, graph_hash=graph_hash(original.graph), num_microbatches=count, batch=batch)
-            best = Prepared(executed(original, plan), plan, target, rules, found)
+            best = Prepared(traced, plan, target, rules, found)
     if best is None:
         raise misfits[0]
+    best = replace(best, traced=_recomputing(traced, best.plan))
     for warning in best.warnings:
         warnings.warn(f"{name_of(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
     return best
@@ -193,7 +194,11 @@ def executed(traced: Traced, plan: Plan) -> Traced:
 
     PlanMismatchError if it was made for other layers.
     """
-    traced = accumulated(traced, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes))
+    return _recomputing(accumulated(traced, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes)), plan)
+
+
+def _recomputing(traced: Traced, plan: Plan) -> Traced:
+    """The trace, in microbatches already, with what the plan recomputes."""
     try:
         return replace(traced, graph=rewrite(traced.graph, plan.remat))
     except ArgumentError as error:

@@ -43,6 +43,13 @@ class Traced:
     pins: Mapping[int, PartitionSpec] = field(default_factory=dict)
     mesh: Mesh | AbstractMesh | None = None
 
+    def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Leaves of arguments that are built like those that were traced; ArgumentError for others."""
+        found, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.in_tree:
+            raise ArgumentError(f"the step was traced for arguments {self.in_tree}, called with {tree}")
+        return found
+
 
 def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
     """Trace `fn` on arrays or ShapeDtypeStructs.

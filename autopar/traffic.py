@@ -88,7 +88,7 @@ class _Counter:
 
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
-        site = f"{op.tag}.in{k}" if op.tag in self.moved else ""
+        site = f"{op.tag}.in{k}" if op.tag in self.rereading else ""
         if not self.device.rounds_operands:
             return self.local(value, site)
         moved = site in self.stage.uses and rounds(op, self.graph.types[value])
@@ -105,7 +105,7 @@ class _Counter:
         )
 
     @cached_property
-    def moved(self) -> AbstractSet[str]:
+    def rereading(self) -> AbstractSet[str]:
         """Tags of operations that read some operand in another layout than it lies in."""
         return {site.partition(".")[0] for site in self.stage.uses}
 

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,6 +83,7 @@ class Layers:
         )
 
 
+@lru_cache(maxsize=4)  # asked again for every choice of what to recompute
 def find(graph: Graph) -> Layers:
     """The layers of a program; none if it has no forward operation."""
     chain = _Chain.of(graph)

@@ -21,9 +21,10 @@ the first and the last operations of a layer's backward pass may read nothing el
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.graph import Op
 from autopar.passes.clusters import PRODUCTS
@@ -36,6 +37,9 @@ from autopar.schedules.instructions import Kind
 
 Place = tuple[int, Kind]
 """(stage, pass)."""
+
+Roots = Mapping[int, frozenset[int]]
+"""Whole value -> the arguments that it is computed from."""
 
 #: Operations that are not repeated where their results are read, however little they read.
 KEPT = (*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call")
@@ -72,11 +76,12 @@ def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights
     Raises:
         GraphError: an earlier stage would need in its forward pass what a later one makes.
     """
-    free = _free(split)
+    roots = leaves_of(split)
+    free = _free(split, roots)
     loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free]
     ahead, back = _by_phase(split, loop)
     stages = _forward(split, layers, first, ahead)
-    stages.update(_backward(split, back, stages, _owners(split, ahead, free, stages), len(first) - 1))
+    stages.update(_backward(split, back, stages, roots, _owners(split, ahead, free, stages, roots), len(first) - 1))
     deferred, totals = _deferred(loop, stages, split.totals)
     gone = {p.op.index for p in deferred}
     back = [p for p in back if p.op.index not in gone]
@@ -92,6 +97,11 @@ def local(placed: Placed) -> list[int]:
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i not in placed.outer]
 
 
+def values(placed: Placed) -> list[int]:
+    """All values that an operation reads."""
+    return [a for a in placed.op.inputs if isinstance(a, int)]
+
+
 def whole(placed: Placed) -> list[int]:
     """Whole values that an operation reads."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i in placed.outer]
@@ -105,7 +115,7 @@ def held(split: Microbatches) -> frozenset[int]:
     return frozenset(v for v in split.graph.inputs if v not in split.batch)
 
 
-def leaves_of(split: Microbatches) -> Mapping[int, frozenset[int]]:
+def leaves_of(split: Microbatches) -> Roots:
     """Whole value known before the loop -> the arguments that it is computed from."""
     found = {v: frozenset([v]) for v in split.graph.inputs}
     found.update((v, frozenset[int]()) for v, _ in split.flat.constants)
@@ -115,10 +125,9 @@ def leaves_of(split: Microbatches) -> Mapping[int, frozenset[int]]:
     return found
 
 
-def _free(split: Microbatches) -> Mapping[int, Placed]:
+def _free(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
     """Values made cheaply from parameters alone, or from the batch alone, and how."""
     kept = held(split)
-    roots = leaves_of(split)
     local_roots = {v: frozenset([v]) for v in split.batch}
     free: dict[int, Placed] = {}
     for placed in split.loop:
@@ -137,7 +146,7 @@ def _free(split: Microbatches) -> Mapping[int, Placed]:
 
 def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed], list[Placed]]:
     """Operations of the forward and of the backward pass; what reads a cotangent belongs to the latter."""
-    marked = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in _within(op)}
+    marked = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in op.walk()}
     ahead: list[Placed] = []
     back: list[Placed] = []
     cotangents: set[int] = set()
@@ -148,20 +157,13 @@ def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed]
     return ahead, back
 
 
-def _within(op: Op) -> Iterator[Op]:
-    yield op
-    for region in op.regions:
-        for inner in region.ops:
-            yield from _within(inner)
-
-
 def _forward(split: Microbatches, layers: Layers, first: Sequence[int], ahead: Sequence[Placed]) -> dict[int, int]:
     """The stage of every operation of the forward pass, by index: that of its layer, or of what it reads."""
     stage_of = {
         inner.index: sum(layer >= a for a in first) - 1
         for layer in range(len(layers.layers))
         for op in layers.ops(layer)
-        for inner in _within(op)
+        for inner in op.walk()
     }
     stages: dict[int, int] = {}
     made: dict[int, int] = {}
@@ -176,11 +178,14 @@ def _forward(split: Microbatches, layers: Layers, first: Sequence[int], ahead: S
 
 
 def _owners(
-    split: Microbatches, ahead: Sequence[Placed], free: Mapping[int, Placed], stages: Mapping[int, int]
+    split: Microbatches,
+    ahead: Sequence[Placed],
+    free: Mapping[int, Placed],
+    stages: Mapping[int, int],
+    roots: Roots,
 ) -> Mapping[int, int]:
     """Arguments that one stage alone reads in its forward pass -> that stage."""
     kept = held(split)
-    roots = leaves_of(split)
     readers: dict[int, set[int]] = {}
     for placed in ahead:
         read = {leaf for one in cone([placed], free) for v in whole(one) for leaf in roots[v] & kept}
@@ -189,12 +194,14 @@ def _owners(
     return {leaf: min(readers[leaf]) for leaf in sorted(readers) if len(readers[leaf]) == 1}
 
 
-def cone(placed: Sequence[Placed], free: Mapping[int, Placed]) -> list[Placed]:
-    """Operations with the free ones that they read, in program order."""
+def cone(
+    placed: Sequence[Placed], free: Mapping[int, Placed], reads: Callable[[Placed], Sequence[int]] = local
+) -> list[Placed]:
+    """Operations with the free ones that they read, in program order; `reads`: the values of one that count."""
     found = {p.op.index: p for p in placed}
     waiting = list(placed)
     while waiting:
-        for a in local(waiting.pop()):
+        for a in reads(waiting.pop()):
             if a in free and free[a].op.index not in found:
                 found[free[a].op.index] = free[a]
                 waiting.append(free[a])
@@ -208,13 +215,13 @@ def _backward(
     split: Microbatches,
     back: Sequence[Placed],
     forward: Mapping[int, int],
+    roots: Roots,
     owner: Mapping[int, int],
     last: int,
 ) -> dict[int, int]:
     """The stage of every operation of the backward pass, by index."""
-    roots = leaves_of(split)
     wanted = _gradients(split, owner)
-    bodies = _bodies(split, back, owner)
+    bodies = _bodies(split, back, roots, owner)
     residual = {v: forward[p.op.index] for p in split.loop if p.op.index in forward for v in p.op.outputs}
     again: dict[int, int] = {}
     cotangent: dict[int, int] = {}
@@ -235,7 +242,7 @@ def _backward(
 
 
 def _is_recomputed(op: Op) -> bool:
-    return "rematted_computation" in str(op.name_stack)
+    return jax_compat.is_rematted(op.name_stack)
 
 
 def _body(split: Microbatches, op: Op) -> int:
@@ -244,9 +251,10 @@ def _body(split: Microbatches, op: Op) -> int:
     return around[-1].index if around else -1
 
 
-def _bodies(split: Microbatches, back: Sequence[Placed], owner: Mapping[int, int]) -> Mapping[int, tuple[int, ...]]:
+def _bodies(
+    split: Microbatches, back: Sequence[Placed], roots: Roots, owner: Mapping[int, int]
+) -> Mapping[int, tuple[int, ...]]:
     """Rematerialised bodies that read the parameters of one stage alone -> that stage."""
-    roots = leaves_of(split)
     found: dict[int, set[int]] = {}
     for placed in back:
         if _is_recomputed(placed.op):

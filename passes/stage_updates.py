@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from autopar.graph import Atom
 from autopar.passes.microbatch import Microbatches
 from autopar.passes.microbatch_programs import Placed, Total
-from autopar.passes.stage_passes import KEPT, Passes, held
+from autopar.passes.stage_passes import KEPT, Passes, cone, held, values
 
 #: Operations that show a value in another shape or type, and may make more of it.
 SPREAD = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims")
@@ -216,7 +216,7 @@ def _programs(
             Update(
                 stage,
                 when,
-                tuple(sorted((*mine, *_repeated(mine, free)), key=lambda p: p.op.index)),
+                tuple(cone(mine, free, values)),
                 tuple(v for v in behind if v in split.graph.names),
                 tuple(totals[v] for v in dict.fromkeys((*behind, *given)) if v in totals),
                 tuple(v for v in behind if v in made_by),
@@ -247,15 +247,3 @@ def _rounds(
         for source in (maker[v] for v in reads[index] if v in maker):
             latest[source] = min(latest[source], latest[index] - (stage_of[source] != stage_of[index]))
     return {index: (latest[index], stage) for index, stage in stage_of.items()}
-
-
-def _repeated(ops: Sequence[Placed], free: Mapping[int, Placed]) -> list[Placed]:
-    """Free operations that these read."""
-    found: dict[int, Placed] = {}
-    waiting = list(ops)
-    while waiting:
-        for a in waiting.pop().op.inputs:
-            if isinstance(a, int) and a in free and free[a].op.index not in found:
-                found[free[a].op.index] = free[a]
-                waiting.append(free[a])
-    return list(found.values())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar import Cluster, MemoryBudgetError, zoo
+from autopar import Cluster, MemoryBudgetError, fitting, zoo
 from autopar.errors import ArgumentError, AutoparWarning
+from autopar.passes.optimize import optimize
+from autopar.passes.problem import Problem
 from autopar.plans import Plan
 
 MODEL = zoo.build("mlp-toy", layers=1, batch=64)
@@ -101,3 +104,8 @@ def test_units() -> None:
 
     found = [budget(x) for x in (4096, "12GiB", "500MB", "1.5 kb", "min")]
     assert found == [4096.0, 12 * 2.0**30, 5e8, 1.5e3, "min"]
+
+
+def test_a_solver_that_ran_out_of_time_is_no_pressure_of_memory() -> None:
+    found = optimize(Problem((), ()))
+    assert not fitting.is_pressed(replace(found, warnings=("cbc ended with time-limit",)))

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar import codegen, jax_compat, shares
 from autopar.plans import Plan
+from autopar.prepare import executed
 from autopar.rules import rules_of
 from autopar.trace import trace
 
@@ -35,7 +36,7 @@ class Reasons:
 
 def explain(step: Callable[..., Any], args: Sequence[Any], plan: Plan, ratio: float) -> Reasons:
     """Reasons for the compiled ratio of a step under a plan on the local devices."""
-    traced = trace(step, *args)
+    traced = executed(trace(step, *args), plan)
     rules = rules_of(traced.graph)
     devices = math.prod(plan.mesh_sizes)
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:devices]).reshape(plan.mesh_sizes), plan.mesh_names)

@@ -10,7 +10,6 @@ section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 from autopar import zoo
 from autopar.cluster import LogicalMesh
-from autopar.collective import wire_bytes
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
@@ -67,7 +65,7 @@ def _point(
         "step_s": step_s,
         "lower_s": found.lower(memory.peak_bytes),
         "memory": dict(memory.kinds),
-        "wire_bytes": sum(c.count * wire_bytes(c.kind, c.bytes, math.prod(sizes[a] for a in c.axes)) for c in planned),
+        "wire_bytes": sum(c.sent(sizes) for c in planned),
     }
 
 

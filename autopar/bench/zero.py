@@ -18,7 +18,6 @@ Else the search begins with ZeRO-1, which updates less on each device and sends 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +65,7 @@ def machine(workers: int) -> Cluster:
 
 def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage] = STAGES) -> list[Row]:
     """A row per stage, the first of them without a budget; the default model is `MODEL` with `SIZES`."""
+    first, *_ = stages
     model = model or zoo.build(MODEL, **SIZES)
     cluster, count = machine(workers), model.parameters()
 
@@ -76,12 +76,12 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
             )
 
     free = planned(None)
-    allowance = free.stages[0].peak_memory_bytes - STAGES[0].nbytes(workers) * count
+    allowance = free.stages[0].peak_memory_bytes - first.nbytes(workers) * count
     unit = wire_bytes("all-reduce", 2 * count, workers)
     rows: list[Row] = []
     for stage in stages:
-        plan = free if stage is STAGES[0] else planned(stage.nbytes(workers) * count + allowance)
-        held, sent = (plan.stages[0].peak_memory_bytes - allowance) / count, sent_bytes(plan) / unit
+        plan = free if stage is first else planned(stage.nbytes(workers) * count + allowance)
+        held, sent = (plan.stages[0].peak_memory_bytes - allowance) / count, plan.wire_bytes() / unit
         rows.append(
             {
                 "stage": stage.name,
@@ -100,12 +100,6 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
             }
         )
     return rows
-
-
-def sent_bytes(plan: Plan) -> float:
-    """Bytes that each device sends per step."""
-    sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    return sum(c.count * wire_bytes(c.kind, c.bytes, math.prod(sizes[a] for a in c.axes)) for c in plan.collectives)
 
 
 def table(rows: list[Row]) -> str:

@@ -62,6 +62,7 @@ def plan(
 ) -> None:
     """Plan TARGET and print the plan as a table, or as JSON."""
     from autopar import api, targets
+    from autopar.prepare import executed
     from autopar.trace import trace
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
@@ -71,7 +72,7 @@ def plan(
     if output is not None:
         found.save(output)
         say(f"saved to {output}")
-    print(found.to_json() if as_json else found.summary(trace(fn, *args).graph))
+    print(found.to_json() if as_json else found.summary(executed(trace(fn, *args), found).graph))
 
 
 @app.command()

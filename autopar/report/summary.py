@@ -14,10 +14,9 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from autopar.collective import Collective, wire_bytes
+from autopar.collective import Collective
 from autopar.graph import Graph, Op
 from autopar.layout import local_shape, spec
-from autopar.passes.remat import rewrite
 from autopar.plans import Plan, Stage
 from autopar.report.reasons import Reasons, placed
 from autopar.report.text import WIDTH, Rows, seconds, size, spec_text, table
@@ -38,8 +37,8 @@ STATUS: Mapping[str, str] = {
 
 
 def summary(plan: Plan, graph: Graph | None = None) -> str:
-    """The plan as text; with the graph it was made for also activations, and reasons that name source lines."""
-    reasons = None if graph is None or plan.num_microbatches > 1 else Reasons(plan, rewrite(graph, plan.remat))
+    """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
+    reasons = None if graph is None else Reasons(plan, graph)
     parts = [_head(plan)]
     for title, members in sections(plan).items():
         parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
@@ -171,7 +170,7 @@ def _result(plan: Plan, c: Collective) -> str:
 
 def _sent(plan: Plan, c: Collective) -> float:
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    return c.count * wire_bytes(c.kind, c.bytes, math.prod(sizes[a] for a in c.axes))
+    return c.sent(sizes)
 
 
 def _foot(plan: Plan) -> list[str]:

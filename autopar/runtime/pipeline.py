@@ -95,9 +95,7 @@ class PipelineStep:
             ArgumentError: arguments unlike those that were traced.
             StageError: something failed in a stage; the arguments are as they were.
         """
-        flat, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.traced.in_tree:
-            raise ArgumentError(f"the step was traced for arguments {self.traced.in_tree}, called with {tree}")
+        flat = self.traced.leaves(*args, **kwargs)
         for path, array, aval in zip(self.traced.graph.input_paths, flat, self.traced.in_avals, strict=True):
             if np.shape(array) != aval.shape:
                 raise ArgumentError(

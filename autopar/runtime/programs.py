@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.microbatches import Programs, take
+from autopar.microbatches import Accumulator, Programs, take
 from autopar.passes.microbatch_programs import Sweep, Total
 from autopar.passes.stage_passes import Place
 from autopar.passes.stage_updates import Update
@@ -128,7 +128,7 @@ class _Emission:
     stages: Stages
     places: Places
     arguments: Mapping[int, Any]
-    accumulators: Mapping[int, Any]
+    accumulators: Mapping[int, Accumulator]
     carried: Mapping[Any, int]
     whole: dict[tuple[int, int], Any] = field(default_factory=dict)
     blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class _Emission:
     def of(stages: Stages, places: Places, arguments: Mapping[int, Any]) -> _Emission:
         programs, graph = Programs(stages.split), stages.split.graph
         totals = [t for stage in stages.stages for one in stage.passes.values() for t in one.totals]
-        found = {t.value: programs._accumulator(t) for t in totals}  # pyright: ignore[reportPrivateUsage]
+        found = {t.value: programs.accumulator(t) for t in totals}
         carried = {stages.split.flat.outputs[out]: graph.inputs[i] for out, i in match_state(graph).items()}
         return _Emission(programs, stages, places, arguments, found, carried)
 

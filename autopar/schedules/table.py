@@ -21,6 +21,11 @@ def _chain(size: Size) -> tuple[int, ...]:
     return tuple(range(size.ranks)) * size.chunks
 
 
+def _behind(size: Size, rank: int) -> int:
+    """1f1b: as many as there are ranks from this one on."""
+    return min(size.ranks - rank, size.items)
+
+
 @dataclass(frozen=True)
 class Row:
     """One schedule.
@@ -94,7 +99,7 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
         "1f1b": Row(
             "the bubble of gpipe, at most p microbatches held",
             orders.one_f_one_b,
-            lambda size, rank: min(size.ranks - rank, size.items),
+            _behind,
         ),
         "eager-1f1b": Row(
             "1f1b with forward passes early enough to hide their transfers",
@@ -136,7 +141,7 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
         "pipedream": Row(
             "1f1b without a flush, an update per microbatch, up to p versions of the weights",
             orders.one_f_one_b,
-            lambda size, rank: min(size.ranks - rank, size.items),
+            _behind,
             synchronous=False,
             executable=False,
             several=("batches",),
@@ -145,7 +150,7 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
         "pipedream-2bw": Row(
             "1f1b without a flush, an update per batch, two versions of the weights",
             orders.one_f_one_b,
-            lambda size, rank: min(size.ranks - rank, size.items),
+            _behind,
             synchronous=False,
             executable=False,
             weights="double",
