@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -32,25 +32,26 @@ _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """Shape and dtype name of one value. Extended dtypes (typed PRNG keys) keep their own name, as "key<fry>"."""
+    """Shape and dtype name of one value. Extended dtypes (typed PRNG keys) keep their own name, as "key<fry>".
+
+    Attributes:
+        size: number of elements.
+        nbytes: bytes of the whole value on one device.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
+    size: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.size * self.itemsize)
 
     @property
     def rank(self) -> int:
         return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole value on one device."""
-        return self.size * self.itemsize
 
     def __str__(self) -> str:
         name = self.dtype
@@ -131,6 +132,21 @@ class Op:
         return self.equation.params
 
 
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How often parts of a program run per step where that is not once, as the passes of a pipeline stage do.
+
+    Attributes:
+        ops: index of a top-level operation -> executions per step.
+        inputs: argument value -> how often it comes anew.
+        results: position -> how often it is handed out.
+    """
+
+    ops: Mapping[int, int]
+    inputs: Mapping[int, int]
+    results: Mapping[int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A traced program.
@@ -143,6 +159,9 @@ class Graph:
         constants: values that the function closed over, with their arrays.
         ops: top-level operations in program order.
         effects: names of side effects that the program has (debug prints, callbacks).
+        repeats: None where all of it runs once per step.
+        carried: results that are the next step's arguments, position -> position; None: those that paths tell
+            (`autopar.passes.state`).
     """
 
     types: tuple[Type, ...]
@@ -153,6 +172,8 @@ class Graph:
     constants: tuple[tuple[int, Any], ...]
     ops: tuple[Op, ...]
     effects: tuple[str, ...] = ()
+    repeats: Repeats | None = None
+    carried: Mapping[int, int] | None = None
 
     def type_of(self, atom: Atom) -> Type:
         return self.types[atom] if isinstance(atom, int) else atom.type

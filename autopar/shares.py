@@ -69,6 +69,9 @@ class Excess:
         return f"{self.why}{of}: +{self.ratio:.2f} ({_some(self.ops, 3)}; {self.part:.0%} of the FLOPs{where})"
 
 
+_Layouts = tuple[Layout | None, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """FLOPs per device over an even share, with what makes them more, the largest first; `total`: all FLOPs."""
@@ -135,16 +138,21 @@ class _Group:
 def account(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Account:
     """What each device does of a program under the layouts of a stage."""
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
-    known: dict[tuple[int, Layout], tuple[_Piece, ...]] = {}
+    known: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Piece, ...]]] = {}
     groups: dict[tuple[str, str], _Group] = {}
     total = 0.0
     for op, weight in _computing(graph, stage):
-        key = op.signature, _running(op, rules[op.signature], stage, len(sizes))
+        read, written = _read(op, stage), tuple([stage.values.get(v) for v in op.outputs])
+        key = op.signature, read, written
         if key not in known:
-            known[key] = tuple(_excesses(rules[op.signature], key[1], names, sizes))
-        work = weight * flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
+            rule = rules[op.signature]
+            pieces = tuple(_excesses(rule, _running(rule, read, written, len(sizes)), names, sizes))
+            once = flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
+            known[key] = once, pieces
+        once, pieces = known[key]
+        work = weight * once
         total += work
-        for piece in known[key]:
+        for piece in pieces:
             groups.setdefault((piece.kind, piece.why), _Group()).add(op, work, piece)
     found = [group.excess(*key, total) for key, group in groups.items()]
     found.sort(key=lambda e: (-e.ratio, e.kind, e.why))
@@ -166,26 +174,27 @@ def _leaves(ops: Sequence[Op], weight: float) -> Iterator[tuple[Op, float]]:
             yield from _leaves(region.ops, weight * (op.trips or UNKNOWN_TRIPS))
 
 
-def _running(op: Op, rule: Rule, stage: Stage, count: int) -> Layout:
+def _read(op: Op, stage: Stage) -> _Layouts:
+    """The layouts of the operands as they are read; None for those that are computed for this reader."""
+    home, uses = stage.values, stage.uses
+    return tuple(
+        [uses.get(f"{op.tag}.in{k}", home.get(a)) if isinstance(a, int) else None for k, a in enumerate(op.inputs)]
+    )
+
+
+def _running(rule: Rule, operands: _Layouts, results: _Layouts, count: int) -> Layout:
     """The factor that each mesh axis cuts while the operation runs: its operands say, or else its results."""
-    operands = [(_read(a, f"{op.tag}.in{k}", stage), rule.operands[k]) for k, a in enumerate(op.inputs)]
-    results = [(stage.values.get(v), dims) for v, dims in zip(op.outputs, rule.results, strict=True)]
-    read = {f for layout, dims in operands if layout is not None for f in dims}
+    read = {f for layout, dims in zip(operands, rule.operands, strict=True) if layout is not None for f in dims}
     axes = [REPLICATED] * count
-    for layout, dims in results:
+    for layout, dims in zip(results, rule.results, strict=True):
         for axis, dim in enumerate(layout or ()):
             if dim >= 0 and dims[dim] not in read:
                 axes[axis] = dims[dim]
-    for layout, dims in operands:
+    for layout, dims in zip(operands, rule.operands, strict=True):
         for axis, dim in enumerate(layout or ()):
             if dim >= 0:
                 axes[axis] = dims[dim]
     return tuple(axes)
-
-
-def _read(atom: Atom, site: str, stage: Stage) -> Layout | None:
-    """The layout of an operand as it is read; None if it is computed for this reader."""
-    return stage.uses.get(site, stage.values.get(atom)) if isinstance(atom, int) else None
 
 
 def _excesses(rule: Rule, axes: Layout, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Piece]:

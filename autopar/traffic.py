@@ -41,6 +41,7 @@ KERNELS = (
 )
 #: Operations that read much and write little: a fused loop ends there, and what comes after starts anew.
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or")
+_WRITING = frozenset((*REDUCTIONS, *PRODUCTS))
 
 
 def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective], device: Device) -> float:
@@ -72,19 +73,20 @@ class _Counter:
     stage: Stage
     moving: AbstractSet[str]
     device: Device
-    known: dict[int | tuple[int, Layout], int] = field(default_factory=dict)  # a value, or it in another layout
+    known: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)  # bytes of a piece
+    read_by: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)  # by operation
 
     def local(self, value: int, site: str = "") -> int:
         """Bytes that a device holds of a value, as it lies or as it is read at a site."""
-        other = self.stage.uses.get(site) if site else None
-        key = (value, other) if other else value
-        if key not in self.known:
-            layout = other or self.stage.values.get(value)
-            type_ = self.graph.types[value]
+        layout = (self.stage.uses.get(site) if site else None) or self.stage.values.get(value)
+        type_ = self.graph.types[value]
+        key = (layout, type_.shape, type_.itemsize)
+        found = self.known.get(key)
+        if found is None:
             held = tuple(d if d >= 0 else -1 for d in layout) if layout else ()
             shape = local_shape(held, type_.shape, tuple(self.stage.submesh.values())) if held else type_.shape
-            self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
-        return self.known[key]
+            found = self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
+        return found
 
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
@@ -93,6 +95,14 @@ class _Counter:
             return self.local(value, site)
         moved = site in self.stage.uses and rounds(op, self.graph.types[value])
         return self._narrow(value, self.local(value, site), rounding=moved or value in self.rounded)
+
+    def reads(self, op: Op) -> Sequence[tuple[int, int]]:
+        """The values that an operation reads, operand by operand, and bytes of each."""
+        found = self.read_by.get(op.index)
+        if found is None:
+            found = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
+            self.read_by[op.index] = found
+        return found
 
     def written(self, value: int) -> int:
         """Bytes that are written of a value."""
@@ -152,13 +162,15 @@ class _Counter:
     def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
         """The values that are in memory if every product's result is."""
         found = {*inputs, *(a for a in outputs if isinstance(a, int))}
+        movers = {site.partition(".")[0] for site in self.moving}
         for op in ops:
             whole = op.name in KERNELS or bool(op.regions)
-            read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
-            found.update(a for a in read if isinstance(a, int))
-            if whole or op.name in (*REDUCTIONS, *PRODUCTS) or op.tag in self.moving:
+            if whole or op.tag in movers:
+                read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
+                found.update(a for a in read if isinstance(a, int))
+            if whole or op.name in _WRITING or op.tag in self.moving:
                 found.update(op.outputs)
-            found.update(v for v in op.outputs if self.products.get(v, 0) > 1)
+        found.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
         free = {v for op in ops for v in op.outputs if v not in self.stage.values}  # constants and views: never stored
         return frozenset(found - free)
 
@@ -167,24 +179,24 @@ class _Counter:
         queue, seen = [made[value]], {made[value].index: None}
         while queue:
             op = queue.pop()
-            for k, atom in enumerate(op.inputs):
-                if not isinstance(atom, int):
-                    continue
-                if atom in stored or atom not in made:
-                    sources[atom] = max(sources.get(atom, 0), self.read(op, k, atom))
-                elif made[atom].index not in seen:
-                    seen[made[atom].index] = None
-                    queue.append(made[atom])
+            for atom, size in self.read_by.get(op.index) or self.reads(op):
+                maker = None if atom in stored else made.get(atom)
+                if maker is None:
+                    if size > sources.get(atom, -1):
+                        sources[atom] = size
+                elif maker.index not in seen:
+                    seen[maker.index] = None
+                    queue.append(maker)
         return _Cone(tuple(seen), sources)
 
     def _bytes(self, cones: Mapping[int, _Cone], loops: Mapping[int, int]) -> float:
-        read: dict[tuple[int, int], int] = {}
+        read: dict[int, dict[int, int]] = {}  # loop -> value -> bytes
         for value, cone in cones.items():
+            mine = read.setdefault(loops[value], {})
             for source, size in cone.sources.items():
-                if loops.get(source) != loops[value]:
-                    key = loops[value], source
-                    read[key] = max(read.get(key, 0), size)
-        return sum(read.values()) + sum(map(self.written, cones))
+                if size > mine.get(source, 0) and loops.get(source) != loops[value]:
+                    mine[source] = size
+        return sum(sum(mine.values()) for mine in read.values()) + sum(map(self.written, cones))
 
 
 def _depths(cones: Mapping[int, _Cone]) -> Mapping[int, int]:
@@ -201,7 +213,7 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[in
     Equal for values of one depth that have an operation in common; each of the products has a loop of its own.
     """
     depths = _depths(cones)
-    owner: dict[tuple[int, int], int] = {}
+    owners: dict[int, dict[int, int]] = {}  # depth -> operation -> a value that is computed with it
     parent = {value: value for value in cones}
 
     def root(value: int) -> int:
@@ -210,9 +222,9 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[in
         return value
 
     for value, cone in cones.items():
-        depth = depths[value]
+        owner = owners.setdefault(depths[value], {})
         for op in () if value in products else cone.ops:
-            other = owner.setdefault((depth, op), value)
+            other = owner.setdefault(op, value)
             if other != value:
                 parent[root(value)] = root(other)
     return {value: root(value) for value in cones}

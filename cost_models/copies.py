@@ -12,7 +12,7 @@ backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -61,6 +61,7 @@ class _Copies:
     narrow: dict[End, bool] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
+    links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
 
     def __post_init__(self) -> None:
         lives = self.sizes.lives
@@ -124,7 +125,8 @@ class _Copies:
         narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
         edge = self._edge(source.node, target.node, gu, gv)
-        return _Link(self.sizes, value, edge, kind, lu, lv, (source.key, target.key, kind))
+        number = self.links.setdefault((source.key, target.key, kind), len(self.links))
+        return _Link(self.sizes, value, edge, kind, lu, lv, number)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -149,7 +151,7 @@ class _Link:
     kind: Kind
     sources: Ints
     targets: Ints
-    key: object
+    number: int
 
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
@@ -161,7 +163,7 @@ class _Link:
 
     def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
         if birth <= death:
-            at = self.sizes.at((self.key, differs, of_target), lambda: self._table(differs, of_target))
+            at = self.sizes.at(("link", self.number, differs, of_target), lambda: self._table(differs, of_target))
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
     def _table(self, differs: bool, of_target: bool) -> Floats:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
 
@@ -78,8 +79,9 @@ class _Fusion:
             if step.kind == LIGHT and self._is_thin(step):
                 self.thin.update(step.outputs)
                 self.constant.update(() if step.inputs else step.outputs)
-            for v in dict.fromkeys(p.behind(v) for v in step.inputs):
-                if not (v in self.thin and step.outputs and step.outputs[0] in self.thin):
+            thin = bool(step.outputs) and step.outputs[0] in self.thin
+            for v in dict.fromkeys(map(p.behind, step.inputs)):
+                if not (thin and v in self.thin):
                     self.readers.setdefault(v, []).append(step)
         self._weigh()
 
@@ -89,20 +91,21 @@ class _Fusion:
             return sum(self.p.type_of(v).nbytes for v in step.inputs) <= _HALF * size
         if not step.inputs or step.name in ("pad", "concatenate"):
             return False
-        inputs = dict.fromkeys(self.p.behind(v) for v in step.inputs)
-        return all(v in self.thin for v in inputs) and sum(v not in self.constant for v in inputs) <= 1
+        inputs = {*map(self.p.behind, step.inputs)}
+        return self.thin >= inputs and len(inputs - self.constant) <= 1
 
     def _weigh(self) -> None:
         """How many values of about its size each light value is made from, at least what it is read from."""
         leaves: dict[int, frozenset[int]] = {}
+        nbytes = cache(lambda v: self.p.type_of(v).nbytes)
         for step in self.steps:
             if step.kind != LIGHT:
                 continue
             for v in step.outputs:
-                least = _HALF * self.p.type_of(v).nbytes
-                inputs = [self.p.behind(i) for i in step.inputs]
-                made_of = {x for i in inputs for x in leaves.get(i, (i,))}
-                found = frozenset(x for x in made_of if self.p.type_of(x).nbytes >= least)
+                least = _HALF * nbytes(v)
+                inputs = map(self.p.behind, step.inputs)
+                made_of = [x for i in inputs for x in leaves.get(i, (i,))]
+                found = frozenset([x for x in made_of if nbytes(x) >= least])
                 self.weight[v] = len(found)
                 shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or step.name in COSTLY)
                 leaves[v] = frozenset((v,)) if shared else found

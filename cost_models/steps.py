@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar import jax_compat
 from autopar.cost_models.backends import Backend
@@ -166,9 +167,16 @@ class Program:
             self.tokens[token] = (found, key)
         return token
 
+    @cached_property
+    def _copying(self) -> frozenset[str]:
+        """Tags of operations that read a copy."""
+        return frozenset(site.partition(".")[0] for site in self.reads)
+
     def operands(self, op: Op) -> tuple[Atom, ...]:
         """What an operation reads."""
-        return tuple(self.read(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs))
+        if op.tag not in self._copying:
+            return tuple(map(self.root, op.inputs))
+        return tuple([self.read(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs)])
 
     def results(self, op: Op, region: Region) -> tuple[Atom, ...]:
         """What leaves a body."""
