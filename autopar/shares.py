@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.graph import Atom, Graph, Op
+from autopar.graph import Graph, Op
 from autopar.layout import REPLICATED, Layout
 from autopar.passes.clusters import flops
 from autopar.passes.homes import UNKNOWN_TRIPS
