@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import codegen, explicit, jax_compat
-from autopar.errors import ArgumentError, DonatedError
+from autopar.errors import ArgumentError
 from autopar.plans import Plan
 from autopar.prepare import Pin, Prepared, name_of, prepare
+from autopar.running import OneMesh, Staged
 from autopar.settings import Settings, settings
 from autopar.trace import flatten
 
@@ -47,9 +48,16 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         progress: print phases to stderr.
         memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
         remat: "auto", "none", "dots" or "full": what the backward pass recomputes; "auto": what memory forces it to.
-        num_microbatches: parts of the batch that run one after the other, their gradients added up (one program, less
-            memory); "auto": one.
-        stages, schedule, per_microbatch: "auto" only, in this version.
+        offload: "auto", "none" or "all": which optimizer state waits in the host's memory between steps; "auto": what
+            memory forces there.
+        stages: parts of the model that work side by side on submeshes, the devices in order or slices of `mesh` along
+            its first axis; "auto": one.
+        num_microbatches: parts of the batch that run one after the other, their gradients added up; "auto": one
+            without stages, else two per stage, or what divides the batch.
+        schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two parts on each submesh), "zb-h1", "inference";
+            "auto": "1f1b" for steps with a backward pass.
+        per_microbatch: globs of source lines, scopes or operations whose totals over the batch, such as the statistics
+            of batch norm, may be those of a microbatch; "*": all.
 
     Returns:
         A `ParallelFunction`, called like `fn`.
@@ -89,25 +97,32 @@ def _extended(x: jax.Array) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A compiled step. `programs` maps names to JAX's compiled objects; a plan without stages has one, "step"."""
+    """A compiled step.
+
+    `programs` maps names to JAX's compiled objects: a plan without stages has one, "step"; a pipeline has those of
+    every stage, "stage 0 F" and so on.
+    """
 
     plan: Plan
     programs: Mapping[str, Any]
-    _prepared: Prepared
-    _shardings: tuple[NamedSharding, ...]
-    _in_place: list[Any] = field(default_factory=list)  # per leaf the sharding object last seen to be right
+    _out_tree: Any
+    _run: Callable[[Sequence[Any]], Sequence[Any]]
 
     def as_text(self) -> str:
         """The compiled HLO."""
         return "\n".join(p.as_text() for p in self.programs.values())
 
     def memory_analysis(self) -> Any:
-        """XLA's memory statistics of the step (per device)."""
-        return self.programs["step"].memory_analysis()
+        """XLA's memory statistics of the step (per device); of a pipeline, of every program by its name."""
+        return self._of_each(lambda program: program.memory_analysis())
 
     def cost_analysis(self) -> Any:
-        """XLA's cost statistics of the step (per device)."""
-        return self.programs["step"].cost_analysis()
+        """XLA's cost statistics of the step (per device); of a pipeline, of every program by its name."""
+        return self._of_each(lambda program: program.cost_analysis())
+
+    def _of_each(self, ask: Callable[[Any], Any]) -> Any:
+        found = {name: ask(program) for name, program in self.programs.items()}
+        return found if self.plan.pipelined else found["step"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the traced arguments (static ones left out)."""
@@ -115,58 +130,38 @@ class Executable:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat argument leaves."""
-        known = self._in_place or [None] * len(self._shardings)
-        donated = frozenset(self.plan.donated)
-        placed = [
-            # What the last step returned comes with the sharding objects it came with before: most leaves end here.
-            x
-            if isinstance(x, jax.Array) and x.sharding is seen and not x.is_deleted()
-            else _place(x, self._shardings[i], i in donated, self.plan.input_paths[i])
-            for i, (x, seen) in enumerate(zip(leaves, known, strict=True))
-        ]
-        self._in_place[:] = [x.sharding for x in placed]
-        results = self.programs["step"](*placed)
-        return jax.tree.unflatten(self._prepared.traced.out_tree, results)
-
-
-def _place(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise DonatedError(
-                f"'{path}' of shape {leaf.shape} was donated to an earlier step and its memory reused. "
-                "Use the state that the step returned, or pass donate_argnums=()."
-            )
-        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
-        # A copy, so that donating it cannot take the caller's own buffer away: device_put aliases the shard of the
-        # device that holds the array, whatever may_alias says, when it replicates (seen on 0.10.2).
-        return jax.device_put(leaf.copy() if donated else leaf, sharding)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise ArgumentError(
-            f"'{path}' is {leaf}; a call needs arrays. With shapes alone use .plan(...) or .lower(...)."
-        )
-    return jax.device_put(leaf, sharding)
+        return jax.tree.unflatten(self._out_tree, self._run(leaves))
 
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A planned step before compilation, in JAX's ahead-of-time convention."""
+    """A planned step before compilation, in JAX's ahead-of-time convention.
+
+    The programs of a pipeline are lowered when they are compiled: `jax_lowered` is None then.
+    """
 
     plan: Plan
     jax_lowered: Any
     _prepared: Prepared
-    _shardings: tuple[NamedSharding, ...]
+    _shardings: tuple[NamedSharding, ...] = ()
 
     def as_text(self) -> str:
-        """The StableHLO."""
-        return self.jax_lowered.as_text()
+        """The StableHLO; of a pipeline, its stages."""
+        pipeline = self._prepared.pipeline
+        return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
         """Compile for the devices at hand."""
+        out_tree = self._prepared.traced.out_tree
+        if self._prepared.pipeline is not None:
+            step = self._prepared.build(compiler_options)
+            weak = tuple(i for i, aval in enumerate(self._prepared.traced.out_avals) if aval.weak_type)
+            run = Staged(self.plan, step, step.homes, weak)
+            return Executable(self.plan, step.programs, out_tree, run)
         needed = codegen.compiler_options(self.plan, self._prepared.mesh().devices.flat[0].platform)
         options = {**needed, **(compiler_options or {})}
         compiled = self.jax_lowered.compile(compiler_options=options or None)
-        return Executable(self.plan, {"step": compiled}, self._prepared, self._shardings)
+        return Executable(self.plan, {"step": compiled}, out_tree, OneMesh(self.plan, compiled, self._shardings))
 
 
 class ParallelFunction:
@@ -211,12 +206,14 @@ class ParallelFunction:
 
     @jax_compat.automatic_axes()
     def _lowered(self, prepared: Prepared) -> Lowered:
+        if prepared.pipeline is not None:
+            return Lowered(prepared.plan, None, prepared)
         mesh = prepared.mesh()
         built = codegen.program(prepared.traced.graph, prepared.plan, prepared.rules(), mesh)
         own = prepared.traced.mesh
         if own is not None and dict(own.shape) == prepared.target.logical.shape:
             typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
-            built = replace(built, out_shardings=tuple(NamedSharding(typed, s.spec) for s in built.out_shardings))
+            built = replace(built, out_shardings=tuple(s.update(mesh=typed) for s in built.out_shardings))
         lowered = built.jit().lower(*prepared.traced.in_avals)
         return Lowered(prepared.plan, lowered, prepared, built.in_shardings)
 
@@ -226,21 +223,28 @@ class ParallelFunction:
         With a plan whose argument has this structure (call `plan` first), arrays get the plan's shardings; before any
         plan they are spread evenly over all devices, and the first step moves them.
         """
-        shapes = jax.eval_shape(init_fn, *args)
-        return jax.jit(init_fn, out_shardings=self._state_shardings(shapes))(*args)
+        shapes, tree = jax.tree.flatten(jax.eval_shape(init_fn, *args))
+        homes = self._homes(jax.tree.unflatten(tree, shapes))
+        made: dict[int, Any] = {}
+        for mesh in dict.fromkeys(home.mesh for home in homes):  # one program reaches the devices of one mesh
+            mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
+            where = tuple(homes[i] for i in mine)
+            some = jax.jit(lambda *given, mine=mine: _some(init_fn(*given), mine), out_shardings=where)
+            whole = NamedSharding(mesh, PartitionSpec())
+            made.update(zip(mine, some(*(_reached(x, whole) for x in args)), strict=True))
+        return jax.tree.unflatten(tree, [made[i] for i in range(len(shapes))])
 
-    def _state_shardings(self, shapes: Any) -> Any:
+    def _homes(self, shapes: Any) -> Sequence[NamedSharding]:
+        """Where the leaves of a tree of this structure are to be held."""
         for prepared in reversed(self._prepared.values()):
             try:
-                specs = prepared.plan.shardings(shapes)
+                positions = prepared.plan.positions(shapes)
             except ArgumentError:
                 continue
-            mesh = prepared.mesh()
-            return jax.tree.map(
-                lambda spec, mesh=mesh: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-            )
+            homes = prepared.homes()
+            return [homes[i] for i in positions]
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
-        return jax.tree.map(lambda leaf: NamedSharding(mesh, _spread(leaf.shape, mesh.size)), shapes)
+        return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
     def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prepared:
         key = self._key(args, kwargs)
@@ -302,6 +306,16 @@ def _leaf_key(leaf: Any) -> Any:
 def _pin(leaf: Any) -> Pin | None:
     sharding = None if jax_compat.is_tracer(leaf) else explicit.sharding_of(leaf)
     return None if sharding is None else (explicit.pin(sharding, len(leaf.shape)), sharding.mesh)
+
+
+def _some(tree: Any, positions: Sequence[int]) -> tuple[Any, ...]:
+    leaves = jax.tree.leaves(tree)
+    return tuple(leaves[i] for i in positions)
+
+
+def _reached(arg: Any, whole: NamedSharding) -> Any:
+    """An argument whose arrays the devices of a mesh can read; those that belong to no device stay as they are."""
+    return jax.tree.map(lambda x: jax.device_put(x, whole) if isinstance(x, jax.Array) and x.committed else x, arg)
 
 
 def _spread(shape: Sequence[int], devices: int) -> PartitionSpec:

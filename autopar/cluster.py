@@ -51,6 +51,9 @@ class Device:
             (`autopar.passes.slack`); 0 where nothing hides.
         bucket_bytes: such collectives are combined until they are this large, and share the latency; 0: never.
         combines: kinds of collectives that the backend combines so.
+        host_bandwidth: bytes/s, each way, between its memory and its host's while all devices of the host copy; 0: not
+            known, and nothing is kept there.
+        host_memory_bytes: its share of the host's memory; 0: none apart from its own.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Device:
     bucket_bytes: float = 0.0
     combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
     half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    host_bandwidth: float = 0.0
+    host_memory_bytes: int = 0
 
     def peak(self, dtype: str) -> float:
         """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""

@@ -196,6 +196,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "name": str,
         "peak_flops": lambda table: {str(dtype): float(rate) for dtype, rate in table.items()},
         "memory_bytes": int,
+        "host_memory_bytes": int,
         "reduce_scatter": bool,
         "rounds_operands": bool,
         "tile": lambda extents: tuple(map(int, extents)),

@@ -6,7 +6,9 @@ Every equation is bound again inside `jax.jit`, with
   other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
-- loops and rematerialised bodies rebuilt around the same treatment of their bodies.
+- loops and rematerialised bodies rebuilt around the same treatment of their bodies;
+- state that waits in the host's memory copied to the device where the program begins, and back where it ends. When the
+  copies run is the compiler's choice: libtpu fetches as far ahead as memory lasts.
 
 Each binding keeps the user's source line and carries the tag of its operation ("op12", "op12.in0", "out3") in its name
 stack, so that what the compiler emits can be traced back.
@@ -25,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autopar import control_flow, jax_compat
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec
+from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
 from autopar.rules import Rule
@@ -55,24 +58,43 @@ class Program:
 def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) -> Program:
     """The sharded program of a plan with a single stage on a concrete or abstract mesh."""
     stage = plan.stages[0]
-    context = _Context(graph, stage, rules, mesh, plan.mesh_names)
+    context = Context(graph, stage, rules, mesh, plan.mesh_names)
+
+    inputs, outputs = in_shardings(plan, mesh), _out_shardings(graph, plan, mesh)
 
     def function(*leaves: Any) -> tuple[Any, ...]:
-        scope = _Scope(context, dict(zip(graph.inputs, leaves, strict=True)))
+        fetched = (_moved(x, s, jax_compat.DEVICE_MEMORY) for x, s in zip(leaves, inputs, strict=True))
+        scope = Scope(context, dict(zip(graph.inputs, fetched, strict=True)))
         for value, array in graph.constants:
             scope.define(value, array, "constant")
         scope.run(graph.ops)
-        return tuple(scope.output(i, atom, plan.outputs[i]) for i, atom in enumerate(graph.outputs))
+        results = (scope.output(i, atom, plan.outputs[i]) for i, atom in enumerate(graph.outputs))
+        return tuple(_moved(x, s, jax_compat.HOST_MEMORY) for x, s in zip(results, outputs, strict=True))
 
-    def shard(layout: Layout, shape: tuple[int, ...]) -> NamedSharding:
-        return NamedSharding(mesh, spec(layout, len(shape), plan.mesh_names))
+    return Program(function, inputs, outputs, plan.donated)
 
-    return Program(
-        function,
-        tuple(map(shard, plan.inputs, plan.input_shapes)),
-        tuple(map(shard, plan.outputs, plan.output_shapes)),
-        plan.donated,
-    )
+
+def in_shardings(plan: Plan, mesh: AnyMesh) -> tuple[NamedSharding, ...]:
+    """Where the argument leaves lie between steps, on one mesh and in which memory."""
+    return tuple(_placed(mesh, s, i in plan.offloaded) for i, s in enumerate(plan.in_specs()))
+
+
+def _out_shardings(graph: Graph, plan: Plan, mesh: AnyMesh) -> tuple[NamedSharding, ...]:
+    """Where the results lie: what follows an argument that waits in the host's memory waits there too."""
+    hosted = {out for out, position in match_state(graph).items() if position in plan.offloaded}
+    return tuple(_placed(mesh, s, i in hosted) for i, s in enumerate(plan.out_specs()))
+
+
+def _placed(mesh: AnyMesh, cut: PartitionSpec, hosted: bool) -> NamedSharding:
+    return NamedSharding(mesh, cut, memory_kind=jax_compat.HOST_MEMORY if hosted else None)
+
+
+def _moved(array: Any, home: NamedSharding, memory: str) -> Any:
+    """An array whose home is the host's memory, in the memory named; others as they are."""
+    if home.memory_kind != jax_compat.HOST_MEMORY:
+        return array
+    with jax.named_scope("offload"):
+        return jax.device_put(array, home.with_memory_kind(memory))
 
 
 def compiler_options(plan: Plan, platform: str) -> Mapping[str, str]:
@@ -90,7 +112,7 @@ def partial_axes(layout: Layout | None) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Context:
+class Context:
     """What all scopes of one program share."""
 
     graph: Graph
@@ -144,10 +166,10 @@ def _tagged(op: Op | None, site: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @dataclass(eq=False)
-class _Scope:
+class Scope:
     """Values of one body while it is being traced; a region gets a scope of its own."""
 
-    context: _Context
+    context: Context
     arrays: dict[int, Any]
     lazy: dict[int, tuple[Op, int]] = field(default_factory=dict)
     copies: dict[tuple[int, Layout], Any] = field(default_factory=dict)
@@ -164,13 +186,13 @@ class _Scope:
         for op in ops:
             if op.regions:
                 self._run_region(op)
-            elif self._is_lazy(op):
+            elif self.is_lazy(op):
                 for position, value in enumerate(op.outputs):
                     self.lazy[value] = (op, position)
             else:
                 self._run_leaf(op)
 
-    def _is_lazy(self, op: Op) -> bool:
+    def is_lazy(self, op: Op) -> bool:
         """Free values and views: nothing in the plan fixes where they live."""
         values = self.context.stage.values
         types = self.context.graph.types
@@ -183,7 +205,7 @@ class _Scope:
         if any(leads):
             self._store(op, self._bind_partial(op, operands, leads), max(leads, key=len))
         elif kept:
-            self._store(op, [self._split_product(op, operands, kept)], kept)
+            self._store(op, [_SPLITS[op.name](self, op, operands, kept)], kept)
         else:
             self._store(op, self._bind(op, operands))
 
@@ -205,7 +227,7 @@ class _Scope:
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             return list(batched(*operands))
 
-    def _split_product(self, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
+    def split_product(self, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
         """A product whose partial sums along the axes `kept` stay: the contracted dimension is split,
 
             sum_k a[.., k] b[k, ..]  ->  [sum_{k in part p} a[.., k] b[k, ..]  for p in parts]
@@ -219,10 +241,50 @@ class _Scope:
             numbers = ((lhs_dims[0], rhs_dims[0]), (lhs_dims[1], rhs_dims[1]))
             return op.equation.primitive.bind(lhs, rhs, **{**op.params, "dimension_numbers": numbers})
 
+    def split_sum(self, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
+        """A reduce_sum whose partial sums along the axes `kept` stay, in the same way."""
+        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            array, (rest, lead) = self._split(op, 0, operands[0], op.params["axes"], (), kept)
+            others = [d for d in range(array.ndim) if d not in lead]
+            array = jax.lax.transpose(array, (*lead, *others))
+            return jax_compat.reduce_sum(array, [len(lead) + others.index(d) for d in rest])
+
+    def split_scatter(self, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
+        """A scatter that adds to zeros, whose partial sums along the axes `kept` stay: each part is scattered apart."""
+        rule = self.context.rules[op.signature]
+        parts: list[Any] = []
+        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            for k in (1, 2):
+                summed = [d for d, factor in enumerate(rule.operands[k]) if factor in rule.reduced]
+                array, placed, home = self._split_axes(op, k, operands[k], summed)
+                axes = [a for a, p in enumerate(placed) if any(p in home[d][:-1] for d in summed)]
+                axes.sort(key=lambda a: (a not in kept, a))
+                lead = [placed[a] for a in axes]
+                parts.append(jax.lax.transpose(array, (*lead, *(d for d in range(array.ndim) if d not in lead))))
+
+            def scatter(indices: Any, updates: Any) -> Any:
+                return jax_compat.bind(op.equation, [operands[0], indices, updates])[0]
+
+            for _ in axes:
+                scatter = jax.vmap(scatter)
+            return jax_compat.reduce_sum(scatter(*parts), range(len(kept), len(axes)))
+
     def _split(
         self, op: Op, k: int, array: Any, contracted: Sequence[int], batch: Sequence[int], kept: Sequence[int]
     ) -> tuple[Any, tuple[tuple[int, ...], tuple[int, ...]]]:
         """An operand with its contracted dimensions split by the mesh axes on them, and its new (contracted, batch)."""
+        array, placed, home = self._split_axes(op, k, array, contracted)
+        lead = [placed[a] for a in kept]
+        rest = tuple(p for dim in contracted for p in home[dim] if p not in lead)
+        return array, (rest, (*lead, *(home[dim][0] for dim in batch)))
+
+    def _split_axes(
+        self, op: Op, k: int, array: Any, dims: Sequence[int]
+    ) -> tuple[Any, tuple[int, ...], Mapping[int, Sequence[int]]]:
+        """An operand with these dimensions split by the mesh axes on them.
+
+        Also, per axis, the new dimension that it cuts (-1: none), and per old dimension the new ones, the rest last.
+        """
         layout = self._layout_at(op.inputs[k], f"{op.tag}.in{k}")
         if layout is None:
             layout = self.context.stage.uses.get(f"{op.tag}.in{k}", replicated(len(self.context.names)))
@@ -232,7 +294,7 @@ class _Scope:
         placed = [-1] * len(sizes)
         for dim, extent in enumerate(array.shape):
             axes = [a for a, d in enumerate(layout) if d == dim]
-            split = [a for a in axes if dim in contracted]
+            split = [a for a in axes if dim in dims]
             for a in split:
                 placed[a] = len(shape)
                 home.setdefault(dim, []).append(len(shape))
@@ -243,10 +305,7 @@ class _Scope:
                     placed[a] = len(shape)
             home.setdefault(dim, []).append(len(shape))
             shape.append(extent)
-        array = self.context.constrain(array.reshape(shape), tuple(placed))
-        lead = [placed[a] for a in kept]
-        rest = tuple(p for dim in contracted for p in home[dim] if p not in lead)
-        return array, (rest, (*lead, *(home[dim][0] for dim in batch)))
+        return self.context.constrain(array.reshape(shape), tuple(placed)), tuple(placed), home
 
     def _bind(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         if op.name == "sharding_constraint":
@@ -360,9 +419,9 @@ class _Scope:
 
     # Regions
 
-    def inner(self, region: Region, arrays: Sequence[Any]) -> _Scope:
+    def inner(self, region: Region, arrays: Sequence[Any]) -> Scope:
         """The scope of a body whose inputs are these arrays, which lie as the plan says."""
-        scope = _Scope(self.context, {})
+        scope = Scope(self.context, {})
         for value, array in zip(region.inputs, arrays, strict=True):
             scope.define(value, array, "enter")
         for value, array in region.constants:
@@ -370,7 +429,7 @@ class _Scope:
         scope.run(region.ops)
         return scope
 
-    def _leave(self, op: Op, region: Region, scope: _Scope) -> list[Any]:
+    def _leave(self, op: Op, region: Region, scope: Scope) -> list[Any]:
         return [scope.read(a, f"{op.tag}.{region.name}.out{j}", op) for j, a in enumerate(region.outputs)]
 
     def _run_region(self, op: Op) -> None:
@@ -384,7 +443,12 @@ class _Scope:
         return lambda arrays: self._leave(op, region, self.inner(region, arrays))
 
     def scan(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        return control_flow.scan(op, operands, self._body(op, op.regions[0]))
+        results = control_flow.scan(op, operands, self._body(op, op.regions[0]))
+        for j in range(jax_compat.scan_counts(op.params)[1], len(results)):
+            lead = partial_axes(self.context.stage.values.get(op.outputs[j]))
+            if lead:  # the loop stacks in front of the dimensions of partial sums
+                results[j] = jax.lax.transpose(results[j], _behind(len(lead), results[j].ndim))
+        return results
 
     def while_loop(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         test, body = op.regions
@@ -399,9 +463,20 @@ class _Scope:
         return jax_compat.rematerialised(op.equation, lambda *arrays: tuple(body(arrays)), operands)
 
 
-_REGIONS: Mapping[str, Callable[[_Scope, Op, Sequence[Any]], list[Any]]] = {
-    "scan": _Scope.scan,
-    "while": _Scope.while_loop,
-    "cond": _Scope.cond,
-    "remat": _Scope.remat,
+def _behind(count: int, rank: int) -> tuple[int, ...]:
+    """The permutation that brings the first dimension behind the next `count`."""
+    return (*range(1, count + 1), 0, *range(count + 1, rank))
+
+
+_SPLITS: Mapping[str, Callable[[Scope, Op, Sequence[Any], Sequence[int]], Any]] = {
+    "dot_general": Scope.split_product,
+    "reduce_sum": Scope.split_sum,
+    "scatter-add": Scope.split_scatter,
+}
+
+_REGIONS: Mapping[str, Callable[[Scope, Op, Sequence[Any]], list[Any]]] = {
+    "scan": Scope.scan,
+    "while": Scope.while_loop,
+    "cond": Scope.cond,
+    "remat": Scope.remat,
 }

@@ -44,6 +44,8 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         bucket_bytes=min(d.bucket_bytes for d in devices),
         combines=tuple(k for k in devices[0].combines if all(k in d.combines for d in devices)),
         half_rate_extents=(rows, columns, contracted),
+        host_bandwidth=min(d.host_bandwidth for d in devices),
+        host_memory_bytes=min(d.host_memory_bytes for d in devices),
     )
 
 

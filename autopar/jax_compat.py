@@ -23,8 +23,12 @@ from jax._src import core as jax_core  # tried on 0.10.2, 0.12.0: the trace in f
 from jax._src import effects as jax_effects  # tried on 0.10.2, 0.12.0: which effects force an order
 from jax._src import mesh as jax_mesh  # tried on 0.10.2, 0.12.0: the mesh in force with its devices
 from jax._src import pjit as jax_pjit  # tried on 0.10.2, 0.12.0: the primitive of with_sharding_constraint
-from jax._src import source_info_util  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
+from jax._src import (
+    source_info_util,  # tried on 0.10.2, 0.12.0: user frames and name stacks of equations
+    xla_bridge,  # tried on 0.10.2, 0.12.0: whether a backend is running
+)
 from jax._src.interpreters import partial_eval  # tried on 0.10.2, 0.12.0: dead code elimination, also inside scans
+from jax.extend.core.primitives import convert_element_type_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 #: Primitives that only call another jaxpr once with the same arguments; the tracer inlines them.
@@ -149,6 +153,15 @@ def barrier_equation(avals: Sequence[Any], source_info: Any) -> jex.JaxprEqn:
     return equation.replace(source_info=source_info)
 
 
+def equation_of(function: Callable[..., Any], avals: Sequence[Any], like: jex.JaxprEqn) -> jex.JaxprEqn:
+    """The one equation that a function records on values of these types, at the line of another one and in its context.
+
+    Tried on 0.10.2 and 0.12.0.
+    """
+    (equation,) = jax.make_jaxpr(function)(*avals).jaxpr.eqns
+    return equation.replace(source_info=like.source_info, ctx=like.ctx)
+
+
 def scan_equation(equation: jex.JaxprEqn, constants: int, carries: int) -> jex.JaxprEqn:
     """A scan's equation for other numbers of operands, as `scan_counts` reads it; its jaxpr no longer fits."""
     return equation.replace(params={**equation.params, "num_consts": constants, "num_carry": carries})
@@ -186,6 +199,11 @@ def reduce_sum(array: Any, dims: Sequence[int]) -> Any:
     Tried on 0.10.2 and 0.12.0.
     """
     return jax.lax.reduce_sum(array, tuple(dims))
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """The same array as one that a Python number has made, where it lies. Tried on 0.10.2 and 0.12.0."""
+    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def is_reference(aval: Any) -> bool:
@@ -242,6 +260,23 @@ def effect_names(jaxpr: jex.ClosedJaxpr) -> tuple[str, ...]:
 def has_ordered_effects(jaxpr: jex.ClosedJaxpr) -> bool:
     """True if some effect forces an order between steps, which runs on one device only. Tried on 0.10.2, 0.12.0."""
     return bool(jax_effects.ordered_effects.filter_in(jaxpr.effects))
+
+
+#: Kinds of memory that JAX tells apart: a device's own, and its host's. Tried on 0.10.2 and 0.12.0, CPU and TPU v5e.
+DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"
+
+
+def backends_are_initialized() -> bool:
+    """Whether a backend, and with it threads, has been started in this process."""
+    return xla_bridge.backends_are_initialized()
+
+
+def memory_kinds(device: Any) -> tuple[str, ...]:
+    """Kinds of memory that programs on a device can address; none where the backend does not tell them apart."""
+    try:
+        return tuple(memory.kind for memory in device.addressable_memories())
+    except (AttributeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return ()
 
 
 def auto_mesh(devices: Any, names: Sequence[str]) -> Mesh:

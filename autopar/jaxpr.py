@@ -12,7 +12,7 @@ An operation inside a library's function has the source line of the call in the 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +70,26 @@ def type_of_aval(aval: Any) -> Type:
 
 def build_graph(jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]) -> Graph:
     """The graph of a closed jaxpr; see the module's text."""
+    return build_programs(jaxpr, input_paths, output_paths)[0]
+
+
+def build_programs(
+    jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]
+) -> tuple[Graph, Mapping[str, range]]:
+    """The graph of a closed jaxpr, and for each named function that it calls the indices of its operations."""
     b = _Builder()
     inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
     records: list[_Record] = []
-    _emit(b, jaxpr.jaxpr, env, records, None, ())
+    programs: dict[str, range] = {}
+    for equation in jaxpr.jaxpr.eqns:
+        first = b.count
+        _emit(b, (equation,), env, records, None, ())
+        if jax_compat.callee(equation) is not None:
+            programs[equation.params.get("name", equation.primitive.name)] = range(first, b.count)
     outputs = tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars)
-    return Graph(
+    graph = Graph(
         tuple(b.types),
         inputs,
         tuple(input_paths),
@@ -87,6 +99,7 @@ def build_graph(jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths
         _finish(records),
         jax_compat.effect_names(jaxpr),
     )
+    return graph, programs
 
 
 def _constants(b: _Builder, jaxpr: jex.ClosedJaxpr, env: dict[Any, Atom]) -> tuple[tuple[int, Any], ...]:
@@ -124,8 +137,15 @@ class _Record:
     callers: _Callers
 
 
-def _emit(b: _Builder, jaxpr: Any, env: dict[Any, Atom], records: list[_Record], outer: Any, callers: _Callers) -> None:
-    for equation in jaxpr.eqns:
+def _emit(
+    b: _Builder,
+    equations: Sequence[jex.JaxprEqn],
+    env: dict[Any, Atom],
+    records: list[_Record],
+    outer: Any,
+    callers: _Callers,
+) -> None:
+    for equation in equations:
         operands = tuple([_read(b, env, v) for v in equation.invars])
         stack = equation.source_info.name_stack
         stack = stack if outer is None else outer + stack
@@ -149,7 +169,7 @@ def _inline(
     local: dict[Any, Atom] = dict(zip(inner.jaxpr.invars, operands, strict=True))
     # Closed-over arrays of inner calls become constants of the whole graph.
     b.constants.extend(_constants(b, inner, local))
-    _emit(b, inner.jaxpr, local, records, stack, (*callers, equation.source_info))
+    _emit(b, inner.jaxpr.eqns, local, records, stack, (*callers, equation.source_info))
     for var, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
         env[var] = _read(b, local, result)
 
@@ -203,7 +223,7 @@ def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers:
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
     records: list[_Record] = []
-    _emit(b, jaxpr.jaxpr, env, records, stack, callers)
+    _emit(b, jaxpr.jaxpr.eqns, env, records, stack, callers)
     return name, inputs, tuple(records), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
 
 

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -125,15 +125,22 @@ class Programs:
         carry, stacked = jax.lax.scan(one, begin, jnp.arange(self.split.count), unroll=unrolled or 1)
         return [a.end(c, s) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
 
-    def accumulator(self, total: Total) -> Accumulator:
-        """How the parts of a total come together."""
+    def accumulator(self, total: Total, lead: tuple[int, ...] = ()) -> Accumulator:
+        """How the parts of a total come together; `lead`: extents of dimensions in front that keep sums apart."""
         aval = self.avals[total.value]
-        return _ACCUMULATORS[total.how](aval.shape, aval.dtype, self.split.states[total.value])
+        return _ACCUMULATORS[total.how]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
 
     @cached_property
     def avals(self) -> Mapping[int, Any]:
         """Shape and dtype of the whole of every value."""
-        return {v: x.aval for op in self.split.flat.ops for v, x in zip(op.outputs, op.equation.outvars, strict=True)}
+        found: dict[int, Any] = {}
+        for op in self.split.flat.ops:
+            # the equation of a loop need not fit any more, see `jax_compat.scan_equation`
+            found.update((v, x.aval) for v, x in zip(op.outputs, op.equation.outvars, strict=not op.regions))
+            plain = [v for v in op.outputs if op.regions and not self.graph.types[v].dtype.startswith("key")]
+            types = ((v, self.graph.types[v]) for v in plain)
+            found.update((v, jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype))) for v, t in types)
+        return found
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks a callable without code for its repr
@@ -165,7 +172,7 @@ def split_step(
     count: int,
     batch_argnums: Sequence[int] | Literal["auto"] = "auto",
     *,
-    per_microbatch: bool = False,
+    per_microbatch: Sequence[str] = (),
     sweeps: int = 2,
     shards: int = 1,
     unrolled: bool = False,
@@ -203,18 +210,31 @@ def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
 class Accumulator:
     """How the parts of one total come together: (carry, part) -> (carry, what is stacked), and the end of it.
 
-    `begin` is None where parts are stacked in place of added up.
+    Attributes:
+        zero: gives the carry before all parts; None where parts are stacked in place of added up.
+        add, end: the two.
     """
 
-    begin: Any
+    zero: Callable[[], Any] | None
     add: Callable[[Any, Any], tuple[Any, Any]]
     end: Callable[[Any, Any], Any]
+
+    @property
+    def stacks(self) -> bool:
+        """Parts are kept one by one."""
+        return self.zero is None
+
+    @property
+    def begin(self) -> Any:
+        """The carry before all parts; None where they are stacked."""
+        return None if self.zero is None else self.zero()
 
 
 def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     wide = jnp.float32 if narrow else dtype
-    return Accumulator(jnp.zeros(shape, wide), lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
+    zero = partial(jnp.zeros, shape, wide)
+    return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
 
 
 def _extreme(largest: bool) -> Callable[[tuple[int, ...], Any, State], Accumulator]:
@@ -222,7 +242,7 @@ def _extreme(largest: bool) -> Callable[[tuple[int, ...], Any, State], Accumulat
 
     def made(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
         worst = _worst(dtype, largest)
-        return Accumulator(jnp.full(shape, worst, dtype), lambda c, p: (better(c, p), None), lambda c, _: c)
+        return Accumulator(partial(jnp.full, shape, worst, dtype), lambda c, p: (better(c, p), None), lambda c, _: c)
 
     return made
 
@@ -244,7 +264,7 @@ def _stacked(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
 def _last(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
-    return Accumulator(jnp.zeros(shape, dtype), lambda c, p: (p, None), lambda c, _: c)
+    return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p: (p, None), lambda c, _: c)
 
 
 _ACCUMULATORS: Mapping[str, Callable[[tuple[int, ...], Any, State], Accumulator]] = {

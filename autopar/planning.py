@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from autopar import fitting, recomputation, shares, traffic
+from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
+from autopar.cost_models import offload
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
@@ -44,6 +45,7 @@ class Options(fitting.Search):
     rules: Mapping[str, str] | None = None
     memory_budget: float | str | None = None
     remat: str = remat.NONE
+    offload: str = offloading.NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +81,7 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
     """Plan one traced function on one mesh."""
     planner = _Planner(traced, mesh, options)
     begin = time.perf_counter()
-    if options.remat == recomputation.AUTO:
-        found = recomputation.choose(planner.attempt, planner.recomputable, planner.allowed)
-    else:
-        changed = planner.recomputable() if options.remat != remat.NONE else ()
-        found = planner.attempt(recomputation.uniform(options.remat, changed), "proven")
+    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed)
     if found.error is not None:
         raise found.error
     assert found.made is not None
@@ -99,9 +97,10 @@ def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Opt
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """The problem of planning a program with some layers recomputed."""
+    """The problem of planning a program with some layers recomputed and some state in the host's memory."""
 
     policies: tuple[str, ...]
+    hosted: tuple[int, ...]
     graph: Graph
     rules: Mapping[int, Rule]
     model: intra_op.Model
@@ -109,31 +108,55 @@ class _Draft:
     liveness: Liveness
     laps: Mapping[str, float]
 
+    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
+        """Bytes per device in the host's memory."""
+        return offload.held(self.model, self.graph, mesh, self.hosted, solution.assignment)
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A program with some layers recomputed, and its problem where memory is not asked about."""
+
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+    laps: Mapping[str, float]
+
 
 @dataclass(eq=False)
 class _Planner:
-    """Plans one program again and again, with more or less of it recomputed."""
+    """Plans one program again and again, with more or less of it recomputed or in the host's memory."""
 
     traced: Traced
     mesh: LogicalMesh
     options: Options
     attempts: int = 0
-    drafts: dict[tuple[str, ...], _Draft] = field(default_factory=dict)
+    drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
+    programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
         self.allowed = fitting.allowed(self.mesh, self.options.memory_budget)
+        self.always, self.leaves = offloading.waiting(self.traced.graph, self.mesh, self.given, self.options.offload)
 
-    def recomputable(self) -> tuple[bool, ...]:
-        """For each layer whether recomputing it frees anything."""
+    def open_to(self) -> tuple[bool, ...]:
+        """For each layer whether recomputing it is free to choose, and frees anything."""
+        return self._recomputable() if self.options.remat == recomputation.AUTO else ()
+
+    def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.traced.graph)
 
-    def attempt(self, policies: Sequence[str], effort: Effort) -> Outcome[tuple[_Draft, Solution]]:
-        """A plan with a policy for each layer."""
+    def attempt(
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort
+    ) -> Outcome[tuple[_Draft, Solution]]:
+        """A plan with a policy for each layer, and state at these positions in the host's memory."""
         self.attempts += 1
-        draft = self._draft(tuple(policies))
+        if self.options.remat not in (recomputation.AUTO, remat.NONE):
+            policies = recomputation.uniform(self.options.remat, self._recomputable())
+        draft = self._draft(tuple(policies), tuple(hosted) or self.always)
         if effort == "fitting" and (least := self._hopeless(draft)):
-            return Outcome(draft.policies, None, math.inf, least, fits=False, pressed=True)
+            return Outcome(draft.policies, None, math.inf, least, fits=False, pressed=True, hosted=draft.hosted)
         try:
             solution = (
                 optimize(draft.model.problem, **self.options.keywords())
@@ -143,18 +166,23 @@ class _Planner:
                 )
             )
         except MemoryBudgetError as error:
-            return Outcome(draft.policies, None, math.inf, error.bound_bytes, fits=False, pressed=True, error=error)
+            return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
         peak, _ = draft.liveness.peak(solution.assignment)
         fits = isinstance(self.allowed, str) or peak <= self.allowed
         pressed = not fits or fitting.is_pressed(solution)
-        return Outcome(draft.policies, (draft, solution), solution.objective, peak, fits, pressed)
+        made = (draft, solution)
+        return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
     def _hopeless(self, draft: _Draft) -> float:
-        """Bytes that no plan can do without, if plainly too many for the budget given; otherwise 0."""
-        if not isinstance(self.options.memory_budget, float):
+        """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
+
+        Without a budget there is a plan all the same, but none that state would be kept in the host's memory for.
+        """
+        within = self.options.memory_budget if draft.hosted == self.always else self.allowed
+        if not isinstance(within, float):
             return 0.0
         least = max(fitting.smallest(row) for row in draft.liveness.rows())
-        return least if least > self.options.memory_budget else 0.0
+        return least if least > within else 0.0
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:
         """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
@@ -164,18 +192,26 @@ class _Planner:
         barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)
         return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
 
-    def _draft(self, policies: tuple[str, ...]) -> _Draft:
-        if policies not in self.drafts:
+    def _program(self, policies: tuple[str, ...]) -> _Program:
+        if policies not in self.programs:
             clock = _Clock()
             graph = remat.rewrite(self.traced.graph, policies)
             rules = self._rules(graph)
             model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
+            self.programs[policies] = _Program(graph, rules, model, pinned, clock.laps)
+        return self.programs[policies]
+
+    def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> _Draft:
+        if (policies, hosted) not in self.drafts:
+            p, clock = self._program(policies), _Clock()
+            model = offload.priced(p.model, p.graph, self.mesh, hosted)
             backend = backend_of(self.mesh.device)
             backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
-            liveness = Liveness(graph, model, self.mesh, backend, self.given)
+            liveness = Liveness(p.graph, model, self.mesh, backend, self.given, hosted)
             clock.lap("liveness")
-            self.drafts[policies] = _Draft(policies, graph, rules, model, pinned, liveness, clock.laps)
-        return self.drafts[policies]
+            laps = {**p.laps, **clock.laps}
+            self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, liveness, laps)
+        return self.drafts[policies, hosted]
 
 
 @contextmanager
@@ -216,8 +252,10 @@ def _export(
     inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
     outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
     planned = decode.collectives(graph, model, solution.assignment, found, mesh)
-    parts = {**_parts(model, solution), "hidden": decode.hidden_seconds(graph, model, planned, mesh)}
+    copied = offload.seconds(draft.host_bytes(mesh, solution), mesh) if draft.hosted else 0.0
+    parts = {**_parts(model, solution, copied), "hidden": decode.hidden_seconds(graph, model, planned, mesh)}
     memory = report(liveness, solution.assignment)
+    host_bytes = draft.host_bytes(mesh, solution)
     stage = Stage(
         "all",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
@@ -227,6 +265,7 @@ def _export(
         found.copies,
         peak_memory_bytes=memory.peak_bytes,
         memory=memory.kinds,
+        host_memory_bytes=round(host_bytes),
     )
     account = shares.account(graph, model.clustering.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
@@ -262,8 +301,10 @@ def _export(
         flops_per_device=account.ratio * account.total / mesh.size,
         bytes_per_device=traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
         remat=draft.policies,
+        offloaded=tuple(sorted(draft.hosted)),
         notes=(
             *recomputation.notes(draft.policies),
+            *offloading.notes(graph, mesh, draft.hosted, host_bytes),
             *_notes(graph, model.clustering, account, inputs, mesh),
             *solution.warnings,
         ),
@@ -299,11 +340,13 @@ def _output_layout(
     return layout
 
 
-def _parts(model: intra_op.Model, solution: Solution) -> Mapping[str, float]:
-    """Seconds in operations (with the collectives inside them) and in reshards."""
+def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
+    """Seconds in operations (with the collectives inside them), in reshards, and if there are any in copies of state
+    between device and host."""
     choice = solution.assignment
     inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
-    return {"operations": inside, "reshards": max(0.0, solution.objective - inside)}
+    found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
+    return {**found, "host": copied} if copied else found
 
 
 def _notes(

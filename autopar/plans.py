@@ -28,15 +28,22 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """One program on one submesh; a plan without pipelining has a single stage.
+    """One part of the program on one submesh; a plan without pipelining has a single stage.
 
     Attributes:
-        name: "all" for the whole step.
+        name: "all" for the whole step, "stage 0" and so on in a pipeline.
         submesh: axis name -> size.
         devices: number of devices.
         values, uses, copies: layouts, see `autopar.passes.decode.Layouts`.
         peak_memory_bytes: most bytes held by any device at once.
         memory: kind of tensor -> bytes per device.
+        host_memory_bytes: bytes per device that wait in the host's memory between steps.
+        rank: number of the submesh; its devices follow those of the ranks before it.
+        layers: (first layer, behind the last), of the layers that `autopar.pipelines.layers_for` finds.
+        arguments: positions of the argument leaves that it holds between steps.
+        seconds: pass ("F", "B", "W" per microbatch, "once" per step) -> predicted s.
+        collectives: predicted communication inside it.
+        graph_hash: of its program, which `values`, `uses` and `copies` are about; "": of the whole.
     """
 
     name: str
@@ -47,6 +54,13 @@ class Stage:
     copies: Mapping[int, Layout]
     peak_memory_bytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
+    rank: int = 0
+    layers: tuple[int, int] = (0, 0)
+    arguments: tuple[int, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    host_memory_bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    graph_hash: str = ""
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
@@ -55,14 +69,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one program runs on one mesh.
+    """How one program runs on one mesh, whole or in stages.
 
     Attributes:
         graph_hash: of the graph it was made for.
         mesh_names, mesh_sizes: the mesh's axes.
         cluster: name of the cluster that priced it.
         stages: programs and their layouts.
-        inputs, outputs: layouts of the argument and result leaves.
+        inputs, outputs: layouts of the argument and result leaves; in a pipeline on the submesh of their stage.
         input_paths, output_paths: their paths.
         input_shapes: their shapes.
         collectives: predicted communication, with user lines.
@@ -70,9 +84,12 @@ class Plan:
             computation.
         objective_s, lower_bound_s, gap: what the solver reached and proved.
         flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
+        schedule: of the pipeline, a name of `autopar.schedules.SCHEDULES`; "none" for one stage.
         num_microbatches: parts of the batch that run one after the other; batch: the argument leaves cut so.
+        per_microbatch: globs of what is computed per microbatch; see `autopar.passes.microbatch`.
         remat: what the backward pass recomputes: for each layer (`autopar.passes.layers`) one of
             `autopar.passes.remat.POLICIES`; empty if nothing.
+        offloaded: positions of the argument leaves that wait in the host's memory between steps.
         mfu, hfu: share of the devices' peak rate that the model's operations take, and all that are executed, what is
             recomputed included.
         notes: what a user should know: replicated operations, padding, side effects, fallbacks.
@@ -110,10 +127,17 @@ class Plan:
     schedule: str = "none"
     num_microbatches: int = 1
     batch: tuple[int, ...] = ()
+    per_microbatch: tuple[str, ...] = ()
     remat: tuple[str, ...] = ()
+    offloaded: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     version: str = __version__
     format: int = FORMAT
+
+    @property
+    def pipelined(self) -> bool:
+        """It has several stages."""
+        return self.schedule != "none"
 
     # For people
 
@@ -140,15 +164,23 @@ class Plan:
         by_path = dict(zip(self.input_paths, self.in_specs(), strict=True))
         if tree is None:
             return by_path
-        leaves, treedef = jax.tree_util.tree_flatten(tree)
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
         specs = list(by_path.values())
-        for start in range(len(specs) - len(leaves) + 1):
-            if list(self.input_shapes[start : start + len(leaves)]) == shapes:
-                return jax.tree_util.tree_unflatten(treedef, specs[start : start + len(leaves)])
+        return jax.tree.unflatten(jax.tree.structure(tree), [specs[i] for i in self.positions(tree)])
+
+    def positions(self, tree: Any) -> range:
+        """The argument leaves that a tree (the tuple of arguments, or one of them) has, by their shapes.
+
+        Raises:
+            ArgumentError: the tree's leaves are not those of the arguments, nor of one argument.
+        """
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(tree)]
+        count = len(self.input_shapes)
+        for start in range(count - len(shapes) + 1):
+            if list(self.input_shapes[start : start + len(shapes)]) == shapes:
+                return range(start, start + len(shapes))
         raise ArgumentError(
-            f"no argument of the planned function has the {len(leaves)} leaves given; "
-            f"it has {len(specs)}: {', '.join(self.input_paths[:8])}{', ...' if len(specs) > 8 else ''}"
+            f"no argument of the planned function has the {len(shapes)} leaves given; "
+            f"it has {count}: {', '.join(self.input_paths[:8])}{', ...' if count > 8 else ''}"
         )
 
     def explain(self, name: str) -> str:
@@ -157,7 +189,9 @@ class Plan:
         return "\n".join(lines) if lines else f"no argument matches '{name}'"
 
     def wire_bytes(self) -> float:
-        """Bytes each device sends per step."""
+        """Bytes each device sends per step; in a pipeline, inside the stage that sends most."""
+        if self.pipelined:
+            return max(sum(c.sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
         sizes = dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
         return float(sum(c.sent(sizes) for c in self.collectives))
 
@@ -199,6 +233,7 @@ def _jsonable(plan: Plan) -> dict[str, Any]:
 
 def _stage_json(stage: Stage) -> dict[str, Any]:
     data = {f.name: getattr(stage, f.name) for f in fields(stage)}
+    data["collectives"] = [asdict(c) for c in stage.collectives]
     for name in ("values", "uses", "copies"):
         data[name] = {str(k): _text(layout) for k, layout in data[name].items()}
     return data
@@ -242,6 +277,8 @@ def _stage(data: Mapping[str, Any]) -> Stage:
     parsed["values"] = {int(k): _layout(v) for k, v in data["values"].items()}
     parsed["copies"] = {int(k): _layout(v) for k, v in data["copies"].items()}
     parsed["uses"] = {k: _layout(v) for k, v in data["uses"].items()}
+    parsed.update({name: tuple(data[name]) for name in ("layers", "arguments") if name in data})
+    parsed["collectives"] = tuple(_collective(c) for c in data.get("collectives", ()))
     return Stage(**parsed)
 
 
@@ -263,6 +300,8 @@ def graph_hash(graph: Graph) -> str:
     for title, paths, atoms in (("in", graph.input_paths, graph.inputs), ("out", graph.output_paths, graph.outputs)):
         for path, atom in zip(paths, atoms, strict=True):
             digest.update(f"{title} {path} {graph.type_of(atom)} {atom}\n".encode())
+    if graph.repeats is not None:
+        digest.update(repr((graph.repeats, graph.carried)).encode())
     return digest.hexdigest()[:32]
 
 

@@ -8,6 +8,7 @@ check      a plan from elsewhere against this function and mesh               ->
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import sys
 import time
@@ -17,21 +18,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import jax_compat, meshes, plan_cache
+from autopar import codegen, jax_compat, meshes, offloading, pipeline_plan, pipelines, plan_cache
 from autopar.accumulation import accumulated
-from autopar.errors import ArgumentError, AutoparWarning, PinError, PlanMismatchError
+from autopar.errors import (
+    ArgumentError,
+    AutoparWarning,
+    MicrobatchError,
+    PinError,
+    PlanMismatchError,
+    ScheduleError,
+)
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.meshes import Target
+from autopar.passes import remat
 from autopar.passes.microbatch import batch_leaves
-from autopar.passes.remat import rewrite
+from autopar.passes.state import match_state
+from autopar.pipelines import Pipelined
 from autopar.planning import Options, collector_paused, make_plan
 from autopar.plans import Plan, check_matches, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
+from autopar.runtime import PipelineStep, build
+from autopar.runtime.failures import CALLBACKS
 from autopar.settings import Settings
+from autopar.stage_planning import StagePlans
 from autopar.trace import Traced, trace
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
@@ -42,7 +55,8 @@ Pin = tuple[PartitionSpec | None, Any]
 class Prepared:
     """A plan with the trace it belongs to, the mesh it is for, the rules then registered, and what to warn of.
 
-    The graph of the trace is the one that is executed: with what the plan recomputes.
+    The graph of the trace is the one that is executed: with what the plan recomputes. `pipeline`: it in stages, and
+    `layouts`: the layouts inside these, where the plan has several.
     """
 
     traced: Traced
@@ -50,6 +64,8 @@ class Prepared:
     target: Target
     registered: Mapping[str, str]
     warnings: tuple[str, ...] = ()
+    pipeline: Pipelined | None = None
+    layouts: StagePlans | None = None
 
     def rules(self) -> Mapping[int, Rule]:
         """What code generation needs beside the plan; read once per graph."""
@@ -58,6 +74,36 @@ class Prepared:
     def mesh(self) -> Mesh:
         """The devices, with Auto axes."""
         return jax_compat.auto_mesh(meshes.concrete(self.target), self.target.logical.names)
+
+    def homes(self) -> tuple[NamedSharding, ...]:
+        """Where the plan holds every argument leaf; what no stage of a pipeline holds, where the first stage is."""
+        pieces = (self.mesh(),) if self.pipeline is None else self.submeshes()
+        rank = {i: stage.rank for stage in self.plan.stages for i in stage.arguments}
+        homes = [codegen.in_shardings(self.plan, piece) for piece in pieces]
+        return tuple(homes[rank.get(i, 0)][i] for i in range(len(self.plan.inputs)))
+
+    def submeshes(self) -> tuple[Mesh, ...]:
+        """The devices of every rank of a pipeline, with Auto axes."""
+        assert self.pipeline is not None
+        devices, extents = meshes.concrete(self.target), self.pipeline.choice.extents
+        names = self.target.logical.names
+        ends = tuple(itertools.accumulate(extents))
+        return tuple(jax_compat.auto_mesh(devices[end - n : end], names) for n, end in zip(extents, ends, strict=True))
+
+    def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
+        """A pipeline compiled for the devices at hand."""
+        assert self.pipeline is not None
+        found = self.pipeline
+        with jax_compat.automatic_axes():
+            # what fails on the host fails later than its call, unless that is waited for
+            blocking = any(op.name in CALLBACKS for op in self.traced.graph.walk())
+            options: Any = {
+                "layouts": self.layouts,
+                "compiler_options": compiler_options,
+                "blocking": blocking,
+                "donated": self.plan.donated,
+            }
+            return build(self.traced, found.stages, found.schedule, self.submeshes(), **options)
 
     def keeps(self, pins: Sequence[Pin | None], within: bool) -> bool:
         """True if the plan keeps the types of these arguments; `within`: they, or the call, are on an Explicit mesh."""
@@ -80,6 +126,8 @@ def prepare(
         with jax_compat.automatic_axes():
             if s.plan is not None:
                 return _loaded(fn, traced, s)
+            if s.pipelined:
+                return _in_stages(fn, traced, args, s, local, trace_s)
             return _best(fn, traced, args, s, local, trace_s)
 
 
@@ -90,7 +138,8 @@ def _best(
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     count, batch = _microbatches(traced, args, s)
-    original, traced = traced, accumulated(traced, count, batch, candidates[0].logical.size)
+    original = traced
+    traced = accumulated(traced, count, batch, candidates[0].logical.size, s.per_microbatch)
     rules = registered_rules()
     options = Options(
         solver=s.solver,
@@ -100,6 +149,7 @@ def _best(
         rules=rules,
         memory_budget=s.memory_budget,
         remat=s.remat,
+        offload=_offload(s, candidates[0], local),
     )
     best: Prepared | None = None
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
@@ -113,7 +163,13 @@ def _best(
             _report(name_of(fn), plan)
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
             if count > 1:
-                plan = replace(plan, graph_hash=graph_hash(original.graph), num_microbatches=count, batch=batch)
+                plan = replace(
+                    plan,
+                    graph_hash=graph_hash(original.graph),
+                    num_microbatches=count,
+                    batch=batch,
+                    per_microbatch=s.per_microbatch,
+                )
             best = Prepared(traced, plan, target, rules, found)
     if best is None:
         raise misfits[0]
@@ -121,6 +177,45 @@ def _best(
     for warning in best.warnings:
         warnings.warn(f"{name_of(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
     return best
+
+
+def _offload(s: Settings, target: Target, local: bool) -> str:
+    """The option `offload`, "none" where it is free and the devices that the plan is to run on have no host memory.
+
+    ArgumentError where state is to go there nevertheless.
+    """
+    kinds = _memory_kinds(target) if local else (jax_compat.HOST_MEMORY,)
+    if jax_compat.HOST_MEMORY in kinds:
+        return s.offload
+    if s.offload == offloading.ALL:
+        raise ArgumentError(
+            f"offload='all' needs devices that can address memory of the kind '{jax_compat.HOST_MEMORY}'; those here "
+            f"have {', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Use offload='auto' or 'none'."
+        )
+    return offloading.NONE
+
+
+def _memory_kinds(target: Target) -> tuple[str, ...]:
+    return jax_compat.memory_kinds(meshes.concrete(target).flat[0])
+
+
+def _in_stages(
+    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+) -> Prepared:
+    """The plan of a pipeline, on the mesh given or on one axis of all devices."""
+    pipelines.check_options(s, bool(traced.pins))
+    target = meshes.targets(s.mesh, s.cluster, local=local)[0]
+    donated = _donated(traced, args, s)
+    state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
+    leaves = _batch_leaves(args, s)
+    found = pipelines.pipelined(traced.graph, leaves, target, s)
+    run, rules = replace(traced, graph=found.layers.graph), registered_rules()
+    options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=rules)
+    layouts = pipeline_plan.plan_layouts(run, found, options)
+    made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, trace_s)
+    if s.progress:
+        _report(name_of(fn), made)
+    return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
 
 
 def _planned(traced: Traced, target: Target, options: Options, trace_s: float) -> tuple[Plan, tuple[str, ...]]:
@@ -175,32 +270,62 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
             f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
             f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
         )
+    if s.plan.offloaded and jax_compat.HOST_MEMORY not in (kinds := _memory_kinds(target)):
+        raise PlanMismatchError(
+            f"the plan keeps state in memory of the kind '{jax_compat.HOST_MEMORY}', and the devices here have "
+            f"{', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Plan again."
+        )
+    if s.plan.pipelined:
+        found = _assembled(traced, s.plan, target)
+        run, rules = replace(traced, graph=found.layers.graph), registered_rules()
+        layouts = pipeline_plan.kept(s.plan, run, found, rules)
+        return Prepared(run, s.plan, target, rules, pipeline=found, layouts=layouts)
     return Prepared(executed(traced, s.plan), s.plan, target, registered_rules())
+
+
+def _assembled(traced: Traced, plan: Plan, target: Target) -> Pipelined:
+    """The stages of a plan; PlanMismatchError where there are other layers."""
+    try:
+        return pipelines.assemble(traced.graph, pipelines.choice_of(plan), target)
+    except (ArgumentError, MicrobatchError, ScheduleError) as error:
+        raise PlanMismatchError(f"the plan has other stages than this autopar finds: {error}. Plan again.") from None
 
 
 def _microbatches(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, tuple[int, ...]]:
     """The number of microbatches, and the argument leaves that they cut; one, and none, unless more are asked for."""
     if isinstance(s.num_microbatches, str) or s.num_microbatches == 1:
         return 1, ()
+    leaves = _batch_leaves(args, s)
+    return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches, "auto" if leaves is None else leaves)
+
+
+def _batch_leaves(args: Sequence[Any], s: Settings) -> list[int] | None:
+    """Positions of the leaves of the arguments that the user calls the batch; None if that is left open."""
     if isinstance(s.batch_argnums, str):
-        return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches)
+        return None
     ranges = _leaf_ranges(args, s.static_argnums)
-    chosen = [i for number in s.batch_argnums for i in ranges[number]]
-    return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches, chosen)
+    unknown = [n for n in s.batch_argnums if n not in ranges]
+    if unknown:
+        raise ArgumentError(f"batch_argnums={s.batch_argnums}: there is no traced argument {unknown[0]}")
+    return [i for number in s.batch_argnums for i in ranges[number]]
 
 
 def executed(traced: Traced, plan: Plan) -> Traced:
-    """The trace in the plan's microbatches, with what it recomputes.
+    """The trace in the plan's microbatches, with what it recomputes; for a pipeline as it is.
 
     PlanMismatchError if it was made for other layers.
     """
-    return _recomputing(accumulated(traced, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes)), plan)
+    if plan.pipelined:
+        return traced
+    devices = math.prod(plan.mesh_sizes)
+    parts = accumulated(traced, plan.num_microbatches, plan.batch, devices, plan.per_microbatch)
+    return _recomputing(parts, plan)
 
 
 def _recomputing(traced: Traced, plan: Plan) -> Traced:
     """The trace, in microbatches already, with what the plan recomputes."""
     try:
-        return replace(traced, graph=rewrite(traced.graph, plan.remat))
+        return replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
     except ArgumentError as error:
         raise PlanMismatchError(
             f"the plan recomputes other layers than this autopar finds: {error}. Plan again."

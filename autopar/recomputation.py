@@ -4,7 +4,7 @@
     uniform        every layer that has something to drop, by "dots" and by "full"; where even the fastest plan does
                    not fit, the best that does
     some layers    otherwise the first k of them, the smallest k whose fastest plan fits: the first, for what they keep
-                   lives longest; the peak falls about evenly with k, so that k is found by interpolation -> _Search
+                   lives longest; the peak falls about evenly with k, so that k is found by interpolation -> Search
 
 The policy that by interpolation promises the shorter step is searched first, the other only where it promises more.
 Of all that fit the one with the shortest step is taken, of equals the one found first. For the budget "min" it is the
@@ -48,6 +48,7 @@ class Outcome(Generic[T]):
         fits: there is a plan, and it keeps within the budget.
         pressed: without the budget there would be a faster plan.
         error: the proof that no plan fits.
+        hosted: positions of the arguments that wait in the host's memory (`autopar.offloading`).
     """
 
     policies: tuple[str, ...]
@@ -57,6 +58,7 @@ class Outcome(Generic[T]):
     fits: bool
     pressed: bool
     error: MemoryBudgetError | None = None
+    hosted: tuple[int, ...] = ()
 
 
 #: Plans with a policy for each layer.
@@ -89,56 +91,73 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
     `open_to` tells for each layer whether recomputing it helps. Without any plan that fits the outcome has an error, or
     is the program as written where that has a plan all the same.
     """
+    found = search(attempt, open_to, budget)
+    return settle(lambda o: attempt(o.policies, "proven"), found, budget)
+
+
+def search(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str) -> list[Outcome[T]]:
+    """The outcomes among which `choose` chooses, the program as written first."""
     found = [attempt((), "fitting")]
     if isinstance(budget, str):
-        found.extend([attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else [])
-        return min(found, key=lambda o: (o.peak_bytes, o.seconds))
+        return [*found, *([attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else [])]
     if not found[0].pressed:
-        return found[0]
+        return found
     policies = (DOTS, FULL) if any(layers := open_to()) else ()
     nowhere = attempt((), "fastest") if policies else found[0]
-    searches = [_Search(attempt, policy, layers, budget, nowhere) for policy in policies]
-    for search in sorted(searches, key=lambda s: s.estimate):
-        promising = search.estimate < min((o.seconds for o in found if o.fits), default=math.inf)
-        found.append(search.run() if promising else search.everywhere)
+
+    def along(policy: str) -> Search[T]:
+        return Search(lambda count, effort: attempt(first(count, policy, layers), effort), sum(layers), budget, nowhere)
+
+    for line in sorted(map(along, policies), key=lambda s: s.estimate):
+        promising = line.estimate < min((o.seconds for o in found if o.fits), default=math.inf)
+        found.append(line.run() if promising else line.everywhere)
+    return found
+
+
+def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]], budget: float | str) -> Outcome[T]:
+    """The best of these outcomes, the first of them that of the program as written; see `choose`.
+
+    `prove` repeats an attempt until it has a plan that fits or the proof that none does.
+    """
+    if isinstance(budget, str):
+        return min(found, key=lambda o: (o.peak_bytes, o.seconds))
     fitting = [o for o in found if o.fits]
     if fitting:
         return min(fitting, key=lambda o: o.seconds)
-    return found[0] if found[0].made is not None else _refusal(attempt, found)
+    return found[0] if found[0].made is not None else _refusal(prove, found)
 
 
-class _Search(Generic[T]):
-    """The search for the best outcome of one policy.
+class Search(Generic[T]):
+    """The search for the best outcome along a line: the first of `steps` steps taken, each at about the same price.
 
     Attributes:
-        everywhere: the fastest plan with all layers recomputed.
-        estimate: about how many seconds the best outcome takes: each layer costs and frees about as much as the next.
+        everywhere: the fastest plan with all steps taken.
+        estimate: about how many seconds the best outcome takes: each step costs and frees about as much as the next.
     """
 
     def __init__(
-        self, attempt: Attempt[T], policy: str, layers: Sequence[bool], budget: float, nowhere: Outcome[T]
+        self, attempt: Callable[[int, Effort], Outcome[T]], steps: int, budget: float, nowhere: Outcome[T]
     ) -> None:
-        self._attempt, self._policy, self._layers, self._budget = attempt, policy, layers, budget
-        self._nowhere = nowhere
-        self.everywhere = attempt(uniform(policy, layers), "fastest")
-        share = self._count(0, nowhere.peak_bytes, sum(layers), self.everywhere.peak_bytes) / sum(layers)
+        self._attempt, self._steps, self._budget, self._nowhere = attempt, steps, budget, nowhere
+        self.everywhere = attempt(steps, "fastest")
+        share = self._count(0, nowhere.peak_bytes, steps, self.everywhere.peak_bytes) / steps
         dearer = self.everywhere.seconds - nowhere.seconds
         self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
 
     def run(self) -> Outcome[T]:
-        """The outcome with the fewest layers recomputed whose fastest plan fits, or the best that fits with all."""
+        """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all."""
         best = self.everywhere
         if not best.fits:
-            return self._attempt(uniform(self._policy, self._layers), "fitting")
+            return self._attempt(self._steps, "fitting")
         low, above = 0, self._nowhere.peak_bytes
-        high, below = sum(self._layers), best.peak_bytes
+        high, below = self._steps, best.peak_bytes
         for turn in itertools.count():
             if high - low <= 1:
                 break
             halved = turn % HALVED == HALVED - 1
             guess = (low + high) // 2 if halved else self._count(low, above, high, below)
             count = min(max(guess, low + 1), high - 1)
-            tried = self._attempt(first(count, self._policy, self._layers), "fastest")
+            tried = self._attempt(count, "fastest")
             if tried.fits:
                 high, below, best = count, tried.peak_bytes, tried
             else:
@@ -146,13 +165,13 @@ class _Search(Generic[T]):
         return best
 
     def _count(self, low: int, above: float, high: int, below: float) -> int:
-        """Layers to recompute, if the peak falls evenly from `above` with `low` of them to `below` with `high`."""
+        """Steps to take, if the peak falls evenly from `above` with `low` of them to `below` with `high`."""
         if above <= below:
             return high
         return min(high, low + math.ceil((high - low) * (above - self._budget) / (above - below)))
 
 
-def _refusal(attempt: Attempt[T], found: Sequence[Outcome[T]]) -> Outcome[T]:
+def _refusal(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]]) -> Outcome[T]:
     """The outcome whose smallest plan is the smallest of all, its error with a bound on the plans of all."""
     closest: MemoryBudgetError | None = None
     bounds: list[int] = []
@@ -161,7 +180,7 @@ def _refusal(attempt: Attempt[T], found: Sequence[Outcome[T]]) -> Outcome[T]:
         if closest is not None and outcome.peak_bytes >= closest.least_bytes:
             bounds.append(math.floor(outcome.peak_bytes))
             continue
-        proven = outcome if outcome.error is not None else attempt(outcome.policies, "proven")
+        proven = outcome if outcome.error is not None else prove(outcome)
         assert proven.error is not None
         bounds.append(proven.error.bound_bytes)
         if closest is None or proven.error.least_bytes < closest.least_bytes:

@@ -1,7 +1,6 @@
 """The options of `parallelize` and `plan`, checked where they are given.
 
-Each option has a row in `_CHECKS`: what it must be, in words and as a predicate. `_ONLY` holds the choices that later
-versions will search; today each has one value.
+Each option has a row in `_CHECKS`: what it must be, in words and as a predicate.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar import offloading
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, PinError
+from autopar.errors import ArgumentError, PinError, ScheduleError
 from autopar.passes.optimize import SOLVERS
 from autopar.passes.pins import Pins
 from autopar.plans import Plan
 from autopar.recomputation import CHOICES
+from autopar.schedules import SCHEDULES
 
-_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "stages": ("auto", 1),
-    "schedule": ("auto", "none"),
-    "per_microbatch": ((),),
-}
+#: Schedules that the runtime can walk; "none" is a step without stages.
+RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,28 @@ class Settings:
     plan: Plan | None = None
     progress: bool | None = None
     remat: str = "auto"
+    offload: str = "auto"
     num_microbatches: int | str = "auto"
+    stages: int | str = "auto"
+    schedule: str = "auto"
+    per_microbatch: tuple[str, ...] = ()
+
+    @property
+    def pipelined(self) -> bool:
+        """Several stages are asked for; "auto" is one for now."""
+        return isinstance(self.stages, int) and self.stages > 1
 
 
 def _is_seconds(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
+def _is_count(value: Any) -> bool:
+    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
 #: option -> (what it must be, the test of it, the error when it is not)
-_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError] | type[PinError]]] = {
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | PinError | ScheduleError]]] = {
     "cluster": (
         "a Cluster, such as Cluster.preset('dgx-h100') or Cluster.local()",
         lambda value: value is None or isinstance(value, Cluster),
@@ -64,10 +75,13 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError] | ty
     "solver": (" or ".join(map(repr, SOLVERS)), lambda value: value in SOLVERS, ArgumentError),
     "time_limit": ("a number of seconds above zero", _is_seconds, ArgumentError),
     "remat": (" or ".join(map(repr, CHOICES)), lambda value: value in CHOICES, ArgumentError),
-    "num_microbatches": (
-        "'auto' or a number of microbatches",
-        lambda value: value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0),
-        ArgumentError,
+    "offload": (" or ".join(map(repr, offloading.CHOICES)), lambda value: value in offloading.CHOICES, ArgumentError),
+    "num_microbatches": ("'auto' or a number of microbatches", _is_count, ArgumentError),
+    "stages": ("'auto' or a number of stages", _is_count, ArgumentError),
+    "schedule": (
+        f"'auto' or {' or '.join(map(repr, RUNNABLE))}",
+        lambda value: value == "auto" or value in RUNNABLE,
+        ScheduleError,
     ),
     "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
     "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
@@ -82,26 +96,38 @@ def settings(options: Mapping[str, Any]) -> Settings:
         PinError: pins that are no mapping.
         PlanMismatchError: `plan` is the path of something else.
     """
-    known = {*Settings.__dataclass_fields__, *_ONLY}
+    known = Settings.__dataclass_fields__
     for name in options:
         if name not in known:
             raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(known))}")
-    return Settings(**{name: _checked(name, value) for name, value in options.items() if _searched(name, value)})
+    found = Settings(**{name: _checked(name, value) for name, value in options.items()})
+    _check_stages(found)
+    return found
 
 
-def _searched(name: str, value: Any) -> bool:
-    """True for an option that this version reads; ArgumentError for a choice that it does not offer yet."""
-    if name not in _ONLY:
-        return True
-    if not any(type(value) is type(choice) and value == choice for choice in _ONLY[name]):
-        choices = " or ".join(map(repr, _ONLY[name]))
-        raise ArgumentError(f"{name}={value!r:.60} is not available in this version; it must be {choices}")
-    return False
+#: Options that a step in stages does not take yet -> their value when they are not given.
+_OF_ONE_STAGE: Mapping[str, Any] = {"memory_budget": None}
+
+
+def _check_stages(s: Settings) -> None:
+    """Options that fit each other."""
+    if not s.pipelined and s.schedule not in ("auto", "none"):
+        raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
+    if s.pipelined and s.schedule == "none":
+        choices = ", ".join(map(repr, RUNNABLE[1:]))
+        raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
+    for name, absent in _OF_ONE_STAGE.items():
+        if s.pipelined and getattr(s, name) != absent:
+            raise ArgumentError(f"{name} is not available with stages={s.stages} in this version; leave it out")
+    if s.pipelined and s.offload == offloading.ALL:
+        raise ArgumentError(f"offload='all' is not available with stages={s.stages} in this version; leave it out")
 
 
 def _checked(name: str, value: Any) -> Any:
     if name in ("batch_argnums", "donate_argnums", "static_argnums"):
         return _positions(name, value)
+    if name == "per_microbatch":
+        return _patterns(name, value)
     if name == "memory_budget" and value is not None:
         return budget(value)
     if name == "plan" and isinstance(value, str | os.PathLike):
@@ -130,6 +156,20 @@ def budget(value: Any) -> float | str:
             f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
         )
     return float(found[1]) * _UNITS[found[2].lower()]
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Globs as a tuple; one alone may be given as it is."""
+    found: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(value) if _is_sequence(value) else (None,)
+    if any(not isinstance(pattern, str) or not pattern for pattern in found):
+        raise ArgumentError(
+            f"{name}={value!r:.60} must be globs of source lines, such as 'model.py:30', of scopes or of operations"
+        )
+    return found
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _positions(name: str, value: Any) -> tuple[int, ...] | str:

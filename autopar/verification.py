@@ -6,6 +6,8 @@
     target "tpu:..." compiled by libtpu for a topology such as "tpu:v5e:2x4", no TPU needed
     target "gpu:..." compiled by XLA for devices such as "gpu:h100:8", no GPU needed
 
+The programs of a pipeline are compiled for "cpu" alone, and compared stage by stage (`autopar.pipeline_verification`).
+
 Planned collectives are compared as the compiler of the target is known to convert them (`autopar.conversions`). A check
 passes when the bytes on the wire are within `TOLERANCE` of the plan's; on "shardy", when all pieces are equal.
 """
@@ -21,7 +23,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar import codegen, comparison, conversions, gpu_topology, hlo, jax_compat, shardy, tpu_topology
+from autopar import (
+    codegen,
+    comparison,
+    conversions,
+    gpu_topology,
+    hlo,
+    jax_compat,
+    pipeline_verification,
+    shardy,
+    tpu_topology,
+)
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.plans import Plan, check_matches
@@ -91,6 +103,8 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     fn = getattr(fn, "__wrapped__", fn)
     traced = trace(fn, *args, **kwargs)
     check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+    if plan.pipelined:
+        return _of_stages(plan, fn, args, kwargs, target)
     traced = executed(traced, plan)
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     backend = BACKENDS[platform]
@@ -109,6 +123,21 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         found.flops,
         tuple(_mismatches(compared)),
         exceptions,
+        found.accessed,
+    )
+
+
+def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], target: str) -> Report:
+    found = pipeline_verification.emitted(plan, fn, args, kwargs, target, _ON_CPU)
+    return Report(
+        all(_holds(c, target) for c in found.comparisons),
+        target,
+        found.collectives,
+        found.comparison,
+        found.memory,
+        found.flops,
+        tuple(line for c in found.comparisons for line in _mismatches(c)),
+        found.exceptions,
         found.accessed,
     )
 
@@ -162,6 +191,7 @@ def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, opt
         "results": stats.output_size_in_bytes,
         "aliased": stats.alias_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
+        "host arguments": stats.host_argument_size_in_bytes,
     }
     costs = compiled.cost_analysis() or {}
     found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)

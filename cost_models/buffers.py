@@ -3,6 +3,7 @@
 A buffer's bytes depend on one decision, or on the two ends of an edge of the optimization problem:
 
     an argument        there all the time, whoever owns it afterwards                            -> _Values.arguments
+    one that waits     in the host's memory: from its first reader until its successor is made   -> _Values._visit
     a value            its piece in the layout that its cluster leaves                           -> _Values.others
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
@@ -51,18 +52,20 @@ class Buffers:
     sizes: Floats
 
 
-def buffers(graph: Graph, model: Model, mesh: LogicalMesh, backend: Backend, donated: Sequence[int]) -> Buffers:
-    """The buffers of a program whose arguments at these positions are given away."""
+def buffers(
+    graph: Graph, model: Model, mesh: LogicalMesh, backend: Backend, donated: Sequence[int], hosted: Sequence[int] = ()
+) -> Buffers:
+    """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
     ends = _ends(model)
     program = flatten(graph, backend, {site: end for end, sites in ends.items() for site in sites})
     w = written(program)
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}
     sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
-    values = _Values(sizes, frozenset(donated))
+    values = _Values(sizes, frozenset(donated), frozenset(graph.inputs[i] for i in hosted))
     values.arguments()
     values.others()
-    add_copies(sizes, tuple(ends))
+    add_copies(sizes, tuple(ends), _settling(graph, ends, donated))
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
 
 
@@ -78,17 +81,46 @@ def _ends(model: Model) -> Mapping[End, list[str]]:
     return found
 
 
+def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: Sequence[int]) -> tuple[End, ...]:
+    """Ends at which nothing but the next state of donated arguments is read."""
+    taken = {f"out{out}" for out, position in match_state(graph).items() if position in donated}
+    return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
+
+
 @dataclass(eq=False)
 class _Values:
     """Buffers of what is written."""
 
     sizes: Sizes
     donated: frozenset[int]
+    hosted: frozenset[int]
 
     def arguments(self) -> None:
-        """Arguments are there all the time, whoever owns them afterwards."""
+        """Arguments are there all the time, whoever owns them afterwards, but those that wait elsewhere."""
         for v in self.sizes.graph.inputs:
-            self._value("argument", v, 0, self.sizes.lives.end)
+            if v in self.hosted:
+                self._visit(v)
+            else:
+                self._value("argument", v, 0, self.sizes.lives.end)
+
+    def _visit(self, v: int) -> None:
+        """An argument on the device for its update: its successor takes its place, and leaves a moment later."""
+        moments = self._touched.get(v)
+        if moments:
+            self._value("visit", v, moments[0], min(moments[-1] + 1, self.sizes.lives.end))
+
+    @cached_property
+    def _touched(self) -> Mapping[int, list[int]]:
+        """Argument that waits in the host's memory -> the moments that read it, or read or make its successor."""
+        b = self.sizes
+        inputs = b.graph.inputs
+        of = {v: v for v in self.hosted}
+        of.update((made, inputs[i]) for made, i in self._successors() if inputs[i] in self.hosted)
+        found: dict[int, list[int]] = {}
+        for moment, step in enumerate(b.lives.moments):
+            for v in dict.fromkeys(of[v] for v in (*b.w.reads(step), *step.outputs) if v in of):
+                found.setdefault(v, []).append(moment)
+        return found
 
     def others(self) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
@@ -104,10 +136,14 @@ class _Values:
 
     def _taking_over(self) -> Iterator[int]:
         """Results that are written into the buffer of the argument whose next state they are."""
+        return (made for made, position in self._successors() if position in self.donated)
+
+    def _successors(self) -> Iterator[tuple[int, int]]:
+        """Results that are the next state of an argument, and its position."""
         for out, position in match_state(self.sizes.graph).items():
             atom = self.sizes.program.read(f"out{out}", self.sizes.graph.outputs[out])
-            if isinstance(atom, int) and position in self.donated:
-                yield self.sizes.program.behind(atom)
+            if isinstance(atom, int):
+                yield self.sizes.program.behind(atom), position
 
     def _value(self, what: str, v: int, birth: int, death: int) -> None:
         b, kind, argument, placed = self.sizes, self.sizes.kind(v), what == "argument", self._placed(v)

@@ -8,6 +8,9 @@ In time order of their last moments t1 <= t2 <= ... the readers of a value x wit
 which is exact if those that want c as it is come first, and linear in one-hot choices, each term on one edge. An
 argument is there anyway, and its copy until the last reader: weights gathered for the forward pass stay for the
 backward pass.
+
+A result that is the next state of a donated argument goes into that argument's buffer as soon as it is made, so that
+only what it was made as needs a buffer, and only where that is another layout                     -> _Copies.settled
 """
 
 from __future__ import annotations
@@ -38,15 +41,21 @@ class _Side:
         return self.strategies.index, self.dims, self.assigned
 
 
-def add_copies(sizes: Sizes, ends: Sequence[End]) -> None:
-    """Add the buffers of all copies that readers at these ends may need."""
+def add_copies(sizes: Sizes, ends: Sequence[End], settling: Sequence[End] = ()) -> None:
+    """Add the buffers of all copies that readers at these ends may need.
+
+    At the `settling` ones of them a result goes into the buffer of the argument whose next state it is.
+    """
     copies = _Copies(sizes)
     of_value: dict[int, list[End]] = {}
     for end in ends:
-        of_value.setdefault(end[0], []).append(end)
+        if end not in settling:
+            of_value.setdefault(end[0], []).append(end)
+        elif end in copies.spans and end[0] not in sizes.model.copies:
+            copies.settled(end[0], end)
     for value, found in of_value.items():
         read = sorted((e for e in found if e in copies.spans), key=lambda e: copies.spans[e][1])
-        if read and len(found) == 1:
+        if read and value not in sizes.model.copies:
             copies.single(value, read[0])
         elif read:
             copies.shared(value, read)
@@ -62,6 +71,7 @@ class _Copies:
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
+    held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
 
     def __post_init__(self) -> None:
         lives = self.sizes.lives
@@ -81,8 +91,26 @@ class _Copies:
         link.other("copy", birth, death, of_target=True)
         last = self._last(value)
         if last is not None:
-            link.same("value", last + 1, death)
-            link.other("value", last + 1, birth - 1, of_target=False)
+            known = self._held_until(value, last, death)
+            link.same("value", known + 1, death)
+            link.other("value", known + 1, birth - 1, of_target=False)
+            if death > known:
+                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, max(birth - 1, last), death)
+
+    def _held_until(self, value: int, last: int, death: int) -> int:
+        """Until when another name's readers hold the same array: what is copied for them, as it was up to `death`."""
+        held = self.held.get(cast(int, self.sizes.program.root(value)))
+        if held is None or held.until <= last:
+            return last
+        held.link.other("value", max(last, held.first) + 1, min(held.until, death), of_target=False)
+        return held.until
+
+    def settled(self, value: int, end: End) -> None:
+        """A result that goes into the buffer of an argument: as it was made, at the moments that read it so."""
+        last, root = self._last(value), self.sizes.program.root(value)
+        if last is not None and isinstance(root, int):
+            link = self._link(value, self._home(value), self._reader(end), [end])
+            link.other("value", self.sizes.lives.birth[root], last, of_target=False)
 
     def shared(self, value: int, ends: Sequence[End]) -> None:
         """A value with a copy, and its readers in the order of their last moments."""
@@ -94,6 +122,7 @@ class _Copies:
         if last is not None:
             link.same("value", last + 1, first)
             link.other("value", last + 1, born - 1, of_target=False)
+            self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, self.spans[ends[-1]][1])
         before = first
         for end in ends:
             birth, death = self.spans[end]
@@ -139,6 +168,15 @@ class _Copies:
         if len(candidates) == 1:
             return candidates[0]
         return next(i for i in candidates if np.array_equal(edges[i].gu, gu) and np.array_equal(edges[i].gv, gv))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """An array that is there as it was made until `first`, and as it is at the other end of the link until `until`."""
+
+    link: _Link
+    first: int
+    until: int
 
 
 @dataclass(frozen=True, eq=False)

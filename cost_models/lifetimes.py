@@ -4,7 +4,8 @@ The order depends on the program alone, not on layouts. Moments are numbered thr
 around a loop lives during its moments too:
 
     breadth first                 everything as soon as its operands are there (Kahn's algorithm, 1962)   -> _eagerly
-    program order                 but updates as soon as their gradients are there                        -> _in_turn
+    program order                 but updates as soon as their gradients are there, unless they are
+                                  programs of their own (`Graph.repeats`)                                 -> _in_turn
     birth(v), death(v)            the moment that makes v, the last moment that reads it                  -> _Clock
     a step fused into kernels     runs from the first to the last of them                                 -> _spans
 """
@@ -62,7 +63,7 @@ class _Clock:
         steps = [s for s in frame.steps if s.kind != LIGHT or any(v in self.w.values for v in s.outputs)]
         reads = [self.w.reads(step) for step in steps]
         waits = self._waits(steps, reads)
-        order = _eagerly(waits) if self.p.backend.runs_eagerly else _in_turn(steps, waits)
+        order = _eagerly(waits) if self.p.backend.runs_eagerly else _in_turn(steps, waits, self.p.graph.repeats is None)
         first = self.found.end
         for i in order:
             self._step(steps[i], reads[i], first)
@@ -126,9 +127,9 @@ def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
     return order
 
 
-def _in_turn(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> list[int]:
+def _in_turn(steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool) -> list[int]:
     turn: list[int] = []
     for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
         last = max((turn[j] for j in needed), default=0)
-        turn.append(last if step.op.phase == "update" and step.kind != STORE else i)
+        turn.append(last if early and step.op.phase == "update" and step.kind != STORE else i)
     return sorted(range(len(steps)), key=lambda i: (turn[i], i))

@@ -36,13 +36,20 @@ class Liveness:
         graph, model, mesh: the program, its optimization problem, and the mesh that was built for.
         backend: whose compiler will run it.
         donated: positions of the arguments that are given away; default: those that are state.
+        hosted: positions of those arguments that wait in the host's memory (`autopar.passes.offload`).
     """
 
     def __init__(
-        self, graph: Graph, model: Model, mesh: LogicalMesh, backend: Backend, donated: Sequence[int] | None = None
+        self,
+        graph: Graph,
+        model: Model,
+        mesh: LogicalMesh,
+        backend: Backend,
+        donated: Sequence[int] | None = None,
+        hosted: Sequence[int] = (),
     ) -> None:
         given = sorted(match_state(graph).values()) if donated is None else donated
-        found = buffers(graph, model, mesh, backend, given)
+        found = buffers(graph, model, mesh, backend, given, hosted)
         self.graph, self.backend = graph, backend
         self.buffers, self.moments = found.all, found.lives.moments
         self._problem = model.problem

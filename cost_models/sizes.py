@@ -31,7 +31,7 @@ class Buffer:
     """Something that is in memory for a while.
 
     Attributes:
-        what: "argument", "value", "unsummed" or "copy".
+        what: "argument", "visit" (an argument that waits in the host's memory), "value", "unsummed" or "copy".
         value: the value of the graph that it holds.
         birth, death: first and last moment.
         node, edge: the decision or the edge that its size depends on, -1 if it is not that; both -1: nothing.

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.compute import conv_flops, dot_flops
-from autopar.graph import Atom, Graph, Op, Type
+from autopar.graph import Atom, Graph, Op, Repeats, Type
 from autopar.layout import Layout, divides
 from autopar.passes import deferral, slack
-from autopar.passes.homes import FREE, WHOLE, Builder, Cluster, Clustering, Home, Kind, alias, projection, use
+from autopar.passes.homes import FREE, WHOLE, Builder, Charge, Cluster, Clustering, Home, Kind, alias, projection, use
 from autopar.passes.pins import constraint
 from autopar.passes.regions import REGIONS, region_kind
 from autopar.passes.state import match_state
@@ -58,21 +58,26 @@ def cluster(
         pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
     """
     b = Builder(graph, rules, mesh, deferral.find(graph), slack.find(graph))
+    often = graph.repeats or Repeats({}, {}, {})
     for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         shape = graph.types[value].shape
         if shape:
             pin = (pinned_arguments or {}).get(position)
-            entered = b.enter_as(path, value, 1.0, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
+            b.repeats = weight = float(often.inputs.get(value, 1))
+            entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
             if pin is None and _undivided(b, shape):
                 b.undivided.add(entered)
+    b.repeats = 1.0
     for value, _ in graph.constants:
         if graph.types[value].shape:
             b.enter(f"constant%{value}", value, 1.0)
-    _visit(b, graph.ops, 1.0)
-    _leave(b, pinned_results or {})
+    for op in graph.ops:
+        b.repeats = float(often.ops.get(op.index, 1))
+        _visit(b, (op,), b.repeats)
+    _leave(b, pinned_results or {}, often.results)
     _charge_followers(b)
     clusters = tuple(Cluster(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Clustering(clusters, b.homes, tuple(b.uses), rules, b.slack)
+    return Clustering(clusters, b.homes, tuple(b.uses), rules, b.slack, tuple(b.charges))
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
@@ -125,6 +130,7 @@ def _candidates(rule: Rule, main: int) -> tuple[int, ...]:
 
 def _leaf(b: Builder, op: Op, weight: float) -> None:
     kind = _kind(b, op)
+    b.pace[op.index] = b.repeats
     for atom in op.inputs:
         if isinstance(atom, int):
             b.reads[atom] = b.reads.get(atom, 0) + 1
@@ -290,14 +296,18 @@ def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
 # Results and followers
 
 
-def _leave(b: Builder, pinned: Mapping[int, Layout]) -> None:
-    """State comes back in the layout it was given in, a pinned result in its own, and any result in even pieces."""
+def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -> None:
+    """State comes back in the layout it was given in, a pinned result in its own, and any result in even pieces.
+
+    `often`: position -> how often a result is handed out, if not once.
+    """
     for out, layout in pinned.items():
         atom = b.graph.outputs[out]
         if isinstance(atom, int) and b.graph.types[atom].rank:
             shape = b.graph.types[atom].shape
-            border = b.new(f"out{out}", b.pinned(shape, layout), 1.0, -1, atom)
-            use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, 1.0, -1)
+            b.repeats = weight = float(often.get(out, 1))
+            border = b.new(f"out{out}", b.pinned(shape, layout), weight, -1, atom)
+            use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
     state = match_state(b.graph)
     for out, position in state.items():
         if out in pinned:
@@ -311,8 +321,9 @@ def _leave(b: Builder, pinned: Mapping[int, Layout]) -> None:
             b.heavy_reads.add(atom)
             if out not in pinned and out not in state and _may_be_uneven(b, atom):
                 shape = b.graph.types[atom].shape
-                border = b.new(f"out{out}", b.layouts(shape, 1.0), 1.0, -1, atom)
-                use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, 1.0, -1)
+                b.repeats = weight = float(often.get(out, 1))
+                border = b.new(f"out{out}", b.layouts(shape, 1.0), weight, -1, atom)
+                use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
 
 
 def _may_be_uneven(b: Builder, value: int) -> bool:
@@ -333,14 +344,14 @@ def _charge_followers(b: Builder) -> None:
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
         if kept and position not in kept and value in b.homes:
-            _charge(b, b.homes[value], value)
+            _charge(b, b.homes[value], value, -1)
     for op in b.followers:
         for value in op.outputs:
             if value in b.heavy_reads or b.reads.get(value, 0) > 1:
-                _charge(b, b.homes[value], value)
+                _charge(b, b.homes[value], value, op.index)
         for k, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in b.graph.names and atom in b.homes:
-                _charge(b, _reading(b, op, k, atom), atom)
+                _charge(b, _reading(b, op, k, atom), atom, op.index)
 
 
 def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
@@ -353,10 +364,14 @@ def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
     return Home(reader.cluster, value, tuple(factor_of.get(f, WHOLE) for f in rule.operands[operand]))
 
 
-def _charge(b: Builder, home: Home, value: int) -> None:
-    light = b.drafts[home.cluster].light
+def _charge(b: Builder, home: Home, value: int, op: int) -> None:
+    """Add the bytes of a value, which an operation moves (-1: they come from outside), per execution of the cluster."""
+    draft = b.drafts[home.cluster]
     key = tuple(sorted(d for d in home.dims if d >= 0))
-    light[key] = light.get(key, 0.0) + b.graph.types[value].nbytes
+    nbytes = b.graph.types[value].nbytes * (b.pace.get(op, draft.repeats) / draft.repeats)
+    draft.light[key] = draft.light.get(key, 0.0) + nbytes
+    if b.graph.repeats is not None:
+        b.charges.append(Charge(home.cluster, key, nbytes * draft.weight, op))
 
 
 def _value(atom: Atom) -> int:

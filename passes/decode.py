@@ -9,7 +9,7 @@ partial sums            = reduce-scatters or one joint all-reduce, per operation
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -115,7 +115,8 @@ def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> 
         start = found.copies.get(value, at_home)
         if value in found.copies and (value, start) not in seen:
             seen.add((value, start))
-            yield from _emit(graph, use, value, at_home, start, mesh)
+            weight = min(use.weight, model.clustering.clusters[home.cluster].weight)
+            yield from _emit(graph, replace(use, weight=weight), value, at_home, start, mesh)
         if wanted != start and (value, wanted) not in seen and wanted != at_home:
             seen.add((value, wanted))
             yield from _emit(graph, use, value, start, wanted, mesh)

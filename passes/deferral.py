@@ -9,18 +9,29 @@ So partial sums may stay where a *sum* (add, add_any, sub) joins values that are
 and what is linear in one of them (transpose, negation, widening conversion, scaling by a scalar), each read by nothing
 else. This is what makes Megatron's backward pass need one all-reduce for the inputs of q, k and v together.
 
-Everything else resolves partial sums at once; scans do not carry them.
+Where passes repeat (`Graph.repeats`), what they leave to operations that run once is added up over all executions, and
+so may stay partial until then: gradients are summed over devices once per step. That holds for products, for sums over
+dimensions, for scatters that add to zeros, and through rematerialised bodies and the stacked results of scans -> _left
+Not for convolutions: split by parts they are grouped convolutions, of which XLA gathers both operands.
+
+Everything else resolves partial sums at once; what scans carry is whole.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.graph import Atom, Graph, Op
+import numpy as np
+
+from autopar.graph import Atom, Constant, Graph, Op, Repeats
+from autopar.jax_compat import REMAT, scan_counts
 
 SUMS = ("add", "add_any", "sub")
 PRODUCTS = ("dot_general",)
+#: Operations whose results can be split into the parts of each device.
+SPLIT = (*PRODUCTS, "reduce_sum", "scatter-add")
 LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
 
 
@@ -43,8 +54,15 @@ class _Body:
 
     graph: Graph
     producer: dict[int, Op] = field(default_factory=dict)
-    reads: dict[int, int] = field(default_factory=dict)
+    reads: dict[Atom, int] = field(default_factory=dict)
     known: dict[int, bool] = field(default_factory=dict)
+
+    @staticmethod
+    def of(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> _Body:
+        body = _Body(graph)
+        body.producer.update((value, op) for op in ops for value in op.outputs)
+        body.reads.update(Counter(atom for atoms in (*(op.inputs for op in ops), outputs) for atom in atoms))
+        return body
 
 
 def find(graph: Graph) -> Deferral:
@@ -52,30 +70,61 @@ def find(graph: Graph) -> Deferral:
     products: set[int] = set()
     sums: dict[int, bool] = {}
     _find(graph, graph.ops, graph.outputs, products, sums)
+    if graph.repeats is not None:
+        _left(graph, graph.repeats, products, sums)
     return Deferral(frozenset(products), sums)
 
 
+def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bool]) -> None:
+    """Mark what makes values that passes leave to be read once, through constraints, or handed out once."""
+    body = _Body.of(graph, graph.ops, graph.outputs)
+    kept = {atom for out, atom in enumerate(graph.outputs) if out in repeats.results}
+    for op in graph.ops:
+        kept.update(a for a in op.inputs if op.index in repeats.ops or op.name != "sharding_constraint")
+    made = (v for op in graph.ops if op.index in repeats.ops for v in op.outputs)
+    for value in made:
+        if value not in kept:
+            _leave(body, value, products, sums)
+
+
+def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) -> None:
+    """Mark what makes a value that may leave its body as a partial sum."""
+    op = body.producer.get(value) if isinstance(value, int) else None
+    if op is None:
+        return
+    operand = _linear_operand(body, op)
+    if op.index in sums:
+        sums[op.index] = True
+    elif _splits(body, op):
+        products.add(op.index)
+    elif operand is not None and body.reads[op.inputs[operand]] == 1:
+        _leave(body, op.inputs[operand], products, sums)
+    elif op.name in REMAT or (op.name == "scan" and op.outputs.index(value) >= scan_counts(op.params)[1]):
+        region = op.regions[0]
+        inner, atom = _Body.of(body.graph, region.ops, region.outputs), region.outputs[op.outputs.index(value)]
+        if inner.reads.get(atom) == 1:
+            _leave(inner, atom, products, sums)
+
+
+def _splits(body: _Body, op: Op) -> bool:
+    """True if an operation can give the parts of every device; a scatter if it adds to zeros."""
+    if op.name != "scatter-add":
+        return op.name in SPLIT
+    zeros = body.producer.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+    filled = zeros.inputs[0] if zeros is not None and zeros.name == "broadcast_in_dim" else None
+    return isinstance(filled, Constant) and not np.any(filled.value)
+
+
 def _find(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom], products: set[int], sums: dict[int, bool]) -> None:
-    body = _Body(graph)
+    body = _Body.of(graph, ops, outputs)
     for op in ops:
-        for value in op.outputs:
-            body.producer[value] = op
-        for atom in op.inputs:
-            _count(body, atom)
         for region in op.regions:
             _find(graph, region.ops, region.outputs, products, sums)
-    for atom in outputs:
-        _count(body, atom)
     for op in ops:
         if _is_sum(body, op):
             sums.setdefault(op.index, False)
             for atom in op.inputs:
                 _mark(body, atom, products, sums)
-
-
-def _count(body: _Body, atom: Atom) -> None:
-    if isinstance(atom, int):
-        body.reads[atom] = body.reads.get(atom, 0) + 1
 
 
 def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,15 +91,31 @@ class Cluster:
     light: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
+class Charge(NamedTuple):
+    """Light traffic on a cluster: `nbytes` of the whole per step, of which its cuts of `dims` leave a share.
+
+    `op` is the operation that moves them, -1 for what the batch is written with.
+    """
+
+    cluster: int
+    dims: tuple[int, ...]
+    nbytes: float
+    op: int
+
+
 @dataclass(frozen=True, eq=False)
 class Clustering:
-    """The whole program's decisions: which clusters, where every value lives, who reads what how."""
+    """The whole program's decisions: which clusters, where every value lives, who reads what how.
+
+    `charges` are the light traffic of the clusters one by one, kept where passes repeat (`Graph.repeats`).
+    """
 
     clusters: tuple[Cluster, ...]
     homes: Mapping[int, Home]
     uses: tuple[Use, ...]
     rules: Mapping[int, Rule]
     slack: Slack
+    charges: tuple[Charge, ...] = ()
 
 
 def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -128,11 +145,15 @@ class Draft:
     op: int
     value: int
     light: dict[tuple[int, ...], float] = field(default_factory=dict)
+    repeats: float = 1.0
 
 
 @dataclass
 class Builder:
-    """The growing clustering; local to one `cluster` call."""
+    """The growing clustering; local to one `cluster` call.
+
+    `repeats`: executions per step of the top-level operation that is being visited; `pace`: of those visited, by index.
+    """
 
     graph: Graph
     rules: Mapping[int, Rule]
@@ -148,9 +169,12 @@ class Builder:
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
     undivided: set[int] = field(default_factory=set)
+    repeats: float = 1.0
+    pace: dict[int, float] = field(default_factory=dict)
+    charges: list[Charge] = field(default_factory=list)
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
-        self.drafts.append(Draft(name, strategies, weight, op, value))
+        self.drafts.append(Draft(name, strategies, weight, op, value, repeats=self.repeats))
         return len(self.drafts) - 1
 
     def strategy_set(self, key: object, make: Callable[[int], StrategySet]) -> StrategySet:

@@ -11,7 +11,7 @@ best suffixes of s stages that begin with layer k on device d obey              
 
     F(s, k, d) = min over layers j > k and placements d .. e of  t(k, j, d .. e) + x(j, e) + F(s - 1, j, e)
     t(k, j, d .. e) = min over the options of layers k .. j there that are no slower than t_max and fit:
-                      held + in_flight(s) stash <= memory
+                      max(held + in_flight(s) stash, apart) <= memory
 
 A stage that s - 1 stages follow holds in_flight(s) microbatches under the schedule. Fewer bounds than there are values
 of t need be tried: S(t_max) = F at the best number of stages only grows as t_max falls, so
@@ -52,6 +52,7 @@ class Options:
         once: seconds per step (sums of gradients, updates).
         held: bytes per device that it holds whatever is in flight.
         stash: bytes per device that it holds for each microbatch in flight.
+        apart: bytes per device that it holds when nothing is in flight; None: no more than `held`.
     Infinite seconds: cannot be. What is not 0 <= i < j <= layers is not looked at.
     """
 
@@ -59,6 +60,7 @@ class Options:
     once: Floats
     held: Floats
     stash: Floats
+    apart: Floats | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +204,8 @@ class _Tables:
     def _fitting(self, submesh: int, in_flight: int) -> Floats:
         """Seconds of all options of a submesh, infinite for those that do not fit."""
         o = self.question.prices[submesh]
-        fits = o.held + in_flight * o.stash <= self.question.memory[submesh]
+        most = o.held + in_flight * o.stash
+        fits = (most if o.apart is None else np.maximum(most, o.apart)) <= self.question.memory[submesh]
         return np.where(fits, self.times[submesh], np.inf)
 
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:

@@ -5,8 +5,9 @@
     over one strategy s per cluster
 
 A value that several clusters read through edges gets a *copy*: a layout of its own between its home and its readers,
-so that a reshard which several readers want is paid once. The readers then reshard from the copy where they want yet
-another layout. Copies are decisions like any other, so the optimizer weighs sharing against not sharing.
+so that a reshard which several readers want, or one reader several times, is paid once. The readers then reshard from
+the copy where they want yet another layout. Copies are decisions like any other, so the optimizer weighs sharing
+against not sharing.
 
 Source: Zheng et al. (2022), "Alpa", section 4 (strategies, resharding matrices, one-hot linearisation); the linear
 terms e[s,t] with marginals equal to both sides are the local polytope of Wainwright and Jordan (2008), section 4.
@@ -110,7 +111,7 @@ def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: R
     base = 1 + max((c.strategies.index for c in clustering.clusters), default=0)
     for value, ends in readers.items():
         home = clustering.homes[value]
-        if len(ends) == 1:
+        if len(ends) == 1 and ends[0].weight <= clustering.clusters[home.cluster].weight:
             edges.add_home(home, ends[0])
             continue
         strategies = b.layouts(graph.types[value].shape, base)

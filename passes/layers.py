@@ -87,7 +87,22 @@ class Layers:
 def find(graph: Graph) -> Layers:
     """The layers of a program; none if it has no forward operation."""
     chain = _Chain.of(graph)
-    borders = [0, *_borders(chain)]
+    return _layers(chain, [0, *_borders(chain)])
+
+
+def divided(found: Layers, position: int) -> Layers:
+    """The layers with one more border, in front of this position of `forward`."""
+    borders = {0, position, *(layer.stop for layer in found.layers)}
+    return _layers(_Chain.of(found.graph), sorted(borders))
+
+
+def crossing_bytes(found: Layers, position: int) -> int:
+    """Bytes of the values that a border in front of this position of `forward` would be crossed by."""
+    return int(_Chain.of(found.graph).bytes[position])
+
+
+def _layers(chain: _Chain, borders: Sequence[int]) -> Layers:
+    graph = chain.graph
     kinds: dict[Hashable, int] = {}
     layers = tuple(
         Layer(a, b, kinds.setdefault(_kind(chain, a, b), len(kinds)), _trips(chain, a, b))
@@ -118,6 +133,7 @@ class _Chain:
     read: Mapping[int, int]
 
     @staticmethod
+    @lru_cache(maxsize=4)
     def of(graph: Graph) -> _Chain:
         positions = tuple(i for i, op in enumerate(graph.ops) if op.phase == "forward")
         ops = tuple(graph.ops[i] for i in positions)

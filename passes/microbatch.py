@@ -29,15 +29,18 @@ A second sweep makes exact what needs totals of the forward pass in the backward
 that are products of batch means, or contrastive losses (gradient caching: Gao et al., "Scaling deep contrastive
 learning batch size under memory limited setup", 2021). The first loop then computes those totals only; the second
 repeats what it needs of it. Batch norm would need two more sweeps per layer and is refused. With `per_microbatch` a
-total that is fed back is taken from the microbatch itself: m times its own sum, its own maximum. That is what
-frameworks that accumulate gradients do to batch statistics; results outside the loop still get true totals.
+total that is fed back is taken from the microbatch itself: m times its own sum, its own maximum       -> _accepts
+That is what frameworks that accumulate gradients do to batch statistics. Results outside the loop still get totals over
+all microbatches: running means are those of the whole batch, running variances average those within microbatches.
 
 Which operations each program then holds: `autopar.passes.microbatch_programs`.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,7 +174,7 @@ def split(
     count: int,
     batch: Sequence[int] | Literal["auto"] = "auto",
     *,
-    per_microbatch: bool = False,
+    per_microbatch: Sequence[str] = (),
     sweeps: int = 2,
     shards: int = 1,
     absorb: bool = True,
@@ -183,7 +186,9 @@ def split(
         graph: the step.
         count: number of microbatches, at least 1.
         batch: positions of the argument leaves that hold the batch, or "auto"; see `batch_leaves`.
-        per_microbatch: totals that are fed back into the loop may be the microbatch's own.
+        per_microbatch: globs; totals that are fed back into the loop may be the microbatch's own where one of them
+            matches the source line, a scope of `jax.named_scope`, or the primitive of the operation in the forward pass
+            that the total is of, or of the one that hands it back. "*": all.
         sweeps: loops over the microbatches that may be used, 1 or 2. A second is used only where one does not do.
         shards: pieces that the batch lies in, one after another, on as many devices. Every microbatch then takes its
             part of each piece, so that no example has to move; where the batch does not divide so, of the whole.
@@ -202,13 +207,13 @@ def split(
     for allowed in range(1, sweeps + 1 if not per_microbatch else 2):
         for outer in _strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}
-            found = _Analysis(graph, flat, batched, count, allowed, per_microbatch, absorb).run()
+            found = _Analysis(graph, flat, batched, count, allowed, tuple(per_microbatch), absorb).run()
             if found.share >= least_share or count == 1:
                 return found
             if best is None or found.share > best.share:
                 best = found
     assert best is not None
-    raise _refusal(best, per_microbatch)
+    raise _refusal(best)
 
 
 def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -223,12 +228,14 @@ def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards
     yield from (n for n in found if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
 
 
-def _refusal(found: Microbatches, per_microbatch: bool) -> MicrobatchError:
-    advice = "" if per_microbatch else ", accept each microbatch's own totals with per_microbatch=True,"
-    reasons = "; ".join(str(r) for r in found.reasons[:3])
+def _refusal(found: Microbatches) -> MicrobatchError:
+    shown = found.reasons[:3]
+    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in shown))
+    reasons = "; ".join(map(str, shown))
     return MicrobatchError(
         f"the step does not fall into {found.count} microbatches: {1 - found.share:.0%} of its FLOPs need more than one"
-        f" of them: {reasons}. Use one microbatch{advice} or rewrite the operation per example."
+        f" of them: {reasons}. Use one microbatch, accept each microbatch's own totals with per_microbatch={lines!r} "
+        "or '*' for all, or rewrite the operation per example."
     )
 
 
@@ -261,7 +268,7 @@ class _Analysis:
     batch: Mapping[int, Split]
     count: int
     sweeps: int
-    per_microbatch: bool
+    per_microbatch: tuple[str, ...]
     absorb: bool
     facts: dict[int, tuple[State, int]] = field(default_factory=dict)
     places: dict[int, tuple[int, Placed]] = field(default_factory=dict)
@@ -356,13 +363,20 @@ class _Analysis:
 
     def _with_own_totals(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
         """In the loop, with totals estimated from the microbatch."""
-        if not self.per_microbatch:
-            return None
         own = [v.stage >= 2 and v.outer for v in views]
+        if not any(own) or not self._accepts(op):
+            return None
         if any(o and a in self.roots for o, a in zip(own, op.inputs, strict=True)):
             return None
         estimated = [_View(v.state, 1, False, True) if o else v for o, v in zip(own, views, strict=True)]
         return self._looped(op, estimated)
+
+    def _accepts(self, op: Op) -> bool:
+        """True if the totals that an operation reads may be the microbatch's own."""
+        if not self.per_microbatch:
+            return False
+        names = {*_names(op), *_names(_source(self, op))}
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.per_microbatch for name in sorted(names))
 
     def _hoisted(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
         """Before the loop, on the whole batch."""
@@ -395,6 +409,11 @@ class _Analysis:
 def _placed(op: Op, views: Sequence[_View], found: Outcome | None) -> Placed:
     outer = frozenset(i for i, v in enumerate(views) if v.outer)
     return Placed(op, outer, frozenset(i for i, v in enumerate(views) if v.own), found)
+
+
+def _names(op: Op) -> tuple[str, ...]:
+    """What an operation may be called: its primitive, its source line, the scopes that it stands in."""
+    return op.name, op.source, *re.findall(r"[^()/]+", str(op.name_stack))
 
 
 def _is_heavy(op: Op) -> bool:
@@ -445,7 +464,7 @@ def _reasons(a: _Analysis, displaced: Mapping[int, float]) -> tuple[Reason, ...]
 
 
 def _source(a: _Analysis, op: Op) -> Op:
-    """The first operation, of the forward pass if possible, whose total an operation reads; else what blocks it."""
+    """The first operation whose total an operation reads, a sum, of the forward pass if possible; else what blocks."""
     waiting = [v for v in op.inputs if isinstance(v, int) and a.facts[v][1] >= 2]
     seen: set[int] = set()
     found: list[Op] = []
@@ -462,4 +481,5 @@ def _source(a: _Analysis, op: Op) -> Op:
     if not found:
         states = tuple(a.view(x).state for x in op.inputs)
         return blocking(a.graph, op, states, a.count)
-    return min(found, key=lambda o: (o.phase != "forward", o.index))
+    summed = [o for o in found if any(isinstance(a.facts[v][0], Partial) for v in o.outputs)]
+    return min(summed or found, key=lambda o: (o.phase != "forward", o.index))

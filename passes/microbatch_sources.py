@@ -77,7 +77,7 @@ def sink(
             continue
         single = len(op.outputs) == 1 and not op.regions and not op.equation.effects
         state = wanted(op.outputs[0]) if single else None
-        found = None if state is None else _in_blocks(graph, op, state, count)
+        found = None if state is None else in_blocks(graph, op, state, count)
         if found is not None:
             changed[op.index] = found
             drop_cuts(op.outputs[0])
@@ -87,7 +87,7 @@ def sink(
     return changed, cut_inputs
 
 
-def _in_blocks(graph: Graph, op: Op, state: Split, count: int) -> Outcome | None:
+def in_blocks(graph: Graph, op: Op, state: Split, count: int) -> Outcome | None:
     """How an operation on invariant operands makes blocks of its result."""
     operands = tuple(graph.type_of(a).shape for a in op.inputs)
     case = Case(op, operands, (graph.types[op.outputs[0]].shape,), (INVARIANT,) * len(operands), count)

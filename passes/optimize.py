@@ -115,9 +115,17 @@ class _Clock:
 
 
 def optimize(
-    problem: Problem, *, solver: str = "auto", time_limit: float = 60.0, fold: bool = True, presolve: bool = True
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    fold: bool = True,
+    presolve: bool = True,
+    enough: float = 0.0,
 ) -> Solution:
     """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
+
+    `enough`: a relative gap at which "auto" is content with the plan that the bounds come with, "near-optimal".
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -136,6 +144,8 @@ def optimize(
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
     elif outcome.closed:
         outcome = replace(outcome, status="certified")
+    elif outcome.value - outcome.lower <= enough * abs(outcome.value):
+        outcome = replace(outcome, status="near-optimal")
     elif not folded.tied:
         outcome = _search(folded, small, outcome, clock)
     else:

@@ -155,7 +155,7 @@ class _Draft:
             ops.extend(self.before.get(position, ()))
             ops.append(_reading(op, self._reads(position)))
         alive = _alive(ops, self.original.outputs)
-        return replace(self.original, types=tuple(self.types), ops=_numbered(alive, count()))
+        return replace(self.original, types=tuple(self.types), ops=numbered(alive, count()))
 
     def _reads(self, position: int) -> Mapping[int, int]:
         if self.phase(position) != "backward":
@@ -198,12 +198,12 @@ def _alive(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
     return tuple(reversed(kept))
 
 
-def _numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
+def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
     """Operations with indices in program order, outer before inner."""
     found: list[Op] = []
     for op in ops:
         index = next(numbers)
-        regions = tuple(replace(r, ops=_numbered(r.ops, numbers)) for r in op.regions)
+        regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
         found.append(replace(op, index=index, regions=regions))
     return tuple(found)
 

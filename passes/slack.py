@@ -9,6 +9,7 @@ Two kinds of collectives need not be waited for where they stand in the program:
 
 How much of the time of such a collective is hidden, and how many share one latency, the device says
 (`Device.overlap`, `Device.bucket_bytes`); here is only who has the time. What a loop carries is never early.
+Where passes repeat (`Graph.repeats`) nothing is late: the next pass of the stage waits for the sum of each.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Slack:
 def find(graph: Graph) -> Slack:
     """Who has time in this program."""
     update = frozenset(op.index for op in graph.walk() if op.phase == "update")
-    return Slack(frozenset(_early(graph)), frozenset(_late(graph, update)), update)
+    late = frozenset[int]() if graph.repeats is not None else frozenset(_late(graph, update))
+    return Slack(frozenset(_early(graph)), late, update)
 
 
 def _early(graph: Graph) -> set[int]:

@@ -4,6 +4,8 @@ A step is cut between layers; stage k holds a run of them. Its forward pass F ha
 backward pass B hands cotangents to earlier ones, and W adds up gradients of weights that B has put off.
 
     made cheaply from arguments     in every pass that reads it: broadcasts, casts, masks           -> _free
+    made cheaply from something     also in every other pass that reads it: what a layer keeps for its backward pass, or
+      much smaller                  hands over, is what a broadcast or a cast was made of           -> _thin
     forward                         F of the stage of its layer
     backward                        B of the latest stage among the forward values and the parameters it reads, and the
                                     parameter it is the gradient of, but no later than the cotangents it reads; of
@@ -53,6 +55,7 @@ class Passes:
         places: index of an operation -> where it runs; free ones are not in it.
         made: value -> where it is made; free ones are not in it.
         free: value -> the operation that every reader repeats.
+        thin: value -> the operation that every pass repeats which reads it, and the pass in `places` runs.
         deferred: sums over stages, to be done after the loop, in order.
         totals: what the loop hands out.
     """
@@ -60,6 +63,7 @@ class Passes:
     places: Mapping[int, Place]
     made: Mapping[int, Place]
     free: Mapping[int, Placed]
+    thin: Mapping[int, Placed]
     deferred: tuple[Placed, ...]
     totals: tuple[Total, ...]
 
@@ -89,7 +93,7 @@ def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights
     places: dict[int, Place] = {p.op.index: (stages[p.op.index], "F") for p in ahead}
     places.update((p.op.index, (stages[p.op.index], "W" if p.op.index in put_off else "B")) for p in back)
     made = {v: places[p.op.index] for p in loop if p.op.index not in gone for v in p.op.outputs}
-    return Passes(places, made, free, deferred, totals)
+    return Passes(places, made, free, _thin(split, ahead), deferred, totals)
 
 
 def local(placed: Placed) -> list[int]:
@@ -139,6 +143,21 @@ def _free(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
             local_roots.update(dict.fromkeys(op.outputs, read))
             free.update(dict.fromkeys(op.outputs, placed))
     return free
+
+
+def _thin(split: Microbatches, ahead: Sequence[Placed]) -> Mapping[int, Placed]:
+    """Values made in the forward pass, without products, from values of at most half their bytes; and how."""
+    nbytes = [type_.nbytes for type_ in split.graph.types]
+    made_of: dict[int, frozenset[int]] = {}
+    thin: dict[int, Placed] = {}
+    for placed in ahead:
+        op = placed.op
+        sources = frozenset[int]().union(*(made_of.get(a, frozenset([a])) for a in local(placed)))
+        cheap = op.name not in KEPT and not op.regions and not op.equation.effects and len(op.outputs) == 1
+        if cheap and sources and 2 * sum(nbytes[v] for v in sources) <= nbytes[op.outputs[0]]:
+            made_of[op.outputs[0]] = sources
+            thin[op.outputs[0]] = placed
+    return thin
 
 
 # The forward pass

@@ -157,7 +157,7 @@ def _ops(split: Microbatches, passes: Passes, key: Place, last: int) -> list[Pla
     if key == (last, "F"):
         extra = {passes.free[t.value].op.index: passes.free[t.value] for t in passes.totals if t.value in passes.free}
         mine.extend(extra[i] for i in sorted(extra))
-    return stage_passes.cone(mine, passes.free)
+    return stage_passes.cone(mine, {**passes.thin, **passes.free})
 
 
 def _routes(

@@ -14,8 +14,10 @@ def match_state(graph: Graph) -> Mapping[int, int]:
     """Results that carry an argument into the next step: output position -> input position.
 
     First by equal path below the top of the result (position in the tuple and position of the argument), then by equal
-    path below the first component, each with equal type and each argument once.
+    path below the first component, each with equal type and each argument once. Unless the graph says which.
     """
+    if graph.carried is not None:
+        return graph.carried
     by_tail: dict[str, list[int]] = {}
     for i, path in enumerate(graph.input_paths):
         by_tail.setdefault(path.split("/", 1)[-1], []).append(i)

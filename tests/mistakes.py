@@ -25,6 +25,7 @@ from autopar.errors import (
     MeshError,
     PinError,
     PlanMismatchError,
+    ScheduleError,
     TraceError,
 )
 from autopar.plans import Plan
@@ -452,10 +453,10 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         r"option 'meshes' is not known\. Available: batch_argnums, cluster, .*, mesh, .*",
     ),
     (
-        "choice of a later version",
+        "unknown schedule",
         lambda: parallelize(product, schedule="interleaved"),
-        ArgumentError,
-        r"schedule='interleaved' is not available in this version; it must be .*",
+        ScheduleError,
+        r"schedule='interleaved' must be 'auto' or 'none' or .* or 'interleaved-1f1b' or 'zb-h1'",
     ),
     (
         "unknown solver",

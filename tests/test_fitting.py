@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,8 @@ MODEL = zoo.build("mlp-toy", layers=1, batch=64)
 CLUSTER = Cluster.preset("dgx-h100")
 
 
-def planned(budget: float | str | None, mesh: tuple[int, ...] = (2, 4)) -> Plan:
-    return autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=mesh, cluster=CLUSTER, memory_budget=budget)
+def planned(budget: float | str | None, mesh: tuple[int, ...] = (2, 4), **options: Any) -> Plan:
+    return autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=mesh, cluster=CLUSTER, memory_budget=budget, **options)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_a_plan_that_fits_is_the_free_optimum(free: Plan) -> None:
 
 def test_the_state_is_cut_as_the_budget_falls() -> None:
     """Data parallelism keeps all of the state on every device; with the least memory each keeps its share (ZeRO-3)."""
-    whole, cut = planned(None, (8,)).stages[0].memory, planned("min", (8,)).stages[0].memory
+    whole, cut = (planned(budget, (8,), offload="none").stages[0].memory for budget in (None, "min"))
     kept = [sum(m.get(kind, 0) for kind in ("parameters", "optimizer state")) for m in (whole, cut)]
     even = 3 * 4 * MODEL.parameters() / 8
     assert kept[1] < kept[0]

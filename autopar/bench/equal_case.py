@@ -27,7 +27,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +115,9 @@ class Inputs:
         return max(leaf.shape[0] for leaf in jax.tree.leaves(self.batches[0]))
 
 
-def inputs(target: str, dtype: str) -> Inputs:
-    """The same numbers for every mesh."""
-    model = zoo.build(target, dtype=dtype)
+def inputs(target: str, dtype: str, batch: int | None = None) -> Inputs:
+    """The same numbers for every mesh; `batch`: examples, if not as many as the model has."""
+    model = zoo.build(target, dtype=dtype, batch=batch)
     batches = tuple(model.make_batch(jax.random.key(1 + i)) for i in range(STEPS))
     return Inputs(model, model.init(jax.random.key(0)), batches)
 
@@ -200,7 +200,7 @@ def _difference(x: Any, y: Any) -> float:
     return largest / _magnitude(y) if largest > 0 and _magnitude(y) > 0 else largest
 
 
-def _loss_difference(ours: Run, theirs: Run) -> float:
+def loss_difference(ours: Run, theirs: Run) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours.losses, theirs.losses, strict=True))
 
 
@@ -229,10 +229,10 @@ class Parallel:
     habits: tuple[str, ...]
 
 
-def parallel(given: Inputs, mesh: Sequence[int], cluster: str) -> Parallel:
+def parallel(given: Inputs, **options: Any) -> Parallel:
     """`STEPS` steps through autopar; `habits` has a line for each of donation, tracing and replanning that fails."""
     counted = Counted(given.model.step)
-    step = autopar.parallelize(counted, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
+    step = autopar.parallelize(counted, **options)
     state, losses, habits = given.state, [], []
     for i, batch in enumerate(given.batches):
         before = state
@@ -267,9 +267,9 @@ class Single:
     flops: float
 
 
-def single(target: str, dtype: str) -> Single:
+def single(target: str, dtype: str, batch: int | None = None) -> Single:
     """`STEPS` jitted steps on one device."""
-    given = inputs(target, dtype)
+    given = inputs(target, dtype, batch)
     compiled = jax.jit(given.model.step).lower(given.state, given.batches[0]).compile()
     run = steps(compiled, given, given.state)
     return Single(given, run, float((compiled.cost_analysis() or {})["flops"]))
@@ -278,7 +278,7 @@ def single(target: str, dtype: str) -> Single:
 def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
     """All criteria for one model on one mesh."""
     given, devices = one.given, math.prod(mesh)
-    ours = parallel(given, mesh, cluster)
+    ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
     hand, used = by_hand(given, devices)
     found, expert = differences(ours.run.state, one.run.state), differences(hand.state, one.run.state)
     rounding = rounding_leaves(one.run.state)
@@ -289,7 +289,7 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
         tuple(mesh),
         dtype,
         ok=False,
-        loss=_loss_difference(ours.run, one.run),
+        loss=loss_difference(ours.run, one.run),
         params=of_params(ours.run.state, one.run.state),
         leaf=found[worst],
         worst=worst,
@@ -300,7 +300,7 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
         bytes_ratio=report.comparison.ratio,
         wire_bytes=ours.plan.wire_bytes(),
     )
-    wrong = _numbers_64(found, expert, rounding) if dtype == "float64" else _numbers_32(row)
+    wrong = unequal(row, found, expert, rounding)
     found_flops = equal_flops.Reasons()
     if row.flops_ratio > equal_flops.FLAG:
         found_flops = equal_flops.explain(given.model.step, (given.state, given.batches[0]), ours.plan, row.flops_ratio)
@@ -308,12 +308,38 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
     return replace(row, ok=not failures, reasons=found_flops.lines, failures=failures)
 
 
+class Differences(Protocol):
+    """What `unequal` reads of a row."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def params(self) -> float: ...
+    @property
+    def by_hand(self) -> float: ...
+
+
+def unequal(
+    row: Differences, found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]
+) -> list[str]:
+    """A line for each number that is too far from the single-device run.
+
+    Args:
+        row: the differences of a case.
+        found: path of a leaf -> its difference; expert: that of the step written by hand.
+        rounding: leaves that are zero but for rounding.
+    """
+    return _numbers_64(found, expert, rounding) if row.dtype == "float64" else _numbers_32(row)
+
+
 def _numbers_64(found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]) -> list[str]:
     allowed = {p: max(TOLERANCE_64, TIMES_BY_HAND * expert[p] if p in rounding else 0.0) for p in found}
     return [f"{p} differs by {v:.1e} of its magnitude" for p, v in found.items() if not v <= allowed[p]]
 
 
-def _numbers_32(row: Row) -> list[str]:
+def _numbers_32(row: Differences) -> list[str]:
     lines = [] if row.loss <= TOLERANCE_LOSS else [f"a loss differs by {row.loss:.1e}"]
     if row.params <= max(TIMES_BY_HAND * row.by_hand, FLOOR_32):
         return lines

@@ -1,12 +1,18 @@
 """`autopar bench predictions`: predicted peak memory against what the compiler reports, over the zoo.
 
     compiled   = arguments + results - aliased + temporaries of `memory_analysis()`, bytes per device
-    predicted  = `Liveness.peak` of the plan on the target's backend
+    predicted  = `Stage.peak_memory_bytes` of the plan on the target's backend
     error      = predicted / compiled - 1
 
-Programs are compiled as they would run, for virtual CPU devices or for a described TPU or GPU, and never run. Each
-model is planned twice: "free" as the optimizer likes, and "tight" within a budget a quarter of the way from the least
-memory of any plan to that of the free one. One worker per model.
+Programs are compiled as they would run, for virtual CPU devices or for a described TPU, and never run. Each model is
+planned up to three times, by the memory model of the target's compiler:
+
+    free         as the optimizer likes
+    tight        within a budget a quarter of the way from the least peak of any plan to that of the free one
+    recomputed   within one a quarter of the way from the least peak with everything recomputed to the least without,
+                 where recomputation saves a tenth
+
+One worker per model.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,17 +30,19 @@ import numpy as np
 from autopar import codegen, jax_compat, tpu_topology, zoo
 from autopar.bench import worker
 from autopar.cluster import Cluster, LogicalMesh
-from autopar.cost_models.backends import BACKENDS
-from autopar.cost_models.memory import Liveness
-from autopar.cost_models.memory_report import report
+from autopar.cost_models.backends import backend_of
 from autopar.errors import ArgumentError
+from autopar.passes.remat import NONE
 from autopar.planning import Options, Planned, make_plan
+from autopar.recomputation import AUTO
 from autopar.trace import Traced, trace
 
-CLUSTER = "dgx-h100"  # who prices the plans; any plan will do
-PLANS = ("free", "tight")
-MOST_MEDIAN, MOST = 0.10, 0.25  # what the errors are to stay within
-TIGHT = 0.25  # where the tight budget lies between the least peak and that of the free plan
+#: Who prices the plans of a platform; any plan will do.
+CLUSTERS: Mapping[str, str] = {"cpu": "dgx-h100", "tpu": "tpu-v5e"}
+PLANS = ("free", "tight", "recomputed")
+MOST_MEDIAN, MOST, BELOW = 0.10, 0.25, 0.10  # what the errors are to stay within
+TIGHT = 0.25  # where a tight budget lies between the least peak and the one without the budget
+WORTH = 0.9  # least peak with recomputation over the one without, below which a plan with it is made
 
 #: Target -> model -> (mesh, sizes) with which a device holds between 64 MiB and 2 GiB.
 CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
@@ -59,16 +68,25 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "equinox-toy": ((8,), {"batch": 524288}),
     },
     "tpu": {
+        "mlp-toy": ((8,), {"layers": 4, "batch": 2097152}),
         "mlp-1b": ((2, 4), {"layers": 2, "batch": 8192}),
         "gpt-3m": ((8,), {"layers": 2, "batch": 512, "seq": 256}),
         "gpt-10m": ((2, 4), {"layers": 2, "batch": 512}),
         "gpt-125m": ((8,), {"layers": 2, "batch": 32, "seq": 512, "dtype": "float32"}),
         "gpt-3m-scan": ((2, 4), {"layers": 3, "batch": 512}),
         "gpt-3m-remat": ((8,), {"layers": 3, "batch": 2048}),
+        "gpt-3m-scan-remat": ((2, 4), {"layers": 6, "batch": 1024}),
+        "gpt-3m-tied": ((8,), {"layers": 2, "batch": 1024}),
         "llama3-toy": ((2, 4), {"batch": 8192, "seq": 64}),
+        "llama3-toy-scan": ((8,), {"layers": 3, "batch": 8192, "seq": 64}),
         "moe-toy": ((2, 4), {"batch": 8192, "seq": 64}),
+        "wresnet-toy": ((8,), {"batch": 16384}),
         "vit-toy": ((8,), {"batch": 32768}),
+        "unet-toy": ((8,), {"batch": 16384}),
         "rnn-toy": ((8,), {"batch": 16384, "seq": 64}),
+        "flax-nnx-toy": ((8,), {"batch": 65536}),
+        "flax-linen-toy": ((2, 4), {"batch": 524288}),
+        "equinox-toy": ((8,), {"batch": 2097152}),
     },
 }
 
@@ -125,43 +143,63 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
 # One worker
 
 
-def measure(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], target: str, kind: str) -> Row:
-    """Plan, predict and compile one model in this process."""
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """One model to plan: its trace, its mesh, and its plans within budgets."""
+
+    traced: Traced
+    mesh: LogicalMesh
+    cluster: str
+
+    def plan(self, budget: float | str | None = None, remat: str = NONE) -> Planned:
+        return make_plan(self.traced, self.mesh, self.cluster, Options(memory_budget=budget, remat=remat))
+
+    def plans(self) -> Iterator[tuple[str, Planned]]:
+        """Each kind of `PLANS` that there is."""
+        free, least = self.plan(), self.plan("min")
+        yield "free", free
+        yield "tight", self.plan(between(_peak(least), _peak(free)))
+        smallest = _peak(self.plan("min", AUTO))
+        if smallest < WORTH * _peak(least):
+            yield "recomputed", self.plan(between(smallest, _peak(least)), AUTO)
+
+
+def between(least: float, most: float) -> float:
+    """A tight budget, bytes per device."""
+    return least + TIGHT * (most - least)
+
+
+def _peak(planned: Planned) -> float:
+    return planned.plan.stages[0].peak_memory_bytes
+
+
+def subject(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], platform: str) -> _Subject:
+    """A model of the zoo on a mesh of devices that the target's compiler is for."""
     built = zoo.build(model, **sizes)
-    traced = trace(built.step, *built.abstract_args())
-    logical = Cluster.preset(CLUSTER, hosts=max(1, math.prod(mesh) // 8)).logical_mesh(mesh)
-    planned = make_plan(traced, logical, CLUSTER, Options())
-    if kind == "tight":
-        planned = make_plan(traced, logical, CLUSTER, Options(memory_budget=_tight_budget(planned, traced, logical)))
-    backend = BACKENDS[target.partition(":")[0]]
-    memory = report(Liveness(planned.graph, planned.model, logical, backend), planned.solution.assignment)
+    name = CLUSTERS[platform]
+    logical = Cluster.preset(name, hosts=max(1, math.prod(mesh) // 8)).logical_mesh(mesh)
+    if backend_of(logical.device).name != platform:
+        logical = replace(logical, device=replace(logical.device, name=platform))
+    return _Subject(trace(built.step, *built.abstract_args()), logical, name)
+
+
+def measure(planned: Planned, avals: Sequence[Any], target: str) -> Row:
+    """What was predicted of a plan, and what the compiler says."""
     begin = time.perf_counter()
-    stats = compiled(planned, traced.in_avals, target).memory_analysis()
+    stats = compiled(planned, avals, target).memory_analysis()
     found = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     found += stats.temp_size_in_bytes
-    kinds = ("parameters", "optimizer state", "arguments")
+    peak, kinds = _peak(planned), planned.plan.stages[0].memory
     return {
-        "model": model,
-        "sizes": dict(sizes),
-        "mesh": list(mesh),
-        "plan": kind,
-        "target": target,
-        "predicted": memory.peak_bytes,
+        "predicted": peak,
         "compiled": found,
-        "error": memory.peak_bytes / found - 1,
-        "predicted_arguments": sum(memory.kinds.get(k, 0) for k in kinds),
+        "error": peak / found - 1,
+        "predicted_arguments": sum(kinds.get(k, 0) for k in ("parameters", "optimizer state", "arguments")),
         "compiled_arguments": stats.argument_size_in_bytes,
-        "kinds": dict(memory.kinds),
-        "at": memory.at,
+        "kinds": dict(kinds),
+        "recomputed": sum(policy != NONE for policy in planned.plan.remat),
         "compile_s": time.perf_counter() - begin,
     }
-
-
-def _tight_budget(free: Planned, traced: Traced, mesh: LogicalMesh) -> float:
-    """Bytes per device."""
-    least = make_plan(traced, mesh, CLUSTER, Options(memory_budget="min"))
-    smallest, largest = (p.plan.stages[0].peak_memory_bytes for p in (least, free))
-    return smallest + TIGHT * (largest - smallest)
 
 
 def compiled(planned: Planned, avals: Sequence[Any], target: str) -> Any:
@@ -173,14 +211,21 @@ def compiled(planned: Planned, avals: Sequence[Any], target: str) -> Any:
             mesh = jax_compat.auto_mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
         else:
             mesh = tpu_topology.mesh(topology, sizes, names)
-        return codegen.program(planned.graph, planned.plan, planned.rules, mesh).jit().lower(*avals).compile()
+        lowered = codegen.program(planned.graph, planned.plan, planned.rules, mesh).jit().lower(*avals)
+        return lowered.compile(compiler_options=codegen.compiler_options(planned.plan, platform) or None)
+
+
+def rows(spec: Mapping[str, Any]) -> Iterator[Row]:
+    """The rows of one model, in this process."""
+    found = subject(spec["model"], spec["sizes"], spec["mesh"], spec["target"].partition(":")[0])
+    for kind, planned in found.plans():
+        yield {**spec, "plan": kind, **measure(planned, found.traced.in_avals, spec["target"])}
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
-    """The rows of one model."""
+    """The rows of one model; see `worker`."""
     worker.cpu_devices(math.prod(spec["mesh"]))
-    for kind in PLANS:
-        yield measure(spec["model"], spec["sizes"], spec["mesh"], spec["target"], kind)
+    yield from rows(spec)
 
 
 if __name__ == "__main__":

@@ -25,15 +25,20 @@ from autopar.cli.options import (
     MeshSizes,
     Microbatches,
     NoCache,
+    Offload,
+    PerMicrobatch,
     Remat,
+    ScheduleName,
     Seq,
     Solver,
+    Stages,
     Target,
     cache,
     options,
     report,
     say,
     show,
+    words,
 )
 from autopar.errors import AutoparError
 
@@ -54,7 +59,11 @@ def plan(
     seq: Seq = None,
     memory_budget: MemoryBudget = None,
     remat: Remat = "auto",
+    offload: Offload = "auto",
     num_microbatches: Microbatches = None,
+    stages: Stages = None,
+    schedule: ScheduleName = "auto",
+    per_microbatch: PerMicrobatch = None,
     solver: Solver = "auto",
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
     as_json: Json = False,
@@ -68,7 +77,9 @@ def plan(
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
-        found = api.plan(fn, *args, remat=remat, num_microbatches=num_microbatches or "auto", **chosen)
+        parts = {"num_microbatches": num_microbatches or "auto", "per_microbatch": words(per_microbatch, ())}
+        where = {"remat": remat, "offload": offload}
+        found = api.plan(fn, *args, **where, stages=stages or "auto", schedule=schedule, **parts, **chosen)
     if output is not None:
         found.save(output)
         say(f"saved to {output}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -68,25 +69,44 @@ def bench_equal(
     meshes: Meshes = None,
     dtypes: Annotated[str | None, typer.Option(help="float32, float64 or both")] = None,
     cluster: Annotated[str, typer.Option(help="dear: plans are really parallel; local: this machine")] = "dear",
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="steps in stages, over schedules in place of meshes")] = (
+        False
+    ),
+    schedules: Annotated[str | None, typer.Option(help="with --pipeline: gpipe, 1f1b, interleaved-1f1b, zb-h1")] = None,
+    stages: Annotated[str | None, typer.Option(help="with --pipeline: numbers of stages, such as 2,4")] = None,
+    inner: Annotated[str | None, typer.Option(help="with --pipeline: data, tensor or both inside stages")] = None,
     resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
     as_json: Json = False,
 ) -> None:
     """Three parallel steps against three single-device steps, over models and meshes of virtual devices."""
-    from autopar.bench import equal
+    from autopar.bench import equal, equal_pipeline
 
+    if pipeline:
+        given = equal_pipeline.Product(
+            words(models, equal_pipeline.Product.models),
+            words(schedules, equal_pipeline.SCHEDULES),
+            equal_pipeline.STAGES if stages is None else sizes(stages),
+            words(inner, equal_pipeline.INNER),
+            dtypes=words(dtypes, equal.DTYPES),
+        )
+        _equal(as_json, equal_pipeline.run(given, resume, say), equal_pipeline.figures, equal_pipeline.table)
     product = equal.Product(
         words(models, equal.Product.models),
         mesh_list(meshes, equal.MESHES),
         words(dtypes, equal.DTYPES),
         cluster,
     )
-    rows = equal.run(product, resume, say)
+    _equal(as_json, equal.run(product, resume, say), equal.figures, equal.table)
+
+
+def _equal(as_json: bool, rows: list[Any], figures: Callable[[Any], Any], table: Callable[[Any], str]) -> NoReturn:
+    """Print rows and figures, and end."""
     if as_json:
         for row in rows:
             show(row)
-        show(equal.figures(rows))
+        show(figures(rows))
     else:
-        print(equal.table(rows))
+        print(table(rows))
     raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
 
 
@@ -199,6 +219,19 @@ def bench_schedules(
 
     rows = schedules.run(Size(ranks, microbatches), chunks, slices, repeats)
     report(as_json, {"rows": rows}, lambda: schedules.table(rows))
+
+
+@app.command("pipeline")
+def bench_pipeline(
+    model: Annotated[str, typer.Option(help="zoo name")] = "gpt-3m",
+    repeats: Repeats = 10,
+    as_json: Json = False,
+) -> None:
+    """Time the passes and steps of two stages on two cores under every schedule, beside the simulator; and dispatch."""
+    from autopar.bench import pipeline
+
+    found = pipeline.run(model, repeats, say)
+    report(as_json, found, lambda: pipeline.table(found))
 
 
 @app.command("published")

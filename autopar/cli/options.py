@@ -28,7 +28,13 @@ MemoryBudget = Annotated[
     str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
 ]
 Remat = Annotated[str, typer.Option(help="what the backward pass computes again: auto, none, dots or full")]
+Offload = Annotated[
+    str, typer.Option(help="optimizer state in the host's memory: auto (what memory forces there), none or all")
+]
 Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
+Stages = Annotated[int | None, typer.Option(help="parts of the model, side by side on submeshes")]
+ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
+PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
 Meshes = Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")]

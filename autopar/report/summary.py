@@ -1,5 +1,6 @@
 """The plan as tables for a terminal: what lies where and why, what a step takes, what is sent, what was proven.
 
+    stages          of a pipeline: layers, devices, seconds per pass, memory               `stage_rows`
     arguments       one row per group of equal layers: "state/params/blocks/*/wq x4"       `argument_rows`
     activations     the largest values that operations make, by operation and source line  `activation_rows`
     collectives     by kind, axes and source line                                          `collective_rows`
@@ -33,13 +34,16 @@ STATUS: Mapping[str, str] = {
     "open": "best plan found; the bounds prove no more than the gap",
     "time-limit": "best plan found within the time limit",
     "fallback": "best plan found without the ILP solver, which failed",
+    "chosen": "stages of equal FLOPs; nothing is proven",
 }
 
 
 def summary(plan: Plan, graph: Graph | None = None) -> str:
     """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
-    reasons = None if graph is None else Reasons(plan, graph)
+    reasons = None if graph is None or plan.pipelined else Reasons(plan, graph)
     parts = [_head(plan)]
+    if plan.pipelined:
+        parts.append(table("stages", ("", "layers", "devices", "per microbatch", "memory"), stage_rows(plan)))
     for title, members in sections(plan).items():
         parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
     if reasons is not None:
@@ -52,7 +56,38 @@ def summary(plan: Plan, graph: Graph | None = None) -> str:
 
 def _head(plan: Plan) -> str:
     mesh = ", ".join(f"{n}={s}" for n, s in zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    return f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
+    head = f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
+    if not plan.pipelined:
+        return head
+    ranks = len({stage.rank for stage in plan.stages})
+    on = "" if ranks == len(plan.stages) else f" on {ranks} submeshes"
+    return f"{head}\n{len(plan.stages)} stages{on}, {plan.num_microbatches} microbatches, schedule {plan.schedule}"
+
+
+# Stages
+
+
+def stage_rows(plan: Plan) -> Rows:
+    """(name, layers, devices, seconds of each pass, bytes per device) of every stage."""
+    ends = [sum(s.devices for s in _ranks(plan)[: rank + 1]) for rank in range(len(_ranks(plan)))]
+    rows: Rows = []
+    for stage in plan.stages:
+        mesh = ", ".join(f"{name}={n}" for name, n in stage.submesh.items())
+        last = ends[stage.rank] - 1
+        passes = ", ".join(f"{kind} {seconds(t)}" for kind, t in stage.seconds.items())
+        layers = _span(stage.layers[0], stage.layers[1] - 1)
+        devices = f"{_span(last - stage.devices + 1, last)} ({mesh})"
+        rows.append((stage.name, layers, devices, passes, size(stage.peak_memory_bytes)))
+    return rows
+
+
+def _ranks(plan: Plan) -> list[Stage]:
+    """The first stage of every rank, in order."""
+    return [next(s for s in plan.stages if s.rank == rank) for rank in sorted({s.rank for s in plan.stages})]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 # Arguments
@@ -77,16 +112,23 @@ def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -
     likeness = _like_parameters(plan, members)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in members:
-        same = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i]), plan.input_types[i], str(plan.inputs[i])
-        groups.setdefault((likeness[i],) if i in likeness else same, []).append(i)
+        path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
+        hosted = _host(plan, i)
+        same = path, plan.input_types[i], str(plan.inputs[i]), _holder(plan, i), hosted
+        groups.setdefault((likeness[i], hosted) if i in likeness else same, []).append(i)
     return [_argument(plan, key, group, reasons) for key, group in groups.items()]
+
+
+def _host(plan: Plan, i: int) -> str:
+    return "; in host memory" if i in plan.offloaded else ""
 
 
 def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
     first = group[0]
-    if len(key) == 1:
-        return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", "lies as the parameter does"
-    why = _why(plan, first, reasons)
+    if len(key) == 2:
+        why = f"lies as the parameter does{_host(plan, first)}"
+        return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", why
+    why = _why(plan, first, reasons) + _host(plan, first)
     return _label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
 
 
@@ -114,7 +156,15 @@ def _label(paths: Sequence[str]) -> str:
     return name if len(paths) == 1 else f"{name} x{len(paths)}"
 
 
+def _holder(plan: Plan, i: int) -> str:
+    """The stage of a pipeline that holds an argument."""
+    return next((stage.name for stage in plan.stages if i in stage.arguments), "")
+
+
 def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
+    if plan.pipelined:
+        holder = _holder(plan, i)
+        return f"held by {holder}" if holder else "cut into microbatches in the stages that read it"
     return placed(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
 
 
@@ -149,10 +199,10 @@ def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -
 def collective_rows(plan: Plan) -> Rows:
     """(kind, axes, times, bytes on the wire, line), most bytes first."""
     groups: dict[tuple[str, str, str], tuple[int, float]] = {}
-    for c in plan.collectives:
+    for c, sent_now in _sent(plan):
         key = (c.kind, "+".join(c.axes), c.source or _result(plan, c))
         times, sent = groups.get(key, (0, 0.0))
-        groups[key] = (times + c.count, sent + _sent(plan, c))
+        groups[key] = (times + c.count, sent + sent_now)
     ranked = sorted(groups.items(), key=lambda item: (-item[1][1], item[0]))
     rows: Rows = [(k, axes, f"{n:,}", size(sent), at) for (k, axes, at), (n, sent) in ranked[:COLLECTIVES]]
     rest = ranked[COLLECTIVES:]
@@ -165,24 +215,29 @@ def collective_rows(plan: Plan) -> Rows:
 def _result(plan: Plan, c: Collective) -> str:
     """The result that a collective without a source line is for: its tag is "out" and a position."""
     position = c.op.removeprefix("out")
+    if plan.pipelined:
+        return "gradients, and what is handed over"
     return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
 
 
-def _sent(plan: Plan, c: Collective) -> float:
+def _sent(plan: Plan) -> list[tuple[Collective, float]]:
+    """Every collective with the bytes that a device sends for it per step."""
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    return c.sent(sizes)
+    if plan.pipelined:
+        return [(c, c.sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
+    return [(c, c.sent(sizes)) for c in plan.collectives]
 
 
 def _foot(plan: Plan) -> list[str]:
     parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden")
     if hidden := plan.parts.get("hidden", 0.0):
         parts += f"; {seconds(hidden)} of communication saved by combining, or hidden behind it"
+    proof = f"solver: {plan.solver_status}, gap {plan.gap:.2g} ({STATUS.get(plan.solver_status, plan.solver)})"
     lines = [
         f"predicted step: {seconds(plan.step_time_s)} ({parts}), model FLOPs utilisation {plan.mfu:.1%}",
         *(f"memory per device, {s.name}: {_memory(s)}" for s in plan.stages),
         f"sent per device: {size(plan.wire_bytes())} in {sum(c.count for c in plan.collectives):,} collectives",
-        f"solver: {plan.solver_status}, gap {plan.gap:.2g} ({STATUS.get(plan.solver_status, plan.solver)}); "
-        f"{plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
+        f"{proof}; {plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
         *(f"note: {note}" for note in plan.notes),
     ]
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
@@ -191,4 +246,5 @@ def _foot(plan: Plan) -> list[str]:
 def _memory(stage: Stage) -> str:
     largest = sorted(stage.memory.items(), key=lambda item: (-item[1], item[0]))
     kinds = ", ".join(f"{kind} {size(n)}" for kind, n in largest if n)
-    return f"{size(stage.peak_memory_bytes)} at its peak ({kinds})"
+    host = f"; {size(stage.host_memory_bytes)} in host memory" if stage.host_memory_bytes else ""
+    return f"{size(stage.peak_memory_bytes)} at its peak ({kinds}){host}"

@@ -1,6 +1,6 @@
 """How values of a stage lie on its submesh, as a function from (stage, value) to a `PartitionSpec`.
 
-`data_parallel` is the plainest: along the one axis of every submesh, blocks of the batch are cut where they divide,
+`data_parallel` is the plainest: along one axis of every submesh, blocks of the batch are cut where they divide,
 everything else is on every device.
 """
 
@@ -18,14 +18,14 @@ Layouts = Callable[[int, int], PartitionSpec]
 
 
 def data_parallel(split: Microbatches, meshes: Sequence[Mesh], placement: Sequence[int]) -> Layouts:
-    """Blocks cut along the first axis of each submesh.
+    """Blocks cut along the first axis of each submesh that has several devices.
 
     Args:
         split: the step in microbatches.
         meshes: the submesh of every rank.
         placement: the rank of every stage.
     """
-    axes = [(mesh.axis_names[0], mesh.devices.shape[0]) for mesh in meshes]
+    axes = [next((axis for axis in mesh.shape.items() if axis[1] > 1), (mesh.axis_names[0], 1)) for mesh in meshes]
 
     def layout(stage: int, value: int) -> PartitionSpec:
         state = split.batch.get(value, split.states.get(value))

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
 from autopar.zoo.model import (
-    MIXED,
+    HALF,
     SINGLE,
     Batch,
     Model,
@@ -48,7 +48,7 @@ class Config:
     vocab: int = 51200
     seq: int = 1024
     batch: int = 1024
-    precision: Precision = MIXED
+    precision: Precision = HALF
     scan: bool = False
     remat: bool = False
     tied: bool = False

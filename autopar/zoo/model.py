@@ -73,6 +73,7 @@ class Precision:
 
 SINGLE = Precision("float32", "float32")
 MIXED = Precision("float32", "bfloat16")
+HALF = Precision("float32", "float16")  # for devices without bfloat16, such as those that the published sizes ran on
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import ArgumentError
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import (
-    MIXED,
+    HALF,
     SINGLE,
     Batch,
     Model,
@@ -58,7 +58,7 @@ class Config:
     vocab: int = 32000
     seq: int = 1024
     batch: int = 1024
-    precision: Precision = MIXED
+    precision: Precision = HALF
     scan: bool = False
     remat: bool = False
     tied: bool = False

@@ -76,7 +76,7 @@ def test_a_wrong_step_fails_the_comparison():
     wrong = equal_case.steps(
         lambda s, b: one.given.model.step(s, {**b, "x": b["x"] * 1.001}), one.given, one.given.state
     )
-    assert equal_case._loss_difference(wrong, one.run) > equal_case.TOLERANCE_LOSS
+    assert equal_case.loss_difference(wrong, one.run) > equal_case.TOLERANCE_LOSS
     assert equal_case.of_params(wrong.state, one.run.state) > equal_case.FLOOR_32
 
 

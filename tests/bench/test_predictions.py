@@ -8,10 +8,8 @@ import pytest
 
 from autopar import zoo
 from autopar.bench import predictions
-from autopar.cluster import Cluster
+from autopar.cost_models.backends import backend_of
 from autopar.errors import ArgumentError
-from autopar.planning import Options, make_plan
-from autopar.trace import trace
 
 
 def row(predicted: int, compiled: int, plan: str = "free") -> dict[str, Any]:
@@ -51,12 +49,24 @@ def test_every_target_names_models_of_the_zoo_with_sizes_they_take() -> None:
 
 
 def test_the_tight_budget_lies_between_the_least_and_the_free_peak() -> None:
-    model = zoo.build("mlp-1b", layers=1, batch=64)
-    traced = trace(model.step, *model.abstract_args())
-    mesh = Cluster.preset("dgx-h100").logical_mesh((8,))
-    free, least = (make_plan(traced, mesh, "dgx-h100", Options(memory_budget=b)) for b in (None, "min"))
-    small, large = (p.plan.stages[0].peak_memory_bytes for p in (least, free))
-    budget = predictions._tight_budget(free, traced, mesh)
+    found = predictions.subject("mlp-1b", {"layers": 1, "batch": 64}, (8,), "cpu")
+    plans = dict(found.plans())
+    small, large = (p.plan.stages[0].peak_memory_bytes for p in (found.plan("min"), plans["free"]))
+    budget = predictions.between(small, large)
     assert small < budget < large
-    tight = make_plan(traced, mesh, "dgx-h100", Options(memory_budget=budget)).plan
-    assert tight.stages[0].peak_memory_bytes <= budget
+    assert plans["tight"].plan.stages[0].peak_memory_bytes <= budget
+
+
+@pytest.mark.parametrize("platform", predictions.CLUSTERS)
+def test_plans_are_made_for_the_compiler_of_the_target(platform: str) -> None:
+    found = predictions.subject("mlp-toy", {}, (8,), platform)
+    assert backend_of(found.mesh.device).name == platform
+
+
+def test_recomputation_is_a_row_where_it_saves_memory() -> None:
+    found = predictions.subject("mlp-toy", {"layers": 3, "batch": 8192}, (8,), "tpu")
+    plans = dict(found.plans())
+    assert tuple(plans) == predictions.PLANS
+    assert any(policy != "none" for policy in plans["recomputed"].plan.remat)
+    peaks = [p.plan.stages[0].peak_memory_bytes for p in plans.values()]
+    assert peaks == sorted(peaks, reverse=True)

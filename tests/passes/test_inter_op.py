@@ -36,7 +36,10 @@ def priced(q: Question, parts: tuple[Part, ...]) -> float:
     total, slowest = 0.0, 0.0
     for s, part in enumerate(parts):
         o, at = q.prices[part.placement.submesh], (part.option, part.first, part.last)
-        if o.held[at] + q.in_flight(len(parts) - s) * o.stash[at] > q.memory[part.placement.submesh]:
+        most = max(
+            o.held[at] + q.in_flight(len(parts) - s) * o.stash[at], o.held[at] if o.apart is None else o.apart[at]
+        )
+        if most > q.memory[part.placement.submesh]:
             return math.inf
         seconds = o.seconds[at] + o.once[at] / q.microbatches
         total += seconds
@@ -64,6 +67,7 @@ def questions(draw: st.DrawFn) -> Question:
             rng.integers(0, 9, shape).astype(float),
             rng.integers(0, 6, shape).astype(float),
             rng.integers(0, 4, shape).astype(float),
+            draw(st.sampled_from([None, rng.integers(0, 12, shape).astype(float)])),
         )
         for _ in range(1 + max(p.submesh for p in where))
     )

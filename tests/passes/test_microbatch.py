@@ -193,7 +193,7 @@ def test_batch_norm_per_microbatch_is_the_mean_over_microbatches() -> None:
         values, grads = jax.lax.map(lambda part: jax.value_and_grad(programs.batch_norm)(p, part), cut)
         return programs.sgd(p, jax.tree.map(lambda g: g.mean(0), grads)), values.mean()
 
-    got = jit(split_step(trace(step, p, b), COUNT, per_microbatch=True))(p, b)
+    got = jit(split_step(trace(step, p, b), COUNT, per_microbatch=("*",)))(p, b)
     assert_close(got, jit(parts)(p, b))
 
 
@@ -210,7 +210,7 @@ def test_running_statistics_stay_those_of_the_whole_batch() -> None:
     p = {"w": jnp.arange(12.0).reshape(3, 4) / 10, "mean": jnp.zeros(4), "gain": jnp.full(4, 0.9)}
     b = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))}
     traced = trace(step, p, b)
-    got, _ = jit(split_step(traced, COUNT, per_microbatch=True))(p, b)
+    got, _ = jit(split_step(traced, COUNT, per_microbatch=("*",)))(p, b)
     expected, _ = jit(step)(p, b)
     assert_close(got["mean"], expected["mean"])
     assert not np.allclose(got["w"], expected["w"])

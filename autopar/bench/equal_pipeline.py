@@ -1,0 +1,148 @@
+"""`autopar bench equal --pipeline`: is the step in stages the single-device step? Every zoo toy under every schedule.
+
+One worker per model and dtype goes through the schedules (`equal_pipeline_case`). A row is appended to the resume file
+as soon as it is known; rows found there are not run again. XLA optimises as little as in `equal`.
+
+A model whose examples depend on each other runs in one microbatch: its row says why, and counts as a refusal. That is
+right for `COUPLED` alone, and these must be refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar import zoo
+from autopar.bench import worker
+from autopar.bench.equal import DTYPES, QUICK
+from autopar.errors import ArgumentError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
+STAGES = (2, 4)
+#: What the devices of a stage divide among them: the batch, or parameters by the model's table for tensor parallelism.
+INNER = ("data", "tensor")
+DEVICES = 8
+#: Batch norm over the whole batch.
+COUPLED = ("wresnet-toy",)
+
+Row = Mapping[str, Any]
+Key = tuple[str, str, int, str, str]
+
+
+@dataclass(frozen=True)
+class Product:
+    """What to run: every model under every schedule, in so many stages, in every dtype."""
+
+    models: tuple[str, ...] = zoo.TOYS
+    schedules: tuple[str, ...] = SCHEDULES
+    stages: tuple[int, ...] = STAGES
+    inner: tuple[str, ...] = INNER
+    dtypes: tuple[str, ...] = DTYPES
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("dtype", self.dtypes, DTYPES),
+            ("schedule", self.schedules, SCHEDULES),
+            ("inner", self.inner, INNER),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+
+    def keys(self) -> list[Key]:
+        """Every case, models outermost."""
+        return [
+            (m, schedule, p, inner, d)
+            for m in self.models
+            for d in self.dtypes
+            for p in self.stages
+            for schedule in self.schedules
+            for inner in self.inner
+        ]
+
+
+def run(product: Product, resume: Path | None = None, tell: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """Rows of all cases in the order of `Product.keys`; `tell` hears of each as it is done."""
+    rows = _done(resume)
+    wanted = product.keys()
+    for model in product.models:
+        for dtype in product.dtypes:
+            todo = [k for k in wanted if (k[0], k[4]) == (model, dtype) and k not in rows]
+            for row in _rows(model, dtype, todo):
+                rows[_key(row)] = row
+                tell(line(row))
+                if resume is not None:
+                    with resume.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    return [rows[k] for k in wanted]
+
+
+def _key(row: Row) -> Key:
+    return row["model"], row["schedule"], row["stages"], row["inner"], row["dtype"]
+
+
+def _done(resume: Path | None) -> dict[Key, Row]:
+    if resume is None or not resume.exists():
+        return {}
+    found = [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
+    return {_key(row): row for row in found if "share" in row}
+
+
+def _rows(model: str, dtype: str, keys: Sequence[Key]) -> Iterator[Row]:
+    """Rows of one worker; where it dies, a failed row for each case that is missing."""
+    if not keys:
+        return
+    cases = [{"schedule": k[1], "stages": k[2], "inner": k[3]} for k in keys]
+    spec = {"model": model, "dtype": dtype, "cases": cases}
+    left = list(keys)
+    try:
+        for row in worker.lines("autopar.bench.equal_pipeline_case", spec, {"XLA_FLAGS": QUICK}):
+            left.remove(_key(row))
+            yield row
+    except worker.WorkerError as error:
+        from autopar.bench.equal_pipeline_case import Row as Case
+
+        for _, schedule, stages, inner, _ in left:
+            yield asdict(Case(model, schedule, stages, inner, dtype, ok=False, failures=(str(error),)))
+
+
+def line(row: Row) -> str:
+    """One row for people."""
+    numbers = (
+        f"m={row['microbatches']} share {row['share']:.1%} loss {row['loss']:.1e} leaf {row['leaf']:.1e} "
+        f"params {row['params']:.1e} (by hand {row['by_hand']:.1e})"
+    )
+    case = f"{row['model']:<20} {row['schedule']:<16} p={row['stages']} {row['inner']:<6} {row['dtype']}"
+    head = f"{'ok  ' if row['ok'] else 'FAIL'} {case} {numbers}"
+    refused = [f"       refused: {row['refusal']}"] if row["refusal"] else []
+    return "\n".join([head, *refused, *(f"       {text}" for text in row["failures"])])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each case, then the figures."""
+    found = figures(rows)
+    return "\n".join(
+        [
+            *map(line, rows),
+            f"{found['ok']} of {found['rows']} cases equal the single-device run; "
+            f"least share of FLOPs in the loop {found['share_min']:.2%}, largest difference of a leaf in float64 "
+            f"{found['leaf_float64']:.1e}, of a loss in float32 {found['loss_float32']:.1e}; "
+            f"refused: {', '.join(found['refused']) or 'none'}",
+        ]
+    )
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """The largest differences of all rows, and the counts: what `--json` prints last."""
+    split = [r for r in rows if not r["refusal"]]
+    return {
+        "rows": len(rows),
+        "ok": sum(bool(r["ok"]) for r in rows),
+        "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
+        "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
+        "share_min": min((r["share"] for r in split), default=1.0),
+        "refused": list(dict.fromkeys(r["model"] for r in rows if r["refusal"])),
+    }

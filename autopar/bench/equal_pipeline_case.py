@@ -1,0 +1,137 @@
+"""One case of `autopar bench equal --pipeline`: three steps in stages against three steps on one device.
+
+Criteria are those of `equal_case`: every leaf to 1e-9 in float64, losses to 1e-5 in float32, parameters no further than
+ten times what the hand-written data-parallel step differs by; donation, one trace, a new plan for a new shape. Besides,
+at least `LEAST_SHARE` of the FLOPs run in the loop over microbatches, unless the model's examples depend on each other.
+
+The batch is `BATCH` examples, so that every stage has a few in every microbatch. Layouts of the state are pinned, whole
+or as the model's table for tensor parallelism has them; all else is planned at the prices of `equal_case.dear`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+import autopar
+from autopar import meshes, pipelines, zoo
+from autopar.bench import equal_case
+from autopar.bench.compile_only import PLANS
+from autopar.bench.equal_case import Single
+from autopar.bench.equal_pipeline import COUPLED, DEVICES
+from autopar.bench.worker import cpu_devices, serve
+from autopar.passes.microbatch import LEAST_SHARE
+from autopar.trace import trace
+
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case found; differences as in `equal_case.Row`.
+
+    Attributes:
+        ok: all of `failures` is empty.
+        microbatches: how many the step ran in.
+        share: part of the FLOPs that runs in the loop over them.
+        refusal: why they are one, where more were refused.
+        failures: a line for each criterion that does not hold.
+    """
+
+    model: str
+    schedule: str
+    stages: int
+    inner: str
+    dtype: str
+    ok: bool
+    microbatches: int = 0
+    share: float = 0.0
+    loss: float = 0.0
+    params: float = 0.0
+    leaf: float = 0.0
+    worst: str = ""
+    rounding: int = 0
+    by_hand: float = 0.0
+    by_hand_devices: int = 1
+    refusal: str = ""
+    failures: tuple[str, ...] = ()
+
+
+def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row:
+    """All criteria for one model under one schedule."""
+    given = one.given
+    coupled = given.model.name in COUPLED
+    asked = "auto" if coupled and schedule == "interleaved-1f1b" else schedule  # it takes no single microbatch
+    ours = equal_case.parallel(given, stages=stages, schedule=asked, **options(given.model, stages, inner))
+    hand, used = equal_case.by_hand(given, DEVICES)
+    found = equal_case.differences(ours.run.state, one.run.state)
+    expert = equal_case.differences(hand.state, one.run.state)
+    rounding = equal_case.rounding_leaves(one.run.state)
+    worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
+    refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
+    row = Row(
+        given.model.name,
+        schedule,
+        stages,
+        inner,
+        dtype,
+        ok=False,
+        microbatches=ours.plan.num_microbatches,
+        share=_share(one, ours.plan),
+        loss=equal_case.loss_difference(ours.run, one.run),
+        params=equal_case.of_params(ours.run.state, one.run.state),
+        leaf=found[worst],
+        worst=worst,
+        rounding=len(rounding),
+        by_hand=equal_case.of_params(hand.state, one.run.state),
+        by_hand_devices=used,
+        refusal=refusal,
+    )
+    wrong = equal_case.unequal(row, found, expert, rounding)
+    failures = (*wrong, *ours.habits, *_split(row, coupled))
+    return replace(row, ok=not failures, failures=failures)
+
+
+def options(model: zoo.Model, stages: int, inner: str) -> Mapping[str, Any]:
+    """Mesh, prices and pins under which the devices of a stage divide what they are to divide."""
+    mesh = {"pipe": DEVICES} if inner == "data" else {"pipe": stages, "model": DEVICES // stages}
+    pins = PLANS["data" if inner == "data" else "megatron"](model, mesh)
+    state = {path: spec for path, spec in (pins or {}).items() if path.startswith("state/")}
+    return {"mesh": mesh, "cluster": equal_case.dear(tuple(mesh.values())), "pins": state}
+
+
+def _share(one: Single, plan: autopar.Plan) -> float:
+    """Part of the FLOPs in the loop over microbatches."""
+    graph = trace(one.given.model.step, one.given.state, one.given.batches[0]).graph
+    mesh = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
+    found = pipelines.assemble(graph, pipelines.choice_of(plan), meshes.targets(mesh, None, local=True)[0])
+    return found.stages.split.share
+
+
+def _split(row: Row, coupled: bool) -> list[str]:
+    if coupled != bool(row.refusal):
+        return ["refused although no examples depend on each other" if row.refusal else "not refused"]
+    return [] if coupled or row.share >= LEAST_SHARE else [f"{row.share:.1%} of the FLOPs run in the loop"]
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Rows of one model and dtype under several schedules; an error becomes a failed row."""
+    cpu_devices(DEVICES)
+    jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
+    warnings.simplefilter("ignore")
+    one = equal_case.single(spec["model"], spec["dtype"], BATCH)
+    for asked in spec["cases"]:
+        try:
+            row = case(one, **asked, dtype=spec["dtype"])
+        except Exception as error:
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            row = Row(spec["model"], **asked, dtype=spec["dtype"], ok=False, failures=(text[:300],))
+        yield asdict(row)
+
+
+if __name__ == "__main__":
+    serve(work)

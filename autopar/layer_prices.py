@@ -1,0 +1,217 @@
+"""Prices of every run of layers on every submesh, from one stage per kind of layer.
+
+Layers of one kind are one program (`autopar.passes.layers`), so that a step of few kinds of layers needs few prices:
+a kind is cut out as a stage of its own, planned on each submesh in a few ways (`autopar.stage_trades`), and a run of
+layers costs what its layers cost:
+
+    seconds, state, sums, copies, stash          sums over its layers
+    temporaries of a run                         the largest of its layers, for they run one after the other
+
+which leaves out what layouts of neighbours have to agree on: they are of one kind mostly, and agree.
+
+The number of microbatches changes shapes and nothing else: a step that is cut once is priced for any number that
+divides the batch                                                                                     -> at
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.cluster import LogicalMesh
+from autopar.passes.inter_op import Options as Table
+from autopar.passes.layers import Layers
+from autopar.passes.microbatch import Microbatches
+from autopar.passes.microbatch_indices import column
+from autopar.passes.microbatch_programs import Placed
+from autopar.passes.microbatch_regions import decide, state_of
+from autopar.passes.microbatch_sources import in_blocks
+from autopar.passes.microbatch_states import INVARIANT, Split
+from autopar.passes.problem import Floats
+from autopar.passes.remat import FULL, NONE
+from autopar.passes.stages import Pass, Stages, divide
+from autopar.planning import Options
+from autopar.rules import Rule, rules_of
+from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_trades import SHARES, Trade, trades
+
+
+class _OtherProgramError(Exception):
+    """An operation runs otherwise on blocks of another size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """One layer of every kind, cut out as a stage.
+
+    Attributes:
+        stages: the step, cut around these layers.
+        stage: kind -> the number of its stage.
+        of_layer: the kind of every layer.
+        avals: shape and dtype of every argument of the step.
+    """
+
+    stages: Stages
+    stage: Mapping[int, int]
+    of_layer: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """The number that the step is cut for."""
+        return self.stages.split.count
+
+    def at(self, count: int) -> Kinds | None:
+        """The same for another number of microbatches; None if that takes another analysis."""
+        split = self.stages.split
+        try:
+            stages = tuple(
+                replace(one, passes={k: _recounted(split, p, count) for k, p in one.passes.items()})
+                if number in self.stage.values()
+                else one
+                for number, one in enumerate(self.stages.stages)
+            )
+        except _OtherProgramError:
+            return None
+        return replace(self, stages=replace(self.stages, stages=stages, split=replace(split, count=count)))
+
+    def graphs(self) -> Mapping[int, StageGraph]:
+        """Kind -> the layer as a graph."""
+        return {kind: stage_graph(self.stages, s, self.avals) for kind, s in self.stage.items()}
+
+
+def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:
+    """One layer of every kind: the second of those that are alike, if there are two.
+
+    Args:
+        split: the step in microbatches.
+        layers: its layers.
+        avals: shape and dtype of every argument.
+    """
+    kinds = tuple(layer.kind for layer in layers.layers)
+    of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
+    chosen = {kind: found[min(1, len(found) - 1)] for kind, found in of_kind.items()}
+    borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
+    first = [0, *borders]
+    stages = divide(split, layers, borders)
+    return Kinds(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
+
+
+def _recounted(split: Microbatches, one: Pass, count: int) -> Pass:
+    return replace(one, ops=tuple(_on_blocks(split, placed, count) for placed in one.ops))
+
+
+def _on_blocks(split: Microbatches, placed: Placed, count: int) -> Placed:
+    """An operation on blocks for another number of microbatches, which may change its parameters and nothing else."""
+    found = placed.outcome
+    if found is None or not (found.params or found.body or found.columns):
+        return placed
+    if placed.own:
+        raise _OtherProgramError
+    op, known = placed.op, {**split.states, **split.batch}
+    states = tuple(INVARIANT if i in placed.outer else state_of(a, known) for i, a in enumerate(op.inputs))
+    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if found.columns else {}
+    again = decide(split.graph, op, states, count, lambda k, c: column(split.graph, makers, op.inputs[k], c))
+    if (again is None or again.results != found.results) and len(found.results) == 1:
+        state = found.results[0]
+        again = in_blocks(split.graph, op, state, count) if isinstance(state, Split) else None
+    if again is None or again.results != found.results:
+        raise _OtherProgramError
+    return replace(placed, outcome=again)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Ways to run a layer of every kind on one submesh: kind -> trades."""
+
+    trades: Mapping[int, tuple[Trade, ...]]
+
+    def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
+        """A way to run a layer; those that have fewer ways repeat the last."""
+        found = self.trades[kind]
+        way = found[min(number, len(found) - 1)]
+        return way.recomputed() if policy == FULL else way
+
+
+class Pricing:
+    """Prices the layers of one step for one number of microbatches, submesh after submesh."""
+
+    def __init__(self, kinds: Kinds, options: Options) -> None:
+        self.kinds, self.options = kinds, options
+        self.graphs = kinds.graphs()
+        self.rules: Mapping[int, Mapping[int, Rule]] = {
+            kind: rules_of(graph.graph, options.rules) for kind, graph in self.graphs.items()
+        }
+
+    def on(self, mesh: LogicalMesh) -> Priced:
+        """The ways to run a layer of every kind on a mesh."""
+        return Priced(
+            {k: trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
+        )
+
+    def _entering(self, kind: int) -> Sequence[int]:
+        """Values of a layer's graph that other layers' forward passes give it."""
+        here = self.kinds.stage[kind]
+        given = (vs for hand, vs in self.kinds.stages.hands.items() if hand.kind == "F" and hand.target == here)
+        return sorted({self.graphs[kind].received[v] for values in given for v in values})
+
+
+def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(what a layer recomputes, number of the way to run it): the options of a run, in order."""
+    return tuple(itertools.product(policies, range(1 + len(SHARES))))
+
+
+def table(priced: Priced, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
+    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`."""
+    runs = [_runs([priced.way(kind, n, policy) for kind in of_layer]) for policy, n in ways(policies)]
+    return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
+
+
+def _runs(layers: Sequence[Trade]) -> tuple[Floats, ...]:
+    """The arrays of `autopar.passes.inter_op.Options` for one way."""
+    seconds = _sums([t.prices.forward + t.prices.backward + t.prices.weight for t in layers])
+    once = _sums([t.prices.update + t.prices.reduce for t in layers])
+    fixed = _sums([t.memory.state + t.memory.sums for t in layers])
+    copies = _sums([t.memory.copies for t in layers])
+    most = _maxima([t.memory.temporaries for t in layers])
+    batch = _maxima([t.memory.batch for t in layers])
+    stash = _sums([t.memory.stash for t in layers])
+    update = _sums([t.memory.update for t in layers])
+    return seconds, once, fixed + copies + most + batch, stash, fixed + update
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    """At [i, j] the sum of values i .. j - 1."""
+    total = np.array([0.0, *itertools.accumulate(values)])
+    return total[None, :] - total[:, None]
+
+
+def _maxima(values: Sequence[float]) -> Floats:
+    """At [i, j] the largest of values i .. j - 1."""
+    n = len(values)
+    found = np.zeros((n + 1, n + 1))
+    for i in range(n):
+        found[i, i + 1 :] = np.maximum.accumulate(np.array(values[i:], np.float64))
+    return found
+
+
+def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
+    """The mesh that a submesh is planned on: hosts by devices, devices of one host by twos as far as 8.
+
+    Along equal links, axes of 2 and 4 hold every layout that one of 8 holds, and all that cut two dimensions besides.
+    """
+    if devices > per_host:
+        return (devices // per_host, per_host)
+    outer = next((f for f in (2, 3) if devices % f == 0 and devices > f), 1)
+    return (outer, devices // outer) if outer > 1 else (devices,)
+
+
+def border_bytes(layers: Layers) -> tuple[float, ...]:
+    """Bytes that the whole batch hands over each way at the border in front of every layer but the first."""
+    types = layers.graph.types
+    return tuple(math.fsum(types[v].nbytes for v in values) for values in layers.crossing)

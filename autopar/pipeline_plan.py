@@ -1,0 +1,242 @@
+"""The plan of a step in stages: layouts inside every stage, and what it is predicted to take.
+
+    layouts       every stage planned on its submesh (`autopar.stage_planning`), or as a plan holds them    -> kept
+    step time     the schedule's instruction lists played at the prices of these plans; what is handed over at the rate
+                  of the link between submeshes (`autopar.cost_models.pipeline`)
+    memory        of every stage with as many microbatches as its rank has under way                        -> _memory
+
+A stage that shares its rank with others shares its devices' memory with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.pipeline import Prices, simulate
+from autopar.errors import PlanMismatchError
+from autopar.graph import Graph
+from autopar.layout import Layout, replicated
+from autopar.meshes import Target
+from autopar.microbatches import Programs
+from autopar.passes import decode
+from autopar.passes.state import match_state
+from autopar.passes.work import main_dtype, model_flops, work
+from autopar.pipelines import Pipelined
+from autopar.planning import Options
+from autopar.plans import Plan, Stage, graph_hash
+from autopar.rules import Rule, rules_of
+from autopar.runtime.pipeline import forward_only
+from autopar.schedules import held
+from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_planning import StagePlan, StagePlans, plan_stages
+from autopar.stage_prices import prices, stage_memory
+from autopar.stage_programs import even
+from autopar.trace import Traced
+
+
+@dataclass(frozen=True, eq=False)
+class KeptStage:
+    """The layouts of a stage as a plan holds them: of a `StagePlan` what its programs are made from."""
+
+    graph: StageGraph
+    mesh: LogicalMesh
+    rules: Mapping[int, Rule]
+    layouts: Stage
+
+    def layout(self, value: int) -> Layout | None:
+        """Where a value of the graph lives; None for scalars and what is made where it is read."""
+        return self.layouts.values.get(value)
+
+
+def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans:
+    """Plan every stage of a step.
+
+    Args:
+        traced: the step.
+        found: it in stages.
+        options: pins and solver.
+
+    Raises:
+        PinError: a pin that fits no argument, or not the mesh of its stage.
+    """
+    meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
+    return plan_stages(found.stages, avals(traced, found), meshes, options)
+
+
+def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of a step, totals of a loop that runs first included."""
+    extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
+    whole = Programs(found.stages.split).avals if extra else {}
+    return (*traced.in_avals, *(whole[v] for v in extra))
+
+
+def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans:
+    """The layouts that a plan holds, for the stages that it describes.
+
+    Raises:
+        PlanMismatchError: stages whose programs are others than those that were planned.
+    """
+    known = avals(traced, found)
+    plans: list[StagePlan] = []
+    for number, stage in enumerate(plan.stages):
+        graph = stage_graph(found.stages, number, known)
+        if graph_hash(graph.graph) != stage.graph_hash:
+            raise PlanMismatchError(
+                f"{stage.name} of the plan is another program than this autopar makes of it (planned with "
+                f"{plan.version}). Plan again."
+            )
+        rules = rules_of(graph.graph, registered)
+        plans.append(cast(StagePlan, KeptStage(graph, found.mesh(number), rules, stage)))
+    return StagePlans(found.stages, tuple(plans), len(plans))
+
+
+def make_plan(
+    graph: Graph, found: Pipelined, plans: StagePlans, target: Target, donated: tuple[int, ...], trace_s: float
+) -> Plan:
+    """The plan of a pipeline.
+
+    Args:
+        graph: the step.
+        found: the step in stages.
+        plans: their layouts.
+        target: the mesh of all devices.
+        donated: positions of the argument leaves whose arrays a step may use up.
+        trace_s: seconds that tracing took.
+    """
+    costs = _priced(plans, found)
+    parts = {"pipeline": simulate(found.schedule, costs).seconds, **_before(found)}
+    seconds = math.fsum(parts.values())
+    mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
+    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
+    stages = tuple(_stage(found, plans, s, costs) for s in range(len(plans.plans)))
+    inputs = _inputs(graph, plans, len(mesh.sizes))
+    state = match_state(graph)
+    whole = replicated(len(mesh.sizes))
+    solved = [plan.solution for plan in plans.plans]
+    return Plan(
+        graph_hash=graph_hash(graph),
+        mesh_names=mesh.names,
+        mesh_sizes=mesh.sizes,
+        cluster=target.cluster.name,
+        stages=stages,
+        inputs=inputs,
+        outputs=tuple(inputs[state[i]] if i in state else whole for i in range(len(graph.outputs))),
+        input_paths=graph.input_paths,
+        output_paths=graph.output_paths,
+        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
+        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
+        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
+        donated=donated,
+        collectives=tuple(c for stage in stages for c in stage.collectives),
+        step_time_s=seconds,
+        parts=parts,
+        objective_s=seconds,
+        lower_bound_s=0.0,
+        gap=1.0,
+        solver_status="chosen",
+        solver=solved[0].solver_used,
+        variables=sum(s.variables for s in solved),
+        variables_unfolded=sum(s.variables_unfolded for s in solved),
+        rows=sum(s.rows for s in solved),
+        phases={"trace": trace_s},
+        mfu=total / possible if possible > 0 else 0.0,
+        hfu=executed / possible if possible > 0 else 0.0,
+        flops_per_device=executed / mesh.size,
+        schedule=found.choice.schedule,
+        num_microbatches=found.choice.microbatches,
+        batch=found.choice.batch,
+        per_microbatch=found.choice.per_microbatch,
+        remat=found.choice.remat,
+        notes=(
+            *(f"side effect kept as it is: {effect}" for effect in graph.effects),
+            *found.choice.notes,
+            *dict.fromkeys(warning for s in solved for warning in s.warnings),
+        ),
+    )
+
+
+def _stage(found: Pipelined, plans: StagePlans, number: int, costs: Prices) -> Stage:
+    plan, first = plans.plans[number], found.first
+    graph = found.layers.graph
+    at = {v: i for i, v in enumerate(graph.inputs)}
+    passes = costs.passes(found.schedule.pipeline.split)
+    layouts = decode.layouts(plan.model, plan.solution.assignment)
+    peak, kinds = _memory(found, plan, number)
+    return replace(
+        plan.layouts,
+        name=f"stage {number}",
+        peak_memory_bytes=peak,
+        memory=kinds,
+        rank=found.schedule.pipeline.placement[number],
+        layers=(first[number], first[number + 1]),
+        arguments=tuple(sorted(at[v] for v, home in found.stages.updates.homes.items() if home == number and v in at)),
+        seconds={
+            **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
+            "once": float(costs.reduce[number] + costs.update[number]),
+        },
+        collectives=tuple(
+            c
+            for c in decode.collectives(plan.graph.graph, plan.model, plan.solution.assignment, layouts, plan.mesh)
+            if c.sent(plan.mesh.shape)  # none over axes of one device
+        ),
+        graph_hash=graph_hash(plan.graph.graph),
+    )
+
+
+def _inputs(graph: Graph, plans: StagePlans, axes: int) -> tuple[Layout, ...]:
+    """Where the argument leaves lie on the submesh of the stage that holds them."""
+    found: list[Layout] = []
+    for value in graph.inputs:
+        plan = plans.plans[plans.stages.updates.homes.get(value, 0)]
+        inner = plan.graph.arguments.get(value) if value in plans.stages.updates.homes else None
+        layout = None if inner is None else plan.layout(inner)
+        shape = graph.types[value].shape
+        found.append(replicated(axes) if layout is None else even(layout, shape, plan.mesh.sizes))
+    return tuple(found)
+
+
+# Prices
+
+
+def _priced(plans: StagePlans, found: Pipelined) -> Prices:
+    """What the stages take, and what is handed over between them."""
+    costs = prices(plans)
+    link = found.meshes[0].links[0]
+    share = {pair: min(found.mesh(s).size for s in pair) for pair in costs.border}
+    return replace(
+        costs, transfer={pair: link.alpha + link.beta * nbytes / share[pair] for pair, nbytes in costs.border.items()}
+    )
+
+
+def _before(found: Pipelined) -> Mapping[str, float]:
+    """Seconds of a loop over the microbatches that runs first: what its FLOPs take at the peak rate."""
+    ahead = found.stages.before
+    if ahead is None:
+        return {}
+    seconds = tuple(_peak_seconds(found, s, ahead.stages[s].passes["F"].ops) for s in range(len(ahead.stages)))
+    return {"first loop": simulate(forward_only(found.schedule.pipeline, ahead.borders), Prices(seconds)).seconds}
+
+
+def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
+    mesh, split = found.mesh(number), found.stages.split
+    amount = math.fsum(work(split.graph, placed.op) for placed in ops) / split.count
+    return amount / (mesh.device.peak(main_dtype(split.graph)) * mesh.device.efficiency * mesh.size)
+
+
+# Memory
+
+
+def _memory(found: Pipelined, plan: StagePlan, number: int) -> tuple[int, Mapping[str, int]]:
+    """Bytes on each device of a stage at their peak, and by kind."""
+    rank = found.schedule.pipeline.placement[number]
+    stages = found.schedule.pipeline.placement.count(rank)
+    under_way = -(-held(found.schedule)[rank] // stages)
+    one = stage_memory(plan)
+    passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
+    most = passes if sum(passes.values()) >= one.update else {"update": one.update}
+    kinds = {"state": one.state, "gradients": one.sums, **most}
+    return math.ceil(one.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}

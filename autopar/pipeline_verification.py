@@ -1,0 +1,122 @@
+"""Does the compiler emit what the plans of pipeline stages predict? Every program compiled for virtual CPU devices.
+
+A stage's passes run once per microbatch, its other programs once per step. What they emit together is compared with the
+stage's collectives as `autopar.verification` does it for one program; what is handed over between stages are copies, no
+collectives. The programs of a loop that runs first have no prediction: they are compiled, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import comparison, conversions, hlo
+from autopar.collective import Collective
+from autopar.errors import ArgumentError
+from autopar.plans import Plan
+from autopar.prepare import Prepared, prepare
+from autopar.runtime.pipeline import FIRST_LOOP
+from autopar.schedules.instructions import Kind
+from autopar.settings import Settings
+
+UNPREDICTED = "program of a loop that runs first, which has no prediction"
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+@dataclass(frozen=True)
+class Stagewise:
+    """What the programs of all stages emit.
+
+    Attributes:
+        collectives: of every stage, executions per step.
+        comparisons: of every stage.
+        memory: bytes per device by kind, of the program that takes most of each.
+        flops: floating-point operations per device and step, of the stage that has most.
+        accessed: bytes that a device reads and writes per step, likewise.
+        exceptions: what is not compared, or known to be done otherwise -> how often.
+    """
+
+    collectives: tuple[Collective, ...]
+    comparisons: tuple[comparison.Comparison, ...]
+    memory: Mapping[str, int]
+    flops: float
+    accessed: float
+    exceptions: Mapping[str, int]
+
+    @property
+    def comparison(self) -> comparison.Comparison:
+        """Of all stages together."""
+        found = self.comparisons
+        return comparison.Comparison(
+            sum(c.matched for c in found),
+            sum(c.joined for c in found),
+            tuple(x for c in found for x in c.predicted_only),
+            tuple(x for c in found for x in c.emitted_only),
+            math.fsum(c.predicted_wire_bytes for c in found),
+            math.fsum(c.emitted_wire_bytes for c in found),
+        )
+
+
+def emitted(
+    plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str, options: Any
+) -> Stagewise:
+    """Compile the programs of a plan's stages and read what they communicate.
+
+    Args:
+        plan: the plan of a pipeline.
+        fn, args, kwargs: what it is of.
+        target: must be "cpu".
+        options: of the compiler.
+
+    Raises:
+        ArgumentError: another target.
+        MeshError: fewer devices than the plan has.
+    """
+    if target != "cpu":
+        raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
+    prepared = prepare(fn, args, kwargs, Settings(plan=plan), local=True)
+    programs = prepared.build(options).programs
+    stages = [_stage(prepared, programs, number) for number in range(len(plan.stages))]
+    first = sum(name.startswith(FIRST_LOOP) for name in programs)
+    names = dict.fromkeys(name for _, _, _, known in stages for name in known)
+    exceptions = {name: sum(known.get(name, 0) for _, _, _, known in stages) for name in names}
+    costs = [costs for _, _, costs, _ in stages]
+    return Stagewise(
+        tuple(c for found, _, _, _ in stages for c in found),
+        tuple(compared for _, compared, _, _ in stages),
+        _memory(programs.values()),
+        max(cost["flops"] for cost in costs),
+        max(cost["bytes accessed"] for cost in costs),
+        {**exceptions, **({UNPREDICTED: first} if first else {})},
+    )
+
+
+def _stage(
+    prepared: Prepared, programs: Mapping[str, Any], number: int
+) -> tuple[tuple[Collective, ...], comparison.Comparison, Mapping[str, float], Mapping[str, int]]:
+    """(collectives, comparison, costs, exceptions) of one stage."""
+    plan, layouts = prepared.plan, prepared.layouts
+    assert layouts is not None
+    stage, graph = plan.stages[number], layouts.plans[number].graph.graph
+    names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
+    runs = {f"stage {number} {kind}": plan.num_microbatches for kind in _KINDS}
+    found: list[Collective] = []
+    costs = {"flops": 0.0, "bytes accessed": 0.0}
+    for name, program in programs.items():
+        if name.startswith(f"stage {number} "):
+            times = runs.get(name, 1)
+            found += [replace(c, count=times * c.count) for c in hlo.collectives(program.as_text(), names, sizes)]
+            known = program.cost_analysis() or {}
+            costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
+    one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
+    predicted = conversions.converted("cpu", one, graph)
+    compared, exceptions = conversions.explained("cpu", comparison.compare(predicted, found, stage.submesh))
+    return tuple(found), compared, costs, exceptions
+
+
+def _memory(programs: Any) -> Mapping[str, int]:
+    stats = [program.memory_analysis() for program in programs]
+    kinds = {"arguments": "argument", "results": "output", "aliased": "alias", "temporaries": "temp"}
+    return {kind: max(getattr(s, f"{name}_size_in_bytes") for s in stats) for kind, name in kinds.items()}

@@ -1,0 +1,263 @@
+"""From options, or from a plan, to a step in stages: layers, stages, microbatches, a schedule, and submeshes.
+
+    submeshes       the devices of every rank, slices of the mesh along its first axis              -> submeshes
+    layers          as many at least as there are stages, scans over layers cut into as many        -> layers_for
+    what to do      borders of stages, number of microbatches, schedule                             -> stage_choice
+    the step        in microbatches, in stages, with instruction lists that are checked             -> assemble
+
+`stage_choice` is all that is decided here: today stages of balanced FLOPs, the schedule that was asked for, and
+microbatches twice as many as stages. Whatever else comes to such a `StageChoice` runs as well, and a plan holds one, so
+that the same step is assembled from it again.
+
+A *rank* is a submesh with its list of instructions. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar import recomputation
+from autopar.cluster import Cluster, LogicalMesh
+from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
+from autopar.graph import Graph
+from autopar.meshes import Target
+from autopar.passes import layer_cuts, layers, remat, scan_cut
+from autopar.passes.layers import Layers
+from autopar.passes.microbatch import batch_leaves, split
+from autopar.passes.stages import Stages, divide
+from autopar.plans import Plan
+from autopar.schedules import SCHEDULES, Schedule, Size, bounds, check, make
+from autopar.settings import Settings
+
+#: Stages on a rank, where a schedule has several.
+CHUNKS = 2
+#: Microbatches per rank that are taken where nobody says how many.
+PER_RANK = 2
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What is decided about a pipeline.
+
+    Attributes:
+        borders: the first layer of every stage but the first, of `layers_for(graph, number of stages, ...)`.
+        extents: of every rank, how much of the mesh's first axis it has.
+        schedule: a name of `autopar.schedules.SCHEDULES`.
+        microbatches: parts of the batch.
+        batch: positions of the argument leaves that are cut so.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch`.
+        remat: what is recomputed of each layer, before layers are made finer; see `autopar.passes.remat`.
+        notes: what a user should know.
+    """
+
+    borders: tuple[int, ...]
+    extents: tuple[int, ...]
+    schedule: str
+    microbatches: int
+    batch: tuple[int, ...]
+    per_microbatch: tuple[str, ...] = ()
+    remat: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelined:
+    """A step in stages.
+
+    Attributes:
+        choice: what was decided.
+        layers: the layers that its borders count, and the graph that they are of: the one that runs.
+        stages: what every stage runs.
+        schedule: in which order.
+        meshes: the submesh of every rank.
+    """
+
+    choice: StageChoice
+    layers: Layers
+    stages: Stages
+    schedule: Schedule
+    meshes: tuple[LogicalMesh, ...]
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The first layer of every stage, and the number of layers."""
+        return (0, *self.choice.borders, len(self.layers.layers))
+
+    def mesh(self, stage: int) -> LogicalMesh:
+        """The submesh of a stage."""
+        return self.meshes[self.schedule.pipeline.placement[stage]]
+
+
+def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> Pipelined:
+    """The step in as many stages as the settings say.
+
+    Args:
+        graph: the step.
+        leaves: positions of the argument leaves that hold the batch; None: those that look like it.
+        target: the mesh of all devices.
+        s: the options.
+
+    Raises:
+        ArgumentError: fewer operations than stages.
+        MeshError: devices that do not fall into as many submeshes.
+        MicrobatchError: the number of microbatches that was given does not fit the step.
+        ScheduleError: a schedule that does not fit the step or its sizes.
+    """
+    choice = stage_choice(graph, leaves, target, s)
+    try:
+        return assemble(graph, choice, target)
+    except MicrobatchError as error:
+        if s.num_microbatches != "auto":
+            raise
+        note = f"one microbatch, so that no two stages work at a time: {error}"
+        return assemble(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target)
+
+
+def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
+    """What to do where the options leave it open; errors and arguments as of `pipelined`."""
+    assert isinstance(s.stages, int)
+    ranks = s.stages
+    extents = _extents(target.logical, ranks)
+    name = s.schedule if s.schedule != "auto" else "1f1b" if _has_backward(graph) else "inference"
+    stages = ranks * _chunks(name)
+    count, batch = _microbatches(graph, leaves, s.num_microbatches, ranks, name)
+    policies = _policies(scan_cut.cut(graph, stages, batch), s.remat)
+    borders = layer_cuts.borders(layers_for(graph, stages, batch, policies), stages)
+    return StageChoice(borders, extents, name, count, batch, s.per_microbatch, policies)
+
+
+def _policies(graph: Graph, asked: str) -> tuple[str, ...]:
+    """What is recomputed of each layer: what was asked for; "auto" is nothing."""
+    if asked in (recomputation.AUTO, remat.NONE):
+        return ()
+    return recomputation.uniform(asked, remat.recomputable(graph))
+
+
+def layers_for(graph: Graph, stages: int, batch: Sequence[int], policies: Sequence[str] = ()) -> Layers:
+    """The layers of a step that is to have so many stages; their graph has scans over layers in pieces.
+
+    Args:
+        graph: the step.
+        stages: how many there are to be.
+        batch: positions of the argument leaves that hold the batch.
+        policies: what is recomputed of each layer.
+    """
+    pieces = scan_cut.cut(graph, stages, batch)
+    return layer_cuts.finer(layers.find(remat.rewrite(pieces, policies)), stages)
+
+
+def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
+    """The step in stages that a choice describes; errors as of `pipelined`."""
+    found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat)
+    own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # the totals of one microbatch are all there is
+    parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
+    stages = divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
+    _check_fits(choice.schedule, stages)
+    size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
+    schedule = check(make(choice.schedule, size, stages.borders), bounds(choice.schedule, size))
+    return Pipelined(choice, found, stages, schedule, submeshes(target, choice.extents))
+
+
+def choice_of(plan: Plan) -> StageChoice:
+    """What a plan has decided."""
+    ranks = sorted({(stage.rank, stage.submesh[plan.mesh_names[0]]) for stage in plan.stages})
+    return StageChoice(
+        tuple(stage.layers[0] for stage in plan.stages[1:]),
+        tuple(extent for _, extent in ranks),
+        plan.schedule,
+        plan.num_microbatches,
+        plan.batch,
+        plan.per_microbatch,
+        plan.remat,
+    )
+
+
+# Devices
+
+
+def _extents(mesh: LogicalMesh, ranks: int) -> tuple[int, ...]:
+    """How much of the mesh's first axis each rank gets: of a mesh of one axis, as equal as can be."""
+    extent = mesh.sizes[0]
+    if len(mesh.sizes) > 1 and extent % ranks:
+        fitting = ", ".join(str(n) for n in range(1, extent + 1) if extent % n == 0)
+        raise MeshError(
+            f"stages={ranks} submeshes are cut from the first axis of mesh {mesh.shape}, whose {extent} devices do not "
+            f"divide by it; use stages of {fitting}, another mesh, or one axis, which need not divide"
+        )
+    if extent < ranks:
+        raise MeshError(f"stages={ranks} need as many devices at least, mesh {mesh.shape} has {extent} to divide")
+    return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
+
+
+def submeshes(target: Target, extents: Sequence[int]) -> tuple[LogicalMesh, ...]:
+    """The mesh of every rank, in order, priced by the part of the cluster that it is."""
+    mesh = target.logical
+    inner = math.prod(mesh.sizes[1:])
+    firsts = [sum(extents[:rank]) for rank in range(len(extents))]
+    return tuple(
+        _part(target.cluster, mesh, first * inner, (extent, *mesh.sizes[1:]))
+        for first, extent in zip(firsts, extents, strict=True)
+    )
+
+
+def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...]) -> LogicalMesh:
+    try:
+        return cluster.part(first, math.prod(sizes)).logical_mesh(sizes, mesh.names)
+    except ClusterError:  # neither whole hosts nor devices of one: on the links of the whole
+        return replace(mesh, sizes=sizes, levels=())
+
+
+# Microbatches and schedules
+
+
+def _has_backward(graph: Graph) -> bool:
+    return any(op.phase == "backward" for op in graph.ops)
+
+
+def _chunks(schedule: str) -> int:
+    return CHUNKS if "chunks" in SCHEDULES[schedule].several else 1
+
+
+def _check_fits(name: str, stages: Stages) -> None:
+    """A schedule with backward passes for a step that has some, and only for one."""
+    works = any(stage.passes["B"].ops for stage in stages.stages)
+    if SCHEDULES[name].backward == works:
+        return
+    others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
+    has, step = ("no backward passes", "has") if works else ("backward passes", "has none")
+    raise ScheduleError(f"schedule '{name}' has {has} and the step {step}; use {others}")
+
+
+def _microbatches(
+    graph: Graph, leaves: Sequence[int] | None, asked: int | str, ranks: int, schedule: str
+) -> tuple[int, tuple[int, ...]]:
+    """The number of microbatches, and the argument leaves that they cut."""
+    chosen = "auto" if leaves is None else leaves
+    if isinstance(asked, int):
+        return asked, batch_leaves(graph, asked, chosen)
+    try:
+        batch = batch_leaves(graph, 1, chosen)
+    except MicrobatchError:  # no argument holds a batch
+        return 1, ()
+    extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
+    complaint = SCHEDULES[schedule].complaint
+    return next(
+        _numbers(extent, PER_RANK * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
+    ), batch
+
+
+def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[int]:
+    """Divisors of the batch that fit, from the number that is wanted upwards, then downwards."""
+    order = (*range(wanted, extent + 1), *range(min(wanted - 1, extent), 0, -1))
+    return (m for m in order if extent % m == 0 and fits(m))
+
+
+def check_options(s: Settings, pinned: bool) -> None:
+    """ArgumentError for arguments whose types are pins: stages do not take any yet."""
+    if pinned:
+        raise ArgumentError(
+            f"arguments cut over an Explicit mesh are not available with stages={s.stages} in this version; "
+            "put them on Auto axes, or leave out stages"
+        )

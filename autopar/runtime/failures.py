@@ -1,0 +1,53 @@
+"""What a failed instruction says: its stage, first and last line of the error, and the user's line where it is known.
+
+a callback failed      the lines of all callbacks of the program: one of them it was
+out of memory          the line of the program's largest value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autopar.errors import StageError
+from autopar.graph import Graph, Op
+from autopar.passes.microbatch_programs import Placed
+
+CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
+
+
+def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[Placed]) -> StageError:
+    """The error of a stage.
+
+    Args:
+        stage: its number.
+        what: the instruction that failed.
+        error: what JAX raised.
+        graph: the step.
+        ops: the operations of the program that failed.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    walked = [op for placed in ops for op in placed.op.walk()]
+    known = (find(graph, walked) for word, find in _LINES.items() if word in str(error))
+    at = next((line for line in known if line), "")
+    return StageError(f"stage {stage} failed in {what}: {said}{f' [{at}]' if at else ''}")
+
+
+def _callbacks(graph: Graph, ops: Sequence[Op]) -> str:
+    lines = dict.fromkeys(f"{op.name} at {op.source}" for op in ops if op.name in CALLBACKS and op.source)
+    return " or ".join(lines)
+
+
+def _largest(graph: Graph, ops: Sequence[Op]) -> str:
+    made = [(graph.types[v].nbytes, -op.index, op, v) for op in ops for v in op.outputs if op.source]
+    if not made:
+        return ""
+    _, _, op, value = max(made, key=lambda entry: entry[:2])
+    return f"its largest value is {graph.types[value]} of {op.name} at {op.source}"
+
+
+#: Word in an error -> what is known of its place.
+_LINES: Mapping[str, Callable[[Graph, Sequence[Op]], str]] = {
+    "RESOURCE_EXHAUSTED": _largest,
+    "allback": _callbacks,
+}

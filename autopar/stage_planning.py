@@ -1,0 +1,211 @@
+"""Layouts inside pipeline stages: each stage planned on its submesh by the intra-op optimizer.
+
+    stage      -> one flat graph                            autopar/stage_graphs.py
+    graph      -> clusters, problem, solution, layouts      as for a whole step                  -> plan_stage
+    borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
+               pass hands over is delivered as its reader wants it, for stages are planned in order -> _pinned
+    alike      stages with equal graphs, meshes and pins are planned once                        -> _Planner
+
+Sums of gradients stay partial over all microbatches where that is cheaper (`autopar.passes.deferral`), and are read
+whole once, by the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.cluster import LogicalMesh
+from autopar.cost_models.backends import backend_of
+from autopar.cost_models.memory import Liveness
+from autopar.fitting import solve
+from autopar.graph import Graph
+from autopar.layout import PARTIAL, Layout, divides
+from autopar.passes import clusters, decode, intra_op, pins
+from autopar.passes.optimize import Solution
+from autopar.passes.stages import Stages
+from autopar.planning import Options
+from autopar.plans import Stage, graph_hash
+from autopar.rules import Rule, rules_of
+from autopar.stage_graphs import StageGraph, stage_graph
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlan:
+    """The plan of one stage.
+
+    Attributes:
+        graph: the stage.
+        mesh: its submesh, with prices.
+        rules: of the graph's operations.
+        model, solution: the optimization problem, and what solves it.
+        liveness: the memory of its plans.
+        layouts: of every value, site and copy of the graph.
+    """
+
+    graph: StageGraph
+    mesh: LogicalMesh
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    solution: Solution
+    liveness: Liveness
+    layouts: Stage
+
+    def layout(self, value: int) -> Layout | None:
+        """Where a value of the graph lives; None for scalars and what is made where it is read."""
+        return self.layouts.values.get(value)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlans:
+    """The plans of all stages of a step; `distinct` of them were solved, the others are like one of these."""
+
+    stages: Stages
+    plans: tuple[StagePlan, ...]
+    distinct: int
+
+
+def plan_stages(
+    stages: Stages, avals: Sequence[Any], meshes: Sequence[LogicalMesh], options: Options | None = None
+) -> StagePlans:
+    """Plan every stage.
+
+    Args:
+        stages: the step in stages.
+        avals: shape and dtype of every argument of the step.
+        meshes: the submesh of every stage.
+        options: of planning; `pins` are those of the step's arguments, by path, and hold in every stage that has them.
+            Recomputation and donation are not among them.
+
+    Raises:
+        PinError: a pin that fits no argument of the step, or not the mesh of its stage.
+        MemoryBudgetError: no plan of a stage fits into the budget.
+    """
+    planner = _Planner(stages, tuple(meshes), options or Options())
+    for stage in range(len(stages.stages)):
+        planner.plan(stage_graph(stages, stage, avals))
+    return StagePlans(stages, tuple(planner.found), len(planner.known))
+
+
+def plan_stage(
+    graph: StageGraph,
+    mesh: LogicalMesh,
+    options: Options,
+    arguments: Mapping[int, Layout] | None = None,
+    results: Mapping[int, Layout] | None = None,
+) -> StagePlan:
+    """Plan one stage by itself.
+
+    Args:
+        graph: the stage.
+        mesh: its submesh.
+        options: as for `plan_stages`; its pins are not looked at.
+        arguments, results: position -> the layout that an argument or a result of the graph must have.
+    """
+    rules = rules_of(graph.graph, options.rules)
+    model, liveness = problem_of(graph, mesh, rules, arguments, results)
+    solution = solve(model.problem, liveness, mesh, options.memory_budget, options)
+    return planned(graph, mesh, rules, model, liveness, solution)
+
+
+def problem_of(
+    graph: StageGraph,
+    mesh: LogicalMesh,
+    rules: Mapping[int, Rule],
+    arguments: Mapping[int, Layout] | None = None,
+    results: Mapping[int, Layout] | None = None,
+) -> tuple[intra_op.Model, Liveness]:
+    """The problem whose solutions are the plans of a stage, and their memory; arguments as for `plan_stage`.
+
+    Passes run one after another, so that nothing of one is there before the one in front of it has ended.
+    """
+    clustering = clusters.cluster(graph.graph, rules, mesh, arguments, results)
+    model = intra_op.build(graph.graph, clustering, mesh)
+    backend = replace(backend_of(mesh.device), runs_eagerly=False)
+    given = sorted((graph.graph.carried or {}).values())  # updates take over the state that they replace
+    return model, Liveness(graph.graph, model, mesh, backend, given)
+
+
+def planned(
+    graph: StageGraph,
+    mesh: LogicalMesh,
+    rules: Mapping[int, Rule],
+    model: intra_op.Model,
+    liveness: Liveness,
+    solution: Solution,
+) -> StagePlan:
+    """The plan that a solution of `problem_of` stands for."""
+    found = decode.layouts(model, solution.assignment)
+    submesh = dict(zip(mesh.names, mesh.sizes, strict=True))
+    layouts = Stage(f"stage {graph.stage}", submesh, mesh.size, found.values, found.uses, found.copies)
+    return StagePlan(graph, mesh, rules, model, solution, liveness, layouts)
+
+
+@dataclass(eq=False)
+class _Planner:
+    """Plans stages in order, each knowing those before it."""
+
+    stages: Stages
+    meshes: tuple[LogicalMesh, ...]
+    options: Options
+    found: list[StagePlan] = field(default_factory=list)
+    known: dict[Hashable, StagePlan] = field(default_factory=dict)
+
+    def plan(self, graph: StageGraph) -> None:
+        """Plan the next stage."""
+        mesh = self.meshes[graph.stage]
+        arguments, results = self._pinned(graph, mesh)
+        key = (_likeness(graph.graph), mesh, tuple(sorted(arguments.items())), tuple(sorted(results.items())))
+        same = self.known.get(key)
+        if same is None:
+            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
+        else:
+            rules = rules_of(graph.graph, self.options.rules)
+            made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
+        self.found.append(made)
+
+    def _pinned(self, graph: StageGraph, mesh: LogicalMesh) -> tuple[dict[int, Layout], dict[int, Layout]]:
+        """Layouts that the user or an earlier stage has fixed, by position of arguments and of results."""
+        position = {v: i for i, v in enumerate(graph.graph.inputs)}
+        whole = pins.resolve(self.options.pins, self.stages.split.graph, mesh).arguments
+        held = {v: layout for i, layout in whole.items() if (v := self.stages.split.graph.inputs[i]) in graph.arguments}
+        arguments = {position[graph.arguments[v]]: layout for v, layout in held.items()}
+        whole_batch = [v for v in graph.arguments if v in self.stages.split.batch]
+        arguments.update((position[graph.arguments[v]], (-1,) * len(mesh.sizes)) for v in whole_batch)
+        results: dict[int, Layout] = {}
+        for hand, values in self.stages.hands.items():
+            if hand.target == graph.stage and hand.source < graph.stage:
+                given = ((v, self._given(hand.source, v, mesh)) for v in values)
+                arguments.update((position[graph.received[v]], layout) for v, layout in given if layout is not None)
+            if hand.source == graph.stage and hand.target < graph.stage:
+                out = {v: i for i, v in graph.handed.items()}
+                wanted = ((v, self._wanted(hand.target, v, mesh)) for v in values)
+                results.update((out[v], layout) for v, layout in wanted if layout is not None)
+        return arguments, results
+
+    def _given(self, source: int, value: int, mesh: LogicalMesh) -> Layout | None:
+        """The layout in which an earlier stage hands a value over."""
+        plan = self.found[source]
+        out = next(i for i, v in plan.graph.handed.items() if v == value)
+        atom = plan.graph.graph.outputs[out]
+        layout = plan.layouts.uses.get(f"out{out}", plan.layout(atom)) if isinstance(atom, int) else None
+        return self._fitting(plan, layout, value, mesh)
+
+    def _wanted(self, target: int, value: int, mesh: LogicalMesh) -> Layout | None:
+        """The layout in which an earlier stage wants a value."""
+        plan = self.found[target]
+        return self._fitting(plan, plan.layout(plan.graph.received[value]), value, mesh)
+
+    def _fitting(self, plan: StagePlan, layout: Layout | None, value: int, mesh: LogicalMesh) -> Layout | None:
+        """A layout of another stage, if both submeshes have one shape and it cuts the value evenly."""
+        atom = plan.graph.received.get(value, plan.graph.local.get(value))
+        if layout is None or plan.mesh.sizes != mesh.sizes or PARTIAL in layout or not isinstance(atom, int):
+            return None
+        return layout if divides(layout, plan.graph.graph.types[atom].shape, mesh.sizes) else None
+
+
+def _likeness(graph: Graph) -> str:
+    """A hash of the graph that does not depend on the names of its arguments."""
+    paths = tuple(str(i) for i in range(len(graph.inputs)))
+    return graph_hash(replace(graph, input_paths=paths))

@@ -1,0 +1,272 @@
+"""The search for a pipeline: stages, submeshes, microbatches, schedule and recomputation together.
+
+    for a number of microbatches m
+        prices of a layer of every kind on every submesh, with       autopar/layer_prices.py
+            and without recomputation, where both are open
+        the best divisions into stages                                autopar/passes/inter_op.py
+        each played under every schedule that its memory allows       autopar/cost_models/pipeline.py
+
+The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Numbers of
+microbatches are searched side by side, in two processes (`autopar.side_by_side`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from autopar import side_by_side
+from autopar.cluster import Cluster, LogicalMesh
+from autopar.cost_models.pipeline import Prices, simulate
+from autopar.fitting import MARGIN
+from autopar.graph import Graph
+from autopar.layer_prices import Kinds, Priced, Pricing, border_bytes, cut_out, shape_of, table, ways
+from autopar.passes import layers as layers_pass
+from autopar.passes import remat
+from autopar.passes.inter_op import Division, Part, Placement, Question, placements, search
+from autopar.passes.layers import Layers
+from autopar.passes.microbatch import split
+from autopar.planning import Options
+from autopar.schedules import SCHEDULES, Size, make
+from autopar.stage_prices import StagePrices
+
+#: Share of a step's time by which a better division may be missed.
+TOLERANCE = 1e-3
+#: Divisions that are played for every number of microbatches.
+PLAYED = 4
+#: Schedules that are played where none is asked for.
+OPEN = ("1f1b", "gpipe")
+#: Examples of the batch that a microbatch has at most, in a search.
+LARGEST = 128
+#: With more devices than this, submeshes have a number of them that divides all.
+ANY_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StageOn:
+    """A stage that was found: layers first .. last - 1 on devices start .. start + count - 1, cut as `shape`."""
+
+    first: int
+    last: int
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A pipeline.
+
+    Attributes:
+        stages: in order.
+        microbatches: of a step.
+        schedule: its name.
+        remat: what every layer recomputes.
+        seconds: predicted, by playing the schedule.
+        prices: what was played.
+        peaks: bytes per device of every stage.
+    """
+
+    stages: tuple[StageOn, ...]
+    microbatches: int
+    schedule: str
+    remat: tuple[str, ...]
+    seconds: float
+    prices: Prices
+    peaks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Open:
+    """What the search may choose from.
+
+    Attributes:
+        batch: positions of the argument leaves that hold the batch.
+        numbers: numbers of microbatches, ascending.
+        stages: how many; None: any number.
+        schedules: names.
+        policies: of recomputation, each for all layers.
+        memory: bytes per device; None: the device's own.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch`.
+    """
+
+    batch: tuple[int, ...]
+    numbers: tuple[int, ...]
+    stages: int | None = None
+    schedules: tuple[str, ...] = OPEN
+    policies: tuple[str, ...] = (remat.NONE, remat.FULL)
+    memory: float | None = None
+    per_microbatch: tuple[str, ...] = ()
+
+
+def find(graph: Graph, avals: Sequence[Any], cluster: Cluster, choice: Open, options: Options) -> Found | None:
+    """The best pipeline of a step on a cluster; None if none fits into its memory.
+
+    Args:
+        graph: the step.
+        avals: shape and dtype of every argument.
+        cluster: the devices.
+        choice: what is open.
+        options: how to solve.
+    """
+    return Hunt(graph, tuple(avals), cluster, choice.batch, options, choice.per_microbatch).best(choice)
+
+
+def numbers(extent: int) -> tuple[int, ...]:
+    """Numbers of microbatches worth trying for a batch: of its divisors the smallest in every octave."""
+    divisors = [m for m in range(1, extent + 1) if extent % m == 0 and extent // m <= LARGEST]
+    first = {m.bit_length(): m for m in reversed(divisors)}
+    return tuple(sorted(first.values()))
+
+
+@dataclass(eq=False)
+class Hunt:
+    """Searches one step on one cluster; prices that one search has asked for serve the next."""
+
+    graph: Graph
+    avals: tuple[Any, ...]
+    cluster: Cluster
+    batch: tuple[int, ...]
+    options: Options
+    per_microbatch: tuple[str, ...] = ()
+    layers: Layers = field(init=False)
+    kinds: Kinds = field(init=False)
+    borders: tuple[float, ...] = field(init=False)
+    meshes: Mapping[int, LogicalMesh] = field(init=False)
+    where: tuple[Placement, ...] = field(init=False)
+    known: dict[int, Mapping[int, Priced]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layers = layers_pass.find(self.graph)
+        self.kinds = self._kinds(1)
+        self.borders = border_bytes(self.layers)
+        groups = self.cluster.groups or (self.cluster,)
+        total = self.cluster.num_devices
+
+        def may_be(n: int) -> bool:
+            return total <= ANY_SIZE or total % n == 0
+
+        self.where = tuple(
+            placements([(g.num_devices // g.devices_per_host, g.devices_per_host) for g in groups], may_be)
+        )
+        meshes: dict[int, LogicalMesh] = {}
+        for p in self.where:
+            if p.submesh not in meshes:
+                n = p.stop - p.start
+                part = self.cluster.part(p.start, n)
+                meshes[p.submesh] = part.logical_mesh(shape_of(n, part.devices_per_host))
+        self.meshes = meshes
+
+    def _kinds(self, count: int) -> Kinds:
+        parts = split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
+        return cut_out(parts, self.layers, self.avals)
+
+    def best(self, choice: Open) -> Found | None:
+        """The best pipeline; None if none fits."""
+        found = side_by_side.results([partial(self.at, count, choice) for count in choice.numbers])
+        return min((f for f in found if f is not None), key=_rank, default=None)
+
+    def priced(self, count: int) -> Mapping[int, Priced]:
+        """The ways to run layers of every kind on every submesh, with this number of microbatches."""
+        if count not in self.known:
+            pricing = Pricing(self.kinds.at(count) or self._kinds(count), self.options)
+            self.known[count] = {n: pricing.on(mesh) for n, mesh in sorted(self.meshes.items())}
+        return self.known[count]
+
+    def at(self, count: int, choice: Open) -> Found | None:
+        """The best pipeline with this number of microbatches."""
+        question = self.question(count, choice)
+        divisions = search(question, TOLERANCE)[:PLAYED]
+        played = [found for division in divisions for found in self.played(division, question, choice)]
+        return min(played, key=_rank, default=None)
+
+    def question(self, count: int, choice: Open) -> Question:
+        """What the dynamic program is asked for this number of microbatches."""
+        priced = self.priced(count)
+        return Question(
+            layers=len(self.kinds.of_layer),
+            devices=self.cluster.num_devices,
+            placements=self.where,
+            prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in sorted(priced)),
+            memory=tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values()),
+            microbatches=count,
+            in_flight=lambda stages: min(stages, count),
+            transfer=self._transfer(count),
+            stages=choice.stages,
+        )
+
+    def _transfer(self, count: int) -> np.ndarray:
+        """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device."""
+        found = np.zeros((len(self.borders) + 2, self.cluster.num_devices + 1))
+        for d in range(1, self.cluster.num_devices):
+            for k, nbytes in enumerate(self.borders):
+                found[k + 1, d] = 2 * self._seconds(nbytes / count, d, 1)
+        return found
+
+    def _seconds(self, nbytes: float, device: int, senders: int) -> float:
+        """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part."""
+        inside = device % self.cluster.devices_per_host
+        link = self.cluster.intra if inside else self.cluster.inter
+        return link.alpha + link.beta * nbytes / senders
+
+    def played(self, division: Division, question: Question, choice: Open) -> Iterator[Found]:
+        """A division under every schedule that its memory allows."""
+        count = question.microbatches
+        prices, policies = self._prices(division, ways(choice.policies), count)
+        stages = tuple(
+            StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes) for p in division.parts
+        )
+        for name in choice.schedules:
+            size = Size(len(stages), count)
+            flights = [SCHEDULES[name].stash(size, s) for s in range(len(stages))]
+            peaks = tuple(_peak(question, part, n) for part, n in zip(division.parts, flights, strict=True))
+            if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
+                seconds = simulate(make(name, size), prices).seconds
+                yield Found(stages, count, name, policies, seconds, prices, peaks)
+
+    def _prices(
+        self, division: Division, options: Sequence[tuple[str, int]], count: int
+    ) -> tuple[Prices, tuple[str, ...]]:
+        """Prices of the stages, and what every layer recomputes."""
+        policies: list[str] = []
+        stages: list[list[StagePrices]] = []
+        for part in division.parts:
+            policy, number = options[part.option]
+            one, kinds = self.known[count][part.placement.submesh], self.kinds.of_layer[part.first : part.last]
+            stages.append([one.way(kind, number, policy).prices for kind in kinds])
+            policies.extend([policy] * len(kinds))
+        prices = Prices(
+            forward=tuple(sum(t.forward for t in stage) for stage in stages),
+            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in stages),
+            update=tuple(sum(t.update + t.reduce for t in stage) for stage in stages),
+            transfer=self._links(division, count),
+        )
+        return prices, tuple(policies)
+
+    def _links(self, division: Division, count: int) -> Mapping[tuple[int, int], float]:
+        found: dict[tuple[int, int], float] = {}
+        for s, part in enumerate(division.parts[1:]):
+            before = division.parts[s].placement
+            senders = min(before.stop - before.start, part.placement.stop - part.placement.start)
+            seconds = self._seconds(self.borders[part.first - 1] / count, part.placement.start, senders)
+            found[s, s + 1] = found[s + 1, s] = seconds
+        return found
+
+
+def _rank(found: Found) -> tuple[float, int, int, str]:
+    return found.seconds, len(found.stages), found.microbatches, found.schedule
+
+
+def _peak(question: Question, part: Part, in_flight: int) -> float:
+    """Bytes per device of a stage with so many microbatches in flight."""
+    prices, at = question.prices[part.placement.submesh], (part.option, part.first, part.last)
+    apart = 0.0 if prices.apart is None else float(prices.apart[at])
+    return max(float(prices.held[at] + in_flight * prices.stash[at]), apart)

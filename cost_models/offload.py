@@ -1,0 +1,77 @@
+"""What it costs to keep arguments in the host's memory: each is copied to the device before the update, and back after.
+
+    seconds(strategy)  =  2 * bytes of the device's piece(strategy) / host_bandwidth                 -> prices
+
+The price is a term of the decision that lays the argument out, so that the optimizer cuts what it has to move. It is a
+sum: neither the two directions nor computation hide anything. Compilers do better where memory is left (libtpu fetches
+ahead as long as it lasts), but a plan that keeps state on the host is one that has none left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cluster import LogicalMesh
+from autopar.graph import Graph
+from autopar.passes.intra_op import Model
+from autopar.passes.problem import Floats, Ints, Node, Problem
+from autopar.passes.strategies import share
+
+WAYS = 2  # to the device and back
+
+
+def priced(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int]) -> Model:
+    """The model with the copies of the arguments at these positions in its costs."""
+    if not hosted:
+        return model
+    nodes = list(model.problem.nodes)
+    for cluster, leaves in _by_cluster(model, graph, hosted).items():
+        old = nodes[cluster]
+        cost = old.cost + sum(_seconds(_bytes(model, cluster, *leaf, mesh), mesh) for leaf in leaves)
+        nodes[cluster] = Node(old.name, cost, (old.signature, "host", tuple(leaves)))
+    return replace(model, problem=Problem(tuple(nodes), model.problem.edges))
+
+
+def held(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], assignment: Ints) -> float:
+    """Bytes in the host's memory per device under an assignment."""
+    return sum(
+        float(_bytes(model, cluster, *leaf, mesh)[assignment[cluster]])
+        for cluster, leaves in _by_cluster(model, graph, hosted).items()
+        for leaf in leaves
+    )
+
+
+def seconds(nbytes: float, mesh: LogicalMesh) -> float:
+    """Seconds per step to fetch and to bring back so many bytes per device."""
+    return WAYS * nbytes / mesh.device.host_bandwidth
+
+
+def _seconds(nbytes: Floats, mesh: LogicalMesh) -> Floats:
+    return nbytes * seconds(1.0, mesh)
+
+
+_Leaf = tuple[int, tuple[int, ...]]
+"""Bytes of the whole argument, and its cluster's factor for each of its dimensions."""
+
+
+def _by_cluster(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
+    found: dict[int, list[_Leaf]] = {}
+    for cluster, leaf in _leaves(model, graph, hosted):
+        found.setdefault(cluster, []).append(leaf)
+    return found
+
+
+def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple[int, _Leaf]]:
+    for position in sorted(hosted):
+        value = graph.inputs[position]
+        home = model.clustering.homes[value]
+        yield home.cluster, (graph.types[value].nbytes, home.dims)
+
+
+def _bytes(model: Model, cluster: int, nbytes: int, dims: tuple[int, ...], mesh: LogicalMesh) -> Floats:
+    """Bytes of a device's piece under each strategy of a cluster."""
+    s = model.clustering.clusters[cluster].strategies
+    return np.asarray(nbytes * share(s.held, dims, s.sizes, mesh.sizes), np.float64)

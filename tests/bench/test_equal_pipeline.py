@@ -1,0 +1,72 @@
+"""bench equal --pipeline: a pairwise cover of the product, each case in a worker as the benchmark runs it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar import zoo
+from autopar.bench import equal_pipeline, worker
+from autopar.bench.equal_pipeline_case import Row
+from autopar.errors import ArgumentError
+
+PAIRS = tuple(itertools.product(equal_pipeline.SCHEDULES, equal_pipeline.STAGES))
+CASES = tuple(
+    (model, *PAIRS[(3 * i) % len(PAIRS)], equal_pipeline.INNER[i // 2 % 2], "float64" if i % 3 == 1 else "float32")
+    for i, model in enumerate(zoo.TOYS)
+)
+
+
+def test_the_cover_has_every_model_schedule_number_of_stages_and_dtype() -> None:
+    models, schedules, stages, inner, dtypes = ({*column} for column in zip(*CASES, strict=True))
+    assert (models, schedules, stages) == ({*zoo.TOYS}, {*equal_pipeline.SCHEDULES}, {*equal_pipeline.STAGES})
+    assert (inner, dtypes) == ({*equal_pipeline.INNER}, {"float32", "float64"})
+    assert {case[1:3] for case in CASES} == {*PAIRS}
+
+
+@pytest.mark.parametrize(("model", "schedule", "stages", "inner", "dtype"), CASES, ids=lambda x: str(x))
+def test_steps_in_stages_equal_single_device_steps(
+    model: str, schedule: str, stages: int, inner: str, dtype: str
+) -> None:
+    (row,) = equal_pipeline.run(equal_pipeline.Product((model,), (schedule,), (stages,), (inner,), (dtype,)))
+    assert row["ok"], equal_pipeline.line(row)
+
+
+# Rows
+
+
+def row(schedule: str = "1f1b", stages: int = 2, **more: Any) -> dict[str, Any]:
+    return asdict(Row("mlp-toy", schedule, stages, "data", "float32", **{"ok": True, "share": 1.0, **more}))
+
+
+def test_rows_are_resumed_and_a_dead_worker_leaves_failed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row()) + "\n")
+
+    def lines(module: str, spec: Any, env: Any) -> Any:
+        assert [case["schedule"] for case in spec["cases"]] == ["gpipe", "zb-h1"]
+        yield row("gpipe")
+        raise worker.WorkerError("out of luck")
+
+    monkeypatch.setattr(worker, "lines", lines)
+    product = equal_pipeline.Product(("mlp-toy",), ("gpipe", "1f1b", "zb-h1"), (2,), ("data",), ("float32",))
+    rows = equal_pipeline.run(product, path)
+    assert [(r["schedule"], r["ok"]) for r in rows] == [("gpipe", True), ("1f1b", True), ("zb-h1", False)]
+    assert len(path.read_text().splitlines()) == 3
+    assert "out of luck" in equal_pipeline.table(rows)
+
+
+def test_figures_leave_refusals_out_of_the_share() -> None:
+    rows = [row(share=0.995), row("gpipe", share=0.2, refusal="one microbatch"), row("zb-h1", ok=False)]
+    found = equal_pipeline.figures(rows)
+    assert (found["ok"], found["rows"], found["share_min"], found["refused"]) == (2, 3, 0.995, ["mlp-toy"])
+
+
+def test_unknown_words_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"schedule 'inference' is not known\. Available: gpipe, 1f1b"):
+        equal_pipeline.Product(schedules=("inference",))

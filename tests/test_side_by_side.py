@@ -1,0 +1,47 @@
+"""Tasks in forked processes: results in order, exceptions raised, in a process without a backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+
+import pytest
+
+from autopar import jax_compat, side_by_side
+from tests import processes
+
+SCRIPT = """
+import json, os
+from autopar import side_by_side
+print(json.dumps(side_by_side.results([lambda i=i: (i * i, os.getpid() == parent) for i in range(5)])))
+"""
+
+
+def power(n: int) -> int:
+    return n * n
+
+
+def test_results_come_in_order_from_two_processes() -> None:
+    found = json.loads(processes.printed("import os; parent = os.getpid()\n" + SCRIPT, "0"))
+    assert [value for value, _ in found] == [0, 1, 4, 9, 16]
+    on_several = len(os.sched_getaffinity(0)) > 1
+    assert [here for _, here in found] == [True, not on_several, True, not on_several, True]
+
+
+def test_an_exception_is_raised_where_the_results_are_wanted() -> None:
+    script = """
+from autopar import side_by_side
+try:
+    side_by_side.results([lambda: 1, lambda: 1 / 0, lambda: 3])
+except ZeroDivisionError as error:
+    print("raised", error)
+"""
+    assert processes.printed(script, "0").strip() == "raised division by zero"
+
+
+def test_with_a_backend_tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_compat, "backends_are_initialized", lambda: True)
+    assert side_by_side.results([partial(power, n) for n in range(4)]) == [0, 1, 4, 9]
+    assert side_by_side.results([os.getpid, os.getpid]) == [os.getpid()] * 2
+    assert side_by_side.results([]) == []

@@ -1,0 +1,216 @@
+"""Prices of layers, and the search for a pipeline that they serve."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar import zoo
+from autopar.cluster import Cluster
+from autopar.cost_models.pipeline import simulate
+from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
+from autopar.passes import layers as layers_pass
+from autopar.passes.microbatch import batch_leaves, split
+from autopar.passes.optimize import optimize
+from autopar.passes.remat import FULL, NONE
+from autopar.planning import Options
+from autopar.plans import graph_hash
+from autopar.schedules import Size, make
+from autopar.stage_planning import problem_of
+from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers
+from autopar.trace import Traced, trace
+
+
+def traced(name: str, layers: int | None = None) -> Traced:
+    model = zoo.build(name) if layers is None else zoo.build(name, layers=layers)
+    return trace(model.step, *model.abstract_args())
+
+
+def kinds(step: Traced, count: int) -> Kinds:
+    parts = split(step.graph, count, batch_leaves(step.graph, count))
+    return cut_out(parts, layers_pass.find(step.graph), step.in_avals)
+
+
+def cluster(devices: int = 4, memory: float = 1e9) -> Cluster:
+    """Devices slow enough that a toy keeps them busy, on one host."""
+    return replace(
+        Cluster.custom((devices,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, int(memory)), intra=Cluster.local().intra
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "moe-toy", "unet-toy", "llama3-toy"])
+def test_another_number_of_microbatches_is_as_if_the_step_had_been_cut_for_it(name: str) -> None:
+    step = traced(name)
+    again, anew = kinds(step, 4).at(2), kinds(step, 2)
+    assert again is not None
+    assert again.microbatches == 2
+    for kind, graph in again.graphs().items():
+        assert graph_hash(graph.graph) == graph_hash(anew.graphs()[kind].graph)
+
+
+def test_loops_take_another_analysis() -> None:
+    assert kinds(traced("gpt-toy-scan"), 4).at(2) is None
+
+
+def test_layers_of_one_kind_are_cut_out_once() -> None:
+    found = kinds(traced("gpt-toy", layers=5), 2)
+    assert len(found.of_layer) == 7
+    assert len(found.stage) == 3
+
+
+@pytest.fixture(scope="module")
+def pricing() -> Pricing:
+    return Pricing(kinds(traced("gpt-toy", layers=4), 2), Options())
+
+
+def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: Pricing) -> None:
+    mesh = cluster().logical_mesh((2, 2))
+    for kind, found in pricing.on(mesh).trades.items():
+        model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
+        best = optimize(model.problem)
+        assert found[0].share == 0
+        # local slices, which the optimizer prices at next to nothing, are left out of the seconds of programs
+        assert found[0].prices.seconds(2) == pytest.approx(best.objective, rel=2e-3)
+        assert found[0].memory.state + found[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
+        for cheap, small in itertools.pairwise(found):
+            assert cheap.prices.seconds(2) <= small.prices.seconds(2)
+
+
+def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: Pricing) -> None:
+    middle = pricing.on(cluster().logical_mesh((4,))).trades[1][0]
+    again = middle.recomputed()
+    assert again.prices.backward == middle.prices.backward + middle.prices.forward
+    assert again.memory.stash == middle.entering > 0
+    assert again.memory.stash + again.memory.temporaries == pytest.approx(
+        middle.memory.stash + middle.memory.temporaries
+    )
+
+
+def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
+    priced = pricing.on(cluster().logical_mesh((4,)))
+    of_layer = pricing.kinds.of_layer
+    found = table(priced, of_layer, (NONE, FULL))
+    for option, (policy, number) in enumerate(ways((NONE, FULL))):
+        one = [priced.way(kind, number, policy) for kind in of_layer]
+        passes = [t.prices.forward + t.prices.backward + t.prices.weight for t in one]
+        assert found.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
+        assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
+        most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
+        fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in one[2:4])
+        assert found.held[option, 2, 4] == pytest.approx(most + fixed)
+
+
+def test_the_border_is_the_residual_stream() -> None:
+    step = traced("gpt-toy", layers=3)
+    found = layers_pass.find(step.graph)
+    assert set(border_bytes(found)) == {8 * 16 * 32 * 4.0}  # batch, sequence, width, bytes
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_host", "shape"),
+    [
+        *((1, 8, (1,)), (2, 8, (2,)), (3, 8, (3,)), (4, 8, (2, 2)), (6, 8, (2, 3)), (7, 8, (7,)), (8, 8, (2, 4))),
+        *((9, 9, (3, 3)), (16, 8, (2, 8)), (64, 8, (8, 8)), (4, 2, (2, 2))),
+    ],
+)
+def test_submeshes_have_the_axes_that_hold_most_layouts(devices: int, per_host: int, shape: tuple[int, ...]) -> None:
+    assert shape_of(devices, per_host) == shape
+    assert math.prod(shape) == devices
+
+
+# The search
+
+
+@pytest.fixture(scope="module")
+def hunt() -> Hunt:
+    step = traced("gpt-toy", layers=4)
+    found = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    assert found.priced(2).keys() == found.priced(4).keys() == {0, 1, 2, 3}
+    return found
+
+
+def opened(hunt: Hunt, **chosen: Any) -> Open:
+    chosen.setdefault("numbers", (2, 4))
+    return Open(hunt.batch, **chosen)
+
+
+def assert_whole(found: Found, layer_count: int, devices: int) -> None:
+    assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])]
+    assert found.stages[-1].last == layer_count
+    assert [s.start for s in found.stages] == [
+        sum(s.devices for s in found.stages[:i]) for i in range(len(found.stages))
+    ]
+    assert sum(s.devices for s in found.stages) == devices
+    played = simulate(make(found.schedule, Size(len(found.stages), found.microbatches)), found.prices)
+    assert played.seconds == found.seconds
+
+
+def test_the_search_uses_all_layers_and_devices_and_what_it_played(hunt: Hunt) -> None:
+    found = hunt.best(opened(hunt))
+    assert found is not None
+    assert_whole(found, 6, 4)
+    assert found.remat == (NONE,) * 6
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_number_of_stages_can_be_asked_for(hunt: Hunt, stages: int) -> None:
+    found = hunt.best(opened(hunt, stages=stages))
+    assert found is not None
+    assert len(found.stages) == stages
+    assert_whole(found, 6, 4)
+
+
+def test_no_choice_is_better_than_the_one_that_is_free(hunt: Hunt) -> None:
+    free = hunt.best(opened(hunt))
+    assert free is not None
+    for stages in (1, 2, 3, 4):
+        for number in (2, 4):
+            fixed = hunt.best(opened(hunt, stages=stages, numbers=(number,)))
+            assert fixed is None or fixed.seconds >= free.seconds * (1 - 2 * TOLERANCE)
+
+
+def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
+    free = hunt.best(opened(hunt, **fixed))
+    assert free is not None
+    budgets = [max(free.peaks) * share for share in np.linspace(0.9, 0.05, 18)]
+    plain = [hunt.best(opened(hunt, **fixed, policies=(NONE,), memory=budget)) for budget in budgets]
+    both = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    forced = [found for found, without in zip(both, plain, strict=True) if found is not None and without is None]
+    assert forced
+    assert all(FULL in found.remat and found.seconds > free.seconds for found in forced)
+    assert both[-1] is None
+    for found, budget in zip(both, budgets, strict=True):
+        assert found is None or max(found.peaks) <= budget
+
+
+def test_a_slow_network_between_hosts_makes_stages() -> None:
+    """Two hosts of two devices: gradients of all parameters are dear between them, activations are not."""
+    step = traced("gpt-toy", layers=2)
+    two = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
+    apart = replace(two, hosts=2, devices_per_host=2)
+    found = find(step.graph, step.in_avals, apart, Open(batch_leaves(step.graph, 1), (4,)), Options())
+    assert found is not None
+    assert len(found.stages) >= 2
+    assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in found.stages)
+
+
+@pytest.mark.parametrize(
+    ("extent", "wanted"),
+    [
+        (1, (1,)),
+        (8, (1, 2, 4, 8)),
+        (12, (1, 2, 4, 12)),
+        (1024, (8, 16, 32, 64, 128, 256, 512, 1024)),
+        (1536, (12, 16, 32, 64, 128, 256, 512, 1536)),
+        (1520, (16, 38, 76, 152, 304, 760, 1520)),
+    ],
+)
+def test_numbers_of_microbatches_are_divisors_an_octave_apart(extent: int, wanted: tuple[int, ...]) -> None:
+    assert numbers(extent) == wanted
+    assert all(extent % m == 0 for m in wanted)
