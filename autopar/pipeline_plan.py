@@ -10,12 +10,13 @@ A stage that shares its rank with others shares its devices' memory with them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from autopar.cluster import LogicalMesh
+from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.graph import Graph
@@ -35,6 +36,7 @@ from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_planning import StagePlan, StagePlans, plan_stages
 from autopar.stage_prices import prices, stage_memory
 from autopar.stage_programs import even
+from autopar.stage_search import transfer_seconds
 from autopar.trace import Traced
 
 
@@ -64,7 +66,7 @@ def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePla
         PinError: a pin that fits no argument, or not the mesh of its stage.
     """
     meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
-    return plan_stages(found.stages, avals(traced, found), meshes, options)
+    return plan_stages(found.stages, avals(traced, found), meshes, options, found.choice.limits)
 
 
 def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
@@ -107,7 +109,7 @@ def make_plan(
         donated: positions of the argument leaves whose arrays a step may use up.
         trace_s: seconds that tracing took.
     """
-    costs = _priced(plans, found)
+    costs = _priced(plans, found, target.cluster)
     parts = {"pipeline": simulate(found.schedule, costs).seconds, **_before(found)}
     seconds = math.fsum(parts.values())
     mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
@@ -151,6 +153,7 @@ def make_plan(
         batch=found.choice.batch,
         per_microbatch=found.choice.per_microbatch,
         remat=found.choice.remat,
+        pieces=found.choice.pieces,
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *found.choice.notes,
@@ -202,14 +205,20 @@ def _inputs(graph: Graph, plans: StagePlans, axes: int) -> tuple[Layout, ...]:
 # Prices
 
 
-def _priced(plans: StagePlans, found: Pipelined) -> Prices:
+def _priced(plans: StagePlans, found: Pipelined, cluster: Cluster) -> Prices:
     """What the stages take, and what is handed over between them."""
     costs = prices(plans)
-    link = found.meshes[0].links[0]
-    share = {pair: min(found.mesh(s).size for s in pair) for pair in costs.border}
-    return replace(
-        costs, transfer={pair: link.alpha + link.beta * nbytes / share[pair] for pair, nbytes in costs.border.items()}
-    )
+    sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
+    ends = [*itertools.accumulate(sizes)]
+    on = found.schedule.pipeline.placement
+
+    def seconds(pair: tuple[int, int], nbytes: float) -> float:
+        """Between neighbours the border is where the later one begins, between others as dear as it gets."""
+        ranks = sorted(on[s] for s in pair)
+        device = ends[ranks[1] - 1] if ranks[1] - ranks[0] == 1 else 0
+        return transfer_seconds(cluster, nbytes, device, min(sizes[r] for r in ranks))
+
+    return replace(costs, transfer={pair: seconds(pair, nbytes) for pair, nbytes in costs.border.items()})
 
 
 def _before(found: Pipelined) -> Mapping[str, float]:

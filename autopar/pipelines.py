@@ -2,23 +2,24 @@
 
     submeshes       the devices of every rank, slices of the mesh along its first axis              -> submeshes
     layers          as many at least as there are stages, scans over layers cut into as many        -> layers_for
-    what to do      borders of stages, number of microbatches, schedule                             -> stage_choice
+    what to do      a number of stages is given: stages of balanced FLOPs, microbatches twice as many
+                                                                                                    -> stage_choice
+                    it is not: whatever `autopar.stage_search` finds                                -> searched
     the step        in microbatches, in stages, with instruction lists that are checked             -> assemble
 
-`stage_choice` is all that is decided here: today stages of balanced FLOPs, the schedule that was asked for, and
-microbatches twice as many as stages. Whatever else comes to such a `StageChoice` runs as well, and a plan holds one, so
-that the same step is assembled from it again.
+What is decided is a `StageChoice`; a plan holds one, so that the same step is assembled from it again.
 
 A *rank* is a submesh with its list of instructions. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar import recomputation
+from autopar import recomputation, stage_search
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
 from autopar.graph import Graph
@@ -27,14 +28,19 @@ from autopar.passes import layer_cuts, layers, remat, scan_cut
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import batch_leaves, split
 from autopar.passes.stages import Stages, divide
+from autopar.planning import Options
 from autopar.plans import Plan
 from autopar.schedules import SCHEDULES, Schedule, Size, bounds, check, make
 from autopar.settings import Settings
+from autopar.stage_planning import Limit
+from autopar.trace import Traced
 
 #: Stages on a rank, where a schedule has several.
 CHUNKS = 2
 #: Microbatches per rank that are taken where nobody says how many.
 PER_RANK = 2
+#: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
+MOST_PIECES = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class StageChoice:
     Attributes:
         borders: the first layer of every stage but the first, of `layers_for(graph, number of stages, ...)`.
         extents: of every rank, how much of the mesh's first axis it has.
+        shapes: of every rank, sizes of the axes of its submesh; empty: slices of the mesh.
+        pieces: scans over layers are cut into so many; 0: as many as there are stages.
+        limits: what every stage may hold; empty: what a device has, with one microbatch at a time.
         schedule: a name of `autopar.schedules.SCHEDULES`.
         microbatches: parts of the batch.
         batch: positions of the argument leaves that are cut so.
@@ -60,6 +69,9 @@ class StageChoice:
     per_microbatch: tuple[str, ...] = ()
     remat: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    pieces: int = 0
+    limits: tuple[Limit, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +147,9 @@ def _policies(graph: Graph, asked: str) -> tuple[str, ...]:
     return recomputation.uniform(asked, remat.recomputable(graph))
 
 
-def layers_for(graph: Graph, stages: int, batch: Sequence[int], policies: Sequence[str] = ()) -> Layers:
+def layers_for(
+    graph: Graph, stages: int, batch: Sequence[int], policies: Sequence[str] = (), pieces: int = 0
+) -> Layers:
     """The layers of a step that is to have so many stages; their graph has scans over layers in pieces.
 
     Args:
@@ -143,34 +157,118 @@ def layers_for(graph: Graph, stages: int, batch: Sequence[int], policies: Sequen
         stages: how many there are to be.
         batch: positions of the argument leaves that hold the batch.
         policies: what is recomputed of each layer.
+        pieces: of every scan over layers; 0: one for each stage.
     """
-    pieces = scan_cut.cut(graph, stages, batch)
-    return layer_cuts.finer(layers.find(remat.rewrite(pieces, policies)), stages)
+    shorter = scan_cut.cut(graph, pieces or stages, batch)
+    return layer_cuts.finer(layers.find(remat.rewrite(shorter, policies)), stages)
 
 
 def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
     """The step in stages that a choice describes; errors as of `pipelined`."""
-    found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat)
+    found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
     own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # the totals of one microbatch are all there is
     parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
     stages = divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
     _check_fits(choice.schedule, stages)
     size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
     schedule = check(make(choice.schedule, size, stages.borders), bounds(choice.schedule, size))
-    return Pipelined(choice, found, stages, schedule, submeshes(target, choice.extents))
+    return Pipelined(choice, found, stages, schedule, submeshes(target, choice))
 
 
 def choice_of(plan: Plan) -> StageChoice:
     """What a plan has decided."""
-    ranks = sorted({(stage.rank, stage.submesh[plan.mesh_names[0]]) for stage in plan.stages})
+    inner = plan.mesh_sizes[1:]
+    ranks = sorted({(stage.rank, tuple(stage.submesh.values())) for stage in plan.stages})
+    extents = tuple(math.prod(shape) // math.prod(inner) for _, shape in ranks)
+    shapes = tuple(shape for _, shape in ranks)
+    sliced = shapes == tuple((extent, *inner) for extent in extents)
     return StageChoice(
         tuple(stage.layers[0] for stage in plan.stages[1:]),
-        tuple(extent for _, extent in ranks),
+        extents,
         plan.schedule,
         plan.num_microbatches,
         plan.batch,
         plan.per_microbatch,
         plan.remat,
+        shapes=() if sliced else shapes,
+        pieces=plan.pieces,
+    )
+
+
+# The search
+
+
+def is_open(s: Settings, cluster: Cluster | None) -> bool:
+    """Whether a pipeline is to be searched for: "search", or "auto" where links between hosts are slow."""
+    several = s.stages == "auto" and cluster is not None and cluster.hosts > 1 and s.schedule != "none"
+    return s.mesh is None and s.plan is None and (s.stages == "search" or several)
+
+
+def searched(
+    traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings, options: Options
+) -> StageChoice | None:
+    """The best pipeline for a cluster; None if there is no batch, no backward pass, or nothing that fits.
+
+    Args:
+        traced: the step.
+        leaves: positions of the argument leaves that hold the batch; None: those that look like it.
+        cluster: the devices.
+        s: what is fixed: microbatches, schedule, recomputation, memory.
+        options: how to solve.
+    """
+    graph = traced.graph
+    if not _has_backward(graph):
+        return None
+    try:
+        batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
+    except MicrobatchError:
+        return None
+    extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
+    pieces = min(cluster.num_devices, MOST_PIECES)
+    shorter = scan_cut.cut(graph, pieces, batch)
+    numbers = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.numbers(extent)
+    own, notes = s.per_microbatch, ()
+    try:
+        split(shorter, max(numbers), batch, per_microbatch=own)
+    except MicrobatchError as error:
+        if s.num_microbatches != "auto":
+            raise
+        numbers, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
+    choice = stage_search.Open(
+        batch,
+        numbers,
+        schedules=stage_search.OPEN if s.schedule == "auto" else (s.schedule,),
+        policies=(remat.NONE, remat.FULL) if s.remat == recomputation.AUTO else (s.remat,),
+        memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
+        per_microbatch=own,
+    )
+    found = stage_search.find(shorter, traced.in_avals, cluster, choice, options)
+    return None if found is None else _chosen(shorter, found, choice, s.per_microbatch, pieces, notes)
+
+
+def _chosen(
+    graph: Graph,
+    found: stage_search.Found,
+    choice: stage_search.Open,
+    per_microbatch: tuple[str, ...],
+    pieces: int,
+    notes: tuple[str, ...],
+) -> StageChoice:
+    axes = max(len(stage.shape) for stage in found.stages)
+    frees = remat.recomputable(graph)
+    policies = tuple(p if free else remat.NONE for p, free in zip(found.remat, frees, strict=True))
+    return StageChoice(
+        tuple(stage.first for stage in found.stages[1:]),
+        tuple(stage.devices for stage in found.stages),
+        found.schedule,
+        found.microbatches,
+        choice.batch,
+        per_microbatch,
+        () if set(policies) == {remat.NONE} else policies,
+        notes,
+        tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in found.stages),
+        pieces,
+        found.limits,
     )
 
 
@@ -191,15 +289,14 @@ def _extents(mesh: LogicalMesh, ranks: int) -> tuple[int, ...]:
     return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
 
 
-def submeshes(target: Target, extents: Sequence[int]) -> tuple[LogicalMesh, ...]:
+def submeshes(target: Target, choice: StageChoice) -> tuple[LogicalMesh, ...]:
     """The mesh of every rank, in order, priced by the part of the cluster that it is."""
     mesh = target.logical
     inner = math.prod(mesh.sizes[1:])
-    firsts = [sum(extents[:rank]) for rank in range(len(extents))]
-    return tuple(
-        _part(target.cluster, mesh, first * inner, (extent, *mesh.sizes[1:]))
-        for first, extent in zip(firsts, extents, strict=True)
-    )
+    ends = itertools.accumulate(choice.extents)
+    firsts = [(end - extent) * inner for end, extent in zip(ends, choice.extents, strict=True)]
+    shapes = choice.shapes or [(extent, *mesh.sizes[1:]) for extent in choice.extents]
+    return tuple(_part(target.cluster, mesh, first, shape) for first, shape in zip(firsts, shapes, strict=True))
 
 
 def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...]) -> LogicalMesh:

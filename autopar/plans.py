@@ -89,6 +89,7 @@ class Plan:
         per_microbatch: globs of what is computed per microbatch; see `autopar.passes.microbatch`.
         remat: what the backward pass recomputes: for each layer (`autopar.passes.layers`) one of
             `autopar.passes.remat.POLICIES`; empty if nothing.
+        pieces: of a pipeline, how many shorter scans a scan over layers is cut into; 0: as many as there are stages.
         offloaded: positions of the argument leaves that wait in the host's memory between steps.
         mfu, hfu: share of the devices' peak rate that the model's operations take, and all that are executed, what is
             recomputed included.
@@ -129,6 +130,7 @@ class Plan:
     batch: tuple[int, ...] = ()
     per_microbatch: tuple[str, ...] = ()
     remat: tuple[str, ...] = ()
+    pieces: int = 0
     offloaded: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     version: str = __version__

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import codegen, jax_compat, meshes, offloading, pipeline_plan, pipelines, plan_cache
 from autopar.accumulation import accumulated
+from autopar.cluster import Cluster
 from autopar.errors import (
     ArgumentError,
     AutoparWarning,
@@ -85,10 +86,11 @@ class Prepared:
     def submeshes(self) -> tuple[Mesh, ...]:
         """The devices of every rank of a pipeline, with Auto axes."""
         assert self.pipeline is not None
-        devices, extents = meshes.concrete(self.target), self.pipeline.choice.extents
-        names = self.target.logical.names
-        ends = tuple(itertools.accumulate(extents))
-        return tuple(jax_compat.auto_mesh(devices[end - n : end], names) for n, end in zip(extents, ends, strict=True))
+        devices, names = meshes.concrete(self.target), self.target.logical.names
+        extents = self.pipeline.choice.extents
+        pieces = [devices[end - n : end] for n, end in zip(extents, itertools.accumulate(extents), strict=True)]
+        shapes = [mesh.sizes for mesh in self.pipeline.meshes]
+        return tuple(jax_compat.auto_mesh(p.reshape(n), names) for p, n in zip(pieces, shapes, strict=True))
 
     def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
         """A pipeline compiled for the devices at hand."""
@@ -128,6 +130,8 @@ def prepare(
                 return _loaded(fn, traced, s)
             if s.pipelined:
                 return _in_stages(fn, traced, args, s, local, trace_s)
+            if pipelines.is_open(s, s.cluster) and not traced.pins:
+                return _searched(fn, traced, args, s, local, trace_s)
             return _best(fn, traced, args, s, local, trace_s)
 
 
@@ -199,20 +203,52 @@ def _memory_kinds(target: Target) -> tuple[str, ...]:
     return jax_compat.memory_kinds(meshes.concrete(target).flat[0])
 
 
+def _searched(
+    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+) -> Prepared:
+    """The plan of the best pipeline; on one mesh where that is one stage, or nothing fits."""
+    cluster = s.cluster or Cluster.local()
+    begin = time.perf_counter()
+    options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=registered_rules())
+    choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
+    if choice is None or not choice.borders:
+        count = s.num_microbatches if choice is None else choice.microbatches
+        return _best(fn, traced, args, replace(s, num_microbatches=count), local, trace_s)
+    sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
+    target = Target(cluster.logical_mesh(sizes), cluster)
+    found = pipelines.assemble(traced.graph, choice, target)
+    laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
+    return _staged(fn, traced, args, s, target, found, laps)
+
+
 def _in_stages(
     fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
 ) -> Prepared:
-    """The plan of a pipeline, on the mesh given or on one axis of all devices."""
+    """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
     pipelines.check_options(s, bool(traced.pins))
     target = meshes.targets(s.mesh, s.cluster, local=local)[0]
+    found = pipelines.pipelined(traced.graph, _batch_leaves(args, s), target, s)
+    return _staged(fn, traced, args, s, target, found, {"trace": trace_s})
+
+
+def _staged(
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    s: Settings,
+    target: Target,
+    found: Pipelined,
+    laps: Mapping[str, float],
+) -> Prepared:
+    """The plan of a step in stages."""
+    begin = time.perf_counter()
     donated = _donated(traced, args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
-    leaves = _batch_leaves(args, s)
-    found = pipelines.pipelined(traced.graph, leaves, target, s)
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
     options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=rules)
     layouts = pipeline_plan.plan_layouts(run, found, options)
-    made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, trace_s)
+    made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
+    made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
     if s.progress:
         _report(name_of(fn), made)
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)

@@ -48,7 +48,7 @@ class Settings:
 
     @property
     def pipelined(self) -> bool:
-        """Several stages are asked for; "auto" is one for now."""
+        """Several stages are asked for, by their number."""
         return isinstance(self.stages, int) and self.stages > 1
 
 
@@ -77,7 +77,11 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | Pin
     "remat": (" or ".join(map(repr, CHOICES)), lambda value: value in CHOICES, ArgumentError),
     "offload": (" or ".join(map(repr, offloading.CHOICES)), lambda value: value in offloading.CHOICES, ArgumentError),
     "num_microbatches": ("'auto' or a number of microbatches", _is_count, ArgumentError),
-    "stages": ("'auto' or a number of stages", _is_count, ArgumentError),
+    "stages": (
+        "'auto', 'search' or a number of stages",
+        lambda value: value == "search" or _is_count(value),
+        ArgumentError,
+    ),
     "schedule": (
         f"'auto' or {' or '.join(map(repr, RUNNABLE))}",
         lambda value: value == "auto" or value in RUNNABLE,
@@ -111,7 +115,7 @@ _OF_ONE_STAGE: Mapping[str, Any] = {"memory_budget": None}
 
 def _check_stages(s: Settings) -> None:
     """Options that fit each other."""
-    if not s.pipelined and s.schedule not in ("auto", "none"):
+    if s.stages == 1 and s.schedule not in ("auto", "none"):
         raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
     if s.pipelined and s.schedule == "none":
         choices = ", ".join(map(repr, RUNNABLE[1:]))

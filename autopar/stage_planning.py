@@ -23,12 +23,29 @@ from autopar.fitting import solve
 from autopar.graph import Graph
 from autopar.layout import PARTIAL, Layout, divides
 from autopar.passes import clusters, decode, intra_op, pins
-from autopar.passes.optimize import Solution
+from autopar.passes.charged import charged
+from autopar.passes.optimize import Solution, optimize
 from autopar.passes.stages import Stages
 from autopar.planning import Options
 from autopar.plans import Stage, graph_hash
+from autopar.report.text import size
 from autopar.rules import Rule, rules_of
 from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_prices import stage_memory
+
+#: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
+RATES = (0.0, 0.05, 0.2, 0.8, 3.0, 10.0)
+#: Relative gap at which such a plan is taken.
+ENOUGH = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Bytes per device that a stage may hold with so many microbatches in flight; `share`: the first of `RATES`."""
+
+    nbytes: float
+    in_flight: int
+    share: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +84,11 @@ class StagePlans:
 
 
 def plan_stages(
-    stages: Stages, avals: Sequence[Any], meshes: Sequence[LogicalMesh], options: Options | None = None
+    stages: Stages,
+    avals: Sequence[Any],
+    meshes: Sequence[LogicalMesh],
+    options: Options | None = None,
+    limits: Sequence[Limit] = (),
 ) -> StagePlans:
     """Plan every stage.
 
@@ -77,12 +98,13 @@ def plan_stages(
         meshes: the submesh of every stage.
         options: of planning; `pins` are those of the step's arguments, by path, and hold in every stage that has them.
             Recomputation and donation are not among them.
+        limits: what every stage may hold. None at all: the budget of the options, for one microbatch at a time.
 
     Raises:
         PinError: a pin that fits no argument of the step, or not the mesh of its stage.
         MemoryBudgetError: no plan of a stage fits into the budget.
     """
-    planner = _Planner(stages, tuple(meshes), options or Options())
+    planner = _Planner(stages, tuple(meshes), options or Options(), tuple(limits))
     for stage in range(len(stages.stages)):
         planner.plan(stage_graph(stages, stage, avals))
     return StagePlans(stages, tuple(planner.found), len(planner.known))
@@ -107,6 +129,37 @@ def plan_stage(
     model, liveness = problem_of(graph, mesh, rules, arguments, results)
     solution = solve(model.problem, liveness, mesh, options.memory_budget, options)
     return planned(graph, mesh, rules, model, liveness, solution)
+
+
+def plan_within(
+    graph: StageGraph,
+    mesh: LogicalMesh,
+    options: Options,
+    limit: Limit,
+    arguments: Mapping[int, Layout] | None = None,
+    results: Mapping[int, Layout] | None = None,
+) -> StagePlan:
+    """Plan one stage so that it fits with many microbatches in flight, by charging for memory ever more.
+
+    With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
+    """
+    rules = rules_of(graph.graph, options.rules)
+    model, liveness = problem_of(graph, mesh, rules, arguments, results)
+    free = optimize(model.problem, **options.keywords(), enough=ENOUGH)
+    peak, row = liveness.peak(free.assignment)
+    made, over = None, 0.0
+    for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
+        problem = charged(model.problem, row, share * free.objective / peak) if share and peak else model.problem
+        solution = optimize(problem, **options.keywords(), enough=ENOUGH) if share else free
+        cost = model.problem.value(solution.assignment)
+        solution = replace(solution, objective=cost, lower_bound=0.0, gap=1.0)
+        made = planned(graph, mesh, rules, model, liveness, solution)
+        over = stage_memory(made).peak(limit.in_flight) - limit.nbytes
+        if over <= 0:
+            return made
+    assert made is not None
+    warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
+    return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
 
 
 def problem_of(
@@ -149,6 +202,7 @@ class _Planner:
     stages: Stages
     meshes: tuple[LogicalMesh, ...]
     options: Options
+    limits: tuple[Limit, ...] = ()
     found: list[StagePlan] = field(default_factory=list)
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
 
@@ -156,10 +210,16 @@ class _Planner:
         """Plan the next stage."""
         mesh = self.meshes[graph.stage]
         arguments, results = self._pinned(graph, mesh)
-        key = (_likeness(graph.graph), mesh, tuple(sorted(arguments.items())), tuple(sorted(results.items())))
+        limit = self.limits[graph.stage] if self.limits else None
+        pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
+        key = (_likeness(graph.graph), mesh, pinned, limit)
         same = self.known.get(key)
         if same is None:
-            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
+            made = self.known[key] = (
+                plan_stage(graph, mesh, self.options, arguments, results)
+                if limit is None
+                else plan_within(graph, mesh, self.options, limit, arguments, results)
+            )
         else:
             rules = rules_of(graph.graph, self.options.rules)
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from autopar.passes import decode
 from autopar.passes.stages import KINDS
 from autopar.passes.strategies import share
 from autopar.stage_graphs import BEGIN
-from autopar.stage_planning import StagePlan, StagePlans
+
+if TYPE_CHECKING:
+    from autopar.stage_planning import StagePlan, StagePlans
 
 UPDATE = "update"
 
@@ -60,8 +63,7 @@ class StageMemory:
         state: arguments that it holds or reads whole: parameters, optimizer state.
         sums: accumulators, from the first pass to the update.
         batch: the blocks of all microbatches.
-        copies: what the prologue makes, and copies of that and of arguments in other layouts, from the first to the last
-            pass.
+        copies: what the prologue makes, and copies of that and of arguments in other layouts, while passes run.
         stash: per microbatch, what forward passes leave for backward passes, values received included.
         temporaries: the most that passes hold besides.
         update: the most that updates hold besides state and sums, new state included.

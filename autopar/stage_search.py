@@ -7,7 +7,8 @@
         each played under every schedule that its memory allows       autopar/cost_models/pipeline.py
 
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Numbers of
-microbatches are searched side by side, in two processes (`autopar.side_by_side`).
+microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until two in a row
+bring nothing: many small ones fit into memory first, and are slow first for what each costs at least.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from autopar.passes.layers import Layers
 from autopar.passes.microbatch import split
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size, make
+from autopar.stage_planning import Limit
 from autopar.stage_prices import StagePrices
 
 #: Share of a step's time by which a better division may be missed.
@@ -73,6 +75,7 @@ class Found:
         seconds: predicted, by playing the schedule.
         prices: what was played.
         peaks: bytes per device of every stage.
+        limits: what every stage may hold, and at which rate its memory was charged.
     """
 
     stages: tuple[StageOn, ...]
@@ -82,6 +85,7 @@ class Found:
     seconds: float
     prices: Prices
     peaks: tuple[float, ...]
+    limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,16 @@ class Hunt:
 
     def best(self, choice: Open) -> Found | None:
         """The best pipeline; None if none fits."""
-        found = side_by_side.results([partial(self.at, count, choice) for count in choice.numbers])
-        return min((f for f in found if f is not None), key=_rank, default=None)
+        best: Found | None = None
+        falling = sorted(choice.numbers, reverse=True)
+        for first in range(0, len(falling), side_by_side.WORKERS):
+            some = falling[first : first + side_by_side.WORKERS]
+            found = side_by_side.results([partial(self.at, count, choice) for count in some])
+            better = min((f for f in (best, *found) if f is not None), key=_rank, default=None)
+            if better is best is not None:
+                break
+            best = better
+        return best
 
     def priced(self, count: int) -> Mapping[int, Priced]:
         """The ways to run layers of every kind on every submesh, with this number of microbatches."""
@@ -208,14 +220,8 @@ class Hunt:
         found = np.zeros((len(self.borders) + 2, self.cluster.num_devices + 1))
         for d in range(1, self.cluster.num_devices):
             for k, nbytes in enumerate(self.borders):
-                found[k + 1, d] = 2 * self._seconds(nbytes / count, d, 1)
+                found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
         return found
-
-    def _seconds(self, nbytes: float, device: int, senders: int) -> float:
-        """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part."""
-        inside = device % self.cluster.devices_per_host
-        link = self.cluster.intra if inside else self.cluster.inter
-        return link.alpha + link.beta * nbytes / senders
 
     def played(self, division: Division, question: Question, choice: Open) -> Iterator[Found]:
         """A division under every schedule that its memory allows."""
@@ -230,7 +236,17 @@ class Hunt:
             peaks = tuple(_peak(question, part, n) for part, n in zip(division.parts, flights, strict=True))
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
                 seconds = simulate(make(name, size), prices).seconds
-                yield Found(stages, count, name, policies, seconds, prices, peaks)
+                limits = tuple(
+                    Limit(question.memory[p.placement.submesh], n, self._share(p, ways(choice.policies), count))
+                    for p, n in zip(division.parts, flights, strict=True)
+                )
+                yield Found(stages, count, name, policies, seconds, prices, peaks, limits)
+
+    def _share(self, part: Part, options: Sequence[tuple[str, int]], count: int) -> float:
+        """The rate at which a stage's way to run was found."""
+        policy, number = options[part.option]
+        one, kinds = self.known[count][part.placement.submesh], self.kinds.of_layer[part.first : part.last]
+        return max(one.way(kind, number, policy).share for kind in kinds)
 
     def _prices(
         self, division: Division, options: Sequence[tuple[str, int]], count: int
@@ -256,9 +272,16 @@ class Hunt:
         for s, part in enumerate(division.parts[1:]):
             before = division.parts[s].placement
             senders = min(before.stop - before.start, part.placement.stop - part.placement.start)
-            seconds = self._seconds(self.borders[part.first - 1] / count, part.placement.start, senders)
+            nbytes = self.borders[part.first - 1] / count
+            seconds = transfer_seconds(self.cluster, nbytes, part.placement.start, senders)
             found[s, s + 1] = found[s + 1, s] = seconds
         return found
+
+
+def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:
+    """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part."""
+    link = cluster.intra if device % cluster.devices_per_host else cluster.inter
+    return link.alpha + link.beta * nbytes / senders
 
 
 def _rank(found: Found) -> tuple[float, int, int, str]:

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import LogicalMesh
-from autopar.passes.memory_rows import Row
+from autopar.passes.charged import charged
 from autopar.passes.optimize import Solution, optimize
-from autopar.passes.problem import Edge, Node, Problem
 from autopar.planning import Options
 from autopar.rules import Rule
 from autopar.stage_graphs import StageGraph
@@ -100,23 +99,3 @@ def _nondominated(found: Sequence[tuple[float, float, Trade]]) -> Iterator[Trade
         if nbytes < least:
             least = nbytes
             yield one
-
-
-def charged(problem: Problem, row: Row, rate: float) -> Problem:
-    """The problem with `rate` seconds added for every byte of a row."""
-    kinds: dict[tuple[tuple[int, ...], bytes], int] = {}
-
-    def node(i: int, n: Node) -> Node:
-        extra = row.nodes.get(i)
-        if extra is None:
-            return replace(n, signature=(n.signature, b""))
-        return replace(n, cost=n.cost + rate * extra, signature=(n.signature, extra.tobytes()))
-
-    def edge(i: int, e: Edge) -> Edge:
-        extra = row.edges.get(i)
-        key = (e.key, b"" if extra is None else extra.tobytes())
-        number = kinds.setdefault(key, len(kinds))
-        return replace(e, key=(number,), table=e.table if extra is None else e.table + rate * extra)
-
-    nodes, edges = enumerate(problem.nodes), enumerate(problem.edges)
-    return Problem(tuple(node(i, n) for i, n in nodes), tuple(edge(i, e) for i, e in edges))

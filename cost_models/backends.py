@@ -31,7 +31,7 @@ class Backend:
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
-        sums_in_place: an all-reduce overwrites its operand.
+        sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and stands in for a reduce-scatter.
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
         near_bytes: bytes of on-chip memory that temporaries fill before they go to the device's memory.
         fragmentation: bytes of the heap over bytes alive at its peak.

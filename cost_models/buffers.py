@@ -188,9 +188,11 @@ class _Values:
         cluster = b.model.clustering.clusters[home.cluster]
         s, kind = cluster.strategies, b.kind(v)
         if cluster.op == step.op.index and s.after.any():
-            sums = s.after == REDUCE_SCATTER if b.backend.sums_in_place else s.after != NOTHING
+            scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
+            # without a reduce-scatter, what is summed is whole as well before a piece of it is kept
+            wholes = scattered * 1.0 if b.backend.sums_in_place else summed * 1.0 + scattered
             key = ("unsummed", s.index, home.dims, kind)
-            at = b.at(key, lambda: np.where(sums.any(1), b.held(s, home.dims, kind, assigned=True), 0.0))
+            at = b.at(key, lambda: wholes * b.held(s, home.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=home.cluster)
 
 

@@ -198,11 +198,14 @@ def _in_blocks(a: Facts, prologue: Sequence[Placed], sweeps: Sequence[Sweep]) ->
     looped = {p.op.index: p.outcome for s in sweeps for p in s.loop}
     scans = {p.op.index: p.op for s in sweeps for p in s.loop if p.op.name == "scan" and p.outcome is not None}
     hoisted = [p.op for p in prologue if p.op.index not in looped]
-    candidates = sorted((*hoisted, *scans.values()), key=lambda op: op.index)
+    # what depends on no example and yet runs in the loop, behind something that does run there
+    whole = [p.op for s in sweeps for p in s.loop if p.outcome is None and not p.own]
+    candidates = sorted((*hoisted, *scans.values(), *whole), key=lambda op: op.index)
     apart = {p.op.index: p.op for group in (prologue, *(x for s in sweeps for x in (s.loop, s.after))) for p in group}
     kept = {v for v in a.flat.outputs if isinstance(v, int)}
     again = (p.op for group in (prologue, *(s.after for s in sweeps)) for p in group if p.op.index in looped)
     kept.update(v for op in again for v in op.inputs if isinstance(v, int))
+    kept.update(t.value for s in sweeps for t in s.totals)
     readers = readers_of(tuple(apart.values()))
     changed, _ = sink(a.graph, candidates, looped, readers, kept, a.count, narrow=narrowed)
     sunk = [op for op in hoisted if op.index in changed or _is_free(op)]

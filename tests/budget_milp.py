@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+import scipy.optimize
 from scipy.sparse import coo_array
 
 from autopar.passes.memory_rows import Row, RowSource
 from autopar.passes.problem import Floats, Ints, Problem
 
+highs: Any = scipy.optimize  # whose stubs know numbers only where arrays are meant
 SCALE = 1e4  # of the objective and of the budget: HiGHS' absolute tolerances are then 1e-10 of either
 
 
@@ -86,10 +87,10 @@ class _Columns:
         allowed = np.isfinite(self.cost)
         count = int(self.nodes[-1]) + len(self.problem.nodes[-1].cost)
         integral = np.arange(len(self.cost)) < count
-        found: Any = milp(
+        found: Any = highs.milp(
             np.where(allowed, self.cost, 0.0) / self.unit,
             integrality=integral.astype(int),
-            bounds=Bounds(np.zeros(len(self.cost)), allowed.astype(float)),
+            bounds=highs.Bounds(np.zeros(len(self.cost)), allowed.astype(float)),
             constraints=[self._flows(), *self._memory(rows, budget)],
             options={"time_limit": max(seconds, 0.1), "mip_rel_gap": 0.0},
         )
@@ -100,7 +101,7 @@ class _Columns:
         pieces = [found.x[a : a + len(n.cost)] for a, n in zip(self.nodes, self.problem.nodes, strict=True)]
         return np.array([int(p.argmax()) for p in pieces], np.int64), bound
 
-    def _flows(self) -> LinearConstraint:
+    def _flows(self) -> Any:
         """One strategy per node, and flows that agree with it."""
         entries: list[tuple[int, int, float]] = []
         right: list[float] = []
@@ -110,15 +111,15 @@ class _Columns:
         for start, e in zip(self.edges, self.problem.edges, strict=True):
             flow = start + np.arange(e.table.size).reshape(e.table.shape)
             for end, classes, flows in ((e.u, e.gu, flow), (e.v, e.gv, flow.T)):
-                for k, group in enumerate(flows.tolist()):
-                    entries += [(len(right), y, 1.0) for y in group]
+                for k, group in enumerate(flows):
+                    entries += [(len(right), int(y), 1.0) for y in group]
                     entries += [(len(right), self.nodes[end] + int(s), -1.0) for s in np.flatnonzero(classes == k)]
                     right.append(0.0)
         at, columns, values = map(np.array, zip(*entries, strict=True))
-        matrix = coo_array((values, (at, columns)), shape=(len(right), len(self.cost)))
-        return LinearConstraint(matrix.tocsr(), right, right)
+        matrix: Any = coo_array((values, (at, columns)), shape=(len(right), len(self.cost)))
+        return highs.LinearConstraint(matrix.tocsr(), right, right)
 
-    def _memory(self, rows: Sequence[Row], budget: float) -> list[LinearConstraint]:
+    def _memory(self, rows: Sequence[Row], budget: float) -> list[Any]:
         unit = budget / SCALE
         matrix = np.zeros((len(rows), len(self.cost)))
         for r, row in enumerate(rows):
@@ -127,4 +128,4 @@ class _Columns:
             for i, held in row.edges.items():
                 matrix[r, self.edges[i] : self.edges[i] + held.size] += held.ravel()
         room = np.array([budget - row.constant for row in rows])
-        return [LinearConstraint(matrix / unit, -np.inf, room / unit)] if rows else []
+        return [highs.LinearConstraint(matrix / unit, -np.inf, room / unit)] if rows else []

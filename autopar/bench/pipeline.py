@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -81,8 +83,10 @@ class Clock:
         return statistics.median(self.times.get((op, kind, stage, to), [0.0]))
 
     def updates(self, stage: int, steps: int) -> float:
-        """s of all updates of a stage in a step."""
-        return math.fsum(self.times.get(("update", "", stage, -1), [])) / steps
+        """s of all updates of a stage in a step, which run in one order in each of so many."""
+        found = self.times.get(("update", "", stage, -1), [])
+        count = len(found) // steps
+        return math.fsum(statistics.median(found[k::count]) for k in range(count))
 
     def beginning(self) -> float:
         """s before the first pass, which is of stage 0."""
@@ -90,14 +94,25 @@ class Clock:
 
 
 @contextlib.contextmanager
-def one_core_busy() -> Iterator[None]:
-    """Another process that multiplies matrices on one core."""
+def neighbour() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that multiplies matrices on one core whenever it is woken; it sleeps at first."""
     env = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
     with subprocess.Popen([sys.executable, "-c", BUSY], env=env) as child:
         try:
-            yield
+            child.send_signal(signal.SIGSTOP)
+            yield child
         finally:
             child.kill()
+
+
+@contextlib.contextmanager
+def awake(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While the neighbour works."""
+    child.send_signal(signal.SIGCONT)
+    try:
+        yield
+    finally:
+        child.send_signal(signal.SIGSTOP)
 
 
 def built(model: zoo.Model, ranks: int, devices: int, schedule: str, microbatches: int) -> PipelineStep:
@@ -122,32 +137,14 @@ def advance(step: PipelineStep, leaves: Sequence[Any]) -> list[Any]:
     return [*results[:state], *leaves[state:]]
 
 
-def measured_prices(step: PipelineStep, leaves: list[Any], repeats: int) -> tuple[Prices, list[Any]]:
-    """What every instruction takes by itself, and the arguments of the next step."""
-    clock, count = Clock(), len(step.stages.stages)
-    alone = replace(step, blocking=True, watch=clock)
-    with one_core_busy():
-        for _ in range(repeats):
-            clock.start()
-            leaves = advance(alone, leaves)
-    prices = Prices(
-        tuple(clock.median("run", "F", s) for s in range(count)),
-        tuple(clock.median("run", "B", s) for s in range(count)),
-        tuple(clock.median("run", "W", s) for s in range(count)),
-        {(stage, to): clock.median(op, kind, stage, to) for op, kind, stage, to in clock.times if op == "send"},
-        update=tuple(clock.updates(s, repeats) + clock.beginning() / count for s in range(count)),
-    )
-    return prices, leaves
-
-
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Variant:
-    """One schedule under measurement; `times` in s."""
+    """One schedule under measurement: its clock has the instructions one by one, `times` whole steps, s."""
 
     name: str
     step: PipelineStep
     leaves: list[Any]
-    prices: Prices | None = None
+    clock: Clock = field(default_factory=Clock)
     times: list[float] = field(default_factory=list)
 
     def run(self) -> float:
@@ -156,9 +153,24 @@ class Variant:
         self.leaves = advance(self.step, self.leaves)
         return time.perf_counter() - begin
 
-    def price(self, repeats: int) -> None:
-        """Measure its instructions."""
-        self.prices, self.leaves = measured_prices(self.step, self.leaves, repeats)
+    @cached_property
+    def alone(self) -> PipelineStep:
+        """The step with every instruction waited for."""
+        return replace(self.step, blocking=True, watch=self.clock)
+
+    def price(self) -> None:
+        """One step in which every instruction is waited for."""
+        self.clock.start()
+        self.leaves = advance(self.alone, self.leaves)
+
+
+def prices_of(clock: Clock, stages: int, steps: int) -> Prices:
+    """What the instructions of so many steps took."""
+    return Prices(
+        *(tuple(clock.median("run", kind, s) for s in range(stages)) for kind in "FBW"),
+        transfer={(a, to): clock.median(op, kind, a, to) for op, kind, a, to in clock.times if op == "send"},
+        update=tuple(clock.updates(s, steps) + clock.beginning() / stages for s in range(stages)),
+    )
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
@@ -176,15 +188,21 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     for variant in variants:
         for _ in range(WARM_UP):
             variant.run()
+    take_turns(variants, spec["repeats"])
     for variant in variants:
-        variant.price(spec["repeats"])
-    for r in range(spec["repeats"]):
-        for k in range(len(variants)):
-            variant = variants[(r + k) % len(variants)]
-            variant.times.append(variant.run())
-    for variant in variants:
-        assert variant.prices is not None
-        yield row(spec["model"], variant.step.schedule, variant.prices, variant.times)
+        prices = prices_of(variant.clock, len(variant.step.stages.stages), spec["repeats"])
+        yield row(spec["model"], variant.step.schedule, prices, variant.times)
+
+
+def take_turns(variants: Sequence[Variant], repeats: int) -> None:
+    """A step one by one and a step as it runs, of every schedule in turn."""
+    with neighbour() as child:
+        for r in range(repeats):
+            for k in range(len(variants)):
+                variant = variants[(r + k) % len(variants)]
+                with awake(child):
+                    variant.price()
+                variant.times.append(variant.run())
 
 
 def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float]) -> Row:

@@ -95,6 +95,12 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
         "objective_s": plan.objective_s,
         "step_time_s": plan.step_time_s,
         "peak_rss_bytes": _peak_rss(),
+        "stages": len(plan.stages),
+        "schedule": plan.schedule,
+        "num_microbatches": plan.num_microbatches,
+        "mfu": plan.mfu,
+        "hfu": plan.hfu,
+        "peak_memory_bytes": max(stage.peak_memory_bytes for stage in plan.stages),
     }
 
 

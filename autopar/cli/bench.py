@@ -234,6 +234,16 @@ def bench_pipeline(
     report(as_json, found, lambda: pipeline.table(found))
 
 
+@app.command("gpipe")
+def bench_gpipe(repeats: Repeats = 5, as_json: Json = False) -> None:
+    """Time autopar's 1f1b pipeline against GPipe written by hand, 4 stages of 2 virtual devices, taking turns."""
+    from autopar.bench import gpipe
+
+    found = gpipe.run(repeats)
+    report(as_json, found, lambda: gpipe.table(found))
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
 @app.command("published")
 def bench_published(as_json: Json = False) -> None:
     """Count and price GPT of the Alpa paper beside what was published."""

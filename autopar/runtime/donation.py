@@ -6,6 +6,7 @@ An update takes over an argument, for the new value that it makes of it, if
     the stage that holds it makes the new value, and that lies as the old one did
     no later update reads it, nor another stage on the same devices, where a copy may share its memory
     it is no result itself
+    neither the update nor a later one calls the host back, where a user's own error may end the step
 
 Updates run when all passes of all stages are dispatched, so that no pass reads what they have taken.
 """
@@ -16,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.passes.stages import Stages
 from autopar.passes.state import match_state
+from autopar.runtime.failures import CALLBACKS
 from autopar.runtime.places import Places
 
 
@@ -30,11 +32,13 @@ def taken_over(places: Places, placement: Sequence[int], donated: Collection[int
     stages, updates = places.stages, places.stages.updates
     given = {stages.split.graph.inputs[i] for i in donated}
     results = {a for a in stages.split.flat.outputs if isinstance(a, int)}
-    readers, last = _readers(stages), _last(stages)
+    readers, last, callbacks = _readers(stages), _last(stages), _callbacks(stages)
     found: dict[int, int] = {}
     for new, old in _replaced(stages).items():
         number, home = updates.made.get(new), updates.homes.get(old)
         if old not in given - results or number is None or home is None or last.get(old) != number:
+            continue
+        if number < callbacks:
             continue
         beside = any(placement[s] == placement[home] for s in readers.get(old, set[int]()) - {home})
         alike = places.result(number, new).is_equivalent_to(
@@ -57,6 +61,16 @@ def _replaced(stages: Stages) -> Mapping[int, int]:
 def _last(stages: Stages) -> Mapping[int, int]:
     """Argument -> the last update that reads it."""
     return {v: number for number, update in enumerate(stages.updates.programs) for v in update.arguments}
+
+
+def _callbacks(stages: Stages) -> int:
+    """How many updates there are up to the last one that calls the host back."""
+    calling = (
+        number + 1
+        for number, update in enumerate(stages.updates.programs)
+        if any(op.name in CALLBACKS for placed in update.ops for op in placed.op.walk())
+    )
+    return max(calling, default=0)
 
 
 def _readers(stages: Stages) -> Mapping[int, set[int]]:

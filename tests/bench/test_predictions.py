@@ -64,7 +64,7 @@ def test_plans_are_made_for_the_compiler_of_the_target(platform: str) -> None:
 
 
 def test_recomputation_is_a_row_where_it_saves_memory() -> None:
-    found = predictions.subject("mlp-toy", {"layers": 3, "batch": 8192}, (8,), "tpu")
+    found = predictions.subject("mlp-toy", {"layers": 3, "batch": 8192}, (8,), "cpu")
     plans = dict(found.plans())
     assert tuple(plans) == predictions.PLANS
     assert any(policy != "none" for policy in plans["recomputed"].plan.remat)

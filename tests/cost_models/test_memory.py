@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,9 +22,11 @@ from autopar.cluster import Cluster
 from autopar.cost_models.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
+from autopar.cost_models.steps import flatten
 from autopar.layout import local_shape
 from autopar.passes import decode
 from autopar.passes.memory_rows import RowSource
+from autopar.passes.state import match_state
 from autopar.planning import Options, Planned, make_plan
 from autopar.trace import trace
 
@@ -272,6 +275,35 @@ COMPILED = (
     ("llama3-toy", {"layers": 1, "batch": 2048, "seq": 64}, (8,)),
     ("flax-linen-toy", {"batch": 32768}, (8,)),
 )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy"])
+def test_new_state_goes_into_the_buffers_of_the_old(name: str, backend: str) -> None:
+    """At the end nothing is left beside the arguments but results that are no state."""
+    made, lives = toy(name, backend)
+    state = {made.graph.outputs[out] for out in match_state(made.graph)}
+    others = sum(made.graph.type_of(a).nbytes for a in made.graph.outputs if a not in state)
+    assert lives.profile(made.solution.assignment)[-1] <= 2 * others
+
+
+def test_an_array_that_a_barrier_renames_is_counted_once() -> None:
+    """Data parallel on two devices: nothing is copied, and no array has two buffers at a time."""
+    model = zoo.build("mlp-toy", layers=3, batch=512)
+    made = planned(model.step, model.abstract_args(), (2,), remat="full")
+    lives = liveness(made, GPU, (2,))
+    sizes = lives.sizes(made.solution.assignment)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    program = flatten(made.graph, GPU, {})
+    for b, nbytes in zip(lives.buffers, sizes.tolist(), strict=True):
+        if nbytes >= 256 * 32 * 4:
+            root = program.root(b.value)
+            assert isinstance(root, int)
+            spans.setdefault(root, []).append((b.birth, b.death))
+    assert spans
+    for found in spans.values():
+        ordered = sorted(found)
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(ordered))
 
 
 @pytest.mark.parametrize(("model", "sizes", "mesh"), COMPILED, ids=[c[0] for c in COMPILED])

@@ -13,7 +13,7 @@ import pytest
 from autopar.errors import StageError
 from autopar.runtime import PipelineStep
 from autopar.zoo import build as zoo
-from tests.runtime.test_runtime import FAST, assert_close, pipeline
+from tests.runtime.test_runtime import FAST, assert_close, checked, pipeline
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,6 +134,16 @@ def test_an_error_in_any_pass_leaves_the_state_usable(
     assert "used up" not in str(caught.value)
     expected = jax.jit(model.step, compiler_options=FAST)(jax.device_put(state, jax.devices()[0]), batch)
     assert_close(step(state, batch), expected)
+
+
+def test_updates_that_call_the_host_take_nothing_over() -> None:
+    """Nor do those before them: what the host refuses leaves the whole state usable."""
+    state = {"a": jnp.eye(4), "b": jnp.eye(4)}
+    batch = {"x": jnp.ones((8, 4)), "t": jnp.ones(8, jnp.float32)}
+    step = pipeline(checked, (state, batch), (1, 1), count=2, donated=range(2))
+    calling = [any(p.op.name == "pure_callback" for p in u.ops) for u in step.stages.updates.programs]
+    last = len(calling) - calling[::-1].index(True)
+    assert not any(step.compiled.taken[:last])
 
 
 def test_an_error_in_an_update_says_that_state_may_be_gone(donating: tuple[PipelineStep, Any, Any, Any]) -> None:
