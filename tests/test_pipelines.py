@@ -408,3 +408,50 @@ def test_layers_may_be_recomputed(target: str) -> None:
     plain = autopar.plan(model.step, *args, stages=2, mesh=(2,), num_microbatches=2)
     assert step.plan(*args).stages[0].memory["residuals"] < plain.stages[0].memory["residuals"] / 2
     assert_equal(step(*args), jax.jit(model.step)(*args))
+
+
+# What is searched
+
+
+@pytest.fixture(scope="module")
+def apart() -> Cluster:
+    """Two hosts of four slow devices with a slow link between them."""
+    slow = Cluster.custom((2, 4), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9, "float64": 1e9}, 1e10, 10**9)
+    return replace(slow, hosts=2, devices_per_host=4)
+
+
+def test_a_searched_pipeline_computes_the_step_and_comes_back_from_disk(apart: Cluster, tmp_path: Path) -> None:
+    small = zoo.build("gpt-toy", batch=16, dtype="float64")
+    batch = small.make_batch(jax.random.key(1))
+    step = autopar.parallelize(small.step, cluster=apart, num_microbatches=8)
+    plan = step.plan(*small.abstract_args())
+    assert len(plan.stages) >= 2
+    assert plan.num_microbatches == 8
+    assert sum(stage.devices for stage in plan.stages) == 8
+    assert len({tuple(stage.submesh) for stage in plan.stages}) == 1
+    plan.save(tmp_path / "plan.json")
+    again = autopar.parallelize(small.step, cluster=apart, plan=tmp_path / "plan.json")
+    init = jax.jit(small.init)
+    one, other, alone = (init(jax.random.key(0)) for _ in range(3))
+    for _ in range(2):
+        one, _ = step(one, batch)
+        other, _ = again(other, batch)
+        alone, _ = jax.jit(small.step)(alone, batch)
+    assert_equal(one, alone)
+    assert_equal(other, alone)
+
+
+def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:
+    small = zoo.build("mlp-toy", batch=8, dtype="float32")
+    one = replace(apart, hosts=1, axis_levels=apart.levels[1:])
+    assert len(autopar.plan(small.step, *small.abstract_args(), cluster=one).stages) == 1
+    searched = autopar.plan(small.step, *small.abstract_args(), cluster=one, stages="search")
+    assert sum(stage.devices for stage in searched.stages) == 4
+
+
+def test_couplings_of_the_batch_leave_one_microbatch() -> None:
+    norm = zoo.build("wresnet-toy", dtype="float32")
+    two = Cluster.custom((2, 1), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
+    plan = autopar.plan(norm.step, *norm.abstract_args(), cluster=replace(two, hosts=2, devices_per_host=1))
+    assert plan.num_microbatches == 1
+    assert len(plan.stages) == 1 or any("one microbatch" in note for note in plan.notes)

@@ -1,11 +1,16 @@
 """`autopar bench pipeline`: a pipeline's step against the simulator at measured prices, and what dispatching it takes.
 
-Two stages, or chunks of stages, on two virtual CPU devices, each kernel on one thread, for every schedule:
+Two ranks on two virtual CPU devices, each to have one core. XLA's CPU client gives all devices of a process one pool of
+threads, whatever its flags say (seen on jaxlib 0.10.2 and 0.12.0): a kernel that is large enough runs on as many
+threads as there are devices, and a device that waits lends its core to the other, so that no schedule has a bubble. The
+model here (`narrow`) has layers of many small products, none of which is worth a second thread. `threads`, CPU seconds
+per second while instructions run one by one, says how far that holds; models of the zoo are for comparison.
 
     pass, send, update    every instruction waited for, while another process keeps the other core busy; medians
     simulated             the schedule's lists played at these prices
     measured              the step as it runs, the schedules taking turns; median
     bubble                1 - what both devices compute, by these prices, over twice the step
+    threads               1 where a pass has one core
 
 What begins a step (cutting the batch, empty sums) is priced with the updates. Dispatch is the time from one instruction
 to the next in a step of a tiny model that nobody waits for, on submeshes of one and of two devices.
@@ -27,6 +32,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autopar import zoo
 from autopar.bench import worker
@@ -42,21 +48,48 @@ from autopar.settings import settings
 RANKS = 2
 MICROBATCHES = 4
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
-MODEL = "gpt-3m"
+MODEL = "narrow"
 TINY = "mlp-toy"
 WARM_UP = 2
 DISPATCHED = 50  # steps of the tiny model
 
-#: Model -> sizes with which a pass takes tens of milliseconds on one core.
+#: Model of the zoo -> sizes with which a pass takes tens of milliseconds on one core.
 BENCH_SIZES: Mapping[str, Mapping[str, Any]] = {"gpt-3m": {"layers": 4, "batch": 16}}
+LAYERS, PRODUCTS, WIDTH, BATCH = 8, 384, 64, 256  # of `narrow`
 
-#: Each kernel on one thread, so that two devices are two cores.
+#: What there is to keep kernels to one thread.
 FLAGS = "--xla_cpu_multi_thread_eigen=false"
 BUSY = "import numpy\na = numpy.ones((512, 512), 'float32')\nwhile True:\n    a @ a"
 
 Row = dict[str, Any]
 #: Operation, kind, stage, stage that it is for.
 Key = tuple[str, str, int, int]
+
+
+def narrow(layers: int = LAYERS, products: int = PRODUCTS, width: int = WIDTH, batch: int = BATCH) -> zoo.Model:
+    """x <- x + tanh(x w), w a diagonal of `products` blocks of `width` x `width`; gradient descent on the mean square.
+
+    A layer's product on b examples is `products` products [b, width] [width, width], which run one after the other.
+    """
+
+    def init(key: jax.Array) -> Any:
+        shape = (layers, products, width, width)
+        return {"params": [*(0.1 * jax.random.normal(key, shape))]}
+
+    def make_batch(key: jax.Array) -> Any:
+        return {"x": jax.random.normal(key, (batch, products, width))}
+
+    def loss(params: Any, inputs: Any) -> jax.Array:
+        x = inputs["x"].swapaxes(0, 1)
+        for w in params:
+            x = x + jnp.tanh(jnp.matmul(x, w))
+        return jnp.mean(x**2)
+
+    def step(state: Any, inputs: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], inputs)
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, {"loss": value}
+
+    return zoo.Model("narrow", "narrow", step, init, make_batch)
 
 
 @dataclass(slots=True)
@@ -139,13 +172,20 @@ def advance(step: PipelineStep, leaves: Sequence[Any]) -> list[Any]:
 
 @dataclass(eq=False)
 class Variant:
-    """One schedule under measurement: its clock has the instructions one by one, `times` whole steps, s."""
+    """One schedule under measurement.
 
-    name: str
+    Attributes:
+        step, leaves: the step, and the arguments of the next one.
+        clock: times of its instructions one by one.
+        times: of whole steps, s.
+        threads: CPU seconds per second of steps whose instructions run one by one.
+    """
+
     step: PipelineStep
     leaves: list[Any]
     clock: Clock = field(default_factory=Clock)
     times: list[float] = field(default_factory=list)
+    threads: list[float] = field(default_factory=list)
 
     def run(self) -> float:
         """Seconds of one step."""
@@ -160,8 +200,10 @@ class Variant:
 
     def price(self) -> None:
         """One step in which every instruction is waited for."""
+        begin, worked = time.perf_counter(), time.process_time()
         self.clock.start()
         self.leaves = advance(self.alone, self.leaves)
+        self.threads.append((time.process_time() - worked) / (time.perf_counter() - begin))
 
 
 def prices_of(clock: Clock, stages: int, steps: int) -> Prices:
@@ -180,18 +222,19 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         yield dispatch(spec["dispatch"])
         return
     worker.cpu_devices(RANKS)
-    model = zoo.build(spec["model"], **BENCH_SIZES.get(spec["model"], {}))
+    name = spec["model"]
+    model = narrow() if name == MODEL else zoo.build(name, **BENCH_SIZES.get(name, {}))
     variants: list[Variant] = []
-    for name in spec["schedules"]:
-        step = built(model, RANKS, 1, name, MICROBATCHES)
-        variants.append(Variant(name, step, placed(step, model)))
+    for schedule in spec["schedules"]:
+        step = built(model, RANKS, 1, schedule, MICROBATCHES)
+        variants.append(Variant(step, placed(step, model)))
     for variant in variants:
         for _ in range(WARM_UP):
             variant.run()
     take_turns(variants, spec["repeats"])
     for variant in variants:
         prices = prices_of(variant.clock, len(variant.step.stages.stages), spec["repeats"])
-        yield row(spec["model"], variant.step.schedule, prices, variant.times)
+        yield row(name, variant.step.schedule, prices, variant.times, variant.threads)
 
 
 def take_turns(variants: Sequence[Variant], repeats: int) -> None:
@@ -205,7 +248,7 @@ def take_turns(variants: Sequence[Variant], repeats: int) -> None:
                 variant.times.append(variant.run())
 
 
-def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float]) -> Row:
+def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float], threads: Sequence[float]) -> Row:
     """A schedule measured and simulated."""
     played, measured = simulate(schedule, prices), statistics.median(times)
     passes = prices.passes(schedule.pipeline.split)
@@ -221,6 +264,7 @@ def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float]) 
         "ratio": measured / played.seconds,
         "simulated_bubble": played.bubble,
         "bubble": 1 - math.fsum(played.busy) / (len(played.busy) * measured),
+        "threads": statistics.median(threads),
         "raw_s": list(times),
     }
 
@@ -276,13 +320,14 @@ def line(found: Row) -> str:
     """One row for people."""
     return (
         f"{found['schedule']:<17} measured {seconds(found['measured_s'])}, simulated {seconds(found['simulated_s'])}, "
-        f"ratio {found['ratio']:.3f}; bubble {found['bubble']:.1%}, simulated {found['simulated_bubble']:.1%}"
+        f"ratio {found['ratio']:.3f}; bubble {found['bubble']:.1%}, simulated {found['simulated_bubble']:.1%}; "
+        f"threads {found['threads']:.2f}"
     )
 
 
 def table(found: Row) -> str:
     """A line per schedule, the passes of the stages, and dispatch."""
-    heads = ("", "measured", "simulated", "ratio", "bubble", "simulated", "passes of stages")
+    heads = ("", "measured", "simulated", "ratio", "bubble", "simulated", "threads", "passes of stages")
     lines = [
         (
             r["schedule"],
@@ -291,6 +336,7 @@ def table(found: Row) -> str:
             f"{r['ratio']:.3f}",
             f"{r['bubble']:.1%}",
             f"{r['simulated_bubble']:.1%}",
+            f"{r['threads']:.2f}",
             "; ".join(f"{kind} {' '.join(map(seconds, times))}" for kind, times in r["pass_s"].items()),
         )
         for r in found["rows"]

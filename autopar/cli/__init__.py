@@ -61,7 +61,7 @@ def plan(
     remat: Remat = "auto",
     offload: Offload = "auto",
     num_microbatches: Microbatches = None,
-    stages: Stages = None,
+    stages: Stages = "auto",
     schedule: ScheduleName = "auto",
     per_microbatch: PerMicrobatch = None,
     solver: Solver = "auto",
@@ -79,7 +79,15 @@ def plan(
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
         parts = {"num_microbatches": num_microbatches or "auto", "per_microbatch": words(per_microbatch, ())}
         where = {"remat": remat, "offload": offload}
-        found = api.plan(fn, *args, **where, stages=stages or "auto", schedule=schedule, **parts, **chosen)
+        found = api.plan(
+            fn,
+            *args,
+            **where,
+            stages=int(stages) if stages.isdecimal() else stages,
+            schedule=schedule,
+            **parts,
+            **chosen,
+        )
     if output is not None:
         found.save(output)
         say(f"saved to {output}")

@@ -223,7 +223,7 @@ def bench_schedules(
 
 @app.command("pipeline")
 def bench_pipeline(
-    model: Annotated[str, typer.Option(help="zoo name")] = "gpt-3m",
+    model: Annotated[str, typer.Option(help="narrow, whose kernels take one thread each, or a zoo name")] = "narrow",
     repeats: Repeats = 10,
     as_json: Json = False,
 ) -> None:
@@ -242,6 +242,22 @@ def bench_gpipe(repeats: Repeats = 5, as_json: Json = False) -> None:
     found = gpipe.run(repeats)
     report(as_json, found, lambda: gpipe.table(found))
     raise typer.Exit(0 if found["ok"] else 1)
+
+
+@app.command("alpa")
+def bench_alpa(
+    models: Models = None,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Pipelines that are found beside those that Alpa published, under one model of cost and memory."""
+    from autopar.bench import alpa
+
+    rows = alpa.run(words(models, tuple(alpa.PUBLISHED)), resume, say)
+    report(as_json, {"rows": rows}, lambda: alpa.table(rows))
+    raise typer.Exit(
+        0 if all(row["alpa_fits"] and row["ratio"] is not None and row["ratio"] <= 1 for row in rows) else 1
+    )
 
 
 @app.command("published")

@@ -32,7 +32,7 @@ Offload = Annotated[
     str, typer.Option(help="optimizer state in the host's memory: auto (what memory forces there), none or all")
 ]
 Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="parts of the batch, one after the other")]
-Stages = Annotated[int | None, typer.Option(help="parts of the model, side by side on submeshes")]
+Stages = Annotated[str, typer.Option(help="parts of the model, side by side on submeshes: a number, search or auto")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
