@@ -35,8 +35,8 @@ VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_FILES = 256
 MOST_BYTES = 512 * 2**20
 
-#: Solver statuses that are proofs; see `autopar.passes.optimize`.
-PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal")
+#: Solver statuses that are proofs, see `autopar.passes.optimize`; pipelines are "chosen", at any speed the same.
+PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal", "chosen")
 SOLVING = ("fold", "presolve", "bound", "ilp")
 UNHURRIED = 0.9  # share of the time limit below which the limit had no say
 
@@ -70,10 +70,12 @@ def off() -> Iterator[None]:
 # The question
 
 
-def question(traced: Traced, mesh: LogicalMesh, cluster: str, options: Options) -> str:
+def question(
+    traced: Traced, mesh: LogicalMesh, cluster: str, options: Options, further: Mapping[str, object] | None = None
+) -> str:
     """All that a plan follows from, as text that is the same in every process.
 
-    The time limit is not part of it: it has no say in what is kept.
+    The time limit is not part of it: it has no say in what is kept. `further`: what a search for a pipeline is given.
     """
     parts = {
         "autopar": f"{__version__} {_sources()}",
@@ -84,6 +86,7 @@ def question(traced: Traced, mesh: LogicalMesh, cluster: str, options: Options) 
         "mesh": repr(mesh),
         "cluster": repr(cluster),
         **{f.name: _option(getattr(options, f.name)) for f in fields(options) if f.name != "time_limit"},
+        **{name: repr(value) for name, value in (further or {}).items()},
     }
     return "\n".join(f"{name}: {text}" for name, text in parts.items())
 

@@ -206,19 +206,51 @@ def _memory_kinds(target: Target) -> tuple[str, ...]:
 def _searched(
     fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
 ) -> Prepared:
-    """The plan of the best pipeline; on one mesh where that is one stage, or nothing fits."""
+    """The plan of the best pipeline, from the cache if it is there; on one mesh where that is one stage."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
     options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=registered_rules())
+    asked = None
+    if plan_cache.folder() is not None:
+        whole = cluster.logical_mesh((cluster.num_devices,))
+        asked = plan_cache.question(traced, whole, repr(cluster), options, _asked(s))
+        kept = plan_cache.read(asked)
+        if kept is not None:
+            kept = replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin})
+            return _from_cache(fn, traced, replace(s, plan=kept), local)
     choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
     if choice is None or not choice.borders:
         count = s.num_microbatches if choice is None else choice.microbatches
-        return _best(fn, traced, args, replace(s, num_microbatches=count), local, trace_s)
-    sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
-    target = Target(cluster.logical_mesh(sizes), cluster)
-    found = pipelines.assemble(traced.graph, choice, target)
-    laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
-    return _staged(fn, traced, args, s, target, found, laps)
+        found = _best(fn, traced, args, replace(s, num_microbatches=count), local, trace_s)
+    else:
+        sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
+        target = Target(cluster.logical_mesh(sizes), cluster)
+        staged = pipelines.assemble(traced.graph, choice, target)
+        laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
+        found = _staged(fn, traced, args, s, target, staged, laps)
+    if asked is not None:
+        plan_cache.write(asked, found.plan, s.time_limit)
+    return found
+
+
+#: Settings that a search for a pipeline depends on, besides those that are `Options`.
+_OF_THE_SEARCH = (
+    *("batch_argnums", "donate_argnums", "memory_budget", "remat", "offload", "num_microbatches", "stages", "schedule"),
+    "per_microbatch",
+)
+
+
+def _asked(s: Settings) -> Mapping[str, object]:
+    return {f"search {name}": getattr(s, name) for name in _OF_THE_SEARCH}
+
+
+def _from_cache(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool) -> Prepared:
+    """A plan that is kept: made ready to run only where it is to."""
+    assert s.plan is not None
+    if local:
+        return _loaded(fn, traced, s)
+    (target,) = meshes.targets(dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True)), s.cluster, local=False)
+    return Prepared(traced, s.plan, target, registered_rules())
 
 
 def _in_stages(

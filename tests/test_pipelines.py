@@ -455,3 +455,15 @@ def test_couplings_of_the_batch_leave_one_microbatch() -> None:
     plan = autopar.plan(norm.step, *norm.abstract_args(), cluster=replace(two, hosts=2, devices_per_host=1))
     assert plan.num_microbatches == 1
     assert len(plan.stages) == 1 or any("one microbatch" in note for note in plan.notes)
+
+
+def test_a_searched_plan_is_kept(apart: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    small = zoo.build("mlp-toy", batch=8, dtype="float32")
+    options: dict[str, Any] = {"cluster": apart, "num_microbatches": 4}
+    first = autopar.plan(small.step, *small.abstract_args(), **options)
+    again = autopar.plan(small.step, *small.abstract_args(), **options)
+    assert "cache" in again.phases
+    assert replace(again, phases={}).to_json() == replace(first, phases={}).to_json()
+    other = autopar.plan(small.step, *small.abstract_args(), **{**options, "num_microbatches": 2})
+    assert "cache" not in other.phases

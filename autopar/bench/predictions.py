@@ -165,8 +165,8 @@ class _Subject:
 
 
 def between(least: float, most: float) -> float:
-    """A tight budget, bytes per device."""
-    return least + TIGHT * (most - least)
+    """A tight budget, bytes per device; where there is nothing to save, one for the least."""
+    return least + TIGHT * max(0.0, most - least) + 1
 
 
 def _peak(planned: Planned) -> float:

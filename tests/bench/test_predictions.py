@@ -57,6 +57,11 @@ def test_the_tight_budget_lies_between_the_least_and_the_free_peak() -> None:
     assert plans["tight"].plan.stages[0].peak_memory_bytes <= budget
 
 
+def test_the_least_peak_fits_where_there_is_nothing_to_save() -> None:
+    assert predictions.between(100.0, 90.0) > 100.0
+    assert 100.0 < predictions.between(100.0, 200.0) < 200.0
+
+
 @pytest.mark.parametrize("platform", predictions.CLUSTERS)
 def test_plans_are_made_for_the_compiler_of_the_target(platform: str) -> None:
     found = predictions.subject("mlp-toy", {}, (8,), platform)

@@ -64,7 +64,7 @@ def test_the_stash_keeps_within_the_bound_and_reaches_it(
         if i.op == "run" and i.kind == "F":
             forward.add((i.stage, i.microbatch))
         # right after a pass its stash is still there, though the list frees it only next
-        held = Counter(placement[stage] for stage, microbatch in {*stash} & forward)
+        held = Counter(placement[stage] for stage, _ in {*stash} & forward)
         most.update({rank: max(0, count - most[rank]) for rank, count in held.items()})
     stages = len(step.stages.stages)
     size = Size(RANKS, MICROBATCHES, stages // RANKS)
