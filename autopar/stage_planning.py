@@ -23,8 +23,10 @@ from autopar.fitting import solve
 from autopar.graph import Graph
 from autopar.layout import PARTIAL, Layout, divides
 from autopar.passes import clusters, decode, intra_op, pins
-from autopar.passes.charged import charged
+from autopar.passes.charged import charged, together
+from autopar.passes.memory_rows import Row
 from autopar.passes.optimize import Solution, optimize
+from autopar.passes.problem import Ints
 from autopar.passes.stages import Stages
 from autopar.planning import Options
 from autopar.plans import Stage, graph_hash
@@ -34,7 +36,7 @@ from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_prices import stage_memory
 
 #: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
-RATES = (0.0, 0.05, 0.2, 0.8, 3.0, 10.0)
+RATES = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
 #: Relative gap at which such a plan is taken.
 ENOUGH = 0.02
 
@@ -146,7 +148,8 @@ def plan_within(
     rules = rules_of(graph.graph, options.rules)
     model, liveness = problem_of(graph, mesh, rules, arguments, results)
     free = optimize(model.problem, **options.keywords(), enough=ENOUGH)
-    peak, row = liveness.peak(free.assignment)
+    row = memory_row(graph, liveness, free.assignment)
+    peak = row.value(model.problem, free.assignment)
     made, over = None, 0.0
     for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
         problem = charged(model.problem, row, share * free.objective / peak) if share and peak else model.problem
@@ -160,6 +163,22 @@ def plan_within(
     assert made is not None
     warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
     return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
+
+
+def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
+    """The bytes that a stage is charged for: what lives where one microbatch peaks, and `layers` times what is held.
+
+    Held are the state, what gradients are summed in, and what passes share.
+    """
+    whole = {a for a in graph.whole.values() if isinstance(a, int)}
+    sums = {a for v in graph.marked if isinstance(a := graph.local.get(v), int)}
+    held = {
+        "argument": {*graph.arguments.values()},
+        "value": whole | sums,
+        "copy": whole | {*graph.arguments.values()},
+    }
+    besides = liveness.row_of("held", lambda buffer: buffer.value in held.get(buffer.what, ()))
+    return together(liveness.peak(assignment)[1], besides, layers)
 
 
 def problem_of(

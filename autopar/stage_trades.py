@@ -1,6 +1,6 @@
 """Ways to run one stage on one submesh: time against memory, by the Lagrangian.
 
-The bytes alive where the cheapest plan peaks are charged at a rate,
+The bytes that a stage holds, and those alive where the cheapest plan peaks, are charged at a rate,
 
     seconds(x) + rate bytes(x),      rate = share x (seconds / bytes of the cheapest plan)
 
@@ -23,11 +23,13 @@ from autopar.passes.optimize import Solution, optimize
 from autopar.planning import Options
 from autopar.rules import Rule
 from autopar.stage_graphs import StageGraph
-from autopar.stage_planning import planned, problem_of
+from autopar.stage_planning import memory_row, planned, problem_of
 from autopar.stage_prices import StageMemory, StagePrices, held, stage_memory, stage_prices
 
 #: Shares of the seconds that a plan may take more for as large a share less of its bytes.
-SHARES = (0.2, 3.0)
+SHARES = (0.3, 6.0)
+#: How often what a layer holds counts against what one microbatch needs: stages have several layers.
+LAYERS = 4.0
 #: Relative gap at which a way to run a stage is priced as it is.
 ENOUGH = 0.1
 
@@ -74,18 +76,19 @@ def trades(
         shares: rates to try besides none.
     """
     model, liveness = problem_of(graph, mesh, rules)
+    how: Mapping[str, Any] = {**options.keywords(), "enough": ENOUGH, "fold": False}
+    free = optimize(model.problem, **how)
+    row = memory_row(graph, liveness, free.assignment, LAYERS)
+    peak = row.value(model.problem, free.assignment)
 
     def trade(solution: Solution, share: float) -> tuple[float, float, Trade]:
         plan = planned(graph, mesh, rules, model, liveness, solution)
         return (
             model.problem.value(solution.assignment),
-            liveness.peak(solution.assignment)[0],
+            row.value(model.problem, solution.assignment),
             Trade(stage_prices(plan), stage_memory(plan), sum(held(plan, v) for v in entering), share),
         )
 
-    how: Mapping[str, Any] = {**options.keywords(), "enough": ENOUGH, "fold": False}
-    free = optimize(model.problem, **how)
-    peak, row = liveness.peak(free.assignment)
     found = [trade(free, 0.0)]
     for share in shares if peak > 0 else ():
         problem = charged(model.problem, row, share * free.objective / peak)

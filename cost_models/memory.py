@@ -13,7 +13,7 @@ which order), `buffers` (how large under which choice), `backends` (how compiler
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,13 +115,19 @@ class Liveness:
         return self._rows[moment]
 
     def _row(self, moment: int | None) -> Row:
-        c = self._columns
-        alive = self._alive(moment)
-        nodes = {v: self._vector(v, at) for v, at in _grouped(c.node, c.at, alive & (c.node >= 0)).items()}
-        edges = {e: self._table(e, at) for e, at in _grouped(c.edge, c.at, alive & (c.edge >= 0)).items()}
-        fixed = alive & (c.node < 0) & (c.edge < 0)
         near = self.backend.near_bytes if moment is not None else 0.0
-        return Row(self._name(moment), float(self._sizes[c.at[fixed]].sum()) - near, nodes, edges)
+        return self._sum(self._name(moment), self._alive(moment), near)
+
+    def row_of(self, name: str, wanted: Callable[[Buffer], bool]) -> Row:
+        """All buffers of a kind, whenever they are there."""
+        return self._sum(name, np.array([wanted(b) for b in self.buffers], bool), 0.0)
+
+    def _sum(self, name: str, chosen: NDArray[np.bool_], near: float) -> Row:
+        c = self._columns
+        nodes = {v: self._vector(v, at) for v, at in _grouped(c.node, c.at, chosen & (c.node >= 0)).items()}
+        edges = {e: self._table(e, at) for e, at in _grouped(c.edge, c.at, chosen & (c.edge >= 0)).items()}
+        fixed = chosen & (c.node < 0) & (c.edge < 0)
+        return Row(name, float(self._sizes[c.at[fixed]].sum()) - near, nodes, edges)
 
     def _vector(self, node: int, at: Mapping[int, int]) -> Floats:
         length = len(self._problem.nodes[node].cost)

@@ -14,6 +14,13 @@ from autopar.passes.memory_rows import Row
 from autopar.passes.problem import Edge, Node, Problem
 
 
+def together(one: Row, other: Row, weight: float) -> Row:
+    """A row and `weight` times another."""
+    nodes = {v: one.nodes.get(v, 0.0) + weight * other.nodes.get(v, 0.0) for v in sorted({*one.nodes, *other.nodes})}
+    edges = {e: one.edges.get(e, 0.0) + weight * other.edges.get(e, 0.0) for e in sorted({*one.edges, *other.edges})}
+    return Row(f"{one.name} + {weight:g} {other.name}", one.constant + weight * other.constant, nodes, edges)
+
+
 def charged(problem: Problem, row: Row, rate: float) -> Problem:
     """The problem with `rate` seconds added for every byte of a row."""
     kinds: dict[tuple[tuple[int, ...], bytes], int] = {}

@@ -34,7 +34,7 @@ from tests.random_programs import program
 
 ROUNDING = 1e-8  # relative
 SECONDS = 60.0  # for either side of a case
-LARGEST = 2500  # strategies of all nodes: of more HiGHS makes nothing in its time
+LARGEST = 2500  # strategies of all nodes: larger cases would take most of a survey's time
 MESHES = ((2,), (4,), (8,), (2, 2), (2, 4), (4, 2))
 #: Toys and their sizes; two layers where that tells layers apart.
 TOYS: dict[str, dict[str, int]] = {

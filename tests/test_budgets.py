@@ -33,6 +33,7 @@ def test_the_judge_finds_what_brute_force_finds(seed: int) -> None:
     _, peaks = all_peaks(problem, source)
     budget = float(np.floor(peaks.min() + 0.3 * np.ptp(peaks))) + 0.5
     answer = within(problem, source, budget, 30.0)
+    assert answer.optimum is not None
     assert answer.optimum == pytest.approx(brute_within(problem, source, budget), abs=1e-12)
     assert answer.bound <= answer.optimum + 1e-9
 

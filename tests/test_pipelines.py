@@ -331,7 +331,7 @@ def test_what_may_be_computed_per_microbatch_is_named(accepted: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"stages": 0}, ArgumentError, "stages=0 must be 'auto' or a number"),
+        ({"stages": 0}, ArgumentError, "stages=0 must be 'auto', 'search' or a number"),
         ({"stages": True}, ArgumentError, "stages=True must be"),
         ({"schedule": "1f2b"}, ScheduleError, "schedule='1f2b' must be 'auto' or 'none' or 'inference' or 'gpipe'"),
         ({"schedule": "chimera"}, ScheduleError, "schedule='chimera' must be"),

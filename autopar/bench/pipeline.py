@@ -3,14 +3,14 @@
 Two ranks on two virtual CPU devices, each to have one core. XLA's CPU client gives all devices of a process one pool of
 threads, whatever its flags say (seen on jaxlib 0.10.2 and 0.12.0): a kernel that is large enough runs on as many
 threads as there are devices, and a device that waits lends its core to the other, so that no schedule has a bubble. The
-model here (`narrow`) has layers of many small products, none of which is worth a second thread. `threads`, CPU seconds
-per second while instructions run one by one, says how far that holds; models of the zoo are for comparison.
+model here (`narrow`) has layers of many small products, which jaxlib 0.10.2 runs on one thread, but for a fifth of the
+time, and 0.12.0 on all; models of the zoo are for comparison. `threads`, CPU seconds per second while instructions run
+one by one, is 1 where a pass has one thread, and less where other processes want the cores: then times mean little.
 
     pass, send, update    every instruction waited for, while another process keeps the other core busy; medians
     simulated             the schedule's lists played at these prices
     measured              the step as it runs, the schedules taking turns; median
     bubble                1 - what both devices compute, by these prices, over twice the step
-    threads               1 where a pass has one core
 
 What begins a step (cutting the batch, empty sums) is priced with the updates. Dispatch is the time from one instruction
 to the next in a step of a tiny model that nobody waits for, on submeshes of one and of two devices.
