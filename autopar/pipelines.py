@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar import recomputation, stage_search
+from autopar import offloading, recomputation, stage_search
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
 from autopar.graph import Graph
@@ -201,7 +201,8 @@ def choice_of(plan: Plan) -> StageChoice:
 def is_open(s: Settings, cluster: Cluster | None) -> bool:
     """Whether a pipeline is to be searched for: "search", or "auto" where links between hosts are slow."""
     several = s.stages == "auto" and cluster is not None and cluster.hosts > 1 and s.schedule != "none"
-    return s.mesh is None and s.plan is None and (s.stages == "search" or several)
+    on_one_mesh = s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == offloading.ALL
+    return not on_one_mesh and (s.stages == "search" or several)
 
 
 def searched(
@@ -215,7 +216,13 @@ def searched(
         cluster: the devices.
         s: what is fixed: microbatches, schedule, recomputation, memory.
         options: how to solve.
+
+    Raises:
+        MicrobatchError: the number of microbatches that was given does not fit the step.
+        ScheduleError: a schedule that is not searched.
     """
+    if _chunks(s.schedule) > 1:
+        raise ScheduleError(f"schedule='{s.schedule}' is not searched in this version; give stages=2 or more with it")
     graph = traced.graph
     if not _has_backward(graph):
         return None
@@ -314,7 +321,7 @@ def _has_backward(graph: Graph) -> bool:
 
 
 def _chunks(schedule: str) -> int:
-    return CHUNKS if "chunks" in SCHEDULES[schedule].several else 1
+    return CHUNKS if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
 
 
 def _check_fits(name: str, stages: Stages) -> None:

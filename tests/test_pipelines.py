@@ -467,3 +467,9 @@ def test_a_searched_plan_is_kept(apart: Cluster, tmp_path: Path, monkeypatch: py
     assert replace(again, phases={}).to_json() == replace(first, phases={}).to_json()
     other = autopar.plan(small.step, *small.abstract_args(), **{**options, "num_microbatches": 2})
     assert "cache" not in other.phases
+
+
+def test_a_schedule_of_several_stages_per_submesh_is_not_searched(apart: Cluster) -> None:
+    small = zoo.build("mlp-toy", batch=8, dtype="float32")
+    with pytest.raises(ScheduleError, match=r"schedule='interleaved-1f1b' is not searched .* give stages=2"):
+        autopar.plan(small.step, *small.abstract_args(), cluster=apart, schedule="interleaved-1f1b")
