@@ -126,8 +126,9 @@ def test_size_is_as_its_name_says(target, billions, tolerance):
     assert build(target).parameters() / 1e9 == pytest.approx(billions, rel=tolerance)
 
 
-def test_mixed_precision_keeps_float32_state_and_computes_in_bfloat16():
-    model = build("gpt-125m", layers=1, batch=2)
+@pytest.mark.parametrize(("target", "short"), [("gpt-125m", "f16"), ("moe-380m", "f16"), ("llama3-8b", "bf16")])
+def test_mixed_precision_keeps_float32_state_and_computes_in_half(target: str, short: str):
+    model = build(target, layers=2, batch=2)
     state, batch = model.abstract_args()
     floats = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
     assert floats == {"float32"}
@@ -135,7 +136,7 @@ def test_mixed_precision_keeps_float32_state_and_computes_in_bfloat16():
         line for line in str(jax.make_jaxpr(model.step)(state, batch)).splitlines() if " = dot_general[" in line
     ]
     assert products
-    assert all(":bf16[" in line for line in products)
+    assert all(f":{short}[" in line for line in products)
 
 
 @pytest.mark.parametrize("target", TOYS)
