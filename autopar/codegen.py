@@ -111,6 +111,12 @@ def partial_axes(layout: Layout | None) -> list[int]:
     return [axis for axis, dim in enumerate(layout or ()) if dim == PARTIAL]
 
 
+def of_parts(layout: Layout) -> Layout:
+    """The layout of the array that holds partial sums: one leading dimension for each axis along which it is partial."""
+    lead = partial_axes(layout)
+    return tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
+
+
 @dataclass(frozen=True, eq=False)
 class Context:
     """What all scopes of one program share."""
@@ -123,9 +129,7 @@ class Context:
 
     def constrain(self, array: Any, layout: Layout) -> Any:
         """Constrain an array to a layout; one leading dimension per axis along which it is partial."""
-        lead = partial_axes(layout)
-        shifted = tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
-        sharding = NamedSharding(self.mesh, spec(shifted, array.ndim, self.names))
+        sharding = NamedSharding(self.mesh, spec(of_parts(layout), array.ndim, self.names))
         return jax.lax.with_sharding_constraint(array, sharding)
 
     def move(self, array: Any, source: Layout, target: Layout) -> Any:

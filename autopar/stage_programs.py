@@ -86,12 +86,8 @@ class Emitter:
     def sharding(self, key: Key) -> NamedSharding:
         """The sharding of an array of this key."""
         layout = self.layout(key)
-        lead = codegen.partial_axes(layout)
-        shifted = tuple(
-            lead.index(a) if dim == PARTIAL else dim + len(lead) if dim >= 0 else dim for a, dim in enumerate(layout)
-        )
-        rank = self.graph.types[key[0]].rank + len(lead)
-        return NamedSharding(self.mesh, spec(shifted, rank, self.plan.mesh.names))
+        rank = self.graph.types[key[0]].rank + len(codegen.partial_axes(layout))
+        return NamedSharding(self.mesh, spec(codegen.of_parts(layout), rank, self.plan.mesh.names))
 
     def result_layout(self, position: int) -> Layout:
         """How a result of the graph is handed out."""

@@ -35,7 +35,7 @@ from autopar.passes.microbatch import split
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size, make
 from autopar.stage_planning import Limit
-from autopar.stage_prices import StagePrices
+from autopar.stage_trades import Trade
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
@@ -226,46 +226,41 @@ class Hunt:
     def played(self, division: Division, question: Question, choice: Open) -> Iterator[Found]:
         """A division under every schedule that its memory allows."""
         count = question.microbatches
-        prices, policies = self._prices(division, ways(choice.policies), count)
+        run = [self._run(part, choice, count) for part in division.parts]
+        prices = self._prices(division, [trades for _, trades in run], count)
+        policies = tuple(policy for policy, trades in run for _ in trades)
         stages = tuple(
             StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes) for p in division.parts
         )
         for name in choice.schedules:
             size = Size(len(stages), count)
             flights = [SCHEDULES[name].stash(size, s) for s in range(len(stages))]
-            peaks = tuple(_peak(question, part, n) for part, n in zip(division.parts, flights, strict=True))
+            peaks = tuple(
+                float(question.prices[p.placement.submesh].peaks(n)[p.option, p.first, p.last])
+                for p, n in zip(division.parts, flights, strict=True)
+            )
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
                 seconds = simulate(make(name, size), prices).seconds
                 limits = tuple(
-                    Limit(question.memory[p.placement.submesh], n, self._share(p, ways(choice.policies), count))
-                    for p, n in zip(division.parts, flights, strict=True)
+                    Limit(question.memory[p.placement.submesh], n, max(trade.share for trade in trades))
+                    for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)
                 )
                 yield Found(stages, count, name, policies, seconds, prices, peaks, limits)
 
-    def _share(self, part: Part, options: Sequence[tuple[str, int]], count: int) -> float:
-        """The rate at which a stage's way to run was found."""
-        policy, number = options[part.option]
-        one, kinds = self.known[count][part.placement.submesh], self.kinds.of_layer[part.first : part.last]
-        return max(one.way(kind, number, policy).share for kind in kinds)
+    def _run(self, part: Part, choice: Open, count: int) -> tuple[str, list[Trade]]:
+        """What the layers of a stage recompute, and how each of them is run."""
+        policy, number = ways(choice.policies)[part.option]
+        one = self.known[count][part.placement.submesh]
+        return policy, [one.way(kind, number, policy) for kind in self.kinds.of_layer[part.first : part.last]]
 
-    def _prices(
-        self, division: Division, options: Sequence[tuple[str, int]], count: int
-    ) -> tuple[Prices, tuple[str, ...]]:
-        """Prices of the stages, and what every layer recomputes."""
-        policies: list[str] = []
-        stages: list[list[StagePrices]] = []
-        for part in division.parts:
-            policy, number = options[part.option]
-            one, kinds = self.known[count][part.placement.submesh], self.kinds.of_layer[part.first : part.last]
-            stages.append([one.way(kind, number, policy).prices for kind in kinds])
-            policies.extend([policy] * len(kinds))
-        prices = Prices(
-            forward=tuple(sum(t.forward for t in stage) for stage in stages),
-            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in stages),
-            update=tuple(sum(t.update + t.reduce for t in stage) for stage in stages),
+    def _prices(self, division: Division, stages: Sequence[Sequence[Trade]], count: int) -> Prices:
+        found = [[trade.prices for trade in trades] for trades in stages]
+        return Prices(
+            forward=tuple(sum(t.forward for t in stage) for stage in found),
+            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in found),
+            update=tuple(sum(t.update + t.reduce for t in stage) for stage in found),
             transfer=self._links(division, count),
         )
-        return prices, tuple(policies)
 
     def _links(self, division: Division, count: int) -> Mapping[tuple[int, int], float]:
         found: dict[tuple[int, int], float] = {}
@@ -286,10 +281,3 @@ def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int)
 
 def _rank(found: Found) -> tuple[float, int, int, str]:
     return found.seconds, len(found.stages), found.microbatches, found.schedule
-
-
-def _peak(question: Question, part: Part, in_flight: int) -> float:
-    """Bytes per device of a stage with so many microbatches in flight."""
-    prices, at = question.prices[part.placement.submesh], (part.option, part.first, part.last)
-    apart = 0.0 if prices.apart is None else float(prices.apart[at])
-    return max(float(prices.held[at] + in_flight * prices.stash[at]), apart)

@@ -62,6 +62,15 @@ class Options:
     stash: Floats
     apart: Floats | None = None
 
+    def times(self, microbatches: int) -> Floats:
+        """Seconds per microbatch, what is done once per step spread over all of them."""
+        return self.seconds + self.once / microbatches
+
+    def peaks(self, in_flight: int) -> Floats:
+        """Bytes per device with so many microbatches in flight."""
+        most = self.held + in_flight * self.stash
+        return most if self.apart is None else np.maximum(most, self.apart)
+
 
 @dataclass(frozen=True, eq=False)
 class Question:
@@ -184,7 +193,7 @@ class _Tables:
     def __init__(self, question: Question) -> None:
         q = self.question = question
         upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
-        self.times = [np.where(upper, o.seconds + o.once / q.microbatches, np.inf) for o in q.prices]
+        self.times = [np.where(upper, o.times(q.microbatches), np.inf) for o in q.prices]
         self.transfer = np.zeros((q.layers + 1, q.devices + 1)) if q.transfer is None else q.transfer.copy()
         self.transfer[q.layers] = 0.0
         by_submesh: dict[int, list[Placement]] = {}
@@ -203,9 +212,7 @@ class _Tables:
 
     def _fitting(self, submesh: int, in_flight: int) -> Floats:
         """Seconds of all options of a submesh, infinite for those that do not fit."""
-        o = self.question.prices[submesh]
-        most = o.held + in_flight * o.stash
-        fits = (most if o.apart is None else np.maximum(most, o.apart)) <= self.question.memory[submesh]
+        fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
         return np.where(fits, self.times[submesh], np.inf)
 
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:

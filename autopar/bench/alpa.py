@@ -13,7 +13,6 @@ Alpa pinned the batch to one mesh axis, ours may do better, which only helps its
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar import targets
+from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.cluster import Cluster
 from autopar.passes.inter_op import Division, Part, Placement, Question
@@ -100,9 +100,8 @@ def priced(hunt: Hunt, question: Question, choice: Open, published: Published) -
         start, first = (stops[s - 1], layers[s - 1]) if s else (0, 0)
         submesh = next(p.submesh for p in question.placements if (p.start, p.stop) == (start, stop))
         prices, flight = question.prices[submesh], question.in_flight(len(stops) - s)
-        seconds = prices.seconds[:, first, last] + prices.once[:, first, last] / question.microbatches
-        held = prices.held[:, first, last] + flight * prices.stash[:, first, last]
-        most = held if prices.apart is None else np.maximum(held, prices.apart[:, first, last])
+        seconds = prices.times(question.microbatches)[:, first, last]
+        most = prices.peaks(flight)[:, first, last]
         fit = most <= question.memory[submesh]
         fits = fits and bool(fit.any())
         option = int(np.where(fit, seconds, np.inf).argmin()) if fit.any() else int(most.argmin())
@@ -142,9 +141,10 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
 def describe(found: Found) -> str:
     """A pipeline in a line: microbatches, schedule, layers and submesh of every stage."""
     stages = [f"{s.last - s.first}@{'x'.join(map(str, s.shape))}" for s in found.stages]
-    runs = [f"{len(list(same))}*{key}" if key else "" for key, same in itertools.groupby(stages)]
+    runs = [(len(list(same)), key) for key, same in itertools.groupby(stages)]
+    listed = " ".join(key if count == 1 else f"{count}*{key}" for count, key in runs)
     again = sum(policy == FULL for policy in found.remat)
-    return f"m={found.microbatches} {found.schedule} {' '.join(runs).replace('1*', '')}; recomputed {again}"
+    return f"m={found.microbatches} {found.schedule} {listed}; recomputed {again}"
 
 
 def run(
@@ -153,18 +153,14 @@ def run(
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Rows of all models, each in a process of its own; those found in the resume file are not run again."""
-    rows: list[Row] = (
-        [json.loads(line) for line in resume.read_text().splitlines()] if resume and resume.exists() else []
-    )
+    rows: list[Row] = rows_kept.read(resume)
     known = {row["model"] for row in rows}
     for model in models:
         if model not in known:
-            found = list(worker.lines("autopar.bench.alpa", {"model": model}))
-            rows.extend(found)
-            if resume is not None:
-                with resume.open("a") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
-            tell(table(found))
+            for row in worker.lines("autopar.bench.alpa", {"model": model}):
+                rows.append(row)
+                rows_kept.keep(resume, row)
+                tell(table([row]))
     return [row for row in rows if row["model"] in models]
 
 

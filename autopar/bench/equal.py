@@ -9,15 +9,14 @@ all of the time, takes half as long.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from autopar import zoo
+from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.errors import ArgumentError
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2), (3,), (6,))
 DTYPES = ("float32", "float64")
@@ -38,13 +37,8 @@ class Product:
     cluster: str = "dear"
 
     def __post_init__(self) -> None:
-        for what, given, known in (
-            ("dtype", self.dtypes, DTYPES),
-            ("cluster", (self.cluster,), CLUSTERS),
-        ):
-            for name in given:
-                if name not in known:
-                    raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+        rows_kept.check_words("dtype", self.dtypes, DTYPES)
+        rows_kept.check_words("cluster", (self.cluster,), CLUSTERS)
 
     def keys(self) -> list[Key]:
         """Every case, models outermost."""
@@ -61,9 +55,7 @@ def run(product: Product, resume: Path | None = None, tell: Callable[[str], None
             for row in _rows(model, dtype, todo, product.cluster):
                 rows[_key(row)] = row
                 tell(line(row))
-                if resume is not None:
-                    with resume.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                rows_kept.keep(resume, row)
     return [rows[k] for k in wanted]
 
 
@@ -72,10 +64,7 @@ def _key(row: Row) -> Key:
 
 
 def _done(resume: Path | None) -> dict[Key, Row]:
-    if resume is None or not resume.exists():
-        return {}
-    found = [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
-    return {_key(row): row for row in found if "reasons" in row}  # rows of older versions are run again
+    return {_key(row): row for row in rows_kept.read(resume) if "reasons" in row}  # those of older versions run again
 
 
 def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
@@ -126,10 +115,7 @@ def table(rows: Sequence[Row]) -> str:
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """The largest differences of all rows, and the counts: what `--json` prints last."""
     return {
-        "rows": len(rows),
-        "ok": sum(bool(r["ok"]) for r in rows),
-        "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
-        "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
+        **rows_kept.differences(rows),
         "flops_flagged": sum(bool(r["reasons"]) for r in rows),
         "bytes_ratio_max": max((r["bytes_ratio"] for r in rows), default=0.0),
     }

@@ -9,16 +9,15 @@ right for `COUPLED` alone, and these must be refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from autopar import zoo
+from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.bench.equal import DTYPES, QUICK
-from autopar.errors import ArgumentError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 STAGES = (2, 4)
@@ -43,14 +42,9 @@ class Product:
     dtypes: tuple[str, ...] = DTYPES
 
     def __post_init__(self) -> None:
-        for what, given, known in (
-            ("dtype", self.dtypes, DTYPES),
-            ("schedule", self.schedules, SCHEDULES),
-            ("inner", self.inner, INNER),
-        ):
-            for name in given:
-                if name not in known:
-                    raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+        rows_kept.check_words("dtype", self.dtypes, DTYPES)
+        rows_kept.check_words("schedule", self.schedules, SCHEDULES)
+        rows_kept.check_words("inner", self.inner, INNER)
 
     def keys(self) -> list[Key]:
         """Every case, models outermost."""
@@ -74,9 +68,7 @@ def run(product: Product, resume: Path | None = None, tell: Callable[[str], None
             for row in _rows(model, dtype, todo):
                 rows[_key(row)] = row
                 tell(line(row))
-                if resume is not None:
-                    with resume.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                rows_kept.keep(resume, row)
     return [rows[k] for k in wanted]
 
 
@@ -85,10 +77,7 @@ def _key(row: Row) -> Key:
 
 
 def _done(resume: Path | None) -> dict[Key, Row]:
-    if resume is None or not resume.exists():
-        return {}
-    found = [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
-    return {_key(row): row for row in found if "share" in row}
+    return {_key(row): row for row in rows_kept.read(resume) if "share" in row}
 
 
 def _rows(model: str, dtype: str, keys: Sequence[Key]) -> Iterator[Row]:
@@ -139,10 +128,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """The largest differences of all rows, and the counts: what `--json` prints last."""
     split = [r for r in rows if not r["refusal"]]
     return {
-        "rows": len(rows),
-        "ok": sum(bool(r["ok"]) for r in rows),
-        "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
-        "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
+        **rows_kept.differences(rows),
         "share_min": min((r["share"] for r in split), default=1.0),
         "refused": list(dict.fromkeys(r["model"] for r in rows if r["refusal"])),
     }

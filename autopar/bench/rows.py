@@ -1,0 +1,44 @@
+"""Rows of a benchmark that takes long, kept as JSON lines: what a file has is not run again.
+
+And the words that a benchmark is asked with, checked where they are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ArgumentError
+
+
+def read(resume: Path | None) -> list[dict[str, Any]]:
+    """The rows of a file; none if there is no file."""
+    if resume is None or not resume.exists():
+        return []
+    return [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
+
+
+def keep(resume: Path | None, row: Mapping[str, Any]) -> None:
+    """Append a row, where rows are kept."""
+    if resume is not None:
+        with resume.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def check_words(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """ArgumentError for the first word that is not known, with those that are."""
+    for name in given:
+        if name not in known:
+            raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+
+
+def differences(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many rows hold, and the largest differences from the single-device run."""
+    return {
+        "rows": len(rows),
+        "ok": sum(bool(r["ok"]) for r in rows),
+        "loss_float32": max((r["loss"] for r in rows if r["dtype"] == "float32"), default=0.0),
+        "leaf_float64": max((r["leaf"] for r in rows if r["dtype"] == "float64"), default=0.0),
+    }
