@@ -112,7 +112,7 @@ def partial_axes(layout: Layout | None) -> list[int]:
 
 
 def of_parts(layout: Layout) -> Layout:
-    """The layout of the array that holds partial sums: one leading dimension for each axis along which it is partial."""
+    """The layout of the array that holds partial sums: one leading dimension per axis along which it is partial."""
     lead = partial_axes(layout)
     return tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
 

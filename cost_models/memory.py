@@ -28,6 +28,8 @@ from autopar.passes.memory_rows import Row
 from autopar.passes.problem import Edge, Floats, Ints
 from autopar.passes.state import match_state
 
+SHOWN = 8  # local peaks of one assignment that become rows at once
+
 
 class Liveness:
     """The memory of every plan of one program on one mesh; a `RowSource`.
@@ -82,6 +84,15 @@ class Liveness:
         """The most bytes that a device holds at once under a full assignment, and the row of that moment."""
         peak, moment, _ = self._at_peak(self.sizes(assignment))
         return peak, self.row(moment)
+
+    def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
+        """The rows of the highest local peaks above so many bytes; the last moment of one that is flat."""
+        sizes = self.sizes(assignment)
+        held = self._profile(np.where(self._argument, 0.0, sizes))
+        room = nbytes - float(sizes[self._argument].sum()) + self.backend.near_bytes
+        peaks = (held > room) & (held >= np.append(0.0, held[:-1])) & (held > np.append(held[1:], 0.0))
+        found = np.flatnonzero(peaks)
+        return [self.row(int(moment)) for moment in found[np.argsort(-held[found], kind="stable")][:SHOWN]]
 
     def at_peak(self, assignment: Ints) -> tuple[float, int | None, Sequence[tuple[Buffer, float]]]:
         """The peak, the moment where it is reached (None: arguments alone), and what lives then with its bytes."""

@@ -107,7 +107,7 @@ def optimize_within(
 
 
 def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
-    least = least_memory(hunt.problem, hunt.source, rows=hunt.rows, seeds=hunt.seen, deadline=hunt.deadline)
+    least = _least(hunt)
     hunt.learn(least.rows)
     if least.peak_bytes > hunt.budget:
         raise Infeasible(least)
@@ -126,6 +126,13 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
     if not status or hunt.gap <= CLOSED:
         status = _status(hunt)
     return _solution(free, hunt, status, used, rows, begin)
+
+
+def _least(hunt: Hunt) -> LeastMemory:
+    """A plan that fits, or the one with the least peak."""
+    return least_memory(
+        hunt.problem, hunt.source, rows=hunt.rows, seeds=hunt.seen, deadline=hunt.deadline, enough=hunt.budget
+    )
 
 
 def _small(free: Solution) -> bool:
@@ -246,7 +253,7 @@ def _forced(hunt: Hunt, free: Solution, solver: str, begin: float, how: Folding,
     """The ILP and nothing else."""
     status, used, rows = _by_ilp(hunt, solver, how, full=full)
     if hunt.plan is None:
-        least = least_memory(hunt.problem, hunt.source, rows=hunt.rows, seeds=hunt.seen, deadline=hunt.deadline)
+        least = _least(hunt)
         if not hunt.offer(least.assignment):
             raise Infeasible(least)
     return _solution(free, hunt, status, used, rows, begin)

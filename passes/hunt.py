@@ -60,14 +60,14 @@ class Hunt:
     def offer(self, assignment: Ints) -> bool:
         """Judge an unfolded plan, and say whether it fits.
 
-        One that fits and is cheaper becomes the best; of one that does not fit, the row is learnt.
+        One that fits and is cheaper becomes the best; of one that does not fit, rows are learnt.
         """
         seconds = self.problem.value(assignment)
         if not np.isfinite(seconds):
             return False
         peak, row = self.source.peak(assignment)
         if peak > self.budget:
-            self.learn([row])
+            self.learn([row, *self.source.over(assignment, self.budget)])
             return False
         if seconds < self.seconds or (seconds == self.seconds and peak < self.peak):
             self.plan, self.seconds, self.peak = assignment, seconds, peak

@@ -39,8 +39,8 @@ class LeastMemory:
         assignment: strategy per node.
         seconds: its value, s.
         peak_bytes: exact, per device.
-        lower_bytes: no plan's peak is below.
-        rows: program points met; the last is where this plan peaks.
+        lower_bytes: no plan's peak is below; -inf where the search ended early.
+        rows: program points met.
     """
 
     assignment: Ints
@@ -58,6 +58,7 @@ def least_memory(
     seeds: Sequence[Ints] = (),
     deadline: float = np.inf,
     exact: bool = True,
+    enough: float = -np.inf,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified bound on every plan's.
 
@@ -67,6 +68,7 @@ def least_memory(
         seeds: feasible plans known; the fastest plan when empty.
         deadline: of `time.monotonic()`.
         exact: let the ILP decide small problems.
+        enough: bytes; a plan whose peak is no higher ends the search, without a bound.
 
     Raises SolverError when no plan exists at all.
     """
@@ -78,13 +80,14 @@ def least_memory(
     for _ in range(ROUNDS):
         known = len(state.rows)
         prices = state.alike()
-        if len(state.rows) == known or time.monotonic() > deadline:
+        if state.peak <= enough or len(state.rows) == known or time.monotonic() > deadline:
             break
+    if state.peak <= enough:
+        return state.found(-np.inf)
     lower = state.bound(prices)
     if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= SMALL:
         lower = max(lower, state.by_ilp())
-    assert state.plan is not None
-    return LeastMemory(state.plan, problem.value(state.plan), state.peak, min(lower, state.peak), tuple(state.rows))
+    return state.found(min(lower, state.peak))
 
 
 class _State:
@@ -114,6 +117,10 @@ class _State:
         self.seeds.append(plan)
         if peak < self.peak:
             self.plan, self.peak = plan, peak
+
+    def found(self, lower: float) -> LeastMemory:
+        assert self.plan is not None
+        return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))
 
     def alike(self) -> Floats:
         """A plan that treats equal layers alike; returns the prices of the rows."""
@@ -161,7 +168,9 @@ class _State:
             lower = max(lower, answer.lower * (1 - ilp.ACCURACY))
             known = len(self.rows)
             if answer.assignment is not None:
-                self.offer(core.lift(answer.assignment))
+                plan = core.lift(answer.assignment)
+                self.offer(plan)
+                self.learn(self.source.over(plan, lower))
             if len(self.rows) == known:
                 break
         return lower

@@ -49,6 +49,13 @@ class RowSource(Protocol):
         """The exact peak (bytes per device) of a full assignment, and the row of the point where it is reached."""
         ...
 
+    def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
+        """The rows of a full assignment's highest points above so many bytes, the highest first; a few.
+
+        A plan that holds too much often does so in every layer: one row at a time would meet them one by one.
+        """
+        ...
+
     def rows(self) -> Sequence[Row]:
         """A few likely peak points to start with; may be empty."""
         ...

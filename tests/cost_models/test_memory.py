@@ -193,6 +193,23 @@ def test_rows_agree_with_the_peak_and_never_exceed_it(name: str, backend: str, s
 
 
 @settings(max_examples=15, deadline=None)
+@given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
+def test_rows_over_a_bound_are_local_peaks_the_highest_first(name: str, backend: str, seed: int) -> None:
+    made, lives = toy(name, backend)
+    assignment = assignments(made, seed)
+    peak, row = lives.peak(assignment)
+    for bound in (0.0, 0.5 * peak, 0.999 * peak):
+        over = lives.over(assignment, bound)
+        held = [r.value(made.model.problem, assignment) for r in over]
+        assert held == sorted(held, reverse=True)
+        assert all(h > bound for h in held)
+        assert len({r.name for r in over}) == len(over)
+        if row.name != lives.row(None).name:  # more than the arguments alone
+            assert held[0] == pytest.approx(row.value(made.model.problem, assignment))
+    assert not lives.over(assignment, peak * (1 + 1e-9))
+
+
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(("cpu", "gpu")), st.integers(0, 2**31))
 def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) -> None:
     made, lives = toy(name, backend)

@@ -50,6 +50,10 @@ class Liveness:
         point = int(profile.argmax())
         return float(profile[point]), self.row(point)
 
+    def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
+        point, held = self.peak(assignment)[1], self.profile(assignment)
+        return [point] if held.max() > nbytes else []
+
     def profile(self, assignment: Ints) -> Floats:
         choice = assignment[self.node].copy()
         for i in self.edged:

@@ -24,6 +24,10 @@ class Points:
         at = int(np.argmax(held))
         return held[at], self.points[at]
 
+    def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
+        held = [(row.value(self.problem, assignment), row) for row in self.points]
+        return [row for value, row in sorted(held, key=lambda h: -h[0]) if value > nbytes][:3]
+
     def rows(self) -> Sequence[Row]:
         return self.points[: self.shown]
 
