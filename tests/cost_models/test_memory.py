@@ -288,7 +288,7 @@ def test_devices_know_their_backend() -> None:
 # The compiler, on programs large enough that small buffers do not decide (compiled, not run)
 
 COMPILED = (
-    ("gpt-3m", {"layers": 1, "batch": 64}, (2, 4)),
+    ("equinox-toy", {"batch": 262144}, (8,)),
     ("llama3-toy", {"layers": 1, "batch": 2048, "seq": 64}, (8,)),
     ("flax-linen-toy", {"batch": 32768}, (8,)),
 )
