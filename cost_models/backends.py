@@ -24,8 +24,9 @@ class Backend:
             updates as soon as their gradients are there.
         keeps_barriers: recomputation waits for the gradient that needs it; otherwise it is done at once, and
             rematerialisation saves nothing.
-        reductions_repeat: what is fused into a reduction may be repeated there; otherwise a value that a reduction and
-            others read is written.
+        has_library: products and reductions run in kernels of a library, with what is elementwise around them; what
+            these kernels read is written (`autopar.cost_models.library`).
+        merges_broadcasts: equal broadcasts are one.
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
@@ -40,7 +41,8 @@ class Backend:
     name: str
     runs_eagerly: bool = False
     keeps_barriers: bool = True
-    reductions_repeat: bool = True
+    has_library: bool = False
+    merges_broadcasts: bool = False
     turns_operands: bool = False
     spreads_scalars: bool = False
     products_repeat: bool = False
@@ -56,7 +58,8 @@ CPU = Backend(
     "cpu",
     runs_eagerly=True,
     keeps_barriers=False,
-    reductions_repeat=False,
+    has_library=True,
+    merges_broadcasts=True,
     turns_operands=True,
     spreads_scalars=True,
     sums_in_place=False,

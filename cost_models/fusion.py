@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from autopar.cost_models.library import kernels
 from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
@@ -69,6 +70,7 @@ class _Fusion:
     kept: set[int] = field(default_factory=set)
     kernels: dict[int, frozenset[int]] = field(default_factory=dict)
     leaving: set[int] = field(default_factory=set)
+    library: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.p
@@ -79,11 +81,17 @@ class _Fusion:
             if step.kind == LIGHT and self._is_thin(step):
                 self.thin.update(step.outputs)
                 self.constant.update(() if step.inputs else step.outputs)
-            thin = bool(step.outputs) and step.outputs[0] in self.thin
             for v in dict.fromkeys(map(p.behind, step.inputs)):
-                if not (thin and v in self.thin):
+                if not (v in self.thin and self._reads_beneath(step)):
                     self.readers.setdefault(v, []).append(step)
+        if p.backend.has_library:
+            self.library = kernels(p, self.steps, self.readers, frozenset(self.leaving))
         self._weigh()
+
+    def _reads_beneath(self, step: Step) -> bool:
+        """A step that does not read thin values as they are: a thin one, or a division, by the small reciprocal."""
+        thin = bool(step.outputs) and step.outputs[0] in self.thin
+        return thin or (self.p.backend.has_library and step.name == "div")
 
     def _is_thin(self, step: Step) -> bool:
         if step.name in ("broadcast_in_dim", "spread"):
@@ -132,8 +140,11 @@ class _Fusion:
         readers = self.readers.get(value, ())
         if value in self.leaving or any(map(self._reads_memory, readers)):
             return True
-        if len(readers) > 1 and not self.p.backend.reductions_repeat and any(map(self._feeds_reduction, readers)):
-            return True
+        if self.library:
+            own = self.library.get(id(step))
+            others = [number for number in map(self.library.get, map(id, readers)) if number != own]
+            if own is not None or any(number is not None for number in others):
+                return bool(others)
         costs = step.name in COSTLY and not self.p.backend.products_repeat
         return len(self._kernels(value)) > 1 and (costs or self.weight[value] > 1)
 
@@ -166,6 +177,10 @@ class _Fusion:
             readers = self._readers_inside(readers[0].outputs[0])
         return bool(readers) and all(map(self._is_product, readers))
 
+    def _stays(self, step: Step) -> bool:
+        """A step that reads thin values from memory: one in a library's kernel, or else one that feeds a reduction."""
+        return id(step) in self.library if self.p.backend.has_library else self._feeds_reduction(step)
+
     def _feeds_reduction(self, step: Step) -> bool:
         """A step is a reduction, or a link of a chain that only a reduction reads."""
         while step.kind == LIGHT and step.outputs[0] not in self.kept:
@@ -190,7 +205,7 @@ class _Fusion:
             return sources[value]
 
         for step in self.steps:
-            repeats = step.kind == LIGHT and not self._feeds_reduction(step)
+            repeats = step.kind == LIGHT and not self._stays(step)
             if repeats:
                 repeating.add(id(step))
             found = tuple(dict.fromkeys(s for v in step.inputs for s in read(v, repeats)))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar import jax_compat
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.graph import Graph
 from autopar.microbatches import Programs, split_step, take, untake
@@ -29,7 +30,7 @@ COUNT = 4
 SHORT_ONES = ("gpt-toy", "gpt-toy-remat", "gpt-toy-tied", "llama3-toy", "vit-toy", "flax-nnx-toy")
 SHORT = {target: {"layers": 1} for target in SHORT_ONES}
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = partial(jax.jit, compiler_options=dict(jax_compat.quick_compilation()))
 
 
 @pytest.fixture(scope="module", autouse=True)

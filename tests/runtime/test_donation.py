@@ -13,7 +13,7 @@ import pytest
 from autopar.errors import StageError
 from autopar.runtime import PipelineStep
 from autopar.zoo import build as zoo
-from tests.runtime.test_runtime import FAST, assert_close, checked, pipeline
+from tests.runtime.test_runtime import QUICK, assert_close, checked, pipeline
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +70,7 @@ def test_arrays_that_lie_elsewhere_are_kept(donating: tuple[PipelineStep, Any, A
     got = step(moved, batch)
     assert not any(x.is_deleted() for x in jax.tree.leaves(moved))
     assert_close(moved, before)
-    assert_close(got, jax.jit(model.step, compiler_options=FAST)(state, batch))
+    assert_close(got, jax.jit(model.step, compiler_options=QUICK)(state, batch))
 
 
 def test_an_array_that_is_two_arguments_is_taken_over_once(donating: tuple[PipelineStep, Any, Any, Any]) -> None:
@@ -78,7 +78,7 @@ def test_an_array_that_is_two_arguments_is_taken_over_once(donating: tuple[Pipel
     state = in_place(step, state)
     adam = state["opt"][0]
     state["opt"] = (adam._replace(nu=adam.mu), *state["opt"][1:])  # both are zeros
-    expected = jax.jit(model.step, compiler_options=FAST)(jax.device_put(state, jax.devices()[0]), batch)
+    expected = jax.jit(model.step, compiler_options=QUICK)(jax.device_put(state, jax.devices()[0]), batch)
     assert_close(step(state, batch), expected)
 
 
@@ -99,7 +99,7 @@ def test_steps_that_take_over_their_state_are_those_of_one_device(
     step = pipeline(model.step, (state, batch), sizes, schedule, 4, borders, donated=range(count))
     taken = sum(map(len, step.compiled.taken))
     assert count // 2 < taken <= count
-    undivided = jax.jit(model.step, compiler_options=FAST)
+    undivided = jax.jit(model.step, compiler_options=QUICK)
     got, expected = (in_place(step, state), {}), (state, {})
     for _ in range(3):
         got, expected = step(got[0], batch), undivided(expected[0], batch)
@@ -132,7 +132,7 @@ def test_an_error_in_any_pass_leaves_the_state_usable(
     with pytest.raises(StageError, match=rf"^stage {stage} failed in {kind}{stage}\.3: no more") as caught:
         failing(state, batch)
     assert "used up" not in str(caught.value)
-    expected = jax.jit(model.step, compiler_options=FAST)(jax.device_put(state, jax.devices()[0]), batch)
+    expected = jax.jit(model.step, compiler_options=QUICK)(jax.device_put(state, jax.devices()[0]), batch)
     assert_close(step(state, batch), expected)
 
 

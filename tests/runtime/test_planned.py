@@ -23,7 +23,7 @@ from autopar.schedules import Size, bounds, check, make
 from autopar.stage_planning import StagePlans, plan_stages
 from autopar.trace import trace
 from autopar.zoo import build as zoo
-from tests.runtime.test_runtime import FAST, assert_close
+from tests.runtime.test_runtime import QUICK, assert_close
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -68,7 +68,7 @@ def planned(
     listed = check(make(schedule, size, stages.borders), bounds(schedule, size))
     submeshes = grids(shapes)
     chosen = plans if layouts is None else layouts(stages.split, submeshes, range(len(shapes)))
-    return build(traced, stages, listed, submeshes, layouts=chosen, compiler_options=FAST), plans
+    return build(traced, stages, listed, submeshes, layouts=chosen, compiler_options=QUICK), plans
 
 
 def _mesh(shape: tuple[int, ...], alpha: float, beta: float) -> Any:
@@ -115,7 +115,7 @@ def test_two_steps_are_those_of_one_device(
 ) -> None:
     model, (state, batch) = arguments(target, **options)
     step, _ = planned(model.step, (state, batch), shapes, count=count, schedule=schedule, alpha=1e-8, beta=beta)
-    undivided = jax.jit(model.step, compiler_options=FAST)
+    undivided = jax.jit(model.step, compiler_options=QUICK)
     got, expected = (state, {}), (state, {})
     for _ in range(2):
         got, expected = step(got[0], batch), undivided(expected[0], batch)
@@ -147,7 +147,7 @@ def test_without_a_plan_they_are_summed_in_every_microbatch() -> None:
     assert found["stage 0 B"] > 0
     assert found["stage 1 B"] > 0
     assert not any(n for name, n in found.items() if "update" in name)
-    assert_close(step(state, batch), jax.jit(model.step, compiler_options=FAST)(state, batch))
+    assert_close(step(state, batch), jax.jit(model.step, compiler_options=QUICK)(state, batch))
 
 
 def test_narrow_gradients_are_added_up_in_float32() -> None:

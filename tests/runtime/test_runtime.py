@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from autopar import jax_compat
 from autopar.errors import ArgumentError, MeshError, StageError
 from autopar.passes.layers import find
 from autopar.passes.microbatch import split
@@ -23,7 +24,7 @@ from autopar.trace import trace
 from autopar.zoo import build as zoo
 from tests.passes import batch_programs as programs
 
-FAST = {"xla_backend_optimization_level": 0}
+QUICK = dict(jax_compat.quick_compilation())
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +56,7 @@ def pipeline(
     stages = divide(split(traced.graph, count, batch), layers, cuts, weights=schedule == "zb-h1")
     size = Size(len(sizes), count, len(stages.stages) // len(sizes))
     listed = check(make(schedule, size, stages.borders), bounds(schedule, size))
-    return build(traced, stages, listed, submeshes(sizes), compiler_options=FAST, **options)
+    return build(traced, stages, listed, submeshes(sizes), compiler_options=QUICK, **options)
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-9) -> None:
@@ -96,7 +97,7 @@ def test_three_steps_are_those_of_one_device(
     model = zoo(target, dtype="float64", **options)
     state, batch = jax.jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
     step = pipeline(model.step, (state, batch), sizes, schedule, count, borders)
-    undivided = jax.jit(model.step, compiler_options=FAST)
+    undivided = jax.jit(model.step, compiler_options=QUICK)
     got, expected = (state, {}), (state, {})
     for _ in range(3):
         got, expected = step(got[0], batch), undivided(expected[0], batch)
@@ -122,7 +123,7 @@ def test_steps_of_all_kinds_are_those_of_one_device(name: str, schedule: str, si
     paths = trace(function, *args).graph.input_paths
     batch = [i for i, path in enumerate(paths) if path.startswith("b/")]
     step = pipeline(function, args, sizes, schedule, batch=batch)
-    assert_close(step(*args), jax.jit(function, compiler_options=FAST)(*args))
+    assert_close(step(*args), jax.jit(function, compiler_options=QUICK)(*args))
 
 
 def test_a_layout_of_the_users_own() -> None:
@@ -140,7 +141,7 @@ def test_a_layout_of_the_users_own() -> None:
         cut = value in held and traced.graph.types[value].rank == 2
         return PartitionSpec("model") if cut else PartitionSpec()
 
-    step = build(traced, stages, make("1f1b", Size(2, 2)), meshes, layouts=layouts, compiler_options=FAST)
+    step = build(traced, stages, make("1f1b", Size(2, 2)), meshes, layouts=layouts, compiler_options=QUICK)
     got = step(state, batch)
     assert_close(got, jax.jit(model.step)(state, batch))
     assert got[0]["params"]["blocks"][0]["w1"].sharding.spec == PartitionSpec("model")

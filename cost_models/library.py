@@ -1,0 +1,83 @@
+"""Which steps XLA's CPU compiler runs in kernels of a library (YNNPACK): products, reductions, and what is around them.
+
+A kernel starts at a product or a reduction, the last of the program first, and takes in neighbours, nearest first:
+
+    up      what makes an operand, if nothing outside the kernel reads that
+    down    what reads the kernel's result, if nothing else does
+
+as long as the library knows them. Nothing is fused into such a kernel afterwards: what it reads is in memory, even a
+broadcast, and what others read of it as well. (openxla/xla, xla/backends/cpu/transforms/library_rewriter.cc.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost_models.steps import CHEAP, COSTLY, LIGHT, Program, Step
+
+#: Elementwise operations that the library does not know.
+_UNKNOWN = frozenset((
+    "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor", "nextafter",
+    "bitcast_convert_type", "reduce_precision", "real", "imag", "conj", "complex", "shift_left",
+    "shift_right_logical", "shift_right_arithmetic", "atan2", "rem", "lgamma", "digamma", "erf_inv",
+))  # fmt: skip
+#: Steps that kernels take in.
+_KNOWN = frozenset((*COSTLY, *CHEAP, "broadcast_in_dim", "spread")) - _UNKNOWN
+_CENTRES = ("dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
+
+
+def kernels(
+    p: Program, steps: Sequence[Step], readers: Mapping[int, Sequence[Step]], leaving: frozenset[int]
+) -> Mapping[int, int]:
+    """Step (by identity) -> the number of the library's kernel that it is in; steps of other kernels are left out.
+
+    Args:
+        steps: of all frames, in their order.
+        readers: value -> the steps that read it.
+        leaving: values that leave a frame.
+    """
+    growth = _Growth(p, readers, leaving, {v: step for step in steps for v in step.outputs})
+    for number, step in enumerate(reversed(steps)):
+        if step.name in _CENTRES and id(step) not in growth.found:
+            growth.grow(step, number)
+    return growth.found
+
+
+@dataclass(eq=False)
+class _Growth:
+    p: Program
+    readers: Mapping[int, Sequence[Step]]
+    leaving: frozenset[int]
+    makers: Mapping[int, Step]
+    found: dict[int, int] = field(default_factory=dict)
+
+    def grow(self, centre: Step, number: int) -> None:
+        """Take neighbours into the kernel of a step, until there is none left."""
+        self.found[id(centre)] = number
+        waiting, seen = deque(self._around(centre, number, True)), {id(centre)}
+        while waiting:
+            step, down = waiting.popleft()
+            if id(step) not in seen and id(step) not in self.found and _is_known(step):
+                seen.add(id(step))
+                self.found[id(step)] = number
+                waiting.extend(self._around(step, number, down))
+
+    def _around(self, step: Step, number: int, down: bool) -> Iterator[tuple[Step, bool]]:
+        for v in map(self.p.behind, step.inputs):
+            maker = self.makers.get(v)
+            if maker is not None and self._inside(maker, number):
+                yield maker, False
+        users = [r for v in step.outputs for r in self.readers.get(v, ())]
+        if down and len(users) == 1 and self.leaving.isdisjoint(step.outputs):
+            yield users[0], True
+
+    def _inside(self, step: Step, number: int) -> bool:
+        """Nothing outside a kernel reads what a step makes."""
+        users = [r for v in step.outputs for r in self.readers.get(v, ())]
+        return self.leaving.isdisjoint(step.outputs) and all(self.found.get(id(r)) == number for r in users)
+
+
+def _is_known(step: Step) -> bool:
+    return step.name in _CENTRES or (step.kind == LIGHT and step.name in _KNOWN)
