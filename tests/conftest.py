@@ -6,6 +6,7 @@ fast.
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -18,3 +19,5 @@ jax.config.update("jax_disable_most_optimizations", True)
 if cache := os.environ.get("AUTOPAR_TEST_JAX_CACHE"):
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+gc.set_threshold(200_000, 20, 20)  # graphs of whole programs are large, and few of them are in cycles

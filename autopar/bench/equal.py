@@ -3,8 +3,8 @@
 One worker per model and dtype goes through the meshes (`equal_case`), so that the single-device run is shared and
 memory is given back. A row is appended to the resume file as soon as it is known; rows found there are not run again.
 
-XLA is told to optimise little (`QUICK`): the programs are partitioned as always, and compiling them, which is nearly
-all of the time, takes half as long.
+XLA is told to optimise little (`jax_compat.quick_compilation`): the programs are partitioned as always, and compiling
+them, which is nearly all of the time, takes a third as long.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar import zoo
+from autopar import jax_compat, zoo
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2), (3,), (6,))
 DTYPES = ("float32", "float64")
 CLUSTERS = ("dear", "local")
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 Row = Mapping[str, Any]
 Key = tuple[str, tuple[int, ...], str, str]
@@ -67,6 +66,11 @@ def _done(resume: Path | None) -> dict[Key, Row]:
     return {_key(row): row for row in rows_kept.read(resume) if "reasons" in row}  # those of older versions run again
 
 
+def quick_flags() -> str:
+    """XLA's flags for compiling quickly."""
+    return " ".join(f"--{name}={str(value).lower()}" for name, value in jax_compat.quick_compilation().items())
+
+
 def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
     """Rows of one worker; where it dies, a failed row for each mesh that is missing."""
     if not meshes:
@@ -74,7 +78,7 @@ def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: st
     spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster}
     left = list(meshes)
     try:
-        for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": QUICK}):
+        for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": quick_flags()}):
             left.remove(tuple(row["mesh"]))
             yield {**row, "cluster": cluster}
     except worker.WorkerError as error:

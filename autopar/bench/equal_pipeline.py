@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar import jax_compat, zoo
+from autopar import zoo
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.bench.equal import DTYPES
+from autopar.bench.equal import DTYPES, quick_flags
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 STAGES = (2, 4)
@@ -80,10 +80,6 @@ def _done(resume: Path | None) -> dict[Key, Row]:
     return {_key(row): row for row in rows_kept.read(resume) if "share" in row}
 
 
-def _flags() -> str:
-    return " ".join(f"--{name}={str(value).lower()}" for name, value in jax_compat.quick_compilation().items())
-
-
 def _rows(model: str, dtype: str, keys: Sequence[Key]) -> Iterator[Row]:
     """Rows of one worker; where it dies, a failed row for each case that is missing."""
     if not keys:
@@ -92,7 +88,7 @@ def _rows(model: str, dtype: str, keys: Sequence[Key]) -> Iterator[Row]:
     spec = {"model": model, "dtype": dtype, "cases": cases}
     left = list(keys)
     try:
-        for row in worker.lines("autopar.bench.equal_pipeline_case", spec, {"XLA_FLAGS": _flags()}):
+        for row in worker.lines("autopar.bench.equal_pipeline_case", spec, {"XLA_FLAGS": quick_flags()}):
             left.remove(_key(row))
             yield row
     except worker.WorkerError as error:

@@ -56,7 +56,7 @@ class Row:
     worst: str = ""
     rounding: int = 0
     by_hand: float = 0.0
-    by_hand_devices: int = 1
+    by_hand_devices: int = 0
     refusal: str = ""
     failures: tuple[str, ...] = ()
 
@@ -66,10 +66,10 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
     given = one.given
     coupled = given.model.name in COUPLED
     asked = "auto" if coupled and schedule == "interleaved-1f1b" else schedule  # it takes no single microbatch
-    ours = equal_case.parallel(given, stages=stages, schedule=asked, **options(given.model, stages, inner))
-    hand, used = equal_case.by_hand(given, DEVICES)
+    how = {"stages": stages, "schedule": asked, **options(given.model, stages, inner)}
+    ours = equal_case.parallel(given, replans=False, **how)
     found = equal_case.differences(ours.run.state, one.run.state)
-    expert = equal_case.differences(hand.state, one.run.state)
+    hand = equal_case.by_hand(one, DEVICES, found, dtype)
     rounding = equal_case.rounding_leaves(one.run.state)
     worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
@@ -87,11 +87,11 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
         leaf=found[worst],
         worst=worst,
         rounding=len(rounding),
-        by_hand=equal_case.of_params(hand.state, one.run.state),
-        by_hand_devices=used,
+        by_hand=hand.params,
+        by_hand_devices=hand.devices,
         refusal=refusal,
     )
-    wrong = equal_case.unequal(row, found, expert, rounding)
+    wrong = equal_case.unequal(row, found, hand.leaves, rounding)
     failures = (*wrong, *ours.habits, *_split(row, coupled))
     return replace(row, ok=not failures, failures=failures)
 
