@@ -5,6 +5,7 @@
     borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
                pass hands over is delivered as its reader wants it, for stages are planned in order -> _pinned
     alike      stages with equal graphs, meshes and pins are planned once                        -> _Planner
+    memory     within what a device has left, by charging for bytes ever more                    -> Charges
 
 Sums of gradients stay partial over all microbatches where that is cheaper (`autopar.passes.deferral`), and are read
 whole once, by the update.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.cluster import LogicalMesh
@@ -109,7 +111,7 @@ def plan_stages(
     planner = _Planner(stages, tuple(meshes), options or Options(), tuple(limits))
     for stage in range(len(stages.stages)):
         planner.plan(stage_graph(stages, stage, avals))
-    return StagePlans(stages, tuple(planner.found), len(planner.known))
+    return StagePlans(stages, tuple(planner.found), len(planner.known) + len(planner.charges))
 
 
 def plan_stage(
@@ -145,24 +147,61 @@ def plan_within(
 
     With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
     """
-    rules = rules_of(graph.graph, options.rules)
-    model, liveness = problem_of(graph, mesh, rules, arguments, results)
-    free = optimize(model.problem, **options.keywords(), enough=ENOUGH)
-    row = memory_row(graph, liveness, free.assignment)
-    peak = row.value(model.problem, free.assignment)
-    made, over = None, 0.0
-    for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
-        problem = charged(model.problem, row, share * free.objective / peak) if share and peak else model.problem
-        solution = optimize(problem, **options.keywords(), enough=ENOUGH) if share else free
-        cost = model.problem.value(solution.assignment)
-        solution = replace(solution, objective=cost, lower_bound=0.0, gap=1.0)
-        made = planned(graph, mesh, rules, model, liveness, solution)
-        over = stage_memory(made).peak(limit.in_flight) - limit.nbytes
-        if over <= 0:
-            return made
-    assert made is not None
-    warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
-    return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
+    return Charges(graph, mesh, options, arguments, results).within(graph, limit)
+
+
+@dataclass(eq=False)
+class Charges:
+    """Plans of one stage at rising rates for memory, each solved when it is first asked for."""
+
+    graph: StageGraph
+    mesh: LogicalMesh
+    options: Options
+    arguments: Mapping[int, Layout] | None = None
+    results: Mapping[int, Layout] | None = None
+    solved: dict[float, Solution] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rules = rules_of(self.graph.graph, self.options.rules)
+        self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
+
+    def within(self, graph: StageGraph, limit: Limit) -> StagePlan:
+        """The plan of a stage like this one at the first rate, from that of the limit on, at which it fits."""
+        rules = self.rules if graph is self.graph else rules_of(graph.graph, self.options.rules)
+        over, made = 0.0, None
+        for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
+            made = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
+            over = stage_memory(made).peak(limit.in_flight) - limit.nbytes
+            if over <= 0:
+                return made
+        assert made is not None
+        warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
+        return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
+
+    def at(self, share: float) -> Solution:
+        """The solution at a rate, valued without the charge."""
+        if share not in self.solved:
+            problem = charged(self.model.problem, self.row, share * self.rate) if share else self.model.problem
+            found = self.free if not share else optimize(problem, **self.options.keywords(), enough=ENOUGH)
+            cost = self.model.problem.value(found.assignment)
+            self.solved[share] = replace(found, objective=cost, lower_bound=0.0, gap=1.0)
+        return self.solved[share]
+
+    @cached_property
+    def free(self) -> Solution:
+        """Without a charge."""
+        return optimize(self.model.problem, **self.options.keywords(), enough=ENOUGH)
+
+    @cached_property
+    def row(self) -> Row:
+        """The bytes that are charged for."""
+        return memory_row(self.graph, self.liveness, self.free.assignment)
+
+    @cached_property
+    def rate(self) -> float:
+        """s/byte for a share of 1."""
+        peak = self.row.value(self.model.problem, self.free.assignment)
+        return self.free.objective / peak if peak else 0.0
 
 
 def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
@@ -224,23 +263,22 @@ class _Planner:
     limits: tuple[Limit, ...] = ()
     found: list[StagePlan] = field(default_factory=list)
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
+    charges: dict[Hashable, Charges] = field(default_factory=dict)
 
     def plan(self, graph: StageGraph) -> None:
         """Plan the next stage."""
         mesh = self.meshes[graph.stage]
         arguments, results = self._pinned(graph, mesh)
-        limit = self.limits[graph.stage] if self.limits else None
         pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
-        key = (_likeness(graph.graph), mesh, pinned, limit)
-        same = self.known.get(key)
-        if same is None:
-            made = self.known[key] = (
-                plan_stage(graph, mesh, self.options, arguments, results)
-                if limit is None
-                else plan_within(graph, mesh, self.options, limit, arguments, results)
-            )
+        key = (_likeness(graph.graph), mesh, pinned)
+        if self.limits:
+            if key not in self.charges:
+                self.charges[key] = Charges(graph, mesh, self.options, arguments, results)
+            made = self.charges[key].within(graph, self.limits[graph.stage])
+        elif key not in self.known:
+            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
         else:
-            rules = rules_of(graph.graph, self.options.rules)
+            same, rules = self.known[key], rules_of(graph.graph, self.options.rules)
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
         self.found.append(made)
 

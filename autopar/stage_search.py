@@ -7,8 +7,8 @@
         each played under every schedule that its memory allows       autopar/cost_models/pipeline.py
 
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Numbers of
-microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until two in a row
-bring nothing: many small ones fit into memory first, and are slow first for what each costs at least.
+microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until two bring
+nothing or the smaller of them is clearly worse: many small ones fit into memory first, few have the longer bubble.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ TOLERANCE = 1e-3
 PLAYED = 4
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
+#: Share of the best time by which a smaller number of microbatches may be slower before the search for one ends.
+WORSE = 0.02
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
@@ -181,8 +183,9 @@ class Hunt:
             some = falling[first : first + side_by_side.WORKERS]
             found = side_by_side.results([partial(self.at, count, choice) for count in some])
             better = min((f for f in (best, *found) if f is not None), key=_rank, default=None)
-            if better is best is not None:
-                break
+            last = math.inf if found[-1] is None else found[-1].seconds
+            if better is not None and (better is best or last > (1 + WORSE) * better.seconds):
+                return better
             best = better
         return best
 

@@ -91,9 +91,13 @@ class _Outcome:
     rows: int = 0
     warnings: tuple[str, ...] = ()
 
+    def within(self, gap: float) -> bool:
+        """Whether the plan is proven to be within a relative gap of the optimum."""
+        return bool(np.isfinite(self.value)) and self.value - self.lower <= gap * abs(self.value)
+
     @property
     def closed(self) -> bool:
-        return bool(np.isfinite(self.value)) and self.value - self.lower <= CLOSED * abs(self.value)
+        return self.within(CLOSED)
 
 
 @dataclass(slots=True)
@@ -139,12 +143,12 @@ def optimize(
         check(problem, thorough=False)
         folded = folding.fold(problem) if fold else folding.identity(problem)
     core = _presolve(folded, presolve, clock)
-    small, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock)
+    small, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock, enough)
     if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
     elif outcome.closed:
         outcome = replace(outcome, status="certified")
-    elif outcome.value - outcome.lower <= enough * abs(outcome.value):
+    elif outcome.within(enough):
         outcome = replace(outcome, status="near-optimal")
     elif not folded.tied:
         outcome = _search(folded, small, outcome, clock)
@@ -213,15 +217,17 @@ def _reduced(core: _Core, start: tuple[Ints, ...] | None, rounds: int) -> _Core:
     return _Core(left.problem, smaller.counts, smaller.pairings, core.constant + smaller.constant, lift)
 
 
-def _narrow(problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock) -> tuple[_Core, Ascent, _Outcome]:
-    """Bound, fix and presolve again while that shrinks the core, until the bounds meet.
+def _narrow(
+    problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock, enough: float = CLOSED
+) -> tuple[_Core, Ascent, _Outcome]:
+    """Bound, fix and presolve again while that shrinks the core, until the bounds meet, or are near enough.
 
     A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
     """
     size = 2 * core.problem.variables
     while True:
         ascent, outcome = _bound(problem, core, outcome, clock)
-        done = outcome.closed or not np.isfinite(outcome.value) or clock.left <= 0
+        done = outcome.within(max(enough, CLOSED)) or not np.isfinite(outcome.value) or clock.left <= 0
         if done or core.problem.variables > KEPT * size:
             return core, ascent, outcome
         size = core.problem.variables
