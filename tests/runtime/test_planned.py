@@ -20,7 +20,8 @@ from autopar.passes.stages import divide
 from autopar.planning import Options
 from autopar.runtime import PipelineStep, build, data_parallel
 from autopar.schedules import Size, bounds, check, make
-from autopar.stage_planning import StagePlans, plan_stages
+from autopar.stage_planning import Limit, StagePlans, plan_stages
+from autopar.stage_prices import stage_memory
 from autopar.trace import trace
 from autopar.zoo import build as zoo
 from tests.runtime.test_runtime import QUICK, assert_close
@@ -229,14 +230,35 @@ def test_what_is_handed_over_lies_alike_on_both_ends() -> None:
             assert step.places.value(hand.source, v).spec == step.places.value(hand.target, v).spec
 
 
-def test_like_stages_are_planned_once() -> None:
-    """The first stage needs no cotangent and the last has the loss; those between are alike."""
-    args = wide_arguments(64)
-    traced = trace(wide, *args)
+def one_stage_per_layer() -> tuple[Any, Any]:
+    traced = trace(wide, *wide_arguments(64))
     layers = find(traced.graph)
     assert len(layers.layers) >= 4
-    stages = divide(split(traced.graph, 2), layers, range(1, len(layers.layers)))
+    return traced, divide(split(traced.graph, 2), layers, range(1, len(layers.layers)))
+
+
+def test_like_stages_are_planned_once() -> None:
+    """The first stage needs no cotangent and the last has the loss; those between are alike."""
+    traced, stages = one_stage_per_layer()
     plans = plan_stages(stages, traced.in_avals, [_mesh((2,), 1e-6, 1e-9)] * len(stages.stages))
     assert plans.distinct < len(plans.plans)
     with_own = plan_stages(stages, traced.in_avals, [_mesh((2,), 1e-6, 1e-9)] * len(stages.stages))
     assert [p.layouts for p in plans.plans] == [p.layouts for p in with_own.plans]
+
+
+def test_like_stages_with_unlike_room_share_their_solutions() -> None:
+    """Every stage takes the first rate at which it fits with as many microbatches as it has in flight."""
+    traced, stages = one_stage_per_layer()
+    meshes, count = [_mesh((2,), 1e-6, 1e-7)] * len(stages.stages), len(stages.stages)
+    wide_open = [Limit(1e12, count - s) for s in range(count)]
+    roomy = plan_stages(stages, traced.in_avals, meshes, limits=wide_open)
+    held = [[stage_memory(p).peak(n) for n in (1, count)] for p in roomy.plans]
+    within = min(h[1] for h in held[1:-1]) - 1  # too little for what the middle stages would hold, at their most
+    limits = [Limit(within, count if s % 2 else 1) for s in range(count)]
+    tight = plan_stages(stages, traced.in_avals, meshes, limits=limits)
+    assert roomy.distinct == tight.distinct < count
+    for plan, limit, before in zip(tight.plans[1:-1], limits[1:-1], held[1:-1], strict=True):
+        fits = stage_memory(plan).peak(limit.in_flight) <= limit.nbytes
+        assert fits != bool(plan.solution.warnings)
+        assert stage_memory(plan).peak(limit.in_flight) <= before[limit.in_flight > 1]
+    assert {stage_memory(p).peak(1) for p in tight.plans[1:-1]} != {stage_memory(p).peak(1) for p in roomy.plans[1:-1]}
