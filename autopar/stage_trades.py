@@ -32,6 +32,8 @@ SHARES = (0.3, 6.0)
 LAYERS = 4.0
 #: Relative gap at which a way to run a stage is priced as it is.
 ENOUGH = 0.1
+#: Strategies left above which the ILP, which takes half a minute then, is not asked for that.
+LARGEST = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ def trades(
         shares: rates to try besides none.
     """
     model, liveness = problem_of(graph, mesh, rules)
-    how: Mapping[str, Any] = {**options.keywords(), "enough": ENOUGH, "fold": False}
+    how: Mapping[str, Any] = {**options.keywords(), "enough": ENOUGH, "largest": LARGEST, "fold": False}
     free = optimize(model.problem, **how)
     row = memory_row(graph, liveness, free.assignment, LAYERS)
     peak = row.value(model.problem, free.assignment)

@@ -63,11 +63,13 @@ def solve(
     upper: float = np.inf,
     cutoff: bool = False,
     memory: Memory | None = None,
+    gap: float = 0.0,
 ) -> Answer:
     """Solve to proven optimality with "cbc" or "highs", within a budget where `memory` is given.
 
     `upper` (s) is the value of a known plan: it scales the objective, forbids what alone costs more, and is told to the
-    solver as a bound if `cutoff`. Never raises for what happens to the solver: see `Answer.status`.
+    solver as a bound if `cutoff`; `gap` (s) is how far from the optimum it may stop. Never raises for what happens to
+    the solver: see `Answer.status`.
     """
     if not all(np.isfinite(a.min()) for a in _arrays(problem)):
         return Answer("infeasible", None, np.inf, 0, 0, "a node or an edge is forbidden altogether")
@@ -79,7 +81,7 @@ def solve(
     if memory is not None:
         rows += _fit(model, memory, binaries, flows)
     limit = (upper - shift) / unit * (1 + 1e-6) + 1e-3 if cutoff and np.isfinite(upper) else None
-    result = solvers.solve(model, solver, time_limit=time_limit, cutoff=limit)
+    result = solvers.solve(model, solver, time_limit=time_limit, cutoff=limit, gap=gap / unit)
     lower = -np.inf if result.bound is None else shift + unit * result.bound
     return Answer(result.status, _decode(binaries, result.values), lower, rows, columns, result.message)
 

@@ -11,7 +11,9 @@ What a `Solution.status` proves, weakest last:
     certified       the lower bound of the dual ascent, which holds for the unfolded problem, meets the plan's value
     optimal         the ILP proved the optimum of the unfolded problem
     optimal-tied    no plan that treats equal layers equally is better; `gap` is against all plans
-    near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time
+    near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time; or
+                    at most the gap that was asked for
+    open            more is left than the ILP was to be asked for
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -126,10 +128,12 @@ def optimize(
     fold: bool = True,
     presolve: bool = True,
     enough: float = 0.0,
+    largest: float = np.inf,
 ) -> Solution:
     """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
 
-    `enough`: a relative gap at which "auto" is content with the plan that the bounds come with, "near-optimal".
+    `enough`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it does
+    not ask CBC and leaves the plan "open".
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -151,7 +155,8 @@ def optimize(
     elif outcome.within(enough):
         outcome = replace(outcome, status="near-optimal")
     elif not folded.tied:
-        outcome = _search(folded, small, outcome, clock)
+        left = small.problem.variables > largest
+        outcome = replace(outcome, status="open") if left else _search(folded, small, outcome, clock, enough)
     else:
         return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock), clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
@@ -259,21 +264,22 @@ def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Co
         return _reduced(replace(core, problem=reparametrise(core.problem, ascent.messages)), keep, LATER_ROUNDS)
 
 
-def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock) -> _Outcome:
-    """CBC on the narrowed core, unless little can be gained there."""
+def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock, enough: float = 0.0) -> _Outcome:
+    """CBC on the narrowed core, unless little can be gained there, to a relative gap that is enough."""
     if clock.left <= 0:
         return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
     if core.problem.variables > LARGE and outcome.value - outcome.lower <= NEAR * abs(outcome.value):
         return replace(outcome, status="near-optimal")
-    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True)
+    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True, gap=enough * max(outcome.lower, 0.0))
 
 
-def _by_ilp(folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: bool) -> _Outcome:
-    """The ILP over the core; the outcome so far, with a warning, when the solver fails."""
+def _by_ilp(
+    folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: _Clock, *, cutoff: bool, gap: float = 0.0
+) -> _Outcome:
+    """The ILP over the core, to a gap in seconds; the outcome so far, with a warning, when the solver fails."""
     with clock.phase("ilp"):
-        answer = ilp.solve(
-            core.problem, solver, time_limit=clock.left, upper=outcome.value - core.constant, cutoff=cutoff
-        )
+        upper = outcome.value - core.constant
+        answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=upper, cutoff=cutoff, gap=gap)
     plan, value = outcome.plan, outcome.value
     if answer.assignment is not None:
         found = core.lift(answer.assignment)
@@ -288,6 +294,8 @@ def _by_ilp(folded: Folded, core: _Core, solver: str, outcome: _Outcome, clock: 
         result = result if folded.tied else replace(result, lower=value)
         return replace(result, status="optimal" if result.closed else "optimal-tied")
     lower = result.lower if folded.tied else min(value, max(result.lower, proven))
+    if answer.status == "near-optimal":
+        return replace(result, lower=lower, status="near-optimal")
     status = "time-limit" if answer.status == "time-limit" else "fallback"
     result = replace(result, lower=lower, status=status)
     return replace(result, warnings=(*result.warnings, _shortfall(solver, answer, result)))

@@ -27,16 +27,18 @@ from typing import Any
 
 import pulp
 
-# CBC's options: no gap, one thread, and none of its cuts, heuristics and preprocessing. The relaxation is tight and a
+# CBC's options: one thread, and none of its cuts, heuristics and preprocessing. The relaxation is tight and a
 # good plan is known, so branching alone ends 3 to 10 times sooner.
-EXACT = ["-ratio", "0", "-allow", "0", "-threads", "0", "-cuts", "off", "-heuristicsOnOff", "off", "-preprocess", "off"]
+PLAIN = ["-ratio", "0", "-threads", "0", "-cuts", "off", "-heuristicsOnOff", "off", "-preprocess", "off"]
 GRACE = 5.0  # seconds that a solver may take beyond its time limit before it is killed
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """status: "optimal", "infeasible", "time-limit" or "failed"; values: name -> value, empty without a solution.
+    """What a solver said.
 
+    status: "optimal", "near-optimal" (within the gap), "infeasible", "time-limit" or "failed".
+    values: name -> value, empty without a solution.
     bound is the solver's proven lower bound in its own units, None if it proved none.
     """
 
@@ -84,14 +86,17 @@ def _expression(coefficients: dict[Any, float]) -> Any:
 
 def available() -> tuple[str, ...]:
     """Names of the solvers that can be run here."""
-    return tuple(name for name, command in COMMANDS.items() if command(Path(), 1.0, None))
+    return tuple(name for name, command in COMMANDS.items() if command(Path(), 1.0, None, 0.0))
 
 
-def solve(model: Any, solver: str, *, time_limit: float, cutoff: float | None = None) -> Result:
-    """Solve within `time_limit` seconds; plans above `cutoff` (in the model's units) need not be found."""
+def solve(model: Any, solver: str, *, time_limit: float, cutoff: float | None = None, gap: float = 0.0) -> Result:
+    """Solve within `time_limit` seconds; plans above `cutoff` (in the model's units) need not be found.
+
+    `gap`: how far from the optimum, in the model's units, CBC may stop; HiGHS goes on to the end.
+    """
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
         folder = Path(name)
-        command = COMMANDS[solver](folder, max(time_limit, 0.1), cutoff)
+        command = COMMANDS[solver](folder, max(time_limit, 0.1), cutoff, gap)
         if not command:
             return Result("failed", message=f"the solver {solver!r} is not installed; found: {available()}")
         model.writeMPS(str(folder / "model.mps"))
@@ -121,13 +126,24 @@ def _run(command: list[str], folder: Path, time_limit: float) -> str:
 start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # tests put a child in here that dies
 
 
-def _cbc_command(folder: Path, time_limit: float, cutoff: float | None) -> list[str]:
+def _cbc_command(folder: Path, time_limit: float, cutoff: float | None, gap: float) -> list[str]:
     path = _cbc_path()
     if not path:
         return []
     bound = [] if cutoff is None else ["-cutoff", repr(cutoff)]
     limit = ["-timeMode", "elapsed", "-sec", f"{time_limit:.2f}"]
-    return [path, str(folder / "model.mps"), *limit, *EXACT, *bound, "-solve", "-solution", str(folder / "solution")]
+    near = ["-allow", repr(gap)]
+    return [
+        path,
+        str(folder / "model.mps"),
+        *limit,
+        *PLAIN,
+        *near,
+        *bound,
+        "-solve",
+        "-solution",
+        str(folder / "solution"),
+    ]
 
 
 def _cbc_path() -> str | None:
@@ -136,8 +152,8 @@ def _cbc_path() -> str | None:
     return next((found for c in candidates if c and (found := shutil.which(c))), None)
 
 
-def _highs_command(folder: Path, time_limit: float, cutoff: float | None) -> list[str]:
-    del cutoff  # HiGHS has no cutoff for its branch and bound
+def _highs_command(folder: Path, time_limit: float, cutoff: float | None, gap: float) -> list[str]:
+    del cutoff, gap  # HiGHS has no cutoff for its branch and bound
     if importlib.util.find_spec("highspy") is None:
         return []
     script = Path(__file__).with_name("highs_child.py")
@@ -150,6 +166,8 @@ def _read_cbc(folder: Path) -> Result:
     values = {name: float(value) for _, name, value, *_ in (line.replace("**", "").split() for line in lines)}
     log = (folder / "log").read_text(errors="replace")
     lowest = re.findall(r"Lower bound:\s+(\S+)", log)
+    if "within gap tolerance" in log and lowest:
+        return Result("near-optimal", float(lowest[-1]), values, head)
     if head.startswith("Optimal"):
         return Result("optimal", float(head.split()[-1]), values, head)
     if "infeasible" in head.lower():
@@ -163,7 +181,7 @@ def _read_highs(folder: Path) -> Result:
     return Result(answer["status"], answer["bound"], answer["values"], answer["message"])
 
 
-COMMANDS: Mapping[str, Callable[[Path, float, float | None], list[str]]] = {
+COMMANDS: Mapping[str, Callable[[Path, float, float | None, float], list[str]]] = {
     "cbc": _cbc_command,
     "highs": _highs_command,
 }

@@ -114,6 +114,19 @@ def test_a_broken_solver_is_a_status(code: str, message: str, monkeypatch: pytes
     assert message in answer.message
 
 
+def test_within_a_gap_the_bound_is_what_is_proven() -> None:
+    problem = frustrated("complete-9")
+    best = ilp.solve(problem, "cbc", time_limit=20)
+    assert best.assignment is not None
+    optimum = problem.value(best.assignment)
+    for gap, status in ((0.0, "optimal"), (1.1 * optimum, "near-optimal")):
+        answer = ilp.solve(problem, "cbc", time_limit=20, gap=gap)
+        assert answer.status == status
+        assert answer.assignment is not None
+        assert answer.lower <= optimum * (1 + ilp.ACCURACY)
+        assert problem.value(answer.assignment) - answer.lower <= gap + ilp.ACCURACY * optimum
+
+
 def test_a_missing_solver_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solvers, "COMMANDS", {"cbc": lambda *_: []})
     answer = ilp.solve(frustrated("complete-4"), "cbc", time_limit=1)

@@ -163,6 +163,22 @@ def test_ties_are_broken_the_same_way_every_time() -> None:
         assert len(plans) == 1
 
 
+def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
+    problem = frustrated("complete-9")
+    exact, found = optimize(problem), optimize(problem, largest=10)
+    assert (found.status, found.rows, found.warnings) == ("open", 0, ())
+    assert found.lower_bound <= exact.objective <= found.objective == problem.value(found.assignment)
+    assert optimize(problem, largest=10_000).status == exact.status == "optimal"
+
+
+def test_a_gap_that_is_enough_ends_the_search() -> None:
+    problem = frustrated("complete-9")
+    exact, found = optimize(problem), optimize(problem, enough=1.0)
+    assert (found.status, found.rows) == ("near-optimal", 0)
+    assert found.lower_bound <= exact.objective <= found.objective
+    assert 0 < found.gap <= 1.0
+
+
 def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = frustrated("petersen")
     exact = optimize(problem)
