@@ -7,6 +7,7 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
     a value            its piece in the layout that its cluster leaves                           -> _Values.others
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
+    turned state       where a gradient is left transposed                                       -> add_turned
 
 What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
 """
@@ -27,6 +28,7 @@ from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
 from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten
+from autopar.cost_models.turned import add_turned
 from autopar.graph import Graph
 from autopar.passes.homes import Home
 from autopar.passes.intra_op import Model, source_dims
@@ -66,6 +68,8 @@ def buffers(
     values.arguments()
     values.others()
     add_copies(sizes, tuple(ends), _settling(graph, ends, donated))
+    if backend.turns_state:
+        add_turned(sizes, values.state)
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
 
 
@@ -138,6 +142,12 @@ class _Values:
         """Results that are written into the buffer of the argument whose next state they are."""
         return (made for made, position in self._successors() if position in self.donated)
 
+    @property
+    def state(self) -> Mapping[int, int]:
+        """Results that are the next state of an argument on the device, and this argument."""
+        inputs = self.sizes.graph.inputs
+        return {made: inputs[i] for made, i in self._successors() if inputs[i] not in self.hosted}
+
     def _successors(self) -> Iterator[tuple[int, int]]:
         """Results that are the next state of an argument, and its position."""
         for out, position in match_state(self.sizes.graph).items():
@@ -167,7 +177,13 @@ class _Values:
     def home(self, v: int) -> Home | None:
         """Where a value lives; of free values and views, where the first step that reads them does."""
         home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
-        return home if home is not None and home.view is None else self._borrowed.get(v)
+        placed = home is not None and home.view is None
+        return self._borrowed.get(v, home if placed else None) if self._is_spread(v) or not placed else home
+
+    def _is_spread(self, v: int) -> bool:
+        """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""
+        maker = self.sizes.makers.get(v)
+        return self.sizes.backend.has_library and maker is not None and maker.name == "broadcast_in_dim"
 
     @cached_property
     def _borrowed(self) -> Mapping[int, Home]:
@@ -178,7 +194,8 @@ class _Values:
             home = homes.get(p.like.get(result, result))
             if home is not None and home.view is None:
                 shape = p.type_of(result).shape
-                found.update((v, home) for v in step.inputs if v not in found and p.type_of(v).shape == shape)
+                read = (v for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
+                found.update((v, home) for v in read if v not in found)
         return found
 
     def _unsummed(self, v: int, step: Step, moment: int) -> None:

@@ -194,6 +194,9 @@ class _Link:
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
+        if what == "copy" and of_target and birth <= death and self.sizes.backend.gathers_turn:
+            at = self.sizes.at(("gathered", self.number), self._gathered)
+            self.sizes.add(what, self.value, birth, birth, at, edge=self.edge)
 
     def same(self, what: str, birth: int, death: int) -> None:
         """A buffer where they are the same."""
@@ -203,6 +206,12 @@ class _Link:
         if birth <= death:
             at = self.sizes.at(("link", self.number, differs, of_target), lambda: self._table(differs, of_target))
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
+
+    def _gathered(self) -> Floats:
+        """What an all-gather makes before it is turned, where it gathers other dimensions than the first."""
+        whole, cut = self.targets[None, :, :], self.sources[:, None, :]
+        held = self.sizes.pieces(self.targets, self.kind)
+        return np.where(((cut > 0) & (whole < 0)).any(-1), held[None, :], 0.0)
 
     def _table(self, differs: bool, of_target: bool) -> Floats:
         held = self.sizes.pieces(self.targets if of_target else self.sources, self.kind)

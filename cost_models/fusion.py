@@ -16,9 +16,9 @@ possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 from autopar.cost_models.library import kernels
 from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
@@ -115,7 +115,8 @@ class _Fusion:
                 made_of = [x for i in inputs for x in leaves.get(i, (i,))]
                 found = frozenset([x for x in made_of if nbytes(x) >= least])
                 self.weight[v] = len(found)
-                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or step.name in COSTLY)
+                dear = step.name in COSTLY and not self.p.backend.products_repeat
+                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or dear)
                 leaves[v] = frozenset((v,)) if shared else found
 
     def decide(self) -> None:
@@ -143,7 +144,7 @@ class _Fusion:
         if self.library:
             own = self.library.get(id(step))
             others = [number for number in map(self.library.get, map(id, readers)) if number != own]
-            if own is not None or any(number is not None for number in others):
+            if any(number is not None for number in others) or (own is not None and value not in self.thin):
                 return bool(others)
         costs = step.name in COSTLY and not self.p.backend.products_repeat
         return len(self._kernels(value)) > 1 and (costs or self.weight[value] > 1)
@@ -163,19 +164,50 @@ class _Fusion:
                 if step.kind != LOOP and v in self.p.tokens:
                     through.setdefault(v, []).append(step)
         results = (v for s in self.steps if s.kind in (HEAVY, LOOP) for v in s.outputs if v not in self.leaving)
-        found = {v for v in results if self._ends_in_products(self._readers_inside(v))}
-        return found | {v for v, steps in through.items() if self._ends_in_products(steps)}
+        found = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
+        return found | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
 
     def _readers_inside(self, value: int) -> list[Step]:
         """Readers of a value; loops read through their bodies."""
         return [r for r in self.readers.get(value, ()) if r.kind != LOOP]
 
-    def _ends_in_products(self, readers: list[Step]) -> bool:
-        while len(readers) == 1 and readers[0].kind == LIGHT:
-            if readers[0].outputs[0] in self.leaving:
+    def _ends_in_products(self, value: int, readers: Sequence[Step]) -> bool:
+        """All that is made of a value ends in one, which products alone read, and reductions beside them."""
+        waiting, ends, products, seen = [(value, r) for r in readers], set[int](), False, set[int]()
+        while waiting:
+            read, step = waiting.pop()
+            if step.kind == LIGHT and step.outputs[0] not in self.leaving and step.outputs[0] not in self.thin:
+                if id(step) not in seen:
+                    seen.add(id(step))
+                    made = step.outputs[0]
+                    waiting.extend((made, r) for r in self._readers_inside(made))
+            elif self._is_product(step) or (step.kind == REDUCTION and not self._spreads_again(step)):
+                ends.add(self.p.behind(read))
+                products = products or step.kind == HEAVY
+            else:
                 return False
-            readers = self._readers_inside(readers[0].outputs[0])
-        return bool(readers) and all(map(self._is_product, readers))
+        return products and len(ends) == 1
+
+    def _spreads_again(self, reduction: Step) -> bool:
+        """What a reduction makes becomes as large as what it read, and so cannot be made in the same kernel."""
+        size = self.p.type_of(reduction.inputs[0]).nbytes
+        waiting, seen = list(reduction.outputs), set(reduction.outputs)
+        while waiting:
+            for step in (r for r in self._all_readers.get(waiting.pop(), ()) if r.kind == LIGHT):
+                if self.p.type_of(step.outputs[0]).nbytes >= _HALF * size:
+                    return True
+                waiting.extend(v for v in step.outputs if v not in seen)
+                seen.update(step.outputs)
+        return False
+
+    @cached_property
+    def _all_readers(self) -> Mapping[int, Sequence[Step]]:
+        """Value -> the steps that read it, thin ones among them."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for v in dict.fromkeys(map(self.p.behind, step.inputs)):
+                found.setdefault(v, []).append(step)
+        return found
 
     def _stays(self, step: Step) -> bool:
         """A step that reads thin values from memory: one in a library's kernel, or else one that feeds a reduction."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.fusion import Written
-from autopar.cost_models.steps import LIGHT, LOOP, STORE, Frame, Program, Step
+from autopar.cost_models.steps import LIGHT, LOOP, PRODUCTS, STORE, Frame, Program, Step
 
 
 @dataclass(eq=False)
@@ -57,16 +57,24 @@ class _Clock:
     p: Program
     w: Written
     found: Lifetimes = field(default_factory=Lifetimes)
+    product: int | None = None  # the moment of the last product in the frame that runs
 
     def run(self, frame: Frame) -> None:
         """Run the steps of a frame, from the moment that comes next."""
         steps = [s for s in frame.steps if s.kind != LIGHT or any(v in self.w.values for v in s.outputs)]
         reads = [self.w.reads(step) for step in steps]
         waits = self._waits(steps, reads)
-        order = _eagerly(waits) if self.p.backend.runs_eagerly else _in_turn(steps, waits, self.p.graph.repeats is None)
-        first = self.found.end
-        for i in order:
+        first, self.product = self.found.end, None
+        for i in self._order(steps, waits):
             self._step(steps[i], reads[i], first)
+            self.product = self.found.end - 1 if steps[i].name in PRODUCTS else self.product
+        self.product = None
+
+    def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> list[int]:
+        if self.p.backend.runs_eagerly:
+            return _eagerly(waits)
+        late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
+        return _in_turn(steps, waits, self.p.graph.repeats is None, late)
 
     def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
         """For each step the steps that it waits for, ascending."""
@@ -106,7 +114,8 @@ class _Clock:
         self.found.death[v] = max(self.found.death.get(v, 0), end)
         if v in self.p.tokens:
             ready = max((self.found.birth.get(s, begin) for s in self._copied(v)), default=0)
-            born = ready if self.p.backend.runs_eagerly else begin
+            fetched = begin if self.product is None or not self.p.backend.overlaps else max(ready, self.product)
+            born = ready if self.p.backend.runs_eagerly else fetched
             self.found.birth[v] = min(self.found.birth.get(v, born), born)
 
 
@@ -127,9 +136,38 @@ def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
     return order
 
 
-def _in_turn(steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool) -> list[int]:
+def _in_turn(
+    steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool, late: frozenset[int] = frozenset()
+) -> list[int]:
+    """Program order, updates early; the `late` steps right after the next product that is none of them."""
+    after = _next_products(steps, late) if late else ()
     turn: list[int] = []
     for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
         last = max((turn[j] for j in needed), default=0)
-        turn.append(last if early and step.op.phase == "update" and step.kind != STORE else i)
-    return sorted(range(len(steps)), key=lambda i: (turn[i], i))
+        own = after[i] if i in late else max(i, last)
+        turn.append(last if early and step.op.phase == "update" and step.kind != STORE else own)
+    return sorted(range(len(steps)), key=lambda i: (turn[i], i in late or steps[i].op.phase == "update", i))
+
+
+def _next_products(steps: Sequence[Step], late: frozenset[int]) -> list[int]:
+    """For each step the next product of the backward pass that is not late; itself if there is none."""
+    found, following = list(range(len(steps))), -1
+    for i in reversed(range(len(steps))):
+        found[i] = following if following > i else i
+        if steps[i].name in PRODUCTS and steps[i].op.phase == "backward" and i not in late:
+            following = i
+    return found
+
+
+def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Products of the backward pass that nothing but updates waits for."""
+    followers: list[list[int]] = [[] for _ in steps]
+    for i, needed in enumerate(waits):
+        for j in needed:
+            followers[j].append(i)
+    return frozenset(
+        i
+        for i, step in enumerate(steps)
+        if step.name in PRODUCTS and step.op.phase == "backward"
+        if followers[i] and all(steps[j].op.phase == "update" for j in followers[i])
+    )

@@ -1,11 +1,10 @@
 """Peak memory of every plan of a program, by liveness: the rows of the optimization problem.
 
-    bytes(t, x)  =  arguments(x)  +  max(0, sum of the buffers alive at moment t under assignment x  -  near)
+    bytes(t, x)  =  arguments(x)  +  sum of the buffers alive at moment t under assignment x
     peak(x)      =  max_t bytes(t, x)                                                        -> Liveness.peak
 
-`near` are bytes of on-chip memory that temporaries fill first. A buffer's bytes depend on one decision or on one edge,
-so that a moment is a row that is linear in one-hot choices (-> Liveness.row); all moments of one assignment come from
-two histograms, of births and of deaths (-> Liveness.profile).
+A buffer's bytes depend on one decision or on one edge, so that a moment is a row that is linear in one-hot choices
+(-> Liveness.row); all moments of one assignment come from two histograms, of births and deaths (-> Liveness.profile).
 
 What lives when: `steps` (the program as the compiler meets it), `fusion` (what is written to memory), `lifetimes` (in
 which order), `buffers` (how large under which choice), `backends` (how compilers differ).
@@ -71,7 +70,7 @@ class Liveness:
         return self._sizes[at]
 
     def profile(self, assignment: Ints) -> Floats:
-        """Bytes of everything but arguments at every moment, shape (moments + 1,), before `near` is taken off."""
+        """Bytes of everything but arguments at every moment, shape (moments + 1,)."""
         return self._profile(np.where(self._argument, 0.0, self.sizes(assignment)))
 
     def _profile(self, sizes: Floats) -> Floats:
@@ -89,7 +88,7 @@ class Liveness:
         """The rows of the highest local peaks above so many bytes; the last moment of one that is flat."""
         sizes = self.sizes(assignment)
         held = self._profile(np.where(self._argument, 0.0, sizes))
-        room = nbytes - float(sizes[self._argument].sum()) + self.backend.near_bytes
+        room = nbytes - float(sizes[self._argument].sum())
         peaks = (held > room) & (held >= np.append(0.0, held[:-1])) & (held > np.append(held[1:], 0.0))
         found = np.flatnonzero(peaks)
         return [self.row(int(moment)) for moment in found[np.argsort(-held[found], kind="stable")][:SHOWN]]
@@ -104,9 +103,9 @@ class Liveness:
         arguments = float(sizes[self._argument].sum())
         others = self._profile(np.where(self._argument, 0.0, sizes))
         moment = int(others.argmax())
-        spilled = float(others[moment]) - self.backend.near_bytes
-        found = moment if spilled > 0 else None
-        return arguments + max(0.0, spilled), found, self._alive(found)
+        most = float(others[moment])
+        found = moment if most > 0 else None
+        return arguments + most, found, self._alive(found)
 
     def _alive(self, moment: int | None) -> NDArray[np.bool_]:
         c = self._columns
@@ -126,19 +125,18 @@ class Liveness:
         return self._rows[moment]
 
     def _row(self, moment: int | None) -> Row:
-        near = self.backend.near_bytes if moment is not None else 0.0
-        return self._sum(self._name(moment), self._alive(moment), near)
+        return self._sum(self._name(moment), self._alive(moment))
 
     def row_of(self, name: str, wanted: Callable[[Buffer], bool]) -> Row:
         """All buffers of a kind, whenever they are there."""
-        return self._sum(name, np.array([wanted(b) for b in self.buffers], bool), 0.0)
+        return self._sum(name, np.array([wanted(b) for b in self.buffers], bool))
 
-    def _sum(self, name: str, chosen: NDArray[np.bool_], near: float) -> Row:
+    def _sum(self, name: str, chosen: NDArray[np.bool_]) -> Row:
         c = self._columns
         nodes = {v: self._vector(v, at) for v, at in _grouped(c.node, c.at, chosen & (c.node >= 0)).items()}
         edges = {e: self._table(e, at) for e, at in _grouped(c.edge, c.at, chosen & (c.edge >= 0)).items()}
         fixed = chosen & (c.node < 0) & (c.edge < 0)
-        return Row(name, float(self._sizes[c.at[fixed]].sum()) - near, nodes, edges)
+        return Row(name, float(self._sizes[c.at[fixed]].sum()), nodes, edges)
 
     def _vector(self, node: int, at: Mapping[int, int]) -> Floats:
         length = len(self._problem.nodes[node].cost)

@@ -1,6 +1,7 @@
 """Sizes of buffers under every choice of layouts.
 
     bytes(buffer, strategy)  =  itemsize * prod_d ceil(extent_d / parts_d(strategy)) * padding to tiles    -> Sizes.held
+                             =  0 where it fits into on-chip memory, and is read at once                   -> Sizes.add
 
 All buffers of one kind (layout classes, shape) share one run of numbers; a buffer points to where its run starts.
 """
@@ -21,6 +22,9 @@ from autopar.graph import Graph
 from autopar.passes.intra_op import Model
 from autopar.passes.problem import Floats
 from autopar.passes.strategies import StrategySet, share
+
+NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last
+_TEMPORARY = ("value", "unsummed", "copy")
 
 #: A reader's end of an edge: consumer cluster, its factors for the dimensions, assigned; before it the home value.
 End = tuple[int, int, tuple[int, ...], bool]
@@ -92,6 +96,7 @@ class Sizes:
     runs: list[Floats] = field(default_factory=list)
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
+    near: dict[int, int] = field(default_factory=dict)  # start of a run -> start of the one for on-chip memory
 
     def all(self) -> Floats:
         """All runs one after the other."""
@@ -101,11 +106,17 @@ class Sizes:
         """Where the sizes of one kind start; made if they are not there yet."""
         key = (key, argument)
         if key not in self.starts:
-            run = np.asarray(make(), np.float64).ravel() * (1.0 if argument else self.backend.fragmentation)
-            self.starts[key] = self.filled
-            self.runs.append(run)
-            self.filled += len(run)
+            run = np.asarray(make(), np.float64).ravel()
+            self.starts[key] = self._append(run * (1.0 if argument else self.backend.fragmentation))
+            if self.backend.near_bytes and not argument:
+                spilled = np.where(run <= self.backend.near_bytes, 0.0, run)
+                self.near[self.starts[key]] = self._append(spilled * self.backend.fragmentation)
         return self.starts[key]
+
+    def _append(self, run: Floats) -> int:
+        self.runs.append(run)
+        self.filled += len(run)
+        return self.filled - len(run)
 
     def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
@@ -136,4 +147,5 @@ class Sizes:
 
     def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
         if birth <= death:
+            at = self.near.get(at, at) if death - birth <= NEAR and what in _TEMPORARY else at
             self.found.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))
