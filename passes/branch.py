@@ -27,6 +27,7 @@ from autopar.passes.swap import Swapper
 CHANGES = 8  # changes of prices per tree node
 PENALTY = 4.0  # times the value of the best plan: dearer than any plan of interest
 MOST = 40  # tree nodes
+STALE, PROGRESS = 8, 0.1  # times that a leaf is split, within which the gap has to shrink by that share
 MATTERS = 0.02  # share of the gap below which a difference between plans is not worth branching on
 POOLED = 64  # plans of the pool, best first at the present prices, that a tree node starts its model from
 
@@ -90,11 +91,14 @@ class Tree:
         relative, below the best, after `most` tree nodes, or at the deadline.
         """
         heap = [(root.lower, 0, _Leaf({}, root, self._messages.copy(), []))]
-        closed, made = np.inf, 0
+        closed, made, gaps = np.inf, 0, list[float]()
         while heap:
             best = min(upper, self._best())
             slack = target * abs(best) if np.isfinite(best) else 0.0
             if heap[0][0] >= best - slack or time.monotonic() > deadline or self.visited >= most:
+                break
+            gaps.append(best - heap[0][0])
+            if len(gaps) > STALE and gaps[-1] > gaps[-1 - STALE] * (1 - PROGRESS):
                 break
             _, _, leaf = heapq.heappop(heap)
             children = self._split(leaf, MATTERS * max(0.0, best - leaf.dual.lower) if np.isfinite(best) else 0.0)
@@ -123,7 +127,15 @@ class Tree:
         self._messages.restore(leaf.messages, penalty)
         start = leaf.dual.prices
         dual = ascend(
-            self._messages, inside, aim, start=start, target=target, deadline=deadline, changes=CHANGES, scan=False
+            self._messages,
+            inside,
+            aim,
+            start=start,
+            target=target,
+            deadline=deadline,
+            changes=CHANGES,
+            scan=False,
+            adapt=True,
         )
         self._messages.set(dual.prices)
         bound, decoded = self._messages.run(2)

@@ -4,8 +4,9 @@
 
 for any prices lambda >= 0 (s/byte). TRW-S bounds the minimum from below (`dual_ascent`); its messages stay when the
 prices move, as a pass makes a valid bound of whatever messages it finds. Plans decoded on the way go to the pool, and
-the pool moves the prices (`prices`). With several rows the cutting-plane model swings, so the next prices lie halfway
-between the model's and the best so far (A. Ruszczynski, "Nonlinear Optimization", 2006, chapter 7: stabilised cuts).
+the pool moves the prices (`prices`). With several rows the cutting-plane model swings, so the next prices lie between
+the model's and the best so far (A. Ruszczynski, "Nonlinear Optimization", 2006, chapter 7: stabilised cuts): halfway,
+or, in an ascent that has time, farther after a price that was better and nearer after one that was not.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ CEILING, RELIEF = 10.0, 1e-3  # of the made-up plan of the model: seconds, of th
 STEP, GROWTH = 0.1, 3.0  # prices at which a budget is worth a tenth of all seconds; prices grow to thrice at a time
 PATIENCE = 6  # changes of prices over which the gap has to shrink by PROGRESS, else the ascent stops
 PROGRESS = 0.15
+FARTHEST, NEAREST, BOLDER, SHYER = 0.9, 0.05, 1.2, 0.8  # of the way to the model's prices: bounds, and what moves it
 SCANS, GAIN = 8, 0.03  # rounds of passes around the best prices, and the share of the gap that each has to close
 FACTORS = (0.5, 0.7, 1.0, 1.4)
 CLOSED = 1e-7  # relative distance between the bound and the model that no prices can better
@@ -122,6 +124,11 @@ class Messages:
         """The messages, for `restore`."""
         return [list(pair) for pair in self._state.into]
 
+    def rewind(self, messages: list[list[Floats]], prices: Floats) -> None:
+        """Back to these messages and prices, with the penalty as it is."""
+        self.restore(messages, self._penalty)
+        self.set(prices)
+
     def restore(self, messages: list[list[Floats]], penalty: Mapping[int, Floats]) -> None:
         """Go on from these messages, with these extra seconds per strategy of some nodes."""
         self._state.into = [list(pair) for pair in messages]
@@ -155,8 +162,8 @@ class Aim(Protocol):
         """The best prices that the plans of the pool allow, and the model's value there."""
         ...
 
-    def next(self, wanted: Floats, best: Floats) -> Floats:
-        """The prices to try, between those that the model wants and the best so far."""
+    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
+        """The prices to try, this share of the way from the best so far to those that the model wants."""
         ...
 
     def around(self, prices: Floats) -> list[Floats]:
@@ -197,10 +204,10 @@ class Within:
         prices, value = self._master.solve()
         return prices / self._unit, value
 
-    def next(self, wanted: Floats, best: Floats) -> Floats:
+    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
         """As long as no plan fits the model wants prices without bound; so they grow in steps."""
         most = GROWTH * np.maximum(best, self._floor)
-        return np.minimum(wanted if len(best) == 1 else 0.5 * (wanted + best), most)
+        return np.minimum(wanted if len(best) == 1 else best + share * (wanted - best), most)
 
     def around(self, prices: Floats) -> list[Floats]:
         return [prices * factor for factor in FACTORS] if prices.any() else [prices]
@@ -235,8 +242,8 @@ class Smallest:
         total = float(prices.sum())  # zero where a plan holds nothing at all
         return prices / total if total > 0 else self.start(), value * self._unit
 
-    def next(self, wanted: Floats, best: Floats) -> Floats:
-        return wanted if len(best) == 1 else 0.5 * (wanted + best)
+    def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
+        return wanted if len(best) == 1 else best + share * (wanted - best)
 
     def around(self, prices: Floats) -> list[Floats]:
         return [prices]
@@ -259,6 +266,9 @@ def ascend(
     deadline: float = np.inf,
     changes: int = CHANGES,
     scan: bool = True,
+    patience: int = PATIENCE,
+    enough: float = 0.0,
+    adapt: bool = False,
 ) -> Dual:
     """Prices and messages together, until bound and model meet, the bound stalls, or time is up.
 
@@ -270,29 +280,43 @@ def ascend(
         deadline: of `time.monotonic()`.
         changes: most changes of prices.
         scan: try prices around the best at the end.
+        patience: changes of prices within which the gap has to shrink.
+        enough: share of the gap at which to stop, once no prices can close more of it.
+        adapt: move farther towards the model after success.
     """
-    slack = 0.0
+    slack, share = 0.0, 0.5
     prices = aim.start() if start is None else start
     best = Dual(-np.inf, prices)
     aim.prices(pool)
     passes = FIRST
     gaps: list[float] = []
+    kept = messages.copy()
     for _ in range(changes):
         messages.set(prices)
         bound, plans = messages.run(passes)
         lower = aim.lower(bound, prices)
         pool.add(plans)
         wanted, value = aim.prices(pool)
-        best = Dual(lower, prices) if lower > best.lower else best
+        better = lower > best.lower
+        if better:
+            best, kept = Dual(lower, prices), messages.copy()
+        share = _step(share, better) if adapt else share
         known = aim.known(pool)
         slack = max(CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
+        slack = max(slack, enough * (known - best.lower) if np.isfinite(known - best.lower) else 0.0)
         gaps.append(min(value, known) - best.lower)
-        stalled = len(gaps) > PATIENCE and gaps[-1] > gaps[-1 - PATIENCE] * (1 - PROGRESS)
+        stalled = len(gaps) > patience and gaps[-1] > gaps[-1 - patience] * (1 - PROGRESS)
         if gaps[-1] <= slack or stalled or time.monotonic() > deadline:
             break
         passes = NEXT
-        prices = aim.next(wanted, best.prices)
+        prices = aim.next(wanted, best.prices, share)
+    messages.rewind(kept, best.prices)
     return best if gaps[-1] <= slack or not scan else _scan(messages, pool, aim, best, gaps[-1], deadline)
+
+
+def _step(share: float, better: bool) -> float:
+    """The next share of the way to the model's prices."""
+    return min(FARTHEST, share * BOLDER) if better else max(NEAREST, share * SHYER)
 
 
 def _scan(messages: Messages, pool: Pool, aim: Aim, best: Dual, gap: float, deadline: float) -> Dual:

@@ -253,3 +253,14 @@ def test_wrong_options(option: dict[str, Any], message: str) -> None:
     problem = Problem((node("a", 1.0),), ())
     with pytest.raises(ArgumentError, match=message):
         optimize_within(problem, Points(problem, []), **{"budget": 1.0, **option})
+
+
+def test_the_search_of_few_layers_is_counted_not_timed() -> None:
+    """Two runs, one with twice the time, find the same plan and bound."""
+    problem = layered(3, 2)
+    source = layered_points(problem, 2, 3)
+    budget = some_budget(problem, source, 0.3)
+    first, second = (optimize_within(problem, source, budget, time_limit=limit) for limit in (30.0, 60.0))
+    honest(first, problem, source, budget)
+    assert first.assignment.tolist() == second.assignment.tolist()
+    assert first.lower_bound == second.lower_bound

@@ -162,6 +162,20 @@ def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) 
     assert dual.lower - 1e-12 <= lower <= best - core.constant + 1e-9
 
 
+@settings(max_examples=60, deadline=None)
+@given(problem=dense_problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
+def test_a_patient_ascent_goes_on_from_its_best_prices(problem: Problem, seed: int, points: int) -> None:
+    """Its bound holds, is no worse than the one it starts from, and two passes more do not lose it."""
+    source = random_points(problem, seed, points)
+    core, budget = presolved(problem, source, "none"), middle(problem, source)
+    pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
+    aim = Within(core.loaded, budget, pool)
+    quick = ascend(messages, pool, aim, scan=False)
+    found = ascend(messages, pool, aim, start=quick.prices, scan=False, patience=25, enough=0.05, adapt=True)
+    assert quick.lower - 1e-9 <= found.lower <= brute_within(problem, source, budget) - core.constant + 1e-9
+    assert aim.lower(messages.run(2)[0], found.prices) >= found.lower - 1e-9
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
 def test_bounds_of_folded_layers_hold_for_layers_that_differ(seed: int, shift: int) -> None:
