@@ -236,7 +236,8 @@ def searched(
     numbers = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.numbers(extent)
     own, notes = s.per_microbatch, ()
     try:
-        split(shorter, max(numbers), batch, per_microbatch=own)
+        several = stage_search.that_split(shorter, [n for n in numbers if n > 1] or numbers, batch, own)
+        numbers = tuple(n for n in numbers if n == 1 or n in several)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
             raise

@@ -24,6 +24,7 @@ import numpy as np
 from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.pipeline import Prices, simulate
+from autopar.errors import MicrobatchError
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Priced, Pricing, border_bytes, cut_out, shape_of, table, ways
@@ -131,6 +132,27 @@ def numbers(extent: int) -> tuple[int, ...]:
     divisors = [m for m in range(1, extent + 1) if extent % m == 0 and extent // m <= LARGEST]
     first = {m.bit_length(): m for m in reversed(divisors)}
     return tuple(sorted(first.values()))
+
+
+def that_split(
+    graph: Graph, counts: Sequence[int], batch: Sequence[int], per_microbatch: Sequence[str] = ()
+) -> tuple[int, ...]:
+    """The numbers of microbatches that a step falls into, ascending: all up to the largest that it does.
+
+    Small microbatches may be too small, such as for experts that choose among the tokens of several examples.
+
+    Raises:
+        MicrobatchError: it falls into none of them; what is wrong with the smallest number.
+    """
+    for number in sorted(counts, reverse=True):
+        try:
+            split(graph, number, batch, per_microbatch=tuple(per_microbatch))
+        except MicrobatchError:
+            if number == min(counts):
+                raise
+        else:
+            return tuple(sorted(c for c in counts if c <= number))
+    return ()
 
 
 @dataclass(eq=False)

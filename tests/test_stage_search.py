@@ -7,12 +7,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autopar import zoo
 from autopar.cluster import Cluster
 from autopar.cost_models.pipeline import simulate
+from autopar.errors import MicrobatchError
+from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes.microbatch import batch_leaves, split
@@ -22,7 +26,7 @@ from autopar.planning import Options
 from autopar.plans import graph_hash
 from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
-from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers
+from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers, that_split
 from autopar.trace import Traced, trace
 
 
@@ -214,3 +218,22 @@ def test_a_slow_network_between_hosts_makes_stages() -> None:
 def test_numbers_of_microbatches_are_divisors_an_octave_apart(extent: int, wanted: tuple[int, ...]) -> None:
     assert numbers(extent) == wanted
     assert all(extent % m == 0 for m in wanted)
+
+
+def test_experts_that_choose_among_several_examples_take_fewer_microbatches() -> None:
+    """Two examples form a group: microbatches of one example cannot be had, of two they can."""
+    graph, batch = grouped(8)
+    assert that_split(graph, (1, 2, 4, 8), batch) == (1, 2, 4)
+    with pytest.raises(MicrobatchError):
+        that_split(graph, (8,), batch)
+
+
+def grouped(examples: int) -> tuple[Graph, tuple[int, ...]]:
+    def loss(w: Any, x: Any) -> Any:
+        return (jnp.tanh(x.reshape(examples // 2, -1)) @ w @ w).mean()
+
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(loss)(w, x)
+
+    types = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((examples, 4), jnp.float32)
+    return trace(step, *types).graph, (1,)

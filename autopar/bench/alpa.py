@@ -31,7 +31,7 @@ from autopar.passes.remat import FULL
 from autopar.passes.work import work as flops_of
 from autopar.planning import Options, collector_paused
 from autopar.report.text import table as grid
-from autopar.stage_search import Found, Hunt, Open, numbers
+from autopar.stage_search import Found, Hunt, Open, numbers, that_split
 from autopar.trace import trace
 
 CLUSTER = "p3.16xlarge"
@@ -119,7 +119,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         traced = trace(fn, *args)
         batch = batch_leaves(traced.graph, 1)
         hunt = Hunt(traced.graph, traced.in_avals, hosts(published), batch, Options(), per)
-        ours = hunt.best(Open(batch, numbers(published.batch), per_microbatch=per))
+        counts = that_split(traced.graph, numbers(published.batch), batch, per)
+        ours = hunt.best(Open(batch, counts, per_microbatch=per))
         theirs = Open(batch, (published.microbatches,), policies=(FULL,), schedules=("1f1b",), per_microbatch=per)
         question = hunt.question(published.microbatches, theirs)
         division, fits = priced(hunt, question, theirs, published)
