@@ -24,7 +24,7 @@ from tests.judge import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo
 from tests.judge_model import Judge, eliminated, enumerated
 from tests.judge_survey import survey
 
-GRAPHS, WITH_ILP = 200, 60
+GRAPHS, WITH_ILP = 120, 40
 
 
 @pytest.fixture(scope="module")

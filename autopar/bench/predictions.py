@@ -156,8 +156,9 @@ class _Subject:
 
     def plans(self) -> Iterator[tuple[str, Planned]]:
         """Each kind of `PLANS` that there is."""
-        free, least = self.plan(), self.plan("min")
+        free = self.plan()
         yield "free", free
+        least = self.plan("min")
         yield "tight", self.plan(between(_peak(least), _peak(free)))
         smallest = _peak(self.plan("min", AUTO))
         if smallest < WORTH * _peak(least):

@@ -16,7 +16,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, SolverError
 from autopar.passes import clusters, intra_op, solvers
 from autopar.passes.budget import BudgetedSolution, Infeasible, optimize_within
-from autopar.passes.least import least_memory
+from autopar.passes.least import SMALL, least_memory
 from autopar.passes.memory_rows import Row
 from autopar.passes.problem import Problem
 from autopar.rules import rules_of
@@ -185,6 +185,20 @@ def best_of_layers(problem: Problem, source: Points, layers: int, budget: float)
             state = after
         best = min([best, *state.values()])
     return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_peak_of_a_refusal_is_a_budget_that_plans(seed: int) -> None:
+    """Too many strategies for an exact least peak: what one way finds another need not."""
+    problem = layered(seed, 240)
+    assert problem.variables > SMALL
+    source = layered_points(problem, 240, seed)
+    least = least_memory(problem, source)
+    with pytest.raises(Infeasible) as refusal:
+        optimize_within(problem, source, 0.5 * least.peak_bytes)
+    named = refusal.value.least.peak_bytes
+    assert named == least.peak_bytes
+    assert optimize_within(problem, source, named).peak_bytes <= named
 
 
 def test_many_layers_part_ways_to_fill_the_budget() -> None:
