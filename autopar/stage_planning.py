@@ -135,39 +135,38 @@ def plan_stage(
     return planned(graph, mesh, rules, model, liveness, solution)
 
 
-def plan_within(
-    graph: StageGraph,
-    mesh: LogicalMesh,
-    options: Options,
-    limit: Limit,
-    arguments: Mapping[int, Layout] | None = None,
-    results: Mapping[int, Layout] | None = None,
-) -> StagePlan:
-    """Plan one stage so that it fits with many microbatches in flight, by charging for memory ever more.
-
-    With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
-    """
-    return Charges(graph, mesh, options, arguments, results).within(graph, limit)
-
-
 @dataclass(eq=False)
 class Charges:
-    """Plans of one stage at rising rates for memory, each solved when it is first asked for."""
+    """Plans of one stage at rising rates for memory, each solved when it is first asked for.
+
+    A rate is a share: so much more of the cheapest plan's seconds is worth as large a share less of its bytes.
+
+    Attributes:
+        graph, mesh, rules: the stage, its submesh, and the rules of its operations.
+        options: of planning; its pins and its budget are not looked at.
+        arguments, results: as for `plan_stage`.
+        layers: as for `memory_row`.
+        how: further keywords of `optimize`.
+    """
 
     graph: StageGraph
     mesh: LogicalMesh
+    rules: Mapping[int, Rule]
     options: Options
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
+    layers: float = 1.0
+    how: Mapping[str, Any] = field(default_factory=lambda: {"enough": ENOUGH})
     solved: dict[float, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rules = rules_of(self.graph.graph, self.options.rules)
         self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
 
-    def within(self, graph: StageGraph, limit: Limit) -> StagePlan:
-        """The plan of a stage like this one at the first rate, from that of the limit on, at which it fits."""
-        rules = self.rules if graph is self.graph else rules_of(graph.graph, self.options.rules)
+    def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: Limit) -> StagePlan:
+        """The plan of a stage like this one, at the first rate from that of the limit on at which it fits.
+
+        With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
+        """
         over, made = 0.0, None
         for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
             made = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
@@ -181,8 +180,7 @@ class Charges:
     def at(self, share: float) -> Solution:
         """The solution at a rate, valued without the charge."""
         if share not in self.solved:
-            problem = charged(self.model.problem, self.row, share * self.rate) if share else self.model.problem
-            found = self.free if not share else optimize(problem, **self.options.keywords(), enough=ENOUGH)
+            found = self._solve(share * self.free.objective / self.peak) if share and self.peak else self.free
             cost = self.model.problem.value(found.assignment)
             self.solved[share] = replace(found, objective=cost, lower_bound=0.0, gap=1.0)
         return self.solved[share]
@@ -190,18 +188,21 @@ class Charges:
     @cached_property
     def free(self) -> Solution:
         """Without a charge."""
-        return optimize(self.model.problem, **self.options.keywords(), enough=ENOUGH)
+        return self._solve(0.0)
 
     @cached_property
     def row(self) -> Row:
         """The bytes that are charged for."""
-        return memory_row(self.graph, self.liveness, self.free.assignment)
+        return memory_row(self.graph, self.liveness, self.free.assignment, self.layers)
 
     @cached_property
-    def rate(self) -> float:
-        """s/byte for a share of 1."""
-        peak = self.row.value(self.model.problem, self.free.assignment)
-        return self.free.objective / peak if peak else 0.0
+    def peak(self) -> float:
+        """These bytes of the cheapest plan."""
+        return self.row.value(self.model.problem, self.free.assignment)
+
+    def _solve(self, rate: float) -> Solution:
+        problem = charged(self.model.problem, self.row, rate) if rate else self.model.problem
+        return optimize(problem, **{**self.options.keywords(), **self.how})
 
 
 def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
@@ -271,14 +272,15 @@ class _Planner:
         arguments, results = self._pinned(graph, mesh)
         pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
         key = (_likeness(graph.graph), mesh, pinned)
+        rules = rules_of(graph.graph, self.options.rules)
         if self.limits:
             if key not in self.charges:
-                self.charges[key] = Charges(graph, mesh, self.options, arguments, results)
-            made = self.charges[key].within(graph, self.limits[graph.stage])
+                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
+            made = self.charges[key].within(graph, rules, self.limits[graph.stage])
         elif key not in self.known:
             made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
         else:
-            same, rules = self.known[key], rules_of(graph.graph, self.options.rules)
+            same = self.known[key]
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
         self.found.append(made)
 

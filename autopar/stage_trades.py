@@ -13,17 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from autopar.cluster import LogicalMesh
-from autopar.passes.charged import charged
-from autopar.passes.optimize import Solution, optimize
 from autopar.planning import Options
 from autopar.rules import Rule
 from autopar.stage_graphs import StageGraph
-from autopar.stage_planning import memory_row, planned, problem_of
+from autopar.stage_planning import Charges, planned
 from autopar.stage_prices import StageMemory, StagePrices, held, stage_memory, stage_prices
 
 #: Shares of the seconds that a plan may take more for as large a share less of its bytes.
@@ -77,25 +74,20 @@ def trades(
         entering: values of the graph that the forward pass is given by other stages.
         shares: rates to try besides none.
     """
-    model, liveness = problem_of(graph, mesh, rules)
-    how: Mapping[str, Any] = {**options.keywords(), "enough": ENOUGH, "largest": LARGEST, "fold": False}
-    free = optimize(model.problem, **how)
-    row = memory_row(graph, liveness, free.assignment, LAYERS)
-    peak = row.value(model.problem, free.assignment)
+    how = {"enough": ENOUGH, "largest": LARGEST, "fold": False}
+    charges = Charges(graph, mesh, rules, options, layers=LAYERS, how=how)
+    problem = charges.model.problem
 
-    def trade(solution: Solution, share: float) -> tuple[float, float, Trade]:
-        plan = planned(graph, mesh, rules, model, liveness, solution)
+    def trade(share: float) -> tuple[float, float, Trade]:
+        solution = charges.at(share)
+        plan = planned(graph, mesh, rules, charges.model, charges.liveness, solution)
         return (
-            model.problem.value(solution.assignment),
-            row.value(model.problem, solution.assignment),
+            problem.value(solution.assignment),
+            charges.row.value(problem, solution.assignment),
             Trade(stage_prices(plan), stage_memory(plan), sum(held(plan, v) for v in entering), share),
         )
 
-    found = [trade(free, 0.0)]
-    for share in shares if peak > 0 else ():
-        problem = charged(model.problem, row, share * free.objective / peak)
-        found.append(trade(optimize(problem, **how), share))
-    return tuple(_nondominated(found))
+    return tuple(_nondominated([trade(share) for share in (0.0, *(shares if charges.peak > 0 else ()))]))
 
 
 def _nondominated(found: Sequence[tuple[float, float, Trade]]) -> Iterator[Trade]:

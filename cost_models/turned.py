@@ -11,10 +11,10 @@ one, are copied into it as the backward pass begins:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.cost_models.sizes import Sizes
-from autopar.cost_models.steps import HEAVY, PRODUCTS, Step
+from autopar.cost_models.steps import HEAVY, PRODUCTS
 from autopar.passes.strategies import REDUCE_SCATTER
 
 
@@ -25,12 +25,17 @@ def add_turned(sizes: Sizes, successors: Mapping[int, int]) -> None:
     if first is None:
         return
     transposed = _transposed(sizes)
-    for born, step in enumerate(moments):
-        if step.kind == HEAVY and step.name in PRODUCTS and step.op.phase == "backward":
-            made = step.outputs[0]
-            if made in transposed:
-                for argument, updated in _updates(sizes, made, born, successors):
-                    _add(sizes, made, argument, first, updated)
+    gradients = [
+        (born, step.outputs[0])
+        for born, step in enumerate(moments)
+        if step.kind == HEAVY and step.name in PRODUCTS and step.op.phase == "backward"
+        if step.outputs[0] in transposed
+    ]
+    updates = _updates(sizes, [made for _, made in gradients], successors)
+    for born, made in gradients:
+        for argument, updated in updates[made]:
+            if updated > born:
+                _add(sizes, made, argument, first, updated)
 
 
 def _transposed(sizes: Sizes) -> frozenset[int]:
@@ -40,18 +45,23 @@ def _transposed(sizes: Sizes) -> frozenset[int]:
     return frozenset(program.behind(v) for s in steps for v in s.inputs)
 
 
-def _updates(sizes: Sizes, gradient: int, born: int, successors: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """Arguments that are updated from a gradient through arrays of its size, and the moments at which they are."""
-    program, size = sizes.program, sizes.program.type_of(gradient).nbytes
-    reached = {gradient}
-    for moment in range(born + 1, len(sizes.lives.moments)):
-        step: Step = sizes.lives.moments[moment]
-        if step.op.phase != "update" or reached.isdisjoint(map(program.behind, sizes.w.reads(step))):
-            continue
-        for made in (v for v in step.outputs if program.type_of(v).nbytes == size):
-            reached.add(made)
-            if made in successors:
-                yield successors[made], moment
+def _updates(
+    sizes: Sizes, gradients: Sequence[int], successors: Mapping[int, int]
+) -> Mapping[int, Sequence[tuple[int, int]]]:
+    """Gradient -> arguments updated from it through arrays of its size, and the moments at which they are."""
+    program = sizes.program
+    found: dict[int, list[tuple[int, int]]] = {gradient: [] for gradient in gradients}
+    sources = {gradient: {gradient: None} for gradient in found}  # value -> gradients that it is made from, in order
+    for moment, step in enumerate(sizes.lives.moments):
+        if step.op.phase == "update":
+            read = map(program.behind, sizes.w.reads(step))
+            for gradient in dict.fromkeys(g for v in read for g in sources.get(v, ())):
+                size = program.type_of(gradient).nbytes
+                for made in (v for v in step.outputs if program.type_of(v).nbytes == size):
+                    sources.setdefault(made, {})[gradient] = None
+                    if made in successors:
+                        found[gradient].append((successors[made], moment))
+    return found
 
 
 def _add(sizes: Sizes, gradient: int, argument: int, birth: int, death: int) -> None:

@@ -140,7 +140,7 @@ class ByHand:
     devices: int = 0
 
 
-def by_hand(one: Single, devices: int, found: Mapping[str, float], dtype: str) -> ByHand:
+def by_hand(one: Single, devices: int, found: Mapping[str, float], rounding: frozenset[str], dtype: str) -> ByHand:
     """The yardstick of rounding, where there is rounding to measure.
 
     In float64 that is where a leaf that is zero but for rounding differs by more than `TOLERANCE_64`.
@@ -149,10 +149,10 @@ def by_hand(one: Single, devices: int, found: Mapping[str, float], dtype: str) -
         one: the model on one device.
         devices: of the mesh.
         found: path of a leaf -> difference of the step in question.
+        rounding: leaves that are zero but for rounding.
         dtype: of the model.
     """
-    small = rounding_leaves(one.run.state)
-    if dtype == "float64" and all(found[path] <= TOLERANCE_64 for path in small):
+    if dtype == "float64" and all(found[path] <= TOLERANCE_64 for path in rounding):
         return ByHand()
     hand, used = _by_hand(one.given, devices)
     return ByHand(differences(hand.state, one.run.state), of_params(hand.state, one.run.state), used)
@@ -311,8 +311,8 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
     given, devices = one.given, math.prod(mesh)
     ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
     found = differences(ours.run.state, one.run.state)
-    hand = by_hand(one, devices, found, dtype)
     rounding = rounding_leaves(one.run.state)
+    hand = by_hand(one, devices, found, rounding, dtype)
     worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
     report = verification.verify(ours.plan, given.model.step, given.state, given.batches[0])
     row = Row(

@@ -69,8 +69,8 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
     how = {"stages": stages, "schedule": asked, **options(given.model, stages, inner)}
     ours = equal_case.parallel(given, replans=False, **how)
     found = equal_case.differences(ours.run.state, one.run.state)
-    hand = equal_case.by_hand(one, DEVICES, found, dtype)
     rounding = equal_case.rounding_leaves(one.run.state)
+    hand = equal_case.by_hand(one, DEVICES, found, rounding, dtype)
     worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
     row = Row(

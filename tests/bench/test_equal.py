@@ -82,14 +82,13 @@ def test_a_wrong_step_fails_the_comparison():
 
 def test_the_expert_goes_over_the_most_devices_that_divide_the_batch():
     one = equal_case.single("mlp-toy", "float32")
-    assert [equal_case.by_hand(one, n, {}, "float32").devices for n in (8, 6, 3)] == [8, 4, 2]
+    assert [equal_case.by_hand(one, n, {}, frozenset(), "float32").devices for n in (8, 6, 3)] == [8, 4, 2]
 
 
-def test_doubles_need_no_expert_unless_rounding_alone_differs(monkeypatch):
-    one = equal_case.single("mlp-toy", "float32")
-    monkeypatch.setattr(equal_case, "rounding_leaves", lambda state: frozenset({"bias"}))
-    assert equal_case.by_hand(one, 2, {"bias": equal_case.TOLERANCE_64}, "float64").devices == 0
-    assert equal_case.by_hand(one, 2, {"bias": 1e-3}, "float64").devices == 2
+def test_doubles_need_no_expert_unless_rounding_alone_differs():
+    one, rounding = equal_case.single("mlp-toy", "float32"), frozenset({"bias"})
+    assert equal_case.by_hand(one, 2, {"bias": equal_case.TOLERANCE_64}, rounding, "float64").devices == 0
+    assert equal_case.by_hand(one, 2, {"bias": 1e-3}, rounding, "float64").devices == 2
 
 
 # Rows
