@@ -186,10 +186,11 @@ class ParallelFunction:
         avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in leaves]
         now = (tree, fixed, jax_compat.trace_context(), avals)
         if self._last is None or self._last[0] != now:
-            self._last = (now, self._executable(args, kwargs))
+            self._last = (now, self.compiled(*args, **kwargs))
         return self._last[1].run(leaves)
 
-    def _executable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable:
+    def compiled(self, *args: Any, **kwargs: Any) -> Executable:
+        """What a call with these arguments (arrays or ShapeDtypeStructs) runs, compiled once."""
         prepared = self._prepare(args, kwargs)
         found = self._executables.get(prepared)
         if found is None:

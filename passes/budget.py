@@ -98,7 +98,7 @@ def optimize_within(
 
 
 def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
-    least = _least(hunt)
+    least = _least(hunt, free)
     hunt.learn(least.rows)
     if least.peak_bytes > hunt.budget:
         raise Infeasible(least)
@@ -118,24 +118,16 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
     return _solution(free, hunt, status, used, rows, begin)
 
 
-def _least(hunt: Hunt) -> LeastMemory:
+def _least(hunt: Hunt, free: Solution) -> LeastMemory:
     """A plan that fits, or the one with the least peak.
 
-    What is known of this budget may lead elsewhere than `least_memory` goes by itself. So that the least peak it names
-    is a budget that plans, it has the last word.
+    The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
+    plans.
     """
-    found = least_memory(
-        hunt.problem,
-        hunt.source,
-        rows=hunt.rows,
-        seeds=hunt.seen,
-        deadline=hunt.deadline,
-        exact=False,
-        enough=hunt.budget,
+    asked = hunt.budget
+    return least_memory(
+        hunt.problem, hunt.source, seeds=[free.assignment], deadline=hunt.deadline, enough=asked, asked=asked
     )
-    if found.peak_bytes <= hunt.budget:
-        return found
-    return least_memory(hunt.problem, hunt.source, deadline=hunt.deadline)
 
 
 def _small(free: Solution) -> bool:
@@ -153,7 +145,7 @@ def _forced(hunt: Hunt, free: Solution, solver: str, begin: float, how: Folding,
     """The ILP and nothing else."""
     status, used, rows = _by_ilp(hunt, solver, how, full=full)
     if hunt.plan is None:
-        least = _least(hunt)
+        least = _least(hunt, free)
         if not hunt.offer(least.assignment):
             raise Infeasible(least)
     return _solution(free, hunt, status, used, rows, begin)

@@ -27,7 +27,7 @@ from autopar.passes.swap import Swapper
 
 ROUNDS = 20
 LIGHT = 1e-6  # of all bytes: what all seconds may weigh
-SMALL = 2_000  # strategies up to which the ILP closes the gap
+SMALL, TINY = 2_000, 200  # strategies up to which the ILP closes the gap; though nothing fits anyhow
 DESCENTS = 4  # plans that descent starts from
 
 
@@ -59,6 +59,7 @@ def least_memory(
     deadline: float = np.inf,
     exact: bool = True,
     enough: float = -np.inf,
+    asked: float = np.inf,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified bound on every plan's.
 
@@ -69,6 +70,7 @@ def least_memory(
         deadline: of `time.monotonic()`.
         exact: let the ILP decide small problems.
         enough: bytes; a plan whose peak is no higher ends the search, without a bound.
+        asked: bytes; a bound above them ends the search, but for tiny problems.
 
     Raises SolverError when no plan exists at all.
     """
@@ -85,7 +87,8 @@ def least_memory(
     if state.peak <= enough:
         return state.found(-np.inf)
     lower = state.bound(prices)
-    if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= SMALL:
+    most = SMALL if lower <= asked else TINY
+    if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= most:
         lower = max(lower, state.by_ilp())
     return state.found(min(lower, state.peak))
 

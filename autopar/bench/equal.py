@@ -96,7 +96,7 @@ def line(row: Row) -> str:
     """One row for people."""
     mesh = "x".join(map(str, row["mesh"]))
     numbers = (
-        f"loss {row['loss']:.1e} leaf {row['leaf']:.1e} params {row['params']:.1e} (by hand {row['by_hand']:.1e}) "
+        f"loss {row['loss']:.1e} leaf {row['leaf']:.1e} {rows_kept.beside_the_expert(row)} "
         f"flops {row['flops_ratio']:.2f} bytes {row['bytes_ratio']:.2f}"
     )
     head = f"{'ok  ' if row['ok'] else 'FAIL'} {row['model']:<20} {mesh:<6} {row['dtype']} {numbers}"

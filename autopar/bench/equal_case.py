@@ -9,7 +9,7 @@ Criteria, with |.| the largest magnitude of a leaf and ||.|| the Euclidean norm 
 
     float64     |parallel - single| <= 1e-9 |single| for every leaf of the state
     float32     the losses agree to 1e-5, and ||parallel - single|| is at most ten times what the data-parallel step
-                differs by (Adam divides rounding by rounding where a gradient is nearly zero)
+                differs by (Adam divides rounding by rounding where a gradient is nearly zero), or at most 1e-6
 
 A leaf that is zero but for rounding (a key bias, of which the softmax takes no notice) has no digits to agree in. It is
 known by its magnitude, at most `NOISE` of the largest of its kind (parameters, first moments, second moments), and may
@@ -36,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat, verification, zoo
+from autopar.api import Executable
 from autopar.bench import equal_flops
 from autopar.bench.worker import cpu_devices, serve
 from autopar.cluster import Cluster
@@ -140,20 +141,21 @@ class ByHand:
     devices: int = 0
 
 
-def by_hand(one: Single, devices: int, found: Mapping[str, float], rounding: frozenset[str], dtype: str) -> ByHand:
-    """The yardstick of rounding, where there is rounding to measure.
-
-    In float64 that is where a leaf that is zero but for rounding differs by more than `TOLERANCE_64`.
+def needs_expert(dtype: str, params: float, found: Mapping[str, float], rounding: frozenset[str]) -> bool:
+    """Whether the criteria ask how much rounding does.
 
     Args:
-        one: the model on one device.
-        devices: of the mesh.
-        found: path of a leaf -> difference of the step in question.
+        dtype: of the model; `params`: relative difference of all parameters.
+        found: path of a leaf -> difference.
         rounding: leaves that are zero but for rounding.
-        dtype: of the model.
     """
-    if dtype == "float64" and all(found[path] <= TOLERANCE_64 for path in rounding):
-        return ByHand()
+    if dtype == "float64":
+        return any(found[path] > TOLERANCE_64 for path in rounding)
+    return params > FLOOR_32
+
+
+def by_hand(one: Single, devices: int) -> ByHand:
+    """The yardstick of rounding, on up to so many devices."""
     hand, used = _by_hand(one.given, devices)
     return ByHand(differences(hand.state, one.run.state), of_params(hand.state, one.run.state), used)
 
@@ -252,8 +254,12 @@ class Parallel:
     """What the parallel steps gave, and the habits of the step that were seen."""
 
     run: Run
-    plan: autopar.Plan
+    compiled: Executable
     habits: tuple[str, ...]
+
+    @property
+    def plan(self) -> autopar.Plan:
+        return self.compiled.plan
 
 
 def parallel(given: Inputs, *, replans: bool = True, **options: Any) -> Parallel:
@@ -272,13 +278,12 @@ def parallel(given: Inputs, *, replans: bool = True, **options: Any) -> Parallel
             habits += _not_donated(before, step.plan(state, batch))
     if counted.calls != 1:
         habits.append(f"{STEPS} steps of one shape traced the function {counted.calls} times")
-    plan = step.plan(state, given.batches[0])
-    traced = counted.calls
+    compiled, traced = step.compiled(state, given.batches[0]), counted.calls
     if replans:
         double = jax.tree.map(lambda x: jnp.concatenate([x, x]), given.batches[0])
-        if step.plan(state, double).graph_hash == plan.graph_hash or counted.calls != traced + 1:
+        if step.plan(state, double).graph_hash == compiled.plan.graph_hash or counted.calls != traced + 1:
             habits.append(f"a batch of twice the size traced the function {counted.calls - traced} times, not once")
-    return Parallel(Run(autopar.gather(state), tuple(losses)), plan, tuple(dict.fromkeys(habits)))
+    return Parallel(Run(autopar.gather(state), tuple(losses)), compiled, tuple(dict.fromkeys(habits)))
 
 
 def _not_donated(before: Any, plan: autopar.Plan) -> list[str]:
@@ -312,16 +317,17 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
     ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
     found = differences(ours.run.state, one.run.state)
     rounding = rounding_leaves(one.run.state)
-    hand = by_hand(one, devices, found, rounding, dtype)
+    params = of_params(ours.run.state, one.run.state)
+    hand = by_hand(one, devices) if needs_expert(dtype, params, found, rounding) else ByHand()
     worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
-    report = verification.verify(ours.plan, given.model.step, given.state, given.batches[0])
+    report = verification.verify_compiled(ours.compiled, given.model.step, given.state, given.batches[0])
     row = Row(
         given.model.name,
         tuple(mesh),
         dtype,
         ok=False,
         loss=loss_difference(ours.run, one.run),
-        params=of_params(ours.run.state, one.run.state),
+        params=params,
         leaf=found[worst],
         worst=worst,
         rounding=len(rounding),

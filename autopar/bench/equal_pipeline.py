@@ -102,7 +102,7 @@ def line(row: Row) -> str:
     """One row for people."""
     numbers = (
         f"m={row['microbatches']} share {row['share']:.1%} loss {row['loss']:.1e} leaf {row['leaf']:.1e} "
-        f"params {row['params']:.1e} (by hand {row['by_hand']:.1e})"
+        f"{rows_kept.beside_the_expert(row)}"
     )
     case = f"{row['model']:<20} {row['schedule']:<16} p={row['stages']} {row['inner']:<6} {row['dtype']}"
     head = f"{'ok  ' if row['ok'] else 'FAIL'} {case} {numbers}"

@@ -70,7 +70,9 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
     ours = equal_case.parallel(given, replans=False, **how)
     found = equal_case.differences(ours.run.state, one.run.state)
     rounding = equal_case.rounding_leaves(one.run.state)
-    hand = equal_case.by_hand(one, DEVICES, found, rounding, dtype)
+    params = equal_case.of_params(ours.run.state, one.run.state)
+    expert = equal_case.needs_expert(dtype, params, found, rounding)
+    hand = equal_case.by_hand(one, DEVICES) if expert else equal_case.ByHand()
     worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
     row = Row(
@@ -83,7 +85,7 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
         microbatches=ours.plan.num_microbatches,
         share=_share(one, ours.plan),
         loss=equal_case.loss_difference(ours.run, one.run),
-        params=equal_case.of_params(ours.run.state, one.run.state),
+        params=params,
         leaf=found[worst],
         worst=worst,
         rounding=len(rounding),

@@ -34,6 +34,12 @@ def check_words(what: str, given: Sequence[str], known: Sequence[str]) -> None:
             raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
 
 
+def beside_the_expert(row: Mapping[str, Any]) -> str:
+    """What the parameters of a row differ by, and those of the step written by hand, where that was run."""
+    expert = f" (by hand {row['by_hand']:.1e})" if row["by_hand_devices"] else ""
+    return f"params {row['params']:.1e}{expert}"
+
+
 def differences(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """How many rows hold, and the largest differences from the single-device run."""
     return {

@@ -82,13 +82,20 @@ def test_a_wrong_step_fails_the_comparison():
 
 def test_the_expert_goes_over_the_most_devices_that_divide_the_batch():
     one = equal_case.single("mlp-toy", "float32")
-    assert [equal_case.by_hand(one, n, {}, frozenset(), "float32").devices for n in (8, 6, 3)] == [8, 4, 2]
+    assert [equal_case.by_hand(one, n).devices for n in (8, 6, 3)] == [8, 4, 2]
 
 
-def test_doubles_need_no_expert_unless_rounding_alone_differs():
-    one, rounding = equal_case.single("mlp-toy", "float32"), frozenset({"bias"})
-    assert equal_case.by_hand(one, 2, {"bias": equal_case.TOLERANCE_64}, rounding, "float64").devices == 0
-    assert equal_case.by_hand(one, 2, {"bias": 1e-3}, rounding, "float64").devices == 2
+@pytest.mark.parametrize(
+    ("dtype", "params", "bias", "needed"),
+    [
+        ("float64", 1.0, equal_case.TOLERANCE_64, False),
+        ("float64", 0.0, 1e-3, True),
+        ("float32", equal_case.FLOOR_32, 1.0, False),
+        ("float32", 2e-6, 0.0, True),
+    ],
+)
+def test_the_expert_is_asked_only_where_rounding_may_excuse_a_difference(dtype, params, bias, needed):
+    assert equal_case.needs_expert(dtype, params, {"bias": bias}, frozenset({"bias"})) is needed
 
 
 # Rows
