@@ -15,6 +15,7 @@ It exits with 1 when either fails. Everything between the two rules below is an 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import sysconfig
 import time
@@ -157,8 +158,11 @@ def read_text() -> Text:
     """The standard library's own source files, in the order of their names, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests"}
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    files = [(root / name).read_bytes() for name in names if not left_out & set(name.split("/"))]
+    names: list[str] = []
+    for folder, inner, found in os.walk(root):
+        inner[:] = [name for name in inner if name not in left_out]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in found if name.endswith(".py")]
+    files = [(root / name).read_bytes() for name in sorted(names)]
     held_out = files[9::10]
     train = [text for index, text in enumerate(files) if index % 10 != 9]
     return Text(*(np.frombuffer(b"".join(part), np.uint8) for part in (train, held_out)))
