@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -77,9 +77,27 @@ def _model(
     return model, pinned
 
 
-def make_plan(traced: Traced, mesh: LogicalMesh, cluster_name: str, options: Options, trace_s: float = 0.0) -> Planned:
-    """Plan one traced function on one mesh."""
-    planner = _Planner(traced, mesh, options)
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The step as written of a program that runs it in microbatches, and how such programs are made.
+
+    What is recomputed is a matter of the step's layers, so it is decided there, and microbatches come after it.
+    """
+
+    step: Traced
+    split: Callable[[Traced], Traced]
+
+
+def make_plan(
+    traced: Traced,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    options: Options,
+    trace_s: float = 0.0,
+    parts: Parts | None = None,
+) -> Planned:
+    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches."""
+    planner = _Planner(traced, mesh, options, parts or Parts(traced, lambda step: step))
     begin = time.perf_counter()
     found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed)
     if found.error is not None:
@@ -131,6 +149,7 @@ class _Planner:
     traced: Traced
     mesh: LogicalMesh
     options: Options
+    parts: Parts
     attempts: int = 0
     drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
@@ -145,7 +164,7 @@ class _Planner:
         return self._recomputable() if self.options.remat == recomputation.AUTO else ()
 
     def _recomputable(self) -> tuple[bool, ...]:
-        return remat.recomputable(self.traced.graph)
+        return remat.recomputable(self.parts.step.graph)
 
     def attempt(
         self, policies: Sequence[str], hosted: Sequence[int], effort: Effort
@@ -186,16 +205,18 @@ class _Planner:
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:
         """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
+        if graph is self.traced.graph or self.parts.step is not self.traced:
+            return rules_of(graph, self.options.rules)
         known = rules_of(self.traced.graph, self.options.rules)
-        if graph is self.traced.graph:
-            return known
         barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)
         return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
 
     def _program(self, policies: tuple[str, ...]) -> _Program:
         if policies not in self.programs:
             clock = _Clock()
-            graph = remat.rewrite(self.traced.graph, policies)
+            step = self.parts.step
+            graph = remat.rewrite(step.graph, policies)
+            graph = self.traced.graph if graph is step.graph else self.parts.split(replace(step, graph=graph)).graph
             rules = self._rules(graph)
             model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
             self.programs[policies] = _Program(graph, rules, model, pinned, clock.laps)

@@ -38,7 +38,7 @@ from autopar.passes import remat
 from autopar.passes.microbatch import batch_leaves
 from autopar.passes.state import match_state
 from autopar.pipelines import Pipelined
-from autopar.planning import Options, collector_paused, make_plan
+from autopar.planning import Options, Parts, collector_paused, make_plan
 from autopar.plans import Plan, check_matches, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
@@ -142,8 +142,9 @@ def _best(
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     count, batch = _microbatches(traced, args, s)
-    original = traced
-    traced = accumulated(traced, count, batch, candidates[0].logical.size, s.per_microbatch)
+    devices, own = candidates[0].logical.size, s.per_microbatch
+    parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own))
+    traced = parts.split(parts.step)
     rules = registered_rules()
     options = Options(
         solver=s.solver,
@@ -159,7 +160,7 @@ def _best(
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
     for target in candidates:
         try:
-            plan, found = _planned(traced, target, options, trace_s)
+            plan, found = _planned(traced, target, options, trace_s, parts)
         except PinError as error:
             misfits.append(error)
             continue
@@ -169,15 +170,16 @@ def _best(
             if count > 1:
                 plan = replace(
                     plan,
-                    graph_hash=graph_hash(original.graph),
+                    graph_hash=graph_hash(parts.step.graph),
                     num_microbatches=count,
                     batch=batch,
-                    per_microbatch=s.per_microbatch,
+                    per_microbatch=own,
                 )
             best = Prepared(traced, plan, target, rules, found)
     if best is None:
         raise misfits[0]
-    best = replace(best, traced=_recomputing(traced, best.plan))
+    if best.plan.remat:
+        best = replace(best, traced=executed(parts.step, best.plan))
     for warning in best.warnings:
         warnings.warn(f"{name_of(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
     return best
@@ -286,7 +288,9 @@ def _staged(
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
 
 
-def _planned(traced: Traced, target: Target, options: Options, trace_s: float) -> tuple[Plan, tuple[str, ...]]:
+def _planned(
+    traced: Traced, target: Target, options: Options, trace_s: float, parts: Parts
+) -> tuple[Plan, tuple[str, ...]]:
     """The plan for one mesh, from the cache if it is there, and what to warn of."""
     begin = time.perf_counter()
     asked = None
@@ -295,7 +299,7 @@ def _planned(traced: Traced, target: Target, options: Options, trace_s: float) -
         kept = plan_cache.read(asked)
         if kept is not None:
             return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
-    made = make_plan(traced, target.logical, target.cluster.name, options, trace_s)
+    made = make_plan(traced, target.logical, target.cluster.name, options, trace_s, parts)
     if asked is not None:
         plan_cache.write(asked, made.plan, options.time_limit)
     return made.plan, made.solution.warnings
@@ -379,19 +383,18 @@ def _batch_leaves(args: Sequence[Any], s: Settings) -> list[int] | None:
 
 
 def executed(traced: Traced, plan: Plan) -> Traced:
-    """The trace in the plan's microbatches, with what it recomputes; for a pipeline as it is.
+    """The trace with what the plan recomputes, in the plan's microbatches; for a pipeline as it is.
 
     PlanMismatchError if it was made for other layers.
     """
     if plan.pipelined:
         return traced
     devices = math.prod(plan.mesh_sizes)
-    parts = accumulated(traced, plan.num_microbatches, plan.batch, devices, plan.per_microbatch)
-    return _recomputing(parts, plan)
+    return accumulated(_recomputing(traced, plan), plan.num_microbatches, plan.batch, devices, plan.per_microbatch)
 
 
 def _recomputing(traced: Traced, plan: Plan) -> Traced:
-    """The trace, in microbatches already, with what the plan recomputes."""
+    """The trace with what the plan recomputes."""
     try:
         return replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
     except ArgumentError as error:

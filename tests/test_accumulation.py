@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError, MicrobatchError
 
 pytestmark = pytest.mark.core
 
-MODELS = (("mlp-toy", (8,)), ("gpt-toy-tied", (2, 4)), ("moe-toy", (4, 2)))
+MODELS = (("mlp-toy", (8,), "none"), ("gpt-toy-tied", (2, 4), "full"), ("moe-toy", (4, 2), "none"))
 
 
 def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> autopar.api.ParallelFunction:
@@ -26,13 +26,13 @@ def inputs(model: zoo.Model) -> tuple[object, object]:
     return model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
 
 
-@pytest.mark.parametrize(("name", "mesh"), MODELS)
-def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "mesh", "remat"), MODELS)
+def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ...], remat: str) -> None:
     with jax.enable_x64(True):
         model = zoo.build(name, dtype="float64", batch=32)
         state, batch = inputs(model)
         expected = jax.tree.leaves(jax.jit(model.step)(state, batch))
-        found = jax.tree.leaves(parallel(model, mesh, num_microbatches=4)(state, batch))
+        found = jax.tree.leaves(parallel(model, mesh, num_microbatches=4, remat=remat)(state, batch))
     for one, other in zip(found, expected, strict=True):
         largest = np.max(np.abs(np.asarray(other)), initial=1e-300)
         assert np.max(np.abs(np.asarray(one) - np.asarray(other)), initial=0.0) <= 1e-9 * largest
@@ -50,10 +50,29 @@ def test_the_peak_falls_and_the_plan_says_why() -> None:
     assert parts.graph_hash == whole.graph_hash
 
 
-def test_a_saved_plan_runs_and_is_verified(tmp_path: Path) -> None:
+def test_microbatches_may_be_recomputed_too() -> None:
+    model = zoo.build("gpt-toy", batch=64)
+    args = model.abstract_args()
+    kept, again = (
+        autopar.plan(model.step, *args, mesh=(8,), cluster=dear((8,)), num_microbatches=4, remat=remat)
+        for remat in ("none", "full")
+    )
+    assert (set(kept.remat), "full" in again.remat) == (set(), True)
+    assert again.stages[0].memory["residuals"] < kept.stages[0].memory["residuals"] / 2
+    assert again.hfu / again.mfu > 1.2 * kept.hfu / kept.mfu
+    budget = (kept.stages[0].peak_memory_bytes + again.stages[0].peak_memory_bytes) / 2
+    found = autopar.plan(
+        model.step, *args, mesh=(8,), cluster=dear((8,)), num_microbatches=4, remat="auto", memory_budget=budget
+    )
+    assert found.stages[0].peak_memory_bytes <= budget
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_saved_plan_runs_and_is_verified(remat: str, tmp_path: Path) -> None:
     model = zoo.build("mlp-toy", batch=32)
     state, batch = inputs(model)
-    plan = parallel(model, (8,), num_microbatches=2).plan(state, batch)
+    plan = parallel(model, (8,), num_microbatches=2, remat=remat).plan(state, batch)
+    assert ("full" in plan.remat) == (remat == "full")
     plan.save(tmp_path / "plan.json")
     loaded = autopar.parallelize(model.step, plan=tmp_path / "plan.json", donate_argnums=())
     expected = jax.jit(model.step)(state, batch)[1]["loss"]
