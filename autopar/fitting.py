@@ -67,8 +67,17 @@ def is_pressed(solution: Solution) -> bool:
     return isinstance(solution, BudgetedSolution) and bool(solution.points)
 
 
-def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float | str | None, how: Search) -> Solution:
+def solve(
+    problem: Problem,
+    source: Liveness,
+    mesh: LogicalMesh,
+    budget: float | str | None,
+    how: Search,
+    microbatches: int = 1,
+) -> Solution:
     """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
+
+    `microbatches`: those that the program runs its step in already.
 
     Raises MemoryBudgetError where no plan fits into a budget that was given.
     """
@@ -83,7 +92,8 @@ def solve(problem: Problem, source: Liveness, mesh: LogicalMesh, budget: float |
     except Infeasible as none:
         found = report(source, none.least.assignment)
         least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
-        raise MemoryBudgetError(_refusal(found, budget, bound), budget, least, bound) from None
+        refusal = _refusal(found, budget, bound, microbatches)
+        raise MemoryBudgetError(refusal, budget, least, bound) from None
 
 
 def _by_default(problem: Problem, source: Liveness, within: float, how: Search) -> Solution:
@@ -131,7 +141,7 @@ def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
     )
 
 
-def _refusal(found: Memory, budget: float, bound: int) -> str:
+def _refusal(found: Memory, budget: float, bound: int, microbatches: int) -> str:
     where = f"{found.at} at {found.source}" if found.source else found.at
     tensors = [
         f"  {size(t.nbytes):>9}  {t.kind}: {t.name} {t.type}" + (f" at {t.source}" if t.source else "")
@@ -143,19 +153,20 @@ def _refusal(found: Memory, budget: float, bound: int) -> str:
             f"{size(found.peak_bytes - budget)} more, at {where} (no plan needs less than {size(bound)}).",
             "Largest there:",
             *tensors,
-            "What would fit: " + "; ".join(_changes(found, budget)) + ".",
+            "What would fit: " + "; ".join(_changes(found, budget, microbatches)) + ".",
         ]
     )
 
 
-def _changes(found: Memory, budget: float) -> Iterator[str]:
+def _changes(found: Memory, budget: float, microbatches: int) -> Iterator[str]:
     """Changes that would make the smallest plan fit, the cheapest first."""
     growing = sum(found.kinds.get(kind, 0) for kind in OF_THE_BATCH)
     fixed = found.peak_bytes - growing
     if found.peak_bytes - found.kinds.get("residuals", 0) <= budget:
         yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
-    parts = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
-    if parts <= MOST_PARTS:
+    times = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
+    if times <= MOST_PARTS:
+        parts = int(times) * microbatches
         yield f"num_microbatches={parts}, which takes 1/{parts} of the batch at a time"
     yield f"about {math.ceil(found.peak_bytes / budget)} times the devices"
     yield f"memory_budget={found.peak_bytes} on devices that have it"

@@ -86,6 +86,7 @@ class Parts:
 
     step: Traced
     split: Callable[[Traced], Traced]
+    count: int = 1
 
 
 def make_plan(
@@ -181,7 +182,12 @@ class _Planner:
                 optimize(draft.model.problem, **self.options.keywords())
                 if effort == "fastest"
                 else fitting.solve(
-                    draft.model.problem, draft.liveness, self.mesh, self.options.memory_budget, self.options
+                    draft.model.problem,
+                    draft.liveness,
+                    self.mesh,
+                    self.options.memory_budget,
+                    self.options,
+                    self.parts.count,
                 )
             )
         except MemoryBudgetError as error:

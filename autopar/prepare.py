@@ -143,7 +143,7 @@ def _best(
     _check_batch(fn, traced, args, s, candidates)
     count, batch = _microbatches(traced, args, s)
     devices, own = candidates[0].logical.size, s.per_microbatch
-    parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own))
+    parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
     options = Options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 import autopar
 from autopar import zoo
 from autopar.bench.equal_case import dear
-from autopar.errors import ArgumentError, MicrobatchError
+from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
 
 pytestmark = pytest.mark.core
 
@@ -65,6 +66,21 @@ def test_microbatches_may_be_recomputed_too() -> None:
         model.step, *args, mesh=(8,), cluster=dear((8,)), num_microbatches=4, remat="auto", memory_budget=budget
     )
     assert found.stages[0].peak_memory_bytes <= budget
+
+
+def test_a_refusal_suggests_more_microbatches_than_there_are() -> None:
+    model = zoo.build("mlp-toy", batch=256)
+    with pytest.raises(MemoryBudgetError) as caught:
+        autopar.plan(
+            *(model.step, *model.abstract_args()),
+            mesh=(2,),
+            cluster=dear((2,)),
+            num_microbatches=2,
+            memory_budget=1.2e5,
+        )
+    suggested = re.search(r"num_microbatches=(\d+)", str(caught.value))
+    assert suggested is not None
+    assert int(suggested[1]) >= 4
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
