@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import LogicalMesh
+from autopar.microbatches import Programs
 from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches
@@ -82,7 +83,8 @@ class Kinds:
 
     def graphs(self) -> Mapping[int, StageGraph]:
         """Kind -> the layer as a graph."""
-        return {kind: stage_graph(self.stages, s, self.avals) for kind, s in self.stage.items()}
+        programs = Programs(self.stages.split)
+        return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
 
 
 def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:

@@ -26,7 +26,7 @@ from autopar.graph import Graph
 from autopar.meshes import Target
 from autopar.passes import layer_cuts, layers, remat, scan_cut
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import batch_leaves, split
+from autopar.passes.microbatch import Microbatches, batch_leaves, split
 from autopar.passes.stages import Stages, divide
 from autopar.planning import Options
 from autopar.plans import Plan
@@ -235,8 +235,9 @@ def searched(
     shorter = scan_cut.cut(graph, pieces, batch)
     numbers = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.numbers(extent)
     own, notes = s.per_microbatch, ()
+    known: dict[int, Microbatches] = {}
     try:
-        several = stage_search.that_split(shorter, [n for n in numbers if n > 1] or numbers, batch, own)
+        several = stage_search.that_split(shorter, [n for n in numbers if n > 1] or numbers, batch, own, known)
         numbers = tuple(n for n in numbers if n == 1 or n in several)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
@@ -250,7 +251,7 @@ def searched(
         memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
         per_microbatch=own,
     )
-    found = stage_search.find(shorter, traced.in_avals, cluster, choice, options)
+    found = stage_search.find(shorter, traced.in_avals, cluster, choice, options, known)
     return None if found is None else _chosen(shorter, found, choice, s.per_microbatch, pieces, notes)
 
 

@@ -4,7 +4,8 @@
 
 A forked process has everything that the tasks refer to, programs and closures included, which no other way of starting
 one could send. It must not call into a backend of JAX, whose threads it lacks: where there is one already, the tasks
-run here, one after the other. So they do on one processor.
+run here, one after the other. So they do on one processor. Otherwise none runs here, for a task may start a backend
+(lowering a program does), and the tasks that come next would have to run here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar import jax_compat
 
 T = TypeVar("T")
 
-#: Processes at a time, this one included.
+#: Processes at a time.
 WORKERS = 2
 
 
@@ -28,8 +29,8 @@ def results(tasks: Sequence[Callable[[], T]]) -> list[T]:
     workers = min(WORKERS, len(tasks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if workers < 2 or jax_compat.backends_are_initialized():
         return [task() for task in tasks]
-    children = [_start(tasks[w::workers]) for w in range(1, workers)]
-    shares = [_outcomes(tasks[::workers]), *map(_collect, children)]
+    children = [_start(tasks[w::workers]) for w in range(workers)]
+    shares = [_collect(child) for child in children]
     outcomes = [shares[i % workers][i // workers] for i in range(len(tasks))]
     for error in (value for failed, value in outcomes if failed):
         raise error

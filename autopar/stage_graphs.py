@@ -98,15 +98,17 @@ class StageGraph:
         return {v: self.program_of(op.index) for op in self.graph.ops for v in op.outputs}
 
 
-def stage_graph(stages: Stages, stage: int, avals: Sequence[Any]) -> StageGraph:
+def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Programs | None = None) -> StageGraph:
     """The graph of one stage.
 
     Args:
         stages: the step in stages.
         stage: which.
         avals: shape and dtype of every argument of the step.
+        programs: those of `stages.split`, where there are several stages to make graphs of.
     """
-    tracer = _Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)))
+    of_step = programs or Programs(stages.split)
+    tracer = _Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), of_step)
     names = list(tracer.inputs())
     found: list[_Key] = []
 
@@ -116,8 +118,8 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any]) -> StageGraph:
         return list(values.values())
 
     jaxpr = jax_compat.eliminate_dead_code(jax.make_jaxpr(run)(*(aval for _, aval, _ in names)))
-    graph, programs = build_programs(jaxpr, [path for _, _, path in names], [f"{k[0]} %{k[1]}" for k in found])
-    return _assembled(tracer, names, found, graph, programs)
+    graph, ranges = build_programs(jaxpr, [path for _, _, path in names], [f"{k[0]} %{k[1]}" for k in found])
+    return _assembled(tracer, names, found, graph, ranges)
 
 
 _Input = tuple[_Key, Any, str]
@@ -144,8 +146,7 @@ class _Tracer:
     marked: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Stages, stage: int, types: Mapping[int, Any]) -> _Tracer:
-        programs = Programs(stages.split)
+    def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: Programs) -> _Tracer:
         totals = {t.value: (s, t) for s, one in enumerate(stages.stages) for p in one.passes.values() for t in p.totals}
         stacked = frozenset(v for v, (_, t) in totals.items() if programs.accumulator(t).stacks)
         updates = {i: u for i, u in enumerate(stages.updates.programs) if u.stage == stage}

@@ -24,6 +24,7 @@ from autopar.cost_models.memory import Liveness
 from autopar.fitting import solve
 from autopar.graph import Graph
 from autopar.layout import PARTIAL, Layout, divides
+from autopar.microbatches import Programs
 from autopar.passes import clusters, decode, intra_op, pins
 from autopar.passes.charged import charged, together
 from autopar.passes.memory_rows import Row
@@ -109,8 +110,9 @@ def plan_stages(
         MemoryBudgetError: no plan of a stage fits into the budget.
     """
     planner = _Planner(stages, tuple(meshes), options or Options(), tuple(limits))
+    programs = Programs(stages.split)
     for stage in range(len(stages.stages)):
-        planner.plan(stage_graph(stages, stage, avals))
+        planner.plan(stage_graph(stages, stage, avals, programs))
     return StagePlans(stages, tuple(planner.found), len(planner.known) + len(planner.charges))
 
 

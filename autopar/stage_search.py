@@ -8,7 +8,7 @@
 
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Numbers of
 microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until two bring
-nothing or the smaller of them is clearly worse: many small ones fit into memory first, few have the longer bubble.
+little or the smaller of them is clearly worse: many small ones fit into memory first, few have the longer bubble.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.passes import layers as layers_pass
 from autopar.passes import remat
 from autopar.passes.inter_op import Division, Part, Placement, Question, placements, search
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import split
+from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size, make
 from autopar.stage_planning import Limit
@@ -44,8 +44,9 @@ TOLERANCE = 1e-3
 PLAYED = 4
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
-#: Share of the best time by which a smaller number of microbatches may be slower before the search for one ends.
-WORSE = 0.02
+#: Share of the best time by which two numbers of microbatches have to be better than those before, and by which the
+#: smaller may be slower, for the search for one to go on.
+LITTLE = 0.02
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
@@ -114,7 +115,14 @@ class Open:
     per_microbatch: tuple[str, ...] = ()
 
 
-def find(graph: Graph, avals: Sequence[Any], cluster: Cluster, choice: Open, options: Options) -> Found | None:
+def find(
+    graph: Graph,
+    avals: Sequence[Any],
+    cluster: Cluster,
+    choice: Open,
+    options: Options,
+    known: Mapping[int, Microbatches] | None = None,
+) -> Found | None:
     """The best pipeline of a step on a cluster; None if none fits into its memory.
 
     Args:
@@ -123,8 +131,9 @@ def find(graph: Graph, avals: Sequence[Any], cluster: Cluster, choice: Open, opt
         cluster: the devices.
         choice: what is open.
         options: how to solve.
+        known: the step in numbers of microbatches, as `that_split` has found it.
     """
-    return Hunt(graph, tuple(avals), cluster, choice.batch, options, choice.per_microbatch).best(choice)
+    return Hunt(graph, tuple(avals), cluster, choice.batch, options, choice.per_microbatch, known or {}).best(choice)
 
 
 def numbers(extent: int) -> tuple[int, ...]:
@@ -135,22 +144,29 @@ def numbers(extent: int) -> tuple[int, ...]:
 
 
 def that_split(
-    graph: Graph, counts: Sequence[int], batch: Sequence[int], per_microbatch: Sequence[str] = ()
+    graph: Graph,
+    counts: Sequence[int],
+    batch: Sequence[int],
+    per_microbatch: Sequence[str] = (),
+    known: dict[int, Microbatches] | None = None,
 ) -> tuple[int, ...]:
     """The numbers of microbatches that a step falls into, ascending: all up to the largest that it does.
 
-    Small microbatches may be too small, such as for experts that choose among the tokens of several examples.
+    Small microbatches may be too small, such as for experts that choose among the tokens of several examples. The step
+    in the largest number is put into `known`.
 
     Raises:
         MicrobatchError: it falls into none of them; what is wrong with the smallest number.
     """
     for number in sorted(counts, reverse=True):
         try:
-            split(graph, number, batch, per_microbatch=tuple(per_microbatch))
+            parts = split(graph, number, batch, per_microbatch=tuple(per_microbatch))
         except MicrobatchError:
             if number == min(counts):
                 raise
         else:
+            if known is not None:
+                known[number] = parts
             return tuple(sorted(c for c in counts if c <= number))
     return ()
 
@@ -165,6 +181,7 @@ class Hunt:
     batch: tuple[int, ...]
     options: Options
     per_microbatch: tuple[str, ...] = ()
+    parts: Mapping[int, Microbatches] = field(default_factory=dict)
     layers: Layers = field(init=False)
     kinds: Kinds = field(init=False)
     borders: tuple[float, ...] = field(init=False)
@@ -174,7 +191,7 @@ class Hunt:
 
     def __post_init__(self) -> None:
         self.layers = layers_pass.find(self.graph)
-        self.kinds = self._kinds(1)
+        self.kinds = self._kinds(max(self.parts, default=1))
         self.borders = border_bytes(self.layers)
         groups = self.cluster.groups or (self.cluster,)
         total = self.cluster.num_devices
@@ -194,7 +211,7 @@ class Hunt:
         self.meshes = meshes
 
     def _kinds(self, count: int) -> Kinds:
-        parts = split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
+        parts = self.parts.get(count) or split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
         return cut_out(parts, self.layers, self.avals)
 
     def best(self, choice: Open) -> Found | None:
@@ -206,7 +223,8 @@ class Hunt:
             found = side_by_side.results([partial(self.at, count, choice) for count in some])
             better = min((f for f in (best, *found) if f is not None), key=_rank, default=None)
             last = math.inf if found[-1] is None else found[-1].seconds
-            if better is not None and (better is best or last > (1 + WORSE) * better.seconds):
+            gained = better is None or best is None or better.seconds <= (1 - LITTLE) * best.seconds
+            if better is not None and (not gained or last > (1 + LITTLE) * better.seconds):
                 return better
             best = better
         return best
@@ -214,7 +232,8 @@ class Hunt:
     def priced(self, count: int) -> Mapping[int, Priced]:
         """The ways to run layers of every kind on every submesh, with this number of microbatches."""
         if count not in self.known:
-            pricing = Pricing(self.kinds.at(count) or self._kinds(count), self.options)
+            same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
+            pricing = Pricing(same or self._kinds(count), self.options)
             self.known[count] = {n: pricing.on(mesh) for n, mesh in sorted(self.meshes.items())}
         return self.known[count]
 

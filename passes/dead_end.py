@@ -35,6 +35,7 @@ PRICES = (
     10.0,
 )  # of bytes, for choosing leaders: 1 where all bytes at stake weigh as much as all seconds
 CHUNK = 1 << 21  # entries of a broadcast
+MOST = 1 << 31  # combinations of classes that are numbered without looking at which there are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +115,7 @@ class _State:
         self.held = footprints.nodes
         self.answers: dict[Hashable, Ints | None] = {}
         self.gaps: dict[Hashable, Floats] = {}
+        self.seen: dict[tuple[int, int], tuple[Ints, Ints, int]] = {}
         self.kinds: dict[Hashable, int] = {}
         self.costs = [self._kind(n.signature) for n in problem.nodes]
 
@@ -132,16 +134,25 @@ class _State:
         return sorted(dirty)
 
     def _answer(self, v: int, full: bool) -> Ints:
-        columns = [s.columns(self.keep[s.other]) for s in self.sides[v]]
+        seen = [self._seen(v, i, s) for i, s in enumerate(self.sides[v])]
+        columns = [c for _, c, _ in seen]
         kind = self._kind((self.costs[v], self.keep[v].tobytes()))
-        around = [self._kind((s.label, c.tobytes())) for s, c in zip(self.sides[v], columns, strict=True)]
-        key = (full, kind, tuple(sorted(around)))
+        key = (full, kind, tuple(sorted(around for _, _, around in seen)))
         if key not in self.answers:
             self.answers[key] = self._live(v, columns, full)
         live = self.answers[key]
         if live is None:
             raise SolverError(self._complaint(v))
         return live
+
+    def _seen(self, v: int, place: int, side: _Side) -> tuple[Ints, Ints, int]:
+        """The neighbour's live strategies, their classes, and a number for these at such a side, until some go."""
+        keep = self.keep[side.other]
+        known = self.seen.get((v, place))
+        if known is None or known[0] is not keep:
+            columns = side.columns(keep)
+            known = self.seen[v, place] = keep, columns, self._kind((side.label, columns.tobytes()))
+        return known
 
     def _kind(self, key: Hashable) -> int:
         return self.kinds.setdefault(key, len(self.kinds))
@@ -199,8 +210,13 @@ def _cheapest(cost: Floats, classes: list[Ints]) -> Ints:
     """Per combination of classes the first cheapest strategy, ascending."""
     if not classes:
         return np.array([cost.argmin()])
-    _, group = np.unique(np.stack(classes, axis=1), axis=0, return_inverse=True)
-    group = group.ravel()
+    group, span = np.zeros(len(cost), dtype=np.int64), 1
+    for one in classes:
+        size = int(one.max()) + 1
+        if span * size > MOST:
+            group = np.unique(group, return_inverse=True)[1].ravel()
+            span = len(cost)
+        group, span = group * size + one, span * size
     order = np.lexsort((cost, group))
     first = np.ones(len(order), dtype=bool)
     first[1:] = group[order][1:] != group[order][:-1]
@@ -220,7 +236,7 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], 
         key = (side.label, rows.tobytes(), lead.tobytes(), cols.tobytes())
         if key not in gaps:
             gaps[key] = _differences(side.table[rows[:, None], cols], lead)
-        gap += gaps[key][row_of][:, lead_of]
+        gap += gaps[key][row_of[:, None], lead_of]
     if len(held) or any(side.held is not None for side, *_ in parts):
         gap[~_thriftier(held, leaders, parts)] = -1.0
     gap[leaders, np.arange(len(leaders))] = -1.0

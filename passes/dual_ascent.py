@@ -187,11 +187,12 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
     held, pending = float(state.rest.sum()), 0.0
     jump: dict[int, float] = {}
     for v in nodes:
-        before = [x for x in ends[v] if (x.other < v) == forward]
-        after = [x for x in ends[v] if (x.other > v) == forward]
+        before: list[End] = []
+        after: list[End] = []
         theta = problem.nodes[v].cost.copy()
         for x in ends[v]:
             theta += state.into[x.edge][v > x.other][x.classes]
+            (before if (x.other < v) == forward else after).append(x)
         plan[v] = _decode(theta, v, before, plan, state)
         held -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
@@ -225,11 +226,11 @@ def _send(x: End, v: int, share: Floats, state: State) -> float:
     side = int(v > x.other)
     least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
     mine = least - state.into[x.edge][side]
-    message = (x.table + mine[:, None]).min(axis=0)
+    message = np.minimum.reduce(x.table + mine[:, None])
     theirs = state.shares[x.edge][1 - side]
     state.shares[x.edge][side] = mine
     state.into[x.edge][1 - side] = message
-    return float((message + theirs).min()) if state.settled else 0.0
+    return float(np.minimum.reduce(message + theirs)) if state.settled else 0.0
 
 
 def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:

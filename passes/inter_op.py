@@ -18,8 +18,10 @@ of t need be tried: S(t_max) = F at the best number of stages only grows as t_ma
 
     S(high) + (m - 1) (smallest t > low)     bounds T from below for all t_max in (low, high]              -> search
 
-and intervals that cannot beat what is known by more than `tolerance` are left. `search` gives the best division for
-every bound that it tried: T is a model of the schedule, and the simulator (`autopar.cost_models.pipeline`) judges.
+and intervals that cannot beat what is known by more than `tolerance` are left. Under one bound, so are states (k, d)
+that layers 1 .. k - 1 on d devices cannot lead to, by bounds on their device-seconds and seconds    -> _Tables.fronts
+`search` gives the best division for every bound that it tried: T is a model of the schedule, and the simulator
+(`autopar.cost_models.pipeline`) judges.
 
 Sources: Zheng et al. (2022), "Alpa", section 5; Fan et al. (2021), "DAPPLE", section 5, for the sum and the slowest.
 """
@@ -28,10 +30,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.passes.problem import Floats, Ints
+
+ROUNDING = 1e-9  # share by which bounds on sums are rounded down
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +193,12 @@ def _sum(found: Division, spread: int) -> float:
     return found.seconds - spread * found.slowest
 
 
+def _longest(times: Floats) -> int:
+    """Most layers of a run that has a time."""
+    runs = np.argwhere(np.isfinite(times))
+    return int((runs[:, 1] - runs[:, 0]).max(initial=0))
+
+
 class _Tables:
     """The dynamic program, for one bound after another."""
 
@@ -204,6 +216,7 @@ class _Tables:
             for n, found in sorted(by_submesh.items())
         ]
         self.most = q.stages or min(q.layers, q.devices)
+        self.fastest: dict[tuple[int, int], Floats] = {}
 
     def bounds(self) -> Floats:
         """All seconds that a stage may take, ascending."""
@@ -215,6 +228,13 @@ class _Tables:
         fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
         return np.where(fits, self.times[submesh], np.inf)
 
+    def _fastest(self, submesh: int, in_flight: int) -> Floats:
+        """Seconds of the fastest option that fits; kept, for every bound asks for them."""
+        key = submesh, in_flight
+        if key not in self.fastest:
+            self.fastest[key] = self._fitting(submesh, in_flight).min(0)
+        return self.fastest[key]
+
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:
         """The division of the least sum, at most `cutoff`, whose stages take at most `bound` seconds."""
         q = self.question
@@ -225,14 +245,15 @@ class _Tables:
         def least(submesh: int, stages: int) -> Floats:
             key = submesh, q.in_flight(stages)
             if key not in known:
-                times = self._fitting(*key).min(0)
+                times = self._fastest(*key)
                 known[key] = np.where(times <= bound, times, np.inf)
             return known[key]
 
         levels = [sums]
         for stages in range(1, self.most + 1):
             longer = self._longer(levels[-1] + self.transfer, lambda n, stages=stages: least(n, stages))
-            levels.append(np.where(longer <= cutoff, longer, np.inf))
+            cutoff = cutoff if q.stages else min(cutoff, float(longer[0, 0]))
+            levels.append(np.where(self._allowed(longer, bound, cutoff), longer, np.inf))
             if not np.isfinite(levels[-1]).any():
                 break
         ends = [float(level[0, 0]) for level in levels]
@@ -242,15 +263,43 @@ class _Tables:
         stages = q.stages or int(np.argmin(ends))
         return self._read(levels[: stages + 1], bound)
 
+    def _allowed(self, sums: Floats, bound: float, cutoff: float) -> NDArray[np.bool_]:
+        """States (layer, device) from which layers and devices in front can lead to a sum of at most `cutoff`."""
+        seconds, work = self.fronts
+        devices = np.arange(sums.shape[1])
+        return (sums + seconds[:, None] <= cutoff) & (work[:, None] <= devices * bound)
+
+    @cached_property
+    def fronts(self) -> tuple[Floats, Floats]:
+        """Per layer bounds on the seconds and on the device-seconds of all layers in front of it, rounded down.
+
+        Each is the least over all divisions into stages of any submesh, however many devices there are.
+        """
+        times = [self._fastest(n, 1) for n, _, _ in self.submeshes]
+        sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
+        both = [np.minimum.reduce(times), np.minimum.reduce([n * t for n, t in zip(sizes, times, strict=True)])]
+        found = np.zeros((2, self.question.layers + 1))
+        for least, one in zip(found, both, strict=True):
+            for j in range(1, len(least)):
+                least[j] = (least[:j] + one[:j, j]).min()
+        seconds, work = found * (1 - ROUNDING)
+        return seconds, work
+
     def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
         """Sums of one more stage in front of what begins at (layer, device)."""
         found = np.full(behind.shape, np.inf)
         for submesh, starts, stops in self.submeshes:
-            reached = np.isfinite(behind[:, stops]).any(0)
-            if reached.any():
-                first, last = starts[reached], behind[:, stops[reached]]
-                sums = (least(submesh)[:, :, None] + last[None]).min(1)
-                found[:, first] = np.minimum(found[:, first], sums)
+            reached = np.isfinite(behind[:, stops])
+            at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
+            if len(at):
+                last, times = behind[:, stops[at]], least(submesh)
+                sums = np.full(last.shape, np.inf)
+                for length in range(1, min(_longest(times), int(rows[-1])) + 1):
+                    first, end = max(rows[0], length), rows[-1] + 1
+                    here = slice(first - length, end - length)
+                    added = np.diagonal(times, length)[here, None] + last[first:end]
+                    np.minimum(sums[here], added, out=sums[here])
+                found[:, starts[at]] = np.minimum(found[:, starts[at]], sums)
         return found
 
     def _read(self, levels: Sequence[Floats], bound: float) -> Division:

@@ -4,6 +4,7 @@
     presolve    dead ends go, nodes of degree <= 2 are contracted        passes/dead_end.py, passes/contract.py
     bound       lower and upper bound by dual ascent                     passes/dual_ascent.py
     fix         strategies whose bound exceeds the best plan go, then presolve and bound again
+    aim         where a gap is enough: the same with a limit just above the bound instead of the best plan     -> _aimed
     ilp         what is left is an integer program                       passes/ilp.py
 
 What a `Solution.status` proves, weakest last:
@@ -44,6 +45,7 @@ FEW = 2  # how many times the folded strategies still count as few layers
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
 NEAR, LARGE = 1e-3, 4_000  # relative gap, and strategies left, from which "auto" leaves it at the bounds
 UNFOLDED_CORE = 4_000  # strategies left, unfolded, up to which the unfolded problem is tried after a tied optimum
+AIM, AIMS = 0.05, 8  # how far above the bound plans are looked for, relative to it, and how often
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 Lift = Callable[[Ints], Ints]
@@ -132,8 +134,8 @@ def optimize(
 ) -> Solution:
     """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
 
-    `enough`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it does
-    not ask CBC and leaves the plan "open".
+    `enough`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it
+    neither aims at plans nor asks CBC, and leaves the plan "open".
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -148,6 +150,8 @@ def optimize(
         folded = folding.fold(problem) if fold else folding.identity(problem)
     core = _presolve(folded, presolve, clock)
     small, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock, enough)
+    if solver == "auto" and enough and not folded.tied and small.problem.variables <= largest:
+        small, outcome = _aimed(folded.problem, small, ascent, outcome, clock, enough)
     if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
     elif outcome.closed:
@@ -262,6 +266,47 @@ def _fixed(core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock) -> _Co
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
         return _reduced(replace(core, problem=reparametrise(core.problem, ascent.messages)), keep, LATER_ROUNDS)
+
+
+def _aimed(
+    problem: Problem, core: _Core, ascent: Ascent, outcome: _Outcome, clock: _Clock, enough: float
+) -> tuple[_Core, _Outcome]:
+    """Better plans and a better bound from guesses at the optimum, each a little above the bound.
+
+    Strategies whose bound exceeds a guess are few to keep, and what is left is bounded well. Either the guess was too
+    low, which is a new bound, or the best plan is in there. The core is narrower where that found a better plan.
+    """
+    known = outcome.value
+    for _ in range(AIMS):
+        limit = outcome.lower + AIM * abs(outcome.lower)
+        if outcome.within(enough) or not np.isfinite(outcome.value) or limit >= outcome.value or clock.left <= 0:
+            break
+        before = outcome.lower
+        outcome = _below(problem, core, ascent, outcome, limit, clock)
+        if outcome.lower - before < enough / 2 * abs(before):
+            break
+    if outcome.value < known and not outcome.within(enough):
+        core, _, outcome = _narrow(problem, core, outcome, clock, enough)
+    return core, outcome
+
+
+def _below(problem: Problem, core: _Core, ascent: Ascent, outcome: _Outcome, limit: float, clock: _Clock) -> _Outcome:
+    """The outcome after a look at plans of the core that cost at most `limit` (s).
+
+    All others cost more than that, so that the bound on these holds for all up to the limit.
+    """
+    found, small, size = replace(outcome, lower=-np.inf), core, np.inf
+    while small.problem.variables < KEPT * size:
+        size = small.problem.variables
+        goal = min(limit, found.value)
+        try:
+            small = _fixed(small, ascent, replace(found, value=goal), clock)
+        except SolverError:  # there are none
+            return replace(found, lower=max(outcome.lower, goal))
+        ascent, found = _bound(problem, small, found, clock)
+        if found.lower >= min(limit, found.value) or clock.left <= 0:
+            break
+    return replace(found, lower=max(outcome.lower, min(limit, found.lower)))
 
 
 def _search(folded: Folded, core: _Core, outcome: _Outcome, clock: _Clock, enough: float = 0.0) -> _Outcome:

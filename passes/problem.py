@@ -168,7 +168,7 @@ def compact(gu: Ints, gv: Ints, table: Floats) -> tuple[Ints, Ints, Floats]:
 
 def used(classes: Ints, size: int) -> Ints:
     """The classes below `size` that occur, ascending."""
-    return np.flatnonzero(np.bincount(classes, minlength=size))
+    return np.bincount(classes, minlength=size).nonzero()[0]
 
 
 def renumber(classes: Ints, present: Ints, size: int) -> Ints:

@@ -201,16 +201,19 @@ def _programs(
     totals = {t.value: t for t in passes.totals}
     made_by = {v: p for p in ops for v in p.op.outputs}
     place = _rounds(ops, reads, at)
-    results = [v for v in dict.fromkeys(split.flat.outputs) if isinstance(v, int)]
+    results = dict.fromkeys(v for v in split.flat.outputs if isinstance(v, int))
     direct = {v: (0, at[v]) for v in results if v in totals}
-    spots = sorted({*place.values(), *direct.values()})
+    by_spot: dict[tuple[int, int], list[Placed]] = {spot: [] for spot in sorted({*place.values(), *direct.values()})}
+    read_at: dict[int, dict[tuple[int, int], None]] = {}
+    for p in ops:
+        by_spot[place[p.op.index]].append(p)
+        for v in reads[p.op.index]:
+            read_at.setdefault(v, {})[place[p.op.index]] = None
     programs: list[Update] = []
-    for when, stage in spots:
-        mine = [p for p in ops if place[p.op.index] == (when, stage)]
+    for (when, stage), mine in by_spot.items():
         own = {v for p in mine for v in p.op.outputs}
         behind = sorted({v for p in mine for v in reads[p.op.index]} - own)
-        elsewhere = {v for p in ops if place[p.op.index] != (when, stage) for v in reads[p.op.index]}
-        given = [v for v in sorted(own) if v in elsewhere or v in results]
+        given = [v for v in sorted(own) if v in results or {*read_at.get(v, ())} - {(when, stage)}]
         given += [v for v in results if direct.get(v) == (when, stage)]
         programs.append(
             Update(

@@ -175,9 +175,9 @@ def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int
     """Into how many pieces each of `count` factors is cut, shape (n, count)."""
     parts = np.ones((len(factors), count + 1), np.int64)
     rows = np.arange(len(factors))
+    held = np.where(factors >= 0, factors, count)  # the last column is of what is cut by no factor
     for axis, size in enumerate(sizes):
-        held = factors[:, axis].astype(np.int64)
-        parts[rows, np.where(held >= 0, held, count)] *= np.where(held >= 0, size, 1)
+        parts[rows, held[:, axis]] *= size
     return parts[:, :count]
 
 

@@ -154,6 +154,13 @@ def assert_whole(found: Found, layer_count: int, devices: int) -> None:
     assert played.seconds == found.seconds
 
 
+def test_a_step_that_is_split_already_is_priced_the_same(hunt: Hunt) -> None:
+    parts = {4: split(hunt.graph, 4, hunt.batch)}
+    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options(), parts=parts)
+    for count in (2, 4):
+        assert [p.trades for p in again.priced(count).values()] == [p.trades for p in hunt.priced(count).values()]
+
+
 def test_the_search_uses_all_layers_and_devices_and_what_it_played(hunt: Hunt) -> None:
     found = hunt.best(opened(hunt))
     assert found is not None

@@ -139,7 +139,31 @@ def _versions(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]
                     yield f"rank {rank} runs {i} when there are only {updates[i.stage]} updates of its weights"
 
 
+def _ends(schedule: Schedule) -> bool:
+    """Whether all lists are done when each rank goes on as soon as those it shares its next event with are there."""
+    events = [[schedule.pipeline.event(i) for i in found] for found in schedule.lists]
+    wanted = Counter(key for found in events for key, parties in found if parties > 1)
+    at = [0] * len(events)
+    there: dict[object, list[int]] = {}
+    moving = list(range(len(events)))
+    while moving:
+        rank = moving.pop()
+        found = events[rank]
+        while at[rank] < len(found) and found[at[rank]][1] == 1:
+            at[rank] += 1
+        if at[rank] < len(found):
+            key = found[at[rank]][0]
+            there.setdefault(key, []).append(rank)
+            if len(there[key]) == wanted[key]:
+                moving.extend(there[key])
+                for other in there[key]:
+                    at[other] += 1
+    return all(position == len(found) for position, found in zip(at, events, strict=True))
+
+
 def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
+    if _ends(schedule):
+        return
     names: dict[object, str] = {}
     graph: nx.DiGraph[object] = nx.DiGraph()
     for rank, found in enumerate(schedule.lists):

@@ -179,6 +179,26 @@ def test_a_gap_that_is_enough_ends_the_search() -> None:
     assert 0 < found.gap <= 1.0
 
 
+@pytest.mark.parametrize("name", FRACTIONAL)
+@pytest.mark.parametrize("enough", [0.1, 0.4])
+def test_guesses_at_the_optimum_prove_what_they_say(name: str, enough: float) -> None:
+    problem = frustrated(name)
+    best, found = brute(problem), optimize(problem, enough=enough, fold=False)
+    assert found.objective == problem.value(found.assignment)
+    assert found.lower_bound - 1e-12 <= best <= found.objective + 1e-12
+    assert found.gap <= enough
+    assert found.warnings == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(dense_problems, st.sampled_from([0.02, 0.1, 0.3]))
+def test_guesses_never_bound_above_brute_force(problem: Problem, enough: float) -> None:
+    best = brute(problem)
+    found = optimize(problem, enough=enough, fold=False)
+    assert found.lower_bound <= best + 1e-12
+    assert best - 1e-12 <= found.objective <= best / (1 - enough) + 1e-12
+
+
 def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = frustrated("petersen")
     exact = optimize(problem)
