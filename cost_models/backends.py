@@ -1,9 +1,10 @@
 """How the compilers of different devices use memory: what they fuse, in which order they run, what they copy.
 
 Each fact was read off buffer assignments and scheduled HLO of compiled train steps (XLA's --xla_dump_to; jaxlib 0.10.2
-for CPU, 0.12.0 and libtpu 0.0.51 for TPU v5e); docs/benchmarks.md holds predictions against the compilers. The numbers
-were fitted there: a heap of 1.05 times what lives (CPU) and 1.08 times (TPU) is the median; temporaries of up to 32
-MiB, a quarter of a v5e's vector memory, stayed there when they were read at once. GPU was not compared.
+for CPU, 0.12.0 and libtpu 0.0.52 for TPU v5e); docs/benchmarks.md holds predictions against the compilers. The numbers
+were fitted there: a heap of 1.05 times what lives (CPU) is the median, and 1.1 times (TPU) the middle of 1.0 to 1.2;
+temporaries of up to 32 MiB, a quarter of a v5e's vector memory, stayed there when they were read at once. GPU was
+not compared.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class Backend:
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
+        products_absorb: a product's kernel does what is elementwise to its result, where that is all that reads it.
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
+        loops_sink: a loop makes what is broadcast for it in its body, where that reads it.
+        stores_early: what a loop stacks is stored as soon as it is made; otherwise at the end of the body.
+        merges_fetches: what is fetched alike for two readers is fetched once.
+        updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
         sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and stands in for a reduce-scatter.
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
@@ -52,7 +58,12 @@ class Backend:
     turns_operands: bool = False
     spreads_scalars: bool = False
     products_repeat: bool = False
+    products_absorb: bool = False
     scatters_fuse: bool = False
+    loops_sink: bool = False
+    stores_early: bool = False
+    merges_fetches: bool = False
+    updates_read_pieces: bool = False
     narrows: bool = False
     sums_in_place: bool = True
     gathers_turn: bool = False
@@ -78,13 +89,18 @@ CPU = Backend(
 TPU = Backend(
     "tpu",
     products_repeat=True,
+    products_absorb=True,
     scatters_fuse=True,
+    loops_sink=True,
+    stores_early=True,
+    merges_fetches=True,
+    updates_read_pieces=True,
     narrows=True,
     overlaps=True,
     turns_state=True,
     tile=(8, 128),
     near_bytes=32 * 2.0**20,
-    fragmentation=1.08,
+    fragmentation=1.1,
 )
 #: XLA on GPUs: matrix products are library calls, everything light is fused into loops.
 GPU = Backend("gpu")

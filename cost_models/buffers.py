@@ -137,6 +137,9 @@ class _Values:
                 self._value("value", v, birth, b.lives.death[v] - (v in dying))
             if v in b.makers and b.makers[v].kind == HEAVY:
                 self._unsummed(v, b.makers[v], birth)
+        for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
+            for v in (v for v in step.outputs if v in b.w.absorbed):
+                self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]])
 
     def _taking_over(self) -> Iterator[int]:
         """Results that are written into the buffer of the argument whose next state they are."""
@@ -189,7 +192,10 @@ class _Values:
     def _borrowed(self) -> Mapping[int, Home]:
         p, homes = self.sizes.program, self.sizes.model.clustering.homes
         found: dict[int, Home] = {}
-        for step in (s for frame in p.top.walk() for s in frame.steps if s.kind != LOOP and s.outputs):
+        for step in (s for frame in p.top.walk() for s in frame.steps if s.outputs):
+            found.update((v, homes[r]) for v, r in step.taken if r in homes and homes[r].view is None)
+            if step.kind == LOOP:
+                continue
             result = step.outputs[0]
             home = homes.get(p.like.get(result, result))
             if home is not None and home.view is None:
@@ -222,7 +228,7 @@ def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
     found: set[int] = set()
     for moment, step in enumerate(lives.moments):
         if step.kind == LIGHT or step.name in SCATTERS:
-            read = w.reads(step)
+            read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
             size = p.type_of(step.outputs[0]).nbytes
             for v in by_death.get(moment, ()):
                 if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:

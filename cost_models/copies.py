@@ -7,7 +7,11 @@ In time order of their last moments t1 <= t2 <= ... the readers of a value x wit
 
 which is exact if those that want c as it is come first, and linear in one-hot choices, each term on one edge. An
 argument is there anyway, and its copy until the last reader: weights gathered for the forward pass stay for the
-backward pass.
+backward pass. Where the compiler rounds (`narrowing`), a copy is sent and kept rounded, but a value that arithmetic
+reads too is not; in the same layout both are one array, whole to the end                               -> _Link.wider
+Equal fetches are one where the compiler merges them: what two readers fetch alike is there between them as well. That
+is a term of two edges; half of it is counted on each, which is exact if both fetch the same or none does
+                                                                                                         -> _Link.half
 
 A result that is the next state of a donated argument goes into that argument's buffer as soon as it is made, so that
 only what it was made as needs a buffer, and only where that is another layout                     -> _Copies.settled
@@ -16,7 +20,7 @@ only what it was made as needs a buffer, and only where that is another layout  
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -114,13 +118,14 @@ class _Copies:
 
     def shared(self, value: int, ends: Sequence[End]) -> None:
         """A value with a copy, and its readers in the order of their last moments."""
-        model, home = self.sizes.model, self._home(value)
+        model, home, used = self.sizes.model, self._home(value), self._used(ends)
         copy = _Side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
-        link = self._link(value, home, copy, ends)
-        born, first, last = min(self.spans[e][0] for e in ends), self.spans[ends[0]][1], self._last(value)
-        link.other("copy", born, first if last is not None else self.spans[ends[-1]][1], of_target=True)
+        link = self._link(value, home, copy, used)
+        born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
+        link.other("copy", born, first if last is not None else self.spans[used[-1]][1], of_target=True)
         if last is not None:
             link.same("value", last + 1, first)
+            link.wider(first + 1, self.spans[ends[-1]][1])
             link.other("value", last + 1, born - 1, of_target=False)
             self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, self.spans[ends[-1]][1])
         before = first
@@ -128,10 +133,28 @@ class _Copies:
             birth, death = self.spans[end]
             link = self._link(value, copy, self._reader(end), [end])
             link.other("copy", birth, death, of_target=True)
+            link.half(*self._gap(used, end, before=True))
+            link.half(*self._gap(used, end, before=False))
             if last is not None:
                 link.same("copy", max(before, last) + 1, death)
                 link.other("copy", max(before, last) + 1, birth - 1, of_target=False)
             before = max(before, death)
+
+    def _used(self, ends: Sequence[End]) -> Sequence[End]:
+        """The ends that a copy is made for: all, or those that are no updates if there are others."""
+        moments = self.sizes.lives.moments
+        others = [e for e in ends if self.spans[e][1] < len(moments)]
+        others = [e for e in others if moments[self.spans[e][1]].op.phase != "update"]
+        return others if others and self.sizes.backend.updates_read_pieces else ends
+
+    def _gap(self, used: Sequence[End], end: End, before: bool) -> tuple[int, int]:
+        """The moments between a reader and the one before or after it; none if there is none."""
+        birth, death = self.spans[end]
+        if end not in used or not self.sizes.backend.merges_fetches:
+            return 0, -1
+        if before:
+            return max((d + 1 for _, d in map(self.spans.__getitem__, used) if d < birth), default=birth), birth - 1
+        return death + 1, min((b - 1 for b, _ in map(self.spans.__getitem__, used) if b > death), default=death)
 
     def _last(self, value: int) -> int | None:
         """The last moment at which a value is there by itself; None if it is always, or never is."""
@@ -153,9 +176,12 @@ class _Copies:
         type_ = self.sizes.graph.types[value]
         narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
+        root = self.sizes.program.root(value)
+        own = self.sizes.kind(root) if isinstance(root, int) else kind
+        made = own if own.shape == kind.shape else replace(kind, itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
-        number = self.links.setdefault((source.key, target.key, kind), len(self.links))
-        return _Link(self.sizes, value, edge, kind, lu, lv, number)
+        number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
+        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -181,12 +207,13 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """One edge that a value goes along, and the layouts of the classes at both ends."""
+    """One edge that a value goes along, as copies of it are and as it was made, and the layouts of both ends."""
 
     sizes: Sizes
     value: int
     edge: int
     kind: Kind
+    made: Kind
     sources: Ints
     targets: Ints
     number: int
@@ -198,13 +225,30 @@ class _Link:
             at = self.sizes.at(("gathered", self.number), self._gathered)
             self.sizes.add(what, self.value, birth, birth, at, edge=self.edge)
 
+    def half(self, birth: int, death: int) -> None:
+        """Half of what is fetched at the other end, where a reader may find what another fetched alike."""
+        if birth <= death:
+            at = self.sizes.at(("half", self.number), lambda: self._table(True, True, self.kind) / 2)
+            self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
+
+    def wider(self, birth: int, death: int) -> None:
+        """What the value as it was made takes beyond a copy, where they are in the same layout: one array, no copy."""
+        if birth <= death and self.made != self.kind:
+            at = self.sizes.at(("wider", self.number), self._wider)
+            self.sizes.add("value", self.value, birth, death, at, edge=self.edge)
+
+    def _wider(self) -> Floats:
+        return np.maximum(self._table(False, False, self.made) - self._table(False, False, self.kind), 0.0)
+
     def same(self, what: str, birth: int, death: int) -> None:
         """A buffer where they are the same."""
         self._add(what, birth, death, False, False)
 
     def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
         if birth <= death:
-            at = self.sizes.at(("link", self.number, differs, of_target), lambda: self._table(differs, of_target))
+            kind = self.made if what == "value" else self.kind
+            key = ("link", self.number, differs, of_target, kind)
+            at = self.sizes.at(key, lambda: self._table(differs, of_target, kind))
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
     def _gathered(self) -> Floats:
@@ -213,7 +257,7 @@ class _Link:
         held = self.sizes.pieces(self.targets, self.kind)
         return np.where(((cut > 0) & (whole < 0)).any(-1), held[None, :], 0.0)
 
-    def _table(self, differs: bool, of_target: bool) -> Floats:
-        held = self.sizes.pieces(self.targets if of_target else self.sources, self.kind)
+    def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
+        held = self.sizes.pieces(self.targets if of_target else self.sources, kind)
         other = (self.sources[:, None, :] != self.targets[None]).any(-1)
         return np.where(other == differs, held[None, :] if of_target else held[:, None], 0.0)

@@ -6,7 +6,8 @@ slice, transpose) is fused into whatever reads it, and then its operands are wha
     v is written   if it leaves the program, or is read by a step that takes memory only,
                    or several kernels read it and repeating it is dear, or reads more than it is    -> _Fusion.writes
     sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
-    v is narrow    if all that read it are products, which round it anyway                          -> _Fusion.narrow
+    v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
+                   way out, and writes its result instead                                           -> _Fusion.absorbs
 
 That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
 xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
@@ -16,11 +17,12 @@ possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from autopar.cost_models.library import kernels
+from autopar.cost_models.narrowing import narrowed
 from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
@@ -36,7 +38,9 @@ class Written:
         sources: value -> the written values and tokens that reading it means reading.
         beneath: thin written value -> what those read that repeat it instead.
         repeating: steps (by identity) that repeat thin values.
-        narrow: values that are kept in half their bytes.
+        narrow: values that are kept in half their bytes (`autopar.cost_models.narrowing`).
+        absorbed: product whose result is not written -> the result of the light step that its kernel writes instead.
+        inner: light step (by identity) that runs in a product's kernel -> what the product reads there.
     """
 
     values: frozenset[int]
@@ -44,6 +48,12 @@ class Written:
     beneath: Mapping[int, tuple[int, ...]]
     repeating: frozenset[int]
     narrow: frozenset[int]
+    absorbed: Mapping[int, int] = field(default_factory=dict)
+    inner: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def has_product(self, step: Step) -> bool:
+        """A step that is a product, or runs in the kernel of one."""
+        return step.name in PRODUCTS or id(step) in self.inner
 
     def reads(self, step: Step) -> tuple[int, ...]:
         """Written values and tokens that a step reads."""
@@ -71,6 +81,7 @@ class _Fusion:
     kernels: dict[int, frozenset[int]] = field(default_factory=dict)
     leaving: set[int] = field(default_factory=set)
     library: Mapping[int, int] = field(default_factory=dict)
+    absorbed: dict[int, Step] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.p
@@ -121,12 +132,37 @@ class _Fusion:
 
     def decide(self) -> None:
         """Decide for every value, readers before what they read."""
+        ends = {id(s): s for s in self.steps if s.kind == LIGHT} if self.p.backend.products_absorb else {}
         for step in reversed(self.steps):
             for v in step.outputs:
-                if step.kind != LIGHT or self.writes(step, v):
+                end = self.absorbs(step, ends) if ends and step.name in PRODUCTS else None
+                if end is not None:
+                    self.absorbed[v] = ends.pop(id(end))
+                    self.kernels[v] = self._kernels(v)
+                elif step.kind != LIGHT or self.writes(step, v):
                     self.kept.add(v)
                 else:
                     self.kernels[v] = self._kernels(v)
+
+    def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
+        """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.
+
+        Gradients that updates read are summed over devices in between. A kernel holds one product, the last.
+        """
+        value = product.outputs[0]
+        if value in self.leaving:
+            return None
+        kernels = [ends.get(kernel) for kernel in self._kernels(value)]
+        end = kernels[0] if len(kernels) == 1 else None
+        if end is None or end.op.phase == "update" or self._frames[id(end)] != self._frames[id(product)]:
+            return None
+        same = self.p.type_of(end.outputs[0]).size == self.p.type_of(value).size
+        return end if same else None
+
+    @cached_property
+    def _frames(self) -> Mapping[int, int]:
+        """Step (by identity) -> the number of its frame."""
+        return {id(step): i for i, frame in enumerate(self.p.top.walk()) for step in frame.steps}
 
     def _kernels(self, value: int) -> frozenset[int]:
         """The kernels (identities of their last steps) that read a value."""
@@ -139,7 +175,7 @@ class _Fusion:
     def writes(self, step: Step, value: int) -> bool:
         """True if a light step's result gets a buffer of its own."""
         readers = self.readers.get(value, ())
-        if value in self.leaving or any(map(self._reads_memory, readers)):
+        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in readers):
             return True
         if self.library:
             own = self.library.get(id(step))
@@ -149,65 +185,17 @@ class _Fusion:
         costs = step.name in COSTLY and not self.p.backend.products_repeat
         return len(self._kernels(value)) > 1 and (costs or self.weight[value] > 1)
 
+    def _sinks(self, value: int, step: Step) -> bool:
+        """A loop that makes a thin value in its body; what it starts from is there before."""
+        started = (self.p.behind(v) for v, _ in step.taken)
+        return self.p.backend.loops_sink and step.kind == LOOP and value in self.thin and value not in started
+
     def _reads_memory(self, step: Step) -> bool:
         """A step that nothing can be fused into."""
         return step.kind == LOOP or (step.kind == HEAVY and not self._is_product(step))
 
     def _is_product(self, step: Step) -> bool:
         return self.p.backend.products_repeat and step.name in PRODUCTS
-
-    def narrow(self) -> set[int]:
-        """Values that only products read, once the light steps that alone read them are done with them; also copies."""
-        through: dict[int, list[Step]] = {}
-        for step in self.steps:
-            for v in step.inputs:
-                if step.kind != LOOP and v in self.p.tokens:
-                    through.setdefault(v, []).append(step)
-        results = (v for s in self.steps if s.kind in (HEAVY, LOOP) for v in s.outputs if v not in self.leaving)
-        found = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
-        return found | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
-
-    def _readers_inside(self, value: int) -> list[Step]:
-        """Readers of a value; loops read through their bodies."""
-        return [r for r in self.readers.get(value, ()) if r.kind != LOOP]
-
-    def _ends_in_products(self, value: int, readers: Sequence[Step]) -> bool:
-        """All that is made of a value ends in one, which products alone read, and reductions beside them."""
-        waiting, ends, products, seen = [(value, r) for r in readers], set[int](), False, set[int]()
-        while waiting:
-            read, step = waiting.pop()
-            if step.kind == LIGHT and step.outputs[0] not in self.leaving and step.outputs[0] not in self.thin:
-                if id(step) not in seen:
-                    seen.add(id(step))
-                    made = step.outputs[0]
-                    waiting.extend((made, r) for r in self._readers_inside(made))
-            elif self._is_product(step) or (step.kind == REDUCTION and not self._spreads_again(step)):
-                ends.add(self.p.behind(read))
-                products = products or step.kind == HEAVY
-            else:
-                return False
-        return products and len(ends) == 1
-
-    def _spreads_again(self, reduction: Step) -> bool:
-        """What a reduction makes becomes as large as what it read, and so cannot be made in the same kernel."""
-        size = self.p.type_of(reduction.inputs[0]).nbytes
-        waiting, seen = list(reduction.outputs), set(reduction.outputs)
-        while waiting:
-            for step in (r for r in self._all_readers.get(waiting.pop(), ()) if r.kind == LIGHT):
-                if self.p.type_of(step.outputs[0]).nbytes >= _HALF * size:
-                    return True
-                waiting.extend(v for v in step.outputs if v not in seen)
-                seen.update(step.outputs)
-        return False
-
-    @cached_property
-    def _all_readers(self) -> Mapping[int, Sequence[Step]]:
-        """Value -> the steps that read it, thin ones among them."""
-        found: dict[int, list[Step]] = {}
-        for step in self.steps:
-            for v in dict.fromkeys(map(self.p.behind, step.inputs)):
-                found.setdefault(v, []).append(step)
-        return found
 
     def _stays(self, step: Step) -> bool:
         """A step that reads thin values from memory: one in a library's kernel, or else one that feeds a reduction."""
@@ -241,7 +229,7 @@ class _Fusion:
             if repeats:
                 repeating.add(id(step))
             found = tuple(dict.fromkeys(s for v in step.inputs for s in read(v, repeats)))
-            for v in step.outputs if step.kind == LIGHT else ():
+            for v in step.outputs:
                 if v not in self.kept:
                     sources[v] = found
                 elif v in self.thin:
@@ -249,5 +237,7 @@ class _Fusion:
         for frame in self.p.top.walk():
             for v in frame.leaving:
                 read(v)
-        narrow = frozenset(self.narrow() if self.p.backend.narrows else ())
-        return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow)
+        ends = {v: end.outputs[0] for v, end in self.absorbed.items()}
+        narrow = narrowed(self.p, self.steps, self.readers, self.thin, self.leaving, ends)
+        inner = {id(end): frozenset(sources[v]) for v, end in self.absorbed.items()}
+        return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow, ends, inner)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.fusion import Written
-from autopar.cost_models.steps import LIGHT, LOOP, PRODUCTS, STORE, Frame, Program, Step
+from autopar.cost_models.steps import LOOP, PRODUCTS, STORE, Frame, Program, Step
 
 
 @dataclass(eq=False)
@@ -61,20 +61,30 @@ class _Clock:
 
     def run(self, frame: Frame) -> None:
         """Run the steps of a frame, from the moment that comes next."""
-        steps = [s for s in frame.steps if s.kind != LIGHT or any(v in self.w.values for v in s.outputs)]
+        steps = [s for s in frame.steps if not s.outputs or any(v in self.w.values for v in s.outputs)]
         reads = [self.w.reads(step) for step in steps]
         waits = self._waits(steps, reads)
         first, self.product = self.found.end, None
         for i in self._order(steps, waits):
             self._step(steps[i], reads[i], first)
-            self.product = self.found.end - 1 if steps[i].name in PRODUCTS else self.product
+            self.product = self.found.end - 1 if self.w.has_product(steps[i]) else self.product
         self.product = None
 
     def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> list[int]:
         if self.p.backend.runs_eagerly:
             return _eagerly(waits)
         late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
-        return _in_turn(steps, waits, self.p.graph.repeats is None, late)
+        after = self._next_products(steps, late) if late else ()
+        return _in_turn(steps, waits, self.p.graph.repeats is None, late, after)
+
+    def _next_products(self, steps: Sequence[Step], late: frozenset[int]) -> list[int]:
+        """For each step the next product of the backward pass that is not late; itself if there is none."""
+        found, following = list(range(len(steps))), -1
+        for i in reversed(range(len(steps))):
+            found[i] = following if following > i else i
+            if self.w.has_product(steps[i]) and steps[i].op.phase == "backward" and i not in late:
+                following = i
+        return found
 
     def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
         """For each step the steps that it waits for, ascending."""
@@ -101,8 +111,9 @@ class _Clock:
             self.leave(inner, self.found.end)
         if step.frames:
             self.found.moments.append(step)
-        for v in reads:
-            self._read(v, begin, self.found.end - 1)
+        taken = {self.p.behind(v) for v, _ in step.taken}
+        for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
+            self._read(v, begin, begin if v in taken else self.found.end - 1)
 
     def leave(self, frame: Frame, moment: int) -> None:
         """What leaves a frame is there until this moment."""
@@ -137,26 +148,15 @@ def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _in_turn(
-    steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool, late: frozenset[int] = frozenset()
+    steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool, late: frozenset[int], after: Sequence[int]
 ) -> list[int]:
-    """Program order, updates early; the `late` steps right after the next product that is none of them."""
-    after = _next_products(steps, late) if late else ()
+    """Program order, updates early; the `late` steps right after the next product that is none of them, `after`."""
     turn: list[int] = []
     for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
         last = max((turn[j] for j in needed), default=0)
         own = after[i] if i in late else max(i, last)
         turn.append(last if early and step.op.phase == "update" and step.kind != STORE else own)
     return sorted(range(len(steps)), key=lambda i: (turn[i], i in late or steps[i].op.phase == "update", i))
-
-
-def _next_products(steps: Sequence[Step], late: frozenset[int]) -> list[int]:
-    """For each step the next product of the backward pass that is not late; itself if there is none."""
-    found, following = list(range(len(steps))), -1
-    for i in reversed(range(len(steps))):
-        found[i] = following if following > i else i
-        if steps[i].name in PRODUCTS and steps[i].op.phase == "backward" and i not in late:
-            following = i
-    return found
 
 
 def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> frozenset[int]:

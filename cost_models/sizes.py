@@ -8,8 +8,9 @@ All buffers of one kind (layout classes, shape) share one run of numbers; a buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models.backends import Backend
 from autopar.cost_models.fusion import Written
 from autopar.cost_models.lifetimes import Lifetimes
-from autopar.cost_models.steps import Program, Step
+from autopar.cost_models.steps import LIGHT, Frame, Program, Step
 from autopar.graph import Graph
 from autopar.passes.intra_op import Model
 from autopar.passes.problem import Floats
@@ -53,24 +54,40 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the bytes of a value depend on: its shape, bytes per element, and the first dimension that may be tiled."""
+    """What the bytes of a value depend on.
+
+    Attributes:
+        shape, itemsize: whole, and bytes per element.
+        first: the first dimension that may be tiled.
+        rows: the last dimension is the one that lies in rows of tiles; otherwise any may.
+    """
 
     shape: tuple[int, ...]
     itemsize: float
     first: int
+    rows: bool = False
 
 
-def _padding(local: Sequence[Floats], tile: tuple[int, int], count: int) -> Floats:
+def _padding(local: Sequence[Floats], tile: tuple[int, int], count: int, rows: bool) -> Floats:
     """How much longer tiles make arrays of these extents, if the two dimensions that are tiled are chosen well."""
 
     def longer(extent: Floats, to: int) -> Floats:
         step = np.minimum(to, 2 ** np.ceil(np.log2(np.maximum(extent, 1)))) if to == tile[0] else to
         return np.ceil(extent / step) * step / extent
 
-    pairs = [(i, j) for i in range(len(local)) for j in range(len(local)) if i != j]
+    lanes = range(len(local) - 1 if rows else 0, len(local))
+    pairs = [(i, j) for i in range(len(local)) for j in lanes if i != j]
     if tile == (1, 1) or not pairs:
         return np.ones(count)
     return np.min([longer(local[i], tile[0]) * longer(local[j], tile[1]) for i, j in pairs], axis=0)
+
+
+def _bodies_first(frame: Frame) -> Iterator[Step]:
+    """The steps of a frame, those of a loop's bodies before the loop."""
+    for step in frame.steps:
+        for inner in step.frames:
+            yield from _bodies_first(inner)
+        yield step
 
 
 @dataclass(eq=False)
@@ -134,16 +151,41 @@ class Sizes:
     def laid_out(self, local: Sequence[Floats], kind: Kind, count: int) -> Floats:
         """Bytes of arrays with these extents (one vector of `count` per dimension), in tiles if the backend has any."""
         size = np.prod(local, axis=0) if local else np.ones(count)
-        return kind.itemsize * np.broadcast_to(size, (count,)) * _padding(local[kind.first :], self.backend.tile, count)
+        padding = _padding(local[kind.first :], self.backend.tile, count, kind.rows)
+        return kind.itemsize * np.broadcast_to(size, (count,)) * padding
 
     def kind(self, v: int) -> Kind:
         """What the bytes of a value depend on."""
         type_ = self.program.type_of(v)
         narrow = v in self.w.narrow and type_.dtype == "float32"
-        step = self.makers.get(v)
-        batch = len(step.op.params["dimension_numbers"][1][0]) if step is not None and step.name == "dot_general" else 0
-        first = batch if type_.rank - batch > 1 else 0
-        return Kind(type_.shape, type_.itemsize / 2 if narrow else float(type_.itemsize), first)
+        first = self._firsts.get(v, 0)
+        first = first if type_.rank - first > 1 else 0
+        rows = narrow and v in self.makers and self.makers[v].name == "gather"  # products read it as it was gathered
+        return Kind(type_.shape, type_.itemsize / 2 if narrow else float(type_.itemsize), first, rows)
+
+    @cached_property
+    def _firsts(self) -> Mapping[int, int]:
+        """Value -> its first dimension that may be tiled, if that is not 0: the one behind the batch of a product.
+
+        What is elementwise keeps the layout of what it reads, and a loop that of what it stores.
+        """
+        found: dict[int, int] = {}
+        for step in _bodies_first(self.program.top) if self.backend.tile != (1, 1) else ():
+            for v in step.outputs:
+                if step.name == "dot_general":
+                    first = len(step.op.params["dimension_numbers"][1][0])
+                elif v in self.program.stacked:
+                    stored = found.get(self.program.stacked[v], 0)
+                    first = stored + (stored > 0)
+                else:
+                    read = map(self.program.behind, step.inputs if step.kind == LIGHT else ())
+                    first = max((found.get(x, 0) for x in read if self._alike(x, v)), default=0)
+                if first:
+                    found[v] = first
+        return found
+
+    def _alike(self, v: int, other: int) -> bool:
+        return self.program.type_of(v).shape == self.program.type_of(other).shape
 
     def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
         if birth <= death:

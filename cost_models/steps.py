@@ -74,6 +74,7 @@ class Step:
         inputs, outputs: values read and defined.
         after: values that must be there before, though they are not read.
         frames: bodies of a loop.
+        taken: (value, result) where a loop starts from the value and goes on in its memory.
     """
 
     op: Op
@@ -83,6 +84,7 @@ class Step:
     outputs: tuple[int, ...]
     after: tuple[int, ...] = ()
     frames: tuple[Frame, ...] = ()
+    taken: tuple[tuple[int, int], ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -119,6 +121,7 @@ class Program:
         like: value made here -> value of the graph with its type and layout.
         tokens: value that is a copy -> (value copied, key).
         pieces: value made here of a copy -> the copy's key.
+        stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps stand between.
     """
@@ -131,6 +134,7 @@ class Program:
     like: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
+    stacked: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
     behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
@@ -345,9 +349,12 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
         body.steps.append(Step(op, "slice", LIGHT, values([atom]), (value,)))
     _emit(p, body, region.ops, ())
     results = p.results(op, region)
+    stored = zip(op.outputs[carries:], results[carries:], strict=True)
+    p.stacked.update((out, p.behind(atom)) for out, atom in stored if isinstance(atom, int))
     body.steps.append(Step(op, "store", STORE, values(results[carries:]), ()))
     body.leaving = values(results[:carries])
-    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,)))
+    taken = _taken(operands[constants:first], op.outputs, (*operands[:constants], *operands[first:]))
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,), taken))
 
 
 def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
@@ -360,7 +367,14 @@ def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     p.alias.update(zip(body.inputs[n_body:], op.outputs, strict=True))
     frames = (_body(p, condition), _body(p, body))
     frames[1].leaving = values(p.results(op, body))
-    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, frames))
+    taken = _taken(operands[n_cond + n_body :], op.outputs, operands[: n_cond + n_body])
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, frames, taken))
+
+
+def _taken(started: Sequence[Atom], results: Sequence[int], read: Sequence[Atom]) -> tuple[tuple[int, int], ...]:
+    """What a loop takes over: what it starts from, unless it is read in every iteration besides."""
+    besides = values(read)
+    return tuple((a, v) for a, v in zip(started, results, strict=False) if isinstance(a, int) and a not in besides)
 
 
 def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:

@@ -12,6 +12,10 @@ planned up to three times, by the memory model of the target's compiler:
     recomputed   within one a quarter of the way from the least peak with everything recomputed to the least without,
                  where recomputation saves a tenth
 
+Sizes: on CPU a device holds between 64 MiB and 2 GiB. On TPU the batch is a power of two with which the free plan needs
+0.85 to 2 GiB, since much of a smaller program lies in on-chip memory (128 MiB), and sequences have 128 tokens or more,
+where they can be chosen, since shorter ones do not fill a row of a tile.
+
 One worker per model.
 """
 
@@ -44,7 +48,7 @@ MOST_MEDIAN, MOST, BELOW = 0.10, 0.25, 0.10  # what the errors are to stay withi
 TIGHT = 0.25  # where a tight budget lies between the least peak and the one without the budget
 WORTH = 0.9  # least peak with recomputation over the one without, below which a plan with it is made
 
-#: Target -> model -> (mesh, sizes) with which a device holds between 64 MiB and 2 GiB.
+#: Target -> model -> (mesh, sizes); see above.
 CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
     "cpu": {
         "mlp-toy": ((8,), {"layers": 4, "batch": 524288}),
@@ -68,25 +72,25 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "equinox-toy": ((8,), {"batch": 524288}),
     },
     "tpu": {
-        "mlp-toy": ((8,), {"layers": 4, "batch": 2097152}),
+        "mlp-toy": ((8,), {"layers": 4, "batch": 8388608}),
         "mlp-1b": ((2, 4), {"layers": 2, "batch": 8192}),
-        "gpt-3m": ((8,), {"layers": 2, "batch": 512, "seq": 256}),
-        "gpt-10m": ((2, 4), {"layers": 2, "batch": 512}),
+        "gpt-3m": ((8,), {"layers": 2, "batch": 1024, "seq": 256}),
+        "gpt-10m": ((2, 4), {"layers": 2, "batch": 1024}),
         "gpt-125m": ((8,), {"layers": 2, "batch": 32, "seq": 512, "dtype": "float32"}),
         "gpt-3m-scan": ((2, 4), {"layers": 3, "batch": 512}),
-        "gpt-3m-remat": ((8,), {"layers": 3, "batch": 2048}),
-        "gpt-3m-scan-remat": ((2, 4), {"layers": 6, "batch": 1024}),
-        "gpt-3m-tied": ((8,), {"layers": 2, "batch": 1024}),
-        "llama3-toy": ((2, 4), {"batch": 8192, "seq": 64}),
-        "llama3-toy-scan": ((8,), {"layers": 3, "batch": 8192, "seq": 64}),
-        "moe-toy": ((2, 4), {"batch": 8192, "seq": 64}),
-        "wresnet-toy": ((8,), {"batch": 16384}),
-        "vit-toy": ((8,), {"batch": 32768}),
-        "unet-toy": ((8,), {"batch": 16384}),
-        "rnn-toy": ((8,), {"batch": 16384, "seq": 64}),
-        "flax-nnx-toy": ((8,), {"batch": 65536}),
+        "gpt-3m-remat": ((8,), {"layers": 3, "batch": 4096}),
+        "gpt-3m-scan-remat": ((2, 4), {"layers": 6, "batch": 4096}),
+        "gpt-3m-tied": ((8,), {"layers": 2, "batch": 4096}),
+        "llama3-toy": ((2, 4), {"batch": 8192, "seq": 128}),
+        "llama3-toy-scan": ((8,), {"layers": 3, "batch": 2048, "seq": 128}),
+        "moe-toy": ((2, 4), {"batch": 4096, "seq": 128}),
+        "wresnet-toy": ((8,), {"batch": 131072}),
+        "vit-toy": ((8,), {"batch": 65536}),
+        "unet-toy": ((8,), {"batch": 65536}),
+        "rnn-toy": ((8,), {"batch": 32768, "seq": 128}),
+        "flax-nnx-toy": ((8,), {"batch": 4096, "seq": 128}),
         "flax-linen-toy": ((2, 4), {"batch": 524288}),
-        "equinox-toy": ((8,), {"batch": 2097152}),
+        "equinox-toy": ((8,), {"batch": 8388608}),
     },
 }
 

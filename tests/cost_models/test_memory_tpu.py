@@ -1,0 +1,278 @@
+"""What XLA's TPU compiler fuses, rounds and lays out, as the memory model has it; programs small enough to count."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar import zoo
+from autopar.bench import predictions
+from autopar.cluster import Cluster
+from autopar.cost_models.backends import GPU, TPU, Backend
+from autopar.cost_models.fusion import Written, written
+from autopar.cost_models.lifetimes import lifetimes
+from autopar.cost_models.memory import Liveness
+from autopar.cost_models.steps import LOOP, Program, Step, flatten
+from autopar.planning import Options, Planned, make_plan
+from autopar.trace import trace
+
+WHOLE = 128 * 128 * 4  # bytes of one array of these programs
+PLAIN = replace(TPU, near_bytes=0.0, fragmentation=1.0)
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+X = array(128, 128)
+
+
+def flattened(fn: Callable[..., Any], args: Sequence[Any], backend: Backend = TPU) -> tuple[Program, Written]:
+    program = flatten(trace(fn, *args).graph, backend, {})
+    return program, written(program)
+
+
+def products(program: Program) -> list[Step]:
+    return [s for frame in program.top.walk() for s in frame.steps if s.name == "dot_general"]
+
+
+def planned(fn: Callable[..., Any], args: Sequence[Any], mesh: tuple[int, ...] = (1,), **options: Any) -> Planned:
+    cluster = Cluster.custom(mesh, 1e-6, 1e-11, {"float32": 1e12}, 1e12, 2**34)
+    return make_plan(trace(fn, *args), cluster.logical_mesh(mesh), "custom", Options(**options))
+
+
+def liveness(made: Planned, mesh: tuple[int, ...] = (1,), backend: Backend = PLAIN) -> Liveness:
+    logical = Cluster.custom(mesh, 1e-6, 1e-11, {"float32": 1e12}, 1e12, 2**34).logical_mesh(mesh)
+    return Liveness(made.graph, made.model, logical, backend, made.plan.donated)
+
+
+def masked(x: Any, w: Any, m: Any) -> Any:
+    y = jnp.where(m > 0.0, x @ w, 0.0)
+    return (y @ w).max(), (w @ y).max()
+
+
+def added(x: Any, w: Any) -> Any:
+    y = x @ w + w @ x
+    return jnp.exp(y).sum(), (2.0 * y).max()
+
+
+def read_twice(x: Any, w: Any, m: Any) -> Any:
+    z = x @ w
+    y = jnp.where(m > 0.0, z, 0.0)
+    return (y @ w).max(), (w @ y).max(), z.sum()
+
+
+def returned(x: Any, w: Any, m: Any) -> Any:
+    z = x @ w
+    return z, jnp.where(m > 0.0, z, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "count", "absorbed"),
+    [(masked, 3, 1), (added, 2, 1), (read_twice, 3, 0), (returned, 3, 0)],
+)
+def test_a_product_writes_what_alone_is_made_of_it(fn: Callable[..., Any], count: int, absorbed: int) -> None:
+    """Two products are added in the kernel of one of them; what is read or returned besides is written."""
+    program, w = flattened(fn, [X] * count)
+    found = [s for s in products(program) if s.outputs[0] not in w.values]
+    assert len(found) == absorbed
+    assert sorted(w.absorbed) == sorted(s.outputs[0] for s in found)
+    assert all(end in w.values for end in w.absorbed.values())
+    assert not flattened(fn, [X] * count, GPU)[1].absorbed
+
+
+def test_the_kernel_of_an_absorbed_product_runs_once_and_counts_as_a_product() -> None:
+    program, w = flattened(masked, [X] * 3)
+    moments = lifetimes(program, w).moments
+    kernels = [s for s in moments if w.has_product(s)]
+    assert [s.name for s in kernels] == ["select_n", "dot_general", "dot_general"]
+    made = {v for s in moments for v in s.outputs}
+    assert all(product not in made for product in w.absorbed)
+    assert w.inner[id(kernels[0])] == set(trace(masked, X, X, X).graph.inputs[:2])
+
+
+def test_gradients_are_summed_before_an_update_reads_them() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w)
+
+    _, w = flattened(step, [X, X])
+    assert not w.absorbed
+
+
+def test_a_masked_product_is_one_array_and_half_of_one_where_products_alone_read_it() -> None:
+    """Beside the arguments, at the first product: what its kernel writes."""
+    made = planned(masked, [X] * 3)
+    for narrows, arrays in ((False, 1.0), (True, 0.5)):
+        lives = liveness(made, backend=replace(PLAIN, narrows=narrows))
+        first = next(t for t, step in enumerate(lives.moments) if step.name == "select_n")
+        assert lives.profile(made.solution.assignment)[first] == pytest.approx(arrays * WHOLE)
+
+
+# Loops
+
+
+def stacks(x: Any, w: Any) -> Any:
+    """Products alone read the first stack; the second is read by arithmetic whose result products read."""
+
+    def body(c: Any, _: Any) -> Any:
+        c = jnp.sin(c @ w)
+        return c, (c, jnp.cos(c))
+
+    _, (first, second) = jax.lax.scan(body, x, None, length=4)
+    return (first @ w).max(), ((second * second) @ w).max()
+
+
+def test_what_a_loop_stacks_is_rounded_where_products_read_it_as_it_is() -> None:
+    program, w = flattened(stacks, [X, X])
+    loop = next(s for s in program.top.steps if s.kind == LOOP)
+    stacked = [v for v in loop.outputs if program.type_of(v).rank == 3]
+    assert [v in w.narrow for v in stacked] == [True, False]
+
+
+def test_what_a_loop_stacks_is_stored_as_soon_as_it_is_made() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            early = jnp.exp(c @ w)
+            return jnp.sin(early @ w) @ w, early
+
+        return jax.lax.scan(body, x, None, length=4)
+
+    for early in (False, True):
+        program, w = flattened(fn, [X, X], replace(TPU, stores_early=early))
+        lives = lifetimes(program, w)
+        store = next(t for t, step in enumerate(lives.moments) if step.kind == "store")
+        (stored,) = program.stacked.values()
+        written_until = max(lives.death[v] for v in w.sources[stored])
+        assert (written_until < store) == early
+
+
+def test_a_loop_makes_what_is_broadcast_for_it_in_its_body() -> None:
+    """A mask that every iteration reads is no array of its own; what the loop starts from is."""
+
+    def fn(x: Any, w: Any, m: Any) -> Any:
+        mask, start = jnp.broadcast_to(m, (128, 128)), jnp.broadcast_to(m[:1], (128, 128))
+
+        def body(c: Any, _: Any) -> Any:
+            return jnp.where(mask > 0.0, c @ w, x), None
+
+        return jax.lax.scan(body, start, None, length=4)[0]
+
+    found = {}
+    for backend in (GPU, TPU):
+        program, w = flattened(fn, [X, X, array(128)], backend)
+        broadcasts = [s for s in program.top.steps if s.name == "broadcast_in_dim"]
+        found[backend.name] = sum(s.outputs[0] in w.values for s in broadcasts)
+    assert found == {"gpu": 2, "tpu": 1}
+
+
+def test_what_two_products_fetch_alike_is_counted_once_between_them() -> None:
+    """Half on either reader: all of it where both fetch it, for any layouts never less than without."""
+    model, mesh = zoo.build("mlp-toy", layers=2, batch=4096), (8,)
+    made = planned(model.step, model.abstract_args(), mesh)
+    alone, merged = (liveness(made, mesh, replace(PLAIN, merges_fetches=merges)) for merges in (False, True))
+    rng = np.random.default_rng(0)
+    more = 0.0
+    for _ in range(5):
+        assignment = np.array([rng.integers(len(n.cost)) for n in made.model.problem.nodes], np.int64)
+        change = merged.profile(assignment) - alone.profile(assignment)
+        assert change.min() >= 0.0
+        more = max(more, float(change.max()))
+    assert more > 0.0
+
+
+# Tiles of 8 x 128
+
+
+def batched(x: Any, y: Any) -> Any:
+    return jnp.einsum("bik,bkj->bij", x, y)
+
+
+def test_products_of_a_batch_are_tiled_behind_the_batch() -> None:
+    """32 columns fill a quarter of a row of tiles; were the batch in the rows, nothing would be padded."""
+    made = planned(batched, [array(128, 16, 16), array(128, 16, 32)])
+    lives = liveness(made)
+    sizes = lives.sizes(made.solution.assignment)
+    result = next(n for b, n in zip(lives.buffers, sizes, strict=True) if b.value == made.graph.outputs[0])
+    assert result == pytest.approx(128 * 16 * 32 * 4 * 4)
+
+
+def test_a_stack_has_the_layout_of_what_is_stored() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            s = batched(c, y)
+            return c + 1.0, s
+
+        return jax.lax.scan(body, x, None, length=2)[1]
+
+    made = planned(fn, [array(128, 16, 16), array(128, 16, 32)])
+    lives = liveness(made)
+    sizes = lives.sizes(made.solution.assignment)
+    stack = next(n for b, n in zip(lives.buffers, sizes, strict=True) if b.value == made.graph.outputs[0])
+    assert stack == pytest.approx(2 * 128 * 16 * 32 * 4 * 4)
+
+
+def test_rows_gathered_for_products_keep_their_width_in_rows() -> None:
+    """Rows of 32 columns, rounded to half their bytes and padded fourfold."""
+
+    def fn(table: Any, tokens: Any, w: Any) -> Any:
+        return (table[tokens] @ w).max()
+
+    made = planned(fn, [array(64, 32), jax.ShapeDtypeStruct((1024,), jnp.int32), array(32, 32)])
+    lives = liveness(made)
+    sizes = lives.sizes(made.solution.assignment).tolist()
+    found = [n for b, n in zip(lives.buffers, sizes, strict=True) if made.graph.types[b.value].shape == (1024, 32)]
+    assert found[0] == pytest.approx(1024 * 32 * 2 * 4)
+
+
+# Copies
+
+
+def test_parameters_gathered_for_products_are_not_held_for_their_updates() -> None:
+    """Random layouts of a transformer on eight devices: never more at any moment, less in some."""
+    model, mesh = zoo.build("gpt-toy"), (8,)
+    made = planned(model.step, model.abstract_args(), mesh)
+    early, late = (liveness(made, mesh, replace(PLAIN, updates_read_pieces=pieces)) for pieces in (True, False))
+    rng = np.random.default_rng(0)
+    saved = 0.0
+    for _ in range(5):
+        assignment = np.array([rng.integers(len(n.cost)) for n in made.model.problem.nodes], np.int64)
+        less = late.profile(assignment) - early.profile(assignment)
+        assert less.min() >= 0.0
+        saved = max(saved, float(less.max()))
+    assert saved > 0.0
+
+
+def test_an_array_that_arithmetic_reads_too_is_not_rounded_while_products_read_it() -> None:
+    """What the blocks of an MLP add up, read by a sum and by two products: one array, whole to the last of them."""
+    model, mesh, batch = zoo.build("mlp-toy", layers=3, batch=65536), (8,), 65536
+    made = planned(model.step, model.abstract_args(), mesh)
+    lives = liveness(made, mesh)
+    sums = {op.outputs[0] for op in made.graph.walk() if op.name == "add" and op.phase == "forward"}
+    sums = {v for v in sums if made.graph.types[v].shape == (batch, 32)}
+    sizes = lives.sizes(made.solution.assignment).tolist()
+    held = {v: [(b, n) for b, n in zip(lives.buffers, sizes, strict=True) if b.value == v and n > 0] for v in sums}
+    for found in filter(None, held.values()):
+        last = max(b.death for b, _ in found)
+        assert sum(n for b, n in found if b.birth <= last <= b.death) == pytest.approx(batch // 8 * 32 * 4)
+    assert sum(map(bool, held.values())) == 2
+
+
+# The compiler
+
+
+def test_the_prediction_holds_for_the_compiler() -> None:
+    """The free plan of a toy whose hidden layers are masked in the kernels of products; compiled, not run."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed (extra tpu): nothing here compiles for tpu:v5e:2x4")
+    spec = {"model": "equinox-toy", "sizes": {"batch": 8388608}, "mesh": (8,), "target": "tpu:v5e:2x4"}
+    row = next(iter(predictions.rows(spec)))
+    assert row["plan"] == "free"
+    assert row["predicted_arguments"] == pytest.approx(row["compiled_arguments"], rel=0.01)
+    assert -predictions.BELOW <= row["error"] <= predictions.MOST
