@@ -8,8 +8,9 @@ A file has a `name` and one of four bodies:
     cpu         devices_per_host, [cpu]: virtual devices that share a host                    -> _of_cpu
     groups      [[groups]], each a body of its own or a `preset` with `hosts`; [inter]        -> _of_groups
 
-A link has alpha (s) and bandwidth (bytes/s) or beta (s/byte), and `network` if it is no switch. A device has the fields
-of `autopar.cluster.Device`, and `kinds` if JAX knows it by other names.
+A link has alpha (s) and bandwidth (bytes/s) or beta (s/byte), `network` if it is no switch, and for a mesh also
+pair_bandwidth or pair, of the link between two neighbours. A device has the fields of `autopar.cluster.Device`, and
+`kinds` if JAX knows it by other names.
 
 A torus has `dimensions`, and `wrap` with `whole`: a dimension wraps around where it is a multiple of `wrap`, and with
 `whole` only if all are. [intra] gives one link in one direction. `topologies` lists the shapes that can be had; with
@@ -188,7 +189,8 @@ def _padded(shape: tuple[int, ...], dimensions: int) -> tuple[int, ...]:
 
 def _link(table: Table) -> Link:
     beta = float(table["beta"]) if "beta" in table else 1 / float(table["bandwidth"])
-    return Link(float(table["alpha"]), beta, table.get("network", "switch"))
+    pair = 1 / float(table["pair_bandwidth"]) if "pair_bandwidth" in table else float(table.get("pair", 0.0))
+    return Link(float(table["alpha"]), beta, table.get("network", "switch"), pair)
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
@@ -244,7 +246,8 @@ def _body(cluster: Cluster, prefix: str) -> list[str]:
 
 def _link_fields(link: Link) -> dict[str, Any]:
     """Beta rather than bandwidth: one divided by it twice is not always itself."""
-    return {"alpha": link.alpha, "beta": link.beta, "network": link.network}
+    pair = {"pair": link.pair} if link.pair else {}
+    return {"alpha": link.alpha, "beta": link.beta, "network": link.network, **pair}
 
 
 def _written(head: str, values: Mapping[str, Any]) -> list[str]:

@@ -15,18 +15,21 @@ with a wrap-around closes to a ring; all others are lines, which have one direct
     ring, stride size = n                              stride alpha  stride beta               ring
     ring, stride size < n                              stride alpha  2 stride beta             line
     line                                               stride alpha  stride beta               line
+
+Nor has it on a mesh of links between pairs, such as a hybrid cube mesh: `size` devices have the links among themselves,
+each of them size - 1, and beta = max(beta, pair / (size - 1)).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import ClusterError
 
-NETWORKS = ("switch", "ring", "line", "memory")
-NEIGHBOURS = ("ring", "line")
+NETWORKS = ("switch", "ring", "line", "mesh", "memory")
+NEIGHBOURS = ("ring", "line", "mesh")
 """Networks in which only neighbours can talk at the full rate."""
 
 
@@ -38,17 +41,21 @@ class Link:
         alpha: latency of one message, s.
         beta: inverse bandwidth of one device, s/byte: in one direction, but for a ring in both directions together.
         network: who can talk at once at this rate. "switch": any pairs; "ring": neighbours only, as along an axis of a
-            torus that wraps around; "line": the same without the wrap-around; "memory": threads of one host, which
-            meet once per collective and copy.
+            torus that wraps around; "line": the same without the wrap-around; "mesh": neighbours only, each over a
+            link of its own; "memory": threads of one host, which meet once per collective and copy.
+        pair: in a mesh the inverse bandwidth of the link between two neighbours, in one direction, s/byte.
     """
 
     alpha: float
     beta: float
     network: str = "switch"
+    pair: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.network not in NETWORKS or self.alpha < 0 or self.beta < 0:
-            raise ClusterError(f"{self} is no link: alpha and beta are >= 0, network is one of {', '.join(NETWORKS)}.")
+        if self.network not in NETWORKS or self.alpha < 0 or self.beta < 0 or self.pair < 0:
+            raise ClusterError(
+                f"{self} is no link: alpha, beta and pair are >= 0, network is one of {', '.join(NETWORKS)}."
+            )
 
     @property
     def bandwidth(self) -> float:
@@ -58,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Where a level lies along one dimension of a torus.
+    """Where a level lies along one dimension of a torus, or in a mesh.
 
     Attributes:
         dimension: position of the dimension among the cluster's levels.
@@ -75,7 +82,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`size` groups of devices joined by `link`; `part` where they lie along a dimension of a torus."""
+    """`size` groups of devices joined by `link`; `part` where they lie along a dimension of a torus, or in a mesh."""
 
     size: int
     link: Link
@@ -86,20 +93,27 @@ def slowest(levels: Sequence[Level]) -> Link:
     """The bottleneck of several levels; levels of one group carry nothing unless there are only those."""
     used = [v.link for v in levels if v.size > 1] or [v.link for v in levels]
     slow = max(used, key=lambda link: link.beta)
-    return Link(max(link.alpha for link in used), slow.beta, slow.network)
+    return replace(slow, alpha=max(link.alpha for link in used))
 
 
 def stretch(size: int, part: Stretch) -> Level:
-    """The level of `size` devices along a torus dimension; see the table in the module's text."""
+    """The level of `size` devices along a torus dimension or in a mesh; see the table in the module's text."""
     link, stride = part.link, part.stride
+    if link.network == "mesh":
+        return Level(size, _among(link, size), part)
     closed = link.network == "ring" and stride * size == part.length
     directions = 2 if link.network == "ring" and not closed else 1
     beta = link.beta * stride * directions
     return Level(size, Link(link.alpha * stride, beta, "ring" if closed else "line"), part)
 
 
+def _among(link: Link, size: int) -> Link:
+    """What a device sees of a mesh when it talks to those of a group of `size` alone."""
+    return replace(link, beta=max(link.beta, link.pair / max(size - 1, 1)))
+
+
 def joined(outer: Level, inner: Level) -> Level | None:
-    """Both as one level, where that is what they are: pieces of one torus dimension, or one switch or memory."""
+    """Both as one level, where they are: pieces of a torus dimension or a mesh, or one switch or memory."""
     if outer.part is None or inner.part is None:
         alike = outer.link == inner.link and inner.link.network not in NEIGHBOURS
         return Level(outer.size * inner.size, inner.link) if alike else None
@@ -123,7 +137,9 @@ def cut(levels: Sequence[Level], stride: int, size: int) -> tuple[Level, ...]:
 
 
 def _open(link: Link) -> Link:
-    """A ring of which an axis uses an irregular part: a line at best."""
+    """What an axis sees that uses an irregular part: of a ring a line at best, of a mesh one link."""
+    if link.network == "mesh":
+        return _among(link, 2)
     return Link(link.alpha, 2 * link.beta, "line") if link.network == "ring" else link
 
 

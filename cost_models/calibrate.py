@@ -163,12 +163,12 @@ def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Li
     seconds = np.array([s.seconds for s in samples])
 
     def model(p: Floats) -> Floats:
-        link = Link(float(p[0]), float(p[1]), base.intra.network)
+        link = replace(base.intra, alpha=float(p[0]), beta=float(p[1]))
         mesh = LogicalMesh(("x",), (base.num_devices,), (link,), device, ((Level(base.num_devices, link),),))
         return np.array([collective_time(s.kind, s.nbytes, (0,), mesh) for s in samples])
 
     found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
-    link = Link(float(found[0]), float(found[1]), base.intra.network)
+    link = replace(base.intra, alpha=float(found[0]), beta=float(found[1]))
     return link, _fits([f"{s.kind} of {s.nbytes} bytes" for s in samples], seconds, model(found))
 
 

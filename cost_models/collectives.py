@@ -61,15 +61,17 @@ __all__ = ["COLLECTIVES", "Lines", "collective_time", "envelope", "linear_coeffi
 Lines = tuple[tuple[float, float], ...]
 """(s, s/byte) pairs; the time of b bytes is min over pairs of first + second * b."""
 
-_HALVES = {"switch": ("ring", "bruck"), "ring": ("ring",), "line": ("ring",), "memory": ("copy",)}
+_ALONG = {"ring": ("ring",), "line": ("ring",), "mesh": ("ring",)}
+_HALVES = {**_ALONG, "switch": ("ring", "bruck"), "memory": ("copy",)}
+_SHIFTED = {"ring": ("shift",), "mesh": ("shift",)}
 
 COLLECTIVES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "all-reduce": {**_HALVES, "switch": ("ring", "halving-doubling", "butterfly")},
         "all-gather": _HALVES,
         "reduce-scatter": _HALVES,
-        "all-to-all": {"switch": ("pairwise", "bruck"), "ring": ("shift",), "line": ("shift",), "memory": ("copy",)},
-        "collective-permute": {"switch": ("direct",), "ring": ("shift",), "line": ("direct",), "memory": ("direct",)},
+        "all-to-all": {**_SHIFTED, "switch": ("pairwise", "bruck"), "line": ("shift",), "memory": ("copy",)},
+        "collective-permute": {**_SHIFTED, "switch": ("direct",), "line": ("direct",), "memory": ("direct",)},
     }
 )
 """Kind -> network -> the algorithms that run on it at the link's full rate, by their names in `ALGORITHMS`."""

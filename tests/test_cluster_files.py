@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from autopar import cluster_files, local_cluster
 from autopar.cluster import NETWORKS, Cluster, Device, Level, Link
+from autopar.cost_models.collectives import collective_time
 from autopar.errors import ClusterError
 
 PRESETS = (
@@ -87,6 +88,28 @@ def links_of(cluster: Cluster, *shape: int) -> str:
 )
 def test_links_under_axes_of_a_torus(topology: str, shape: tuple[int, ...], expected: str) -> None:
     assert links_of(Cluster.preset("tpu-v5e", topology=topology), *shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((8,), "8 mesh 6"),
+        # Two devices have one link between them, four have three each: those to one another.
+        ((2, 4), "2 mesh 1 | 4 mesh 3"),
+        ((4, 2), "4 mesh 3 | 2 mesh 1"),
+        ((2, 2, 2), "2 mesh 1 | 2 mesh 1 | 2 mesh 1"),
+    ],
+)
+def test_axes_of_a_mesh_have_the_links_within_their_groups(shape: tuple[int, ...], expected: str) -> None:
+    unit = 1 / 25e9
+    levels = Cluster.preset("p3.16xlarge").logical_mesh(shape).levels
+    assert " | ".join(f"{v.size} {v.link.network} {round(unit / v.link.beta)}" for (v,) in levels) == expected
+
+
+def test_two_axes_of_a_mesh_together_have_its_links() -> None:
+    mesh = Cluster.preset("p3.16xlarge").part(0, 4).logical_mesh((2, 2))
+    assert collective_time("all-reduce", 1e9, (0,), mesh) == pytest.approx(2 / 2 * 1e9 / 25e9, rel=1e-3)
+    assert collective_time("all-reduce", 1e9, (0, 1), mesh) == pytest.approx(2 * 3 / 4 * 1e9 / 75e9, rel=2e-3)
 
 
 def test_tori_wrap_where_the_machine_does() -> None:

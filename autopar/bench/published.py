@@ -13,14 +13,24 @@ The stage is one of the two of Alpa's plan for GPT-2.6B on eight V100 (dp2 x op2
 recomputation: 2.464 s per step, 37.01 TFLOP/s and 8.745 GB per device): half of the layers on four devices, one
 microbatch, batch cut over the first axis and Megatron's layouts of the parameters over the second as pins; where the
 optimizer state lies is searched. It keeps embedding and output layer, which the two stages share in the plan.
+
+The step is the whole of that plan: two stages of 2 x 2 devices, each with half of the FLOPs, 1F1B. What lies between
+the products of a block is constrained by the model's author as Megatron has it (Shoeybi et al., 2019), batch over one
+axis, heads and the hidden layer over the other, so that the planner has no say in it. Gradients are added up in float32
+here; Alpa added them up in float16, so that the peak to compare has half of these bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from autopar import api, plan_cache, zoo
+import jax
+import optax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from autopar import api, jax_compat, plan_cache, zoo
 from autopar.bench import compile_only
 from autopar.cluster import Cluster
 from autopar.passes.work import model_flops
@@ -28,11 +38,14 @@ from autopar.plans import Plan
 from autopar.report.text import seconds, size
 from autopar.report.text import table as grid
 from autopar.trace import trace
-from autopar.zoo import gpt
+from autopar.zoo import gpt, nn
+from autopar.zoo.model import Model, Tree, token_batch, trainable_with_master
 
 SIZES = ("350m", "1.3b", "2.6b", "6.7b", "15b", "39b")
 STAGE, CLUSTER, MESH = "gpt-2.6b-remat-master", "p3.16xlarge", (2, 2)
 MICROBATCH, LAYERS = 8, 16
+STEP, BATCH, AXES = "2.6b", 32, {"pipe": 2, "data": 2, "model": 2}
+STEP_S, PEAK_BYTES = 2.464, 8.745e9  # published
 
 Row = dict[str, Any]
 
@@ -73,9 +86,54 @@ def stage() -> Plan:
         return api.plan(model.step, *model.abstract_args(), mesh=MESH, cluster=cluster, pins=pins)
 
 
+def step() -> Plan:
+    """The plan of the whole step as published."""
+    model = megatron(replace(gpt.SIZES[STEP], batch=BATCH))
+    pins = {f"state/params/blocks/*/{name}": spec for name, spec in gpt.BLOCK_TABLE.items()}
+    with plan_cache.off():
+        return api.plan(
+            *(model.step, *model.abstract_args()),
+            mesh=AXES,
+            cluster=Cluster.preset(CLUSTER),
+            pins={**pins, "batch/*": PartitionSpec("data")},
+            stages=AXES["pipe"],
+            num_microbatches=BATCH // MICROBATCH,
+            schedule="1f1b",
+            remat="full",
+        )
+
+
+def megatron(config: gpt.Config) -> Model:
+    """GPT in mixed precision whose author cuts activations over the axes "data" and "model"."""
+    mesh = jax_compat.auto_abstract_mesh(tuple(AXES.values()), tuple(AXES))
+    init, update = trainable_with_master(
+        gpt.parameters(config), partial(_loss, config, mesh), optax.adamw(3e-4), config.precision.compute
+    )
+    return Model(f"gpt-{STEP}", "gpt", update, init, token_batch(config.batch, config.seq, config.vocab), {}, "")
+
+
+def _loss(config: gpt.Config, mesh: AbstractMesh, params: Tree, batch: Tree) -> jax.Array:
+    def cut(x: jax.Array, *last: str | None) -> jax.Array:
+        spec = PartitionSpec("data", None, *last)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    dtype = config.precision.compute
+    x, bias = gpt.embed(params, batch["tokens"], dtype), nn.causal_bias(config.seq, dtype)
+    for p in params["blocks"]:
+        h = nn.layer_norm(x, p["ln1_scale"], p["ln1_bias"])
+        query, value = (cut(nn.affine(h, p[f"w{n}"], p[f"b{n}"]), "model", None) for n in "qv")
+        key = cut(nn.project(h, p["wk"]), "model", None)
+        x = x + nn.add_bias(nn.merge_heads(nn.attend(query, key, value, bias), p["wo"]), p["bo"])
+        h = nn.layer_norm(x, p["ln2_scale"], p["ln2_bias"])
+        h = nn.gelu(cut(nn.affine(h, p["w1"], p["b1"]), "model"))
+        x = cut(x + nn.affine(h, p["w2"], p["b2"]), None)
+    return gpt.next_token_loss(params, x, batch["labels"])
+
+
 def run() -> Row:
-    """FLOPs of all sizes, with and without recomputation, and the stage."""
-    plan = stage()
+    """FLOPs of all sizes, with and without recomputation, the stage and the step."""
+    plan, whole = stage(), step()
+    peaks = [s.peak_memory_bytes - s.memory["gradients"] / 2 for s in whole.stages]
     return {
         "flops": [flops(name, remat=remat) for name in SIZES for remat in (False, True)],
         "stage": {
@@ -84,6 +142,13 @@ def run() -> Row:
             "flops_per_s": plan.flops_per_device / plan.step_time_s,
             "peak_bytes": plan.stages[0].peak_memory_bytes,
             "memory": dict(plan.stages[0].memory),
+        },
+        "step": {
+            "step_s": whole.step_time_s,
+            "step_error": whole.step_time_s / STEP_S - 1,
+            "peak_bytes": max(s.peak_memory_bytes for s in whole.stages),
+            "peak_as_published_bytes": max(peaks),
+            "peak_error": max(peaks) / PEAK_BYTES - 1,
         },
     }
 
@@ -101,4 +166,11 @@ def table(found: Row) -> str:
         f"one stage on 4 devices of {CLUSTER}: {seconds(one['step_s'])} per microbatch of {MICROBATCH} and update, "
         f"{one['flops_per_s'] / 1e12:.1f} TFLOP/s per device, {size(one['peak_bytes'])} at the peak"
     )
-    return "\n".join([grid("FLOPs per step", heads, body), line, grid("memory at the peak", ("", "per device"), kinds)])
+    step = found["step"]
+    last = (
+        f"the published step: {seconds(step['step_s'])}, {step['step_error']:+.1%} of the {STEP_S} s measured; "
+        f"{size(step['peak_as_published_bytes'])} at the peak, {step['peak_error']:+.1%} of {size(PEAK_BYTES)} "
+        f"({size(step['peak_bytes'])} with gradients added up in float32)"
+    )
+    memory = grid("memory at the peak", ("", "per device"), kinds)
+    return "\n".join([grid("FLOPs per step", heads, body), line, memory, last])

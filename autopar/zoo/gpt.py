@@ -94,7 +94,7 @@ def build(name: str, config: Config) -> Model:
     made, dtype = trainable, config.precision.params
     if config.master:
         made, dtype = trainable_with_master, config.precision.compute
-    init, step = made(_params(config), partial(_loss, config), optax.adamw(3e-4), dtype)
+    init, step = made(parameters(config), partial(_loss, config), optax.adamw(3e-4), dtype)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **EMBEDDING_TABLE}, names)
     return Model(name, "gpt", step, init, token_batch(config.batch, config.seq, config.vocab), table, _notes(config))
@@ -105,7 +105,8 @@ def _notes(config: Config) -> str:
     return f"Dimensions: Alpa (Zheng et al., 2022), section 8. The output layer {head}."
 
 
-def _params(config: Config) -> Tree:
+def parameters(config: Config) -> Tree:
+    """What `trainable` makes the state of."""
     blocks = block_params(block_spec(config.width, config.heads), config.layers, scan=config.scan)
     return {**embedding_spec(config.vocab, config.seq, config.width, tied=config.tied), "blocks": blocks}
 
