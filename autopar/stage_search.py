@@ -318,9 +318,9 @@ class Hunt:
 
 
 def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:
-    """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part."""
+    """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part over one link."""
     link = cluster.intra if device % cluster.devices_per_host else cluster.inter
-    return link.alpha + link.beta * nbytes / senders
+    return link.alpha + max(link.beta, link.pair) * nbytes / senders
 
 
 def _rank(found: Found) -> tuple[float, int, int, str]:
