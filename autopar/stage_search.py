@@ -47,6 +47,8 @@ OPEN = ("1f1b", "gpipe")
 #: Share of the best time by which two numbers of microbatches have to be better than those before, and by which the
 #: smaller may be slower, for the search for one to go on.
 LITTLE = 0.02
+#: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
+RESERVE = 0.03
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
@@ -252,12 +254,16 @@ class Hunt:
             devices=self.cluster.num_devices,
             placements=self.where,
             prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in sorted(priced)),
-            memory=tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values()),
+            memory=tuple((1 - RESERVE) * nbytes for nbytes in self._room(choice)),
             microbatches=count,
             in_flight=lambda stages: min(stages, count),
             transfer=self._transfer(count),
             stages=choice.stages,
         )
+
+    def _room(self, choice: Open) -> tuple[float, ...]:
+        """Bytes that a device of each submesh may hold."""
+        return tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values())
 
     def _transfer(self, count: int) -> np.ndarray:
         """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device."""
@@ -285,8 +291,9 @@ class Hunt:
             )
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
                 seconds = simulate(make(name, size), prices).seconds
+                room = self._room(choice)
                 limits = tuple(
-                    Limit(question.memory[p.placement.submesh], n, max(trade.share for trade in trades))
+                    Limit(room[p.placement.submesh], n, max(trade.share for trade in trades))
                     for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)
                 )
                 yield Found(stages, count, name, policies, seconds, prices, peaks, limits)
