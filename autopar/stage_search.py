@@ -254,14 +254,14 @@ class Hunt:
             devices=self.cluster.num_devices,
             placements=self.where,
             prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in sorted(priced)),
-            memory=tuple((1 - RESERVE) * nbytes for nbytes in self._room(choice)),
+            memory=tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice)),
             microbatches=count,
             in_flight=lambda stages: min(stages, count),
             transfer=self._transfer(count),
             stages=choice.stages,
         )
 
-    def _room(self, choice: Open) -> tuple[float, ...]:
+    def room(self, choice: Open) -> tuple[float, ...]:
         """Bytes that a device of each submesh may hold."""
         return tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values())
 
@@ -291,7 +291,7 @@ class Hunt:
             )
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
                 seconds = simulate(make(name, size), prices).seconds
-                room = self._room(choice)
+                room = self.room(choice)
                 limits = tuple(
                     Limit(room[p.placement.submesh], n, max(trade.share for trade in trades))
                     for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)

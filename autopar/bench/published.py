@@ -109,7 +109,7 @@ def megatron(config: gpt.Config) -> Model:
     init, update = trainable_with_master(
         gpt.parameters(config), partial(_loss, config, mesh), optax.adamw(3e-4), config.precision.compute
     )
-    return Model(f"gpt-{STEP}", "gpt", update, init, token_batch(config.batch, config.seq, config.vocab), {}, "")
+    return Model(f"gpt-{STEP}", "gpt", update, init, token_batch(config.batch, config.seq, config.vocab))
 
 
 def _loss(config: gpt.Config, mesh: AbstractMesh, params: Tree, batch: Tree) -> jax.Array:
