@@ -124,10 +124,8 @@ def _least(hunt: Hunt, free: Solution) -> LeastMemory:
     The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
     plans.
     """
-    asked = hunt.budget
-    return least_memory(
-        hunt.problem, hunt.source, seeds=[free.assignment], deadline=hunt.deadline, enough=asked, asked=asked
-    )
+    seeds = [free.assignment]
+    return least_memory(hunt.problem, hunt.source, seeds=seeds, deadline=hunt.deadline, asked=hunt.budget)
 
 
 def _small(free: Solution) -> bool:

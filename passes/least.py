@@ -58,8 +58,7 @@ def least_memory(
     seeds: Sequence[Ints] = (),
     deadline: float = np.inf,
     exact: bool = True,
-    enough: float = -np.inf,
-    asked: float = np.inf,
+    asked: float | None = None,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified bound on every plan's.
 
@@ -69,8 +68,8 @@ def least_memory(
         seeds: feasible plans known; the fastest plan when empty.
         deadline: of `time.monotonic()`.
         exact: let the ILP decide small problems.
-        enough: bytes; a plan whose peak is no higher ends the search, without a bound.
-        asked: bytes; a bound above them ends the search, but for tiny problems.
+        asked: bytes; a plan whose peak is no higher ends the search, without a bound, and a higher bound ends it but
+            for tiny problems.
 
     Raises SolverError when no plan exists at all.
     """
@@ -82,12 +81,12 @@ def least_memory(
     for _ in range(ROUNDS):
         known = len(state.rows)
         prices = state.alike()
-        if state.peak <= enough or len(state.rows) == known or time.monotonic() > deadline:
+        if state.suffices(asked) or len(state.rows) == known or time.monotonic() > deadline:
             break
-    if state.peak <= enough:
+    if state.suffices(asked):
         return state.found(-np.inf)
     lower = state.bound(prices)
-    most = SMALL if lower <= asked else TINY
+    most = SMALL if asked is None or lower <= asked else TINY
     if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= most:
         lower = max(lower, state.by_ilp())
     return state.found(min(lower, state.peak))
@@ -120,6 +119,10 @@ class _State:
         self.seeds.append(plan)
         if peak < self.peak:
             self.plan, self.peak = plan, peak
+
+    def suffices(self, asked: float | None) -> bool:
+        """Whether a plan is known whose peak is within the bytes asked for."""
+        return asked is not None and self.peak <= asked
 
     def found(self, lower: float) -> LeastMemory:
         assert self.plan is not None

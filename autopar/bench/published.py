@@ -44,7 +44,7 @@ from autopar.zoo.model import Model, Tree, token_batch, trainable_with_master
 SIZES = ("350m", "1.3b", "2.6b", "6.7b", "15b", "39b")
 STAGE, CLUSTER, MESH = "gpt-2.6b-remat-master", "p3.16xlarge", (2, 2)
 MICROBATCH, LAYERS = 8, 16
-STEP, BATCH, AXES = "2.6b", 32, {"pipe": 2, "data": 2, "model": 2}
+PUBLISHED, AXES = replace(gpt.SIZES["2.6b"], batch=32), {"pipe": 2, "data": 2, "model": 2}
 STEP_S, PEAK_BYTES = 2.464, 8.745e9  # published
 
 Row = dict[str, Any]
@@ -86,9 +86,9 @@ def stage() -> Plan:
         return api.plan(model.step, *model.abstract_args(), mesh=MESH, cluster=cluster, pins=pins)
 
 
-def step() -> Plan:
-    """The plan of the whole step as published."""
-    model = megatron(replace(gpt.SIZES[STEP], batch=BATCH))
+def step(config: gpt.Config = PUBLISHED) -> Plan:
+    """The plan of the whole step as published, or of that of another GPT."""
+    model = megatron(config)
     pins = {f"state/params/blocks/*/{name}": spec for name, spec in gpt.BLOCK_TABLE.items()}
     with plan_cache.off():
         return api.plan(
@@ -97,7 +97,7 @@ def step() -> Plan:
             cluster=Cluster.preset(CLUSTER),
             pins={**pins, "batch/*": PartitionSpec("data")},
             stages=AXES["pipe"],
-            num_microbatches=BATCH // MICROBATCH,
+            num_microbatches=config.batch // MICROBATCH,
             schedule="1f1b",
             remat="full",
         )
@@ -109,7 +109,7 @@ def megatron(config: gpt.Config) -> Model:
     init, update = trainable_with_master(
         gpt.parameters(config), partial(_loss, config, mesh), optax.adamw(3e-4), config.precision.compute
     )
-    return Model(f"gpt-{STEP}", "gpt", update, init, token_batch(config.batch, config.seq, config.vocab))
+    return Model("gpt-megatron", "gpt", update, init, token_batch(config.batch, config.seq, config.vocab))
 
 
 def _loss(config: gpt.Config, mesh: AbstractMesh, params: Tree, batch: Tree) -> jax.Array:
