@@ -180,7 +180,11 @@ class Graph:
 
     def walk(self) -> Iterator[Op]:
         """Every operation, regions included, outer before inner, in program order."""
-        return (inner for op in self.ops for inner in op.walk())
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> tuple[Op, ...]:
+        return tuple(inner for op in self.ops for inner in op.walk())
 
     @cached_property
     def by_index(self) -> Mapping[int, Op]:

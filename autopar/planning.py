@@ -154,6 +154,7 @@ class _Planner:
     attempts: int = 0
     drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
+    solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
@@ -174,9 +175,10 @@ class _Planner:
         self.attempts += 1
         if self.options.remat not in (recomputation.AUTO, remat.NONE):
             policies = recomputation.uniform(self.options.remat, self._recomputable())
-        draft = self._draft(tuple(policies), tuple(hosted) or self.always)
-        if effort == "fitting" and (least := self._hopeless(draft)):
-            return Outcome(draft.policies, None, math.inf, least, fits=False, pressed=True, hosted=draft.hosted)
+        policies, hosted = tuple(policies), tuple(hosted) or self.always
+        if effort == "fitting" and (least := self._hopeless(policies, hosted)):
+            return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
+        draft = self._draft(policies, hosted)
         try:
             solution = (
                 optimize(draft.model.problem, **self.options.keywords())
@@ -195,18 +197,26 @@ class _Planner:
         peak, _ = draft.liveness.peak(solution.assignment)
         fits = isinstance(self.allowed, str) or peak <= self.allowed
         pressed = not fits or fitting.is_pressed(solution)
-        made = (draft, solution)
+        made = self.solved[policies, draft.hosted] = (draft, solution)
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
-    def _hopeless(self, draft: _Draft) -> float:
+    def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> float:
         """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
 
         Without a budget there is a plan all the same, but none that state would be kept in the host's memory for.
         """
-        within = self.options.memory_budget if draft.hosted == self.always else self.allowed
+        moved = hosted != self.always
+        within = self.allowed if moved else self.options.memory_budget
         if not isinstance(within, float):
             return 0.0
-        least = max(fitting.smallest(row) for row in draft.liveness.rows())
+        at_home = self.solved.get((policies, self.always))
+        if moved and at_home is not None:  # a bound: what waits in the host's memory is on the device at times
+            draft, solution = at_home
+            waiting = frozenset(draft.graph.inputs[i] for i in hosted)
+            rows = [draft.liveness.at_peak_without(waiting, solution.assignment)]
+        else:
+            rows = self._draft(policies, hosted).liveness.rows()
+        least = max(map(fitting.smallest, rows))
         return least if least > within else 0.0
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -65,6 +65,10 @@ class _Cone:
     sources: Mapping[int, int]
 
 
+#: Operation -> what it reads from memory, with bytes, and the operations fused with it that make the rest.
+_Links = dict[int, tuple[Sequence[tuple[int, int]], Sequence[Op]]]
+
+
 @dataclass(eq=False)
 class _Counter:
     """Counts the bytes of bodies; `moving`: tags of all collectives."""
@@ -74,6 +78,7 @@ class _Counter:
     moving: AbstractSet[str]
     device: Device
     known: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)  # bytes of a piece
+    at_home: dict[int, int] = field(default_factory=dict)  # by value, as it lies
     read_by: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)  # by operation
 
     def local(self, value: int, site: str = "") -> int:
@@ -88,36 +93,56 @@ class _Counter:
             found = self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
         return found
 
+    def lying(self, value: int) -> int:
+        """Bytes that a device holds of a value as it lies."""
+        found = self.at_home.get(value)
+        if found is None:
+            found = self.at_home[value] = self.local(value)
+        return found
+
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
-        site = f"{op.tag}.in{k}" if op.tag in self.rereading else ""
+        site = f"{op.tag}.in{k}" if op.index in self.rereading else ""
+        nbytes = self.local(value, site) if site in self.stage.uses else self.lying(value)
         if not self.device.rounds_operands:
-            return self.local(value, site)
+            return nbytes
         moved = site in self.stage.uses and rounds(op, self.graph.types[value])
-        return self._narrow(value, self.local(value, site), rounding=moved or value in self.rounded)
+        return self._narrow(value, nbytes, rounding=moved or value in self.rounded)
 
     def reads(self, op: Op) -> Sequence[tuple[int, int]]:
         """The values that an operation reads, operand by operand, and bytes of each."""
         found = self.read_by.get(op.index)
         if found is None:
-            found = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
+            if self.device.rounds_operands or op.index in self.rereading:
+                found = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
+            else:
+                found = [(atom, self.lying(atom)) for atom in op.inputs if isinstance(atom, int)]
             self.read_by[op.index] = found
         return found
 
     def written(self, value: int) -> int:
         """Bytes that are written of a value."""
-        return self._narrow(value, self.local(value), rounding=value in self.rounded)
+        nbytes = self.lying(value)
+        return self._narrow(value, nbytes, rounding=value in self.rounded) if self.device.rounds_operands else nbytes
 
     def _narrow(self, value: int, nbytes: int, *, rounding: bool) -> int:
         type_ = self.graph.types[value]
-        return (
-            nbytes * rounded(type_).itemsize // type_.itemsize if self.device.rounds_operands and rounding else nbytes
-        )
+        return nbytes * rounded(type_).itemsize // type_.itemsize if rounding else nbytes
 
     @cached_property
-    def rereading(self) -> AbstractSet[str]:
-        """Tags of operations that read some operand in another layout than it lies in."""
-        return {site.partition(".")[0] for site in self.stage.uses}
+    def rereading(self) -> AbstractSet[int]:
+        """Operations (by index) that read some operand in another layout than it lies in."""
+        return _operations(self.stage.uses)
+
+    @cached_property
+    def fetching(self) -> AbstractSet[int]:
+        """Operations (by index) an operand of which is moved."""
+        return _operations(site for site in self.moving if "." in site)
+
+    @cached_property
+    def summing(self) -> AbstractSet[int]:
+        """Operations (by index) whose results are moved."""
+        return _operations(site for site in self.moving if "." not in site)
 
     @cached_property
     def products(self) -> Mapping[int, int]:
@@ -143,51 +168,68 @@ class _Counter:
             total += sum(self.body(r.ops, r.inputs, r.outputs, runs) for r in op.regions)
         made = {v: op for op in ops if not op.regions for v in op.outputs}
         stored = self._stored(ops, inputs, outputs)
-        cones = {v: self._cone(v, made, stored) for v in made if v in stored}
-        products = {v for v in cones if made[v].name in PRODUCTS}
-        within = _within_one_loop(products, cones, _loops(cones, products), made)
+        known: _Links = {}
+        cones = {v: self._cone(v, made, stored, known) for v in made if v in stored}
+        products = frozenset(v for v in cones if made[v].name in PRODUCTS)
+        within = _within_one_loop(products, cones, _loops(cones, products, _depths(cones)), made)
         fixed = {*inputs, *outputs}
-        fused = {v for v in within if v not in fixed and made[v].tag not in self.moving}
-        kept = stored - fused
+        fused = {v for v in within if v not in fixed and made[v].index not in self.summing}
+        kept, known = stored - fused, {}
         cones = {
-            v: cone if fused.isdisjoint(cone.sources) else self._cone(v, made, kept)
+            v: cone if fused.isdisjoint(cone.sources) else self._cone(v, made, kept, known)
             for v, cone in cones.items()
             if v in kept
         }
-        loops = _loops(cones, products)
-        reductions = {v for v in cones if made[v].name in REDUCTIONS and made[v].tag not in self.moving}
-        there = {v for v in cones if made[v].tag not in self.moving}
-        return total + weight * self._bytes(cones, _merged(cones, loops, reductions, there))
+        depths = _depths(cones)
+        loops = _loops(cones, products, depths)
+        reductions = frozenset(v for v in cones if made[v].name in REDUCTIONS and made[v].index not in self.summing)
+        there = {v for v in cones if made[v].index not in self.summing}
+        return total + weight * self._bytes(cones, _merged(cones, loops, depths, reductions, there))
 
     def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
         """The values that are in memory if every product's result is."""
         found = {*inputs, *(a for a in outputs if isinstance(a, int))}
-        movers = {site.partition(".")[0] for site in self.moving}
         for op in ops:
             whole = op.name in KERNELS or bool(op.regions)
-            if whole or op.tag in movers:
+            if whole or op.index in self.fetching:
                 read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
                 found.update(a for a in read if isinstance(a, int))
-            if whole or op.name in _WRITING or op.tag in self.moving:
+            if whole or op.name in _WRITING or op.index in self.summing:
                 found.update(op.outputs)
         found.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
-        free = {v for op in ops for v in op.outputs if v not in self.stage.values}  # constants and views: never stored
-        return frozenset(found - free)
+        free = [v for op in ops for v in op.outputs if v not in self.stage.values]  # constants and views: never stored
+        return frozenset(found.difference(free))
 
-    def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
+    def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int], known: _Links) -> _Cone:
         sources: dict[int, int] = {}
         queue, seen = [made[value]], {made[value].index: None}
         while queue:
             op = queue.pop()
-            for atom, size in self.read_by.get(op.index) or self.reads(op):
-                maker = None if atom in stored else made.get(atom)
-                if maker is None:
-                    if size > sources.get(atom, -1):
-                        sources[atom] = size
-                elif maker.index not in seen:
+            links = known.get(op.index)
+            if links is None:
+                links = known[op.index] = self._links(op, made, stored)
+            for atom, size in links[0]:
+                if size > sources.get(atom, -1):
+                    sources[atom] = size
+            for maker in links[1]:
+                if maker.index not in seen:
                     seen[maker.index] = None
                     queue.append(maker)
         return _Cone(tuple(seen), sources)
+
+    def _links(
+        self, op: Op, made: Mapping[int, Op], stored: AbstractSet[int]
+    ) -> tuple[Sequence[tuple[int, int]], Sequence[Op]]:
+        """What an operation reads from memory, with bytes, and the operations fused with it that make the rest."""
+        memory: list[tuple[int, int]] = []
+        fused: list[Op] = []
+        for atom, size in self.reads(op):
+            maker = None if atom in stored else made.get(atom)
+            if maker is None:
+                memory.append((atom, size))
+            else:
+                fused.append(maker)
+        return memory, fused
 
     def _bytes(self, cones: Mapping[int, _Cone], loops: Mapping[int, int]) -> float:
         read: dict[int, dict[int, int]] = {}  # loop -> value -> bytes
@@ -199,20 +241,25 @@ class _Counter:
         return sum(sum(mine.values()) for mine in read.values()) + sum(map(self.written, cones))
 
 
+def _operations(sites: Iterable[str]) -> AbstractSet[int]:
+    """The operations (by index) that sites such as "op12.in0" belong to."""
+    tags = (site.partition(".")[0] for site in sites)
+    return {int(tag.removeprefix("op")) for tag in tags if tag.startswith("op")}
+
+
 def _depths(cones: Mapping[int, _Cone]) -> Mapping[int, int]:
     """Value -> how many values in memory are computed one after the other up to it; arguments have 0."""
     depths: dict[int, int] = {}
     for value, cone in cones.items():  # in program order: sources come first
-        depths[value] = 1 + max((depths.get(source, 0) for source in cone.sources), default=0)
+        depths[value] = 1 + max([depths.get(source, 0) for source in cone.sources], default=0)
     return depths
 
 
-def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[int, int]:
+def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int], depths: Mapping[int, int]) -> Mapping[int, int]:
     """Value -> the number of the loop that it comes out of.
 
     Equal for values of one depth that have an operation in common; each of the products has a loop of its own.
     """
-    depths = _depths(cones)
     owners: dict[int, dict[int, int]] = {}  # depth -> operation -> a value that is computed with it
     parent = {value: value for value in cones}
 
@@ -231,19 +278,24 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int]) -> Mapping[in
 
 
 def _merged(
-    cones: Mapping[int, _Cone], loops: Mapping[int, int], reductions: AbstractSet[int], there: AbstractSet[int]
+    cones: Mapping[int, _Cone],
+    loops: Mapping[int, int],
+    depths: Mapping[int, int],
+    reductions: frozenset[int],
+    there: AbstractSet[int],
 ) -> Mapping[int, int]:
     """The loops once those of reductions alone run in the loop that makes what they read; `there`: made in place."""
-    depths = _depths(cones)
     groups: dict[int, list[int]] = {}
     for value, loop in loops.items():
         groups.setdefault(loop, []).append(value)
     merged = dict(loops)
     for values in groups.values():
+        if not reductions.issuperset(values):
+            continue
         before = depths[values[0]] - 1
         last = dict.fromkeys(s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0)
         makers = dict.fromkeys(merged[s] for s in last)
-        if reductions >= set(values) and len(makers) == 1 and there >= set(last):
+        if len(makers) == 1 and there >= set(last):
             merged.update(dict.fromkeys(values, next(iter(makers))))
     return merged
 
@@ -259,14 +311,13 @@ def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
 
 
 def _within_one_loop(
-    products: AbstractSet[int], cones: Mapping[int, _Cone], loops: Mapping[int, int], made: Mapping[int, Op]
+    products: frozenset[int], cones: Mapping[int, _Cone], loops: Mapping[int, int], made: Mapping[int, Op]
 ) -> list[int]:
     """Results of products that one loop alone reads, no product or reduction."""
     readers: dict[int, set[int]] = {}
     for value, cone in cones.items():
-        for source in cone.sources:
-            if source in products:
-                readers.setdefault(source, set()).add(value)
+        for source in products.intersection(cone.sources):
+            readers.setdefault(source, set()).add(value)
     return [
         product
         for product, values in readers.items()

@@ -34,7 +34,7 @@ from autopar.passes.homes import Home
 from autopar.passes.intra_op import Model, source_dims
 from autopar.passes.problem import Floats
 from autopar.passes.state import match_state
-from autopar.passes.strategies import NOTHING, REDUCE_SCATTER
+from autopar.passes.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 
 
 @dataclass(eq=False)
@@ -64,10 +64,11 @@ def buffers(
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}
     sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
-    values = _Values(sizes, frozenset(donated), frozenset(graph.inputs[i] for i in hosted))
+    given = frozenset(donated)
+    values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted))
     values.arguments()
     values.others()
-    add_copies(sizes, tuple(ends), _settling(graph, ends, donated))
+    add_copies(sizes, tuple(ends), _settling(graph, ends, given))
     if backend.turns_state:
         add_turned(sizes, values.state)
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
@@ -85,7 +86,7 @@ def _ends(model: Model) -> Mapping[End, list[str]]:
     return found
 
 
-def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: Sequence[int]) -> tuple[End, ...]:
+def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozenset[int]) -> tuple[End, ...]:
     """Ends at which nothing but the next state of donated arguments is read."""
     taken = {f"out{out}" for out, position in match_state(graph).items() if position in donated}
     return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
@@ -211,12 +212,15 @@ class _Values:
         cluster = b.model.clustering.clusters[home.cluster]
         s, kind = cluster.strategies, b.kind(v)
         if cluster.op == step.op.index and s.after.any():
-            scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
-            # without a reduce-scatter, what is summed is whole as well before a piece of it is kept
-            wholes = scattered * 1.0 if b.backend.sums_in_place else summed * 1.0 + scattered
             key = ("unsummed", s.index, home.dims, kind)
-            at = b.at(key, lambda: wholes * b.held(s, home.dims, kind, assigned=True))
+            at = b.at(key, lambda: self._wholes(s) * b.held(s, home.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=home.cluster)
+
+    def _wholes(self, s: StrategySet) -> Floats:
+        """How many pieces as large as before its sums a product has while they are made, under each strategy."""
+        scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
+        # without a reduce-scatter, what is summed is whole as well before a piece of it is kept
+        return scattered * 1.0 if self.sizes.backend.sums_in_place else summed * 1.0 + scattered
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:

@@ -20,8 +20,8 @@ only what it was made as needs a buffer, and only where that is another layout  
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -31,18 +31,18 @@ from autopar.passes.problem import Floats, Ints
 from autopar.passes.strategies import StrategySet
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Side:
+class _Side(NamedTuple):
     """One end of an edge: a node's strategies, its factors for the value's dimensions, assigned or held."""
 
     node: int
     strategies: StrategySet
     dims: tuple[int, ...]
     assigned: bool
+    key: tuple[int, tuple[int, ...], bool]  # what its classes depend on
 
-    @property
-    def key(self) -> tuple[int, tuple[int, ...], bool]:
-        return self.strategies.index, self.dims, self.assigned
+
+def _side(node: int, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
+    return _Side(node, strategies, dims, assigned, (strategies.index, dims, assigned))
 
 
 def add_copies(sizes: Sizes, ends: Sequence[End], settling: Sequence[End] = ()) -> None:
@@ -50,10 +50,10 @@ def add_copies(sizes: Sizes, ends: Sequence[End], settling: Sequence[End] = ()) 
 
     At the `settling` ones of them a result goes into the buffer of the argument whose next state it is.
     """
-    copies = _Copies(sizes)
+    copies, goes_back = _Copies(sizes), frozenset(settling)
     of_value: dict[int, list[End]] = {}
     for end in ends:
-        if end not in settling:
+        if end not in goes_back:
             of_value.setdefault(end[0], []).append(end)
         elif end in copies.spans and end[0] not in sizes.model.copies:
             copies.settled(end[0], end)
@@ -119,7 +119,7 @@ class _Copies:
     def shared(self, value: int, ends: Sequence[End]) -> None:
         """A value with a copy, and its readers in the order of their last moments."""
         model, home, used = self.sizes.model, self._home(value), self._used(ends)
-        copy = _Side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
+        copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
         link = self._link(value, home, copy, used)
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
         link.other("copy", born, first if last is not None else self.spans[used[-1]][1], of_target=True)
@@ -166,10 +166,10 @@ class _Copies:
 
     def _home(self, value: int) -> _Side:
         home = self.sizes.model.clustering.homes[value]
-        return _Side(home.cluster, self.sizes.model.clustering.clusters[home.cluster].strategies, home.dims, False)
+        return _side(home.cluster, self.sizes.model.clustering.clusters[home.cluster].strategies, home.dims, False)
 
     def _reader(self, end: End) -> _Side:
-        return _Side(end[1], self.sizes.model.clustering.clusters[end[1]].strategies, end[2], end[3])
+        return _side(end[1], self.sizes.model.clustering.clusters[end[1]].strategies, end[2], end[3])
 
     def _link(self, value: int, source: _Side, target: _Side, readers: Sequence[End]) -> _Link:
         (gu, lu), (gv, lv) = self._projection(source), self._projection(target)
@@ -178,7 +178,7 @@ class _Copies:
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
         root = self.sizes.program.root(value)
         own = self.sizes.kind(root) if isinstance(root, int) else kind
-        made = own if own.shape == kind.shape else replace(kind, itemsize=own.itemsize)
+        made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
         number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
         return _Link(self.sizes, value, edge, kind, made, lu, lv, number)

@@ -12,7 +12,7 @@ which order), `buffers` (how large under which choice), `backends` (how compiler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +117,12 @@ class Liveness:
         prints = [self.footprint(v).sum(1) for v in range(len(self._problem.nodes))]
         smallest = np.array([int(np.argmin(p)) for p in prints], np.int64)
         return tuple({row.name: row for row in (self.peak(a)[1] for a in (cheapest, smallest))}.values())
+
+    def at_peak_without(self, arguments: Collection[int], assignment: Ints) -> Row:
+        """The row of an assignment's peak without these arguments (values of the graph) and their copies."""
+        _, moment, alive = self._at_peak(self.sizes(assignment))
+        kept = np.array([b.value not in arguments for b in self.buffers], bool)
+        return self._sum(self._name(moment), alive & kept)
 
     def row(self, moment: int | None) -> Row:
         """What lives at a moment; None: arguments alone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ _TEMPORARY = ("value", "unsummed", "copy")
 End = tuple[int, int, tuple[int, ...], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """Something that is in memory for a while.
 
     Attributes:
@@ -52,8 +52,7 @@ class Buffer:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(NamedTuple):
     """What the bytes of a value depend on.
 
     Attributes:
@@ -113,6 +112,7 @@ class Sizes:
     runs: list[Floats] = field(default_factory=list)
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
+    kinds: dict[int, Kind] = field(default_factory=dict)  # by value
     near: dict[int, int] = field(default_factory=dict)  # start of a run -> start of the one for on-chip memory
 
     def all(self) -> Floats:
@@ -156,6 +156,12 @@ class Sizes:
 
     def kind(self, v: int) -> Kind:
         """What the bytes of a value depend on."""
+        found = self.kinds.get(v)
+        if found is None:
+            found = self.kinds[v] = self._kind(v)
+        return found
+
+    def _kind(self, v: int) -> Kind:
         type_ = self.program.type_of(v)
         narrow = v in self.w.narrow and type_.dtype == "float32"
         first = self._firsts.get(v, 0)

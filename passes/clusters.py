@@ -23,7 +23,20 @@ from autopar.cost_models.compute import conv_flops, dot_flops
 from autopar.graph import Atom, Graph, Op, Repeats, Type
 from autopar.layout import Layout, divides
 from autopar.passes import deferral, slack
-from autopar.passes.homes import FREE, WHOLE, Builder, Charge, Cluster, Clustering, Home, Kind, alias, projection, use
+from autopar.passes.homes import (
+    FREE,
+    WHOLE,
+    Builder,
+    Charge,
+    Cluster,
+    Clustering,
+    Followed,
+    Home,
+    Kind,
+    alias,
+    projection,
+    use,
+)
 from autopar.passes.pins import constraint
 from autopar.passes.regions import REGIONS, region_kind
 from autopar.passes.state import match_state
@@ -187,16 +200,27 @@ def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
 
 
 def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
-    rule = kind.rule
     home = b.homes[_value(op.inputs[leader])]
-    factor_of = {f: c for f, c in zip(rule.operands[leader], home.dims, strict=True) if rule.sizes[f] > 1}
-    for value, dims in zip(op.outputs, rule.results, strict=True):
-        b.homes[value] = Home(home.cluster, value, tuple(factor_of.get(f, WHOLE) for f in dims))
+    operands, results = _followed(b, op.signature, kind.rule, leader, home.dims)
+    for value, dims in zip(op.outputs, results, strict=True):
+        b.homes[value] = Home(home.cluster, value, dims)
     b.followers.append(op)
     for k, atom in enumerate(op.inputs):
         if k != leader and isinstance(atom, int):
-            dims = tuple(factor_of.get(f, WHOLE) for f in rule.operands[k])
-            use(b, f"{op.tag}.in{k}", atom, home.cluster, dims, False, weight, op.index)
+            use(b, f"{op.tag}.in{k}", atom, home.cluster, operands[k], False, weight, op.index)
+
+
+def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[int, ...]) -> Followed:
+    """The cluster's factor for each dimension of the operands and results of what follows an operand."""
+    key = signature, leader, home
+    found = b.followed.get(key)
+    if found is None:
+        factor_of = {f: c for f, c in zip(rule.operands[leader], home, strict=True) if rule.sizes[f] > 1}
+        operands, results = (
+            [tuple([factor_of.get(f, WHOLE) for f in dims]) for dims in side] for side in (rule.operands, rule.results)
+        )
+        found = b.followed[key] = operands, results
+    return found
 
 
 def _free_of_arguments(b: Builder, op: Op, kind: Kind, weight: float) -> None:

@@ -43,13 +43,16 @@ class Layouts:
 def layouts(model: Model, assignment: Ints) -> Layouts:
     """Layouts under one assignment."""
     clusters, homes = model.clustering.clusters, model.clustering.homes
-    known: dict[tuple[int, tuple[int, ...], bool], Layout] = {}
+    known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
+    choices: list[int] = assignment.tolist()
 
     def of(cluster: int, dims: tuple[int, ...], assigned: bool) -> Layout:
-        key = (cluster, dims, assigned)
-        if key not in known:
-            known[key] = layout_at(clusters[cluster].strategies, int(assignment[cluster]), dims, assigned)
-        return known[key]
+        strategies, choice = clusters[cluster].strategies, choices[cluster]
+        key = (strategies.index, choice, dims, assigned)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = layout_at(strategies, choice, dims, assigned)
+        return found
 
     values = {v: of(h.cluster, h.dims, False) for v, h in homes.items() if h.view is None}
     copies = {

@@ -29,6 +29,9 @@ WHOLE = -1
 #: Trip count assumed for a loop whose bound is only known at run time.
 UNKNOWN_TRIPS = 10
 
+#: A cluster's factors for the dimensions of each operand, and of each result, of an operation that follows an operand.
+Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+
 
 @dataclass(frozen=True, slots=True)
 class Home:
@@ -172,6 +175,7 @@ class Builder:
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)
+    followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)  # see `clusters._followed`
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
         self.drafts.append(Draft(name, strategies, weight, op, value, repeats=self.repeats))

@@ -221,7 +221,7 @@ class _Edges:
         out: list[Edge] = []
         for (u, v, iu, iv), parts in self._found.items():
             su, sv = self._sides[iu], self._sides[iv]
-            key = (iu, iv, tuple(sorted(parts, key=str)))
+            key = (iu, iv, tuple(sorted(parts, key=str) if len(parts) > 1 else parts))
             if key not in kinds:
                 kinds[key] = (len(kinds), np.sum([self._b.table(su, sv, part) for part in key[2]], axis=0))
             index, table = kinds[key]
