@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar import Cluster, MemoryBudgetError, jax_compat, offloading, recomputation, zoo
+from autopar import Cluster, MemoryBudgetError, jax_compat, offloading, planning, recomputation, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.offloading import Leaves
 from autopar.plans import Plan
@@ -267,6 +267,25 @@ def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
         with pytest.warns(AutoparWarning, match="more than the 1.8 kB that are there"):
             plan = planned(cluster=small, offload=offload)
         assert bool(plan.offloaded) == (offload == "all")
+
+
+def test_where_the_host_s_memory_cannot_help_either_the_program_s_memory_is_modelled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[int, ...]] = []
+
+    class Counted(planning.Liveness):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(args[-1])
+
+    monkeypatch.setattr(planning, "Liveness", Counted)
+    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=2000))
+    with pytest.warns(AutoparWarning, match="more than the 1.8 kB that are there"):
+        planned(cluster=small, remat="none")
+    assert made == [()]
+    planned(memory_budget=peak(tight()) / 0.99)
+    assert len(set(made)) > 1
 
 
 @pytest.mark.parametrize("value", ["some", True, None])

@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar import Cluster
 from autopar.cluster import LogicalMesh
 from autopar.cost_models import offload
 from autopar.cost_models.backends import BACKENDS, Backend
 from autopar.cost_models.memory import Liveness
+from autopar.fitting import smallest
 from autopar.graph import Graph
 from autopar.layout import local_shape
 from autopar.passes.intra_op import layout_at
@@ -93,6 +96,22 @@ def test_only_its_visit_takes_device_memory(backend: Backend) -> None:
     there = [m for m in range(len(after)) if visits[0].birth <= m <= visits[0].death]
     change = after - before
     assert all(change[m] == (held[moment] if m in there else 0.0) for m in range(len(after)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31), st.integers(0, 2**31))
+def test_a_peak_without_what_waits_bounds_every_plan_that_has_it_wait(name: str, seen: int, judged: int) -> None:
+    graph, model, hosted = program()
+    waiting = frozenset(graph.inputs[i] for i in hosted)
+    without, within = (Liveness(graph, model, mesh(), BACKENDS[name], hosted=some) for some in ((), hosted))
+    one, other = (
+        np.array([rng.integers(len(n.cost)) for n in model.problem.nodes])
+        for rng in map(np.random.default_rng, (seen, judged))
+    )
+    row = without.at_peak_without(waiting, one)
+    assert smallest(row) <= within.peak(other)[0] * (1 + 1e-12)
+    assert row.value(model.problem, one) <= within.peak(one)[0] * (1 + 1e-12)
+    assert row.value(model.problem, one) < without.peak(one)[0]
 
 
 def test_nothing_is_priced_where_nothing_is_moved() -> None:
