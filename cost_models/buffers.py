@@ -59,7 +59,7 @@ def buffers(
 ) -> Buffers:
     """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
     ends = _ends(model)
-    program = flatten(graph, backend, {site: end for end, sites in ends.items() for site in sites})
+    program = flatten(graph, backend, {site: end for end, sites in ends.items() for site in sites}, mesh.size)
     w = written(program)
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}

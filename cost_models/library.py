@@ -5,8 +5,10 @@ A kernel starts at a product or a reduction, the last of the program first, and 
     up      what makes an operand, if nothing outside the kernel reads that
     down    what reads the kernel's result, if nothing else does
 
-as long as the library knows them. Nothing is fused into such a kernel afterwards: what it reads is in memory, even a
-broadcast, and what others read of it as well. (openxla/xla, xla/backends/cpu/transforms/library_rewriter.cc.)
+as long as the library knows them, and what is between is not added up over devices first. Where there are several, that
+is what sums over the first dimension are taken for, which is the batch's wherever there is one. Nothing is fused into
+such a kernel afterwards: what it reads is in memory, even a broadcast, and what others read of it as well.
+(openxla/xla, xla/backends/cpu/transforms/library_rewriter.cc.)
 """
 
 from __future__ import annotations
@@ -70,11 +72,21 @@ class _Growth:
             if maker is not None and self._inside(maker, number):
                 yield maker, False
         users = [r for v in step.outputs for r in self.readers.get(v, ())]
-        if down and len(users) == 1 and self.leaving.isdisjoint(step.outputs):
+        if down and len(users) == 1 and self.leaving.isdisjoint(step.outputs) and not self._is_added_up(step):
             yield users[0], True
+
+    def _is_added_up(self, step: Step) -> bool:
+        """A sum over the first dimension, of which several devices have parts."""
+        if self.p.devices == 1 or step.name not in _CENTRES:
+            return False
+        if step.name == "dot_general":
+            return all(0 in dims for dims in step.op.params["dimension_numbers"][0])
+        return 0 in step.op.params["axes"]
 
     def _inside(self, step: Step, number: int) -> bool:
         """Nothing outside a kernel reads what a step makes."""
+        if self._is_added_up(step):
+            return False
         users = [r for v in step.outputs for r in self.readers.get(v, ())]
         return self.leaving.isdisjoint(step.outputs) and all(self.found.get(id(r)) == number for r in users)
 

@@ -8,7 +8,8 @@ A *step* is an operation, or what a loop or a backend does beside the operations
                                         operands read and stacked results written slice by slice        -> _scan
     reshapes and the like               another name for the same buffer                                -> Program.root
     a use in another layout             reads a *token*, which stands for the copy in that layout       -> Program.read
-    operands of a product               on some backends turned into one order of dimensions first      -> _turned
+    operands of a product               on some backends turned into one order of dimensions first, once for all
+                                        products that want it                                           -> _turned
     smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
 
 Values that no operation of the graph defines (tokens, turned and spread operands) are numbered behind the graph's;
@@ -116,6 +117,7 @@ class Program:
         graph: where it comes from.
         backend: whose compiler runs it.
         reads: site -> key of the copy that is read there; sites left out read the value itself.
+        devices: how many run it.
         top: the outermost frame.
         alias: value -> the atom whose buffer it is, where that is another.
         like: value made here -> value of the graph with its type and layout.
@@ -129,6 +131,7 @@ class Program:
     graph: Graph
     backend: Backend
     reads: Mapping[str, Hashable]
+    devices: int = 1
     top: Frame = field(default_factory=Frame)
     alias: dict[int, Atom] = field(default_factory=dict)
     like: dict[int, int] = field(default_factory=dict)
@@ -192,9 +195,9 @@ def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(a for a in atoms if isinstance(a, int)))
 
 
-def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable]) -> Program:
-    """The steps of a program; for `reads` see `Program`."""
-    program = Program(graph, backend, reads)
+def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable], devices: int = 1) -> Program:
+    """The steps of a program; for `reads` and `devices` see `Program`."""
+    program = Program(graph, backend, reads, devices)
     _emit(program, program.top, graph.ops, ())
     program.top.leaving = values([program.read(f"out{i}", atom) for i, atom in enumerate(graph.outputs)])
     return program
@@ -276,7 +279,7 @@ def _turned(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) 
     """An operand with its dimensions in this order; matrices are multiplied from either side as they are."""
     if len(order) <= 2 or list(order) == sorted(order):
         return value
-    key = (value, tuple(order))
+    key = (p.behind(value), tuple(order))
     if key not in frame.made:
         frame.made[key] = p.new(p.behind(value))
         if value in p.tokens:

@@ -135,8 +135,10 @@ def test_what_fits_into_on_chip_memory_and_is_read_at_once_takes_no_room() -> No
     assert found == pytest.approx([(2 + 1) * BIG, (2 + 3) * BIG], rel=0.02)
 
 
-def flattened(fn: Callable[..., Any], args: Sequence[Any], backend: Backend) -> tuple[Program, Written]:
-    program = flatten(trace(fn, *args).graph, backend, {})
+def flattened(
+    fn: Callable[..., Any], args: Sequence[Any], backend: Backend, devices: int = 1
+) -> tuple[Program, Written]:
+    program = flatten(trace(fn, *args).graph, backend, {}, devices)
     return program, written(program)
 
 
@@ -155,6 +157,39 @@ def test_library_kernels_read_broadcasts_from_memory() -> None:
         found[backend.name] = [v for v in w.values if v in makers and makers[v].name == "broadcast_in_dim"]
     assert len(found["cpu"]) == 1
     assert not found["gpu"]
+
+
+def normed(x: Any, scale: Any) -> Any:
+    mean, square = (v.mean(0) for v in (x, x * x))
+    return (x - mean) * jax.lax.rsqrt(square - mean * mean) * scale
+
+
+@pytest.mark.parametrize(("devices", "written"), [(1, 2), (8, 0)])
+def test_library_kernels_end_where_devices_add_up(devices: int, written: int) -> None:
+    """On one device the sums of a norm's gradient and what is done with them are one kernel, which reads broadcasts."""
+    grad = jax.grad(lambda x, scale: (normed(x, scale) ** 3).sum(), (0, 1))
+    program, w = flattened(grad, (X, array(128)), CPU, devices)
+    makers = {v: s for frame in program.top.walk() for s in frame.steps for v in s.outputs}
+    found = [v for v in w.values if v in makers and makers[v].name == "spread" and program.type_of(v).rank == 2]
+    assert len(found) == written
+
+
+def test_products_that_want_one_turned_operand_share_it() -> None:
+    """Both gradients read the images with channels first, each for a cluster of its own."""
+
+    def convolve(w: Any, x: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def step(ws: Any, x: Any) -> Any:
+        return jax.grad(lambda ws: sum((convolve(w, x) ** 2).sum() for w in ws))(ws)
+
+    made = planned(step, ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8)), (8,))
+    images = made.graph.inputs[2]
+    reads = {use.site: (use.value, use.consumer) for use in made.model.clustering.uses}
+    program = flatten(made.graph, CPU, reads, 8)
+    turned = [s for s in program.top.steps if s.name == "turn" and program.behind(s.inputs[0]) == images]
+    assert len({consumer for value, consumer in reads.values() if value == images}) == 4
+    assert len(turned) == 1
 
 
 def test_equal_broadcasts_are_one_on_cpu() -> None:
