@@ -58,8 +58,8 @@ class Written:
     def reads(self, step: Step) -> tuple[int, ...]:
         """Written values and tokens that a step reads."""
         repeats = id(step) in self.repeating
-        found = (self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs)
-        return tuple(dict.fromkeys(s for sources in found for s in sources))
+        found = [self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs]
+        return found[0] if len(found) == 1 else tuple(dict.fromkeys([s for sources in found for s in sources]))
 
 
 def written(p: Program) -> Written:
@@ -228,7 +228,8 @@ class _Fusion:
             repeats = step.kind == LIGHT and not self._stays(step)
             if repeats:
                 repeating.add(id(step))
-            found = tuple(dict.fromkeys(s for v in step.inputs for s in read(v, repeats)))
+            read_by = [read(v, repeats) for v in step.inputs]
+            found = read_by[0] if len(read_by) == 1 else tuple(dict.fromkeys([s for some in read_by for s in some]))
             for v in step.outputs:
                 if v not in self.kept:
                     sources[v] = found

@@ -90,9 +90,10 @@ class _Clock:
         """For each step the steps that it waits for, ascending."""
         maker = {v: i for i, step in enumerate(steps) for v in step.outputs}
         waits: list[list[int]] = []
+        tokens = self.p.tokens
         for step, read in zip(steps, reads, strict=True):
-            needed = (*read, *(s for v in step.after for s in self.w.sources.get(v, ())))
-            behind = (s for v in needed for s in ((v,) if v not in self.p.tokens else self._copied(v)))
+            needed = (*read, *(s for v in step.after for s in self.w.sources.get(v, ()))) if step.after else read
+            behind = [s for v in needed for s in ((v,) if v not in tokens else self._copied(v))]
             waits.append(sorted({maker[s] for s in behind if s in maker}))
         return waits
 

@@ -193,8 +193,8 @@ class _Columns:
 
     @staticmethod
     def of(found: Sequence[Buffer]) -> _Columns:
-        parts = np.array([(b.birth, b.death, b.at, b.node, b.edge) for b in found], np.int64).reshape(-1, 5)
-        birth, death, at, node, edge = np.ascontiguousarray(parts.T)
+        names = ("birth", "death", "at", "node", "edge")
+        birth, death, at, node, edge = (np.array([getattr(b, name) for b in found], np.int64) for name in names)
         kinds = [{k: tuple(v) for k, v in _grouped(owner, at, owner >= 0).items()} for owner in (node, edge)]
         return _Columns(birth, death, at, node, edge, np.flatnonzero(node >= 0), np.flatnonzero(edge >= 0), *kinds)
 

@@ -192,7 +192,7 @@ class Program:
 
 def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
     """The distinct values among atoms."""
-    return tuple(dict.fromkeys(a for a in atoms if isinstance(a, int)))
+    return tuple(dict.fromkeys([a for a in atoms if isinstance(a, int)]))
 
 
 def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable], devices: int = 1) -> Program:
