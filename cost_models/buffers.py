@@ -30,7 +30,7 @@ from autopar.cost_models.sizes import Buffer, End, Sizes
 from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten
 from autopar.cost_models.turned import add_turned
 from autopar.graph import Graph
-from autopar.passes.homes import Home
+from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
 from autopar.passes.problem import Floats
 from autopar.passes.state import match_state
@@ -59,7 +59,9 @@ def buffers(
 ) -> Buffers:
     """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
     ends = _ends(model)
-    program = flatten(graph, backend, {site: end for end, sites in ends.items() for site in sites}, mesh.size)
+    reads = {site: end for end, sites in ends.items() for site in sites}
+    views = frozenset(v for v, home in model.clustering.homes.items() if home.view is not None)
+    program = flatten(graph, backend, reads, mesh.size, views)
     w = written(program)
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}
@@ -181,8 +183,10 @@ class _Values:
     def home(self, v: int) -> Home | None:
         """Where a value lives; of free values and views, where the first step that reads them does."""
         home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
-        placed = home is not None and home.view is None
-        return self._borrowed.get(v, home if placed else None) if self._is_spread(v) or not placed else home
+        if home is None or home.view is None:
+            return self._borrowed.get(v, home) if home is None or self._is_spread(v) else home
+        shown = tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view)
+        return self._borrowed.get(v, Home(home.cluster, v, shown))
 
     def _is_spread(self, v: int) -> bool:
         """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""

@@ -5,9 +5,9 @@ A kernel starts at a product or a reduction, the last of the program first, and 
     up      what makes an operand, if nothing outside the kernel reads that
     down    what reads the kernel's result, if nothing else does
 
-as long as the library knows them, and what is between is not added up over devices first. Where there are several, that
-is what sums over the first dimension are taken for, which is the batch's wherever there is one. Nothing is fused into
-such a kernel afterwards: what it reads is in memory, even a broadcast, and what others read of it as well.
+as long as the library knows them, and elementwise ones have 4,096 elements or more on a device (as seen of JAX 0.10.2;
+each device is taken to have an even share). Nothing is fused into such a kernel afterwards: what it reads is in memory,
+even a broadcast, and what others read of it as well.
 (openxla/xla, xla/backends/cpu/transforms/library_rewriter.cc.)
 """
 
@@ -27,6 +27,8 @@ _UNKNOWN = frozenset((
 ))  # fmt: skip
 #: Steps that kernels take in.
 _KNOWN = frozenset((*COSTLY, *CHEAP, "broadcast_in_dim", "spread")) - _UNKNOWN
+_ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+_LEAST = 4096  # elements of the result of an elementwise operation that kernels take in
 _CENTRES = ("dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 
 
@@ -61,7 +63,7 @@ class _Growth:
         waiting, seen = deque(self._around(centre, number, True)), {id(centre)}
         while waiting:
             step, down = waiting.popleft()
-            if id(step) not in seen and id(step) not in self.found and _is_known(step):
+            if id(step) not in seen and id(step) not in self.found and self._is_known(step):
                 seen.add(id(step))
                 self.found[id(step)] = number
                 waiting.extend(self._around(step, number, down))
@@ -72,24 +74,17 @@ class _Growth:
             if maker is not None and self._inside(maker, number):
                 yield maker, False
         users = [r for v in step.outputs for r in self.readers.get(v, ())]
-        if down and len(users) == 1 and self.leaving.isdisjoint(step.outputs) and not self._is_added_up(step):
+        if down and len(users) == 1 and self.leaving.isdisjoint(step.outputs):
             yield users[0], True
 
-    def _is_added_up(self, step: Step) -> bool:
-        """A sum over the first dimension, of which several devices have parts."""
-        if self.p.devices == 1 or step.name not in _CENTRES:
+    def _is_known(self, step: Step) -> bool:
+        if step.name in _CENTRES:
+            return True
+        if step.kind != LIGHT or step.name not in _KNOWN:
             return False
-        if step.name == "dot_general":
-            return all(0 in dims for dims in step.op.params["dimension_numbers"][0])
-        return 0 in step.op.params["axes"]
+        return step.name not in _ELEMENTWISE or self.p.type_of(step.outputs[0]).size >= _LEAST * self.p.devices
 
     def _inside(self, step: Step, number: int) -> bool:
         """Nothing outside a kernel reads what a step makes."""
-        if self._is_added_up(step):
-            return False
         users = [r for v in step.outputs for r in self.readers.get(v, ())]
         return self.leaving.isdisjoint(step.outputs) and all(self.found.get(id(r)) == number for r in users)
-
-
-def _is_known(step: Step) -> bool:
-    return step.name in _CENTRES or (step.kind == LIGHT and step.name in _KNOWN)

@@ -125,6 +125,8 @@ class _Clock:
     def _read(self, v: int, begin: int, end: int) -> None:
         self.found.death[v] = max(self.found.death.get(v, 0), end)
         if v in self.p.tokens:
+            if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
+                self._read(self.p.behind(v), begin, end)
             ready = max((self.found.birth.get(s, begin) for s in self._copied(v)), default=0)
             fetched = begin if self.product is None or not self.p.backend.overlaps else max(ready, self.product)
             born = ready if self.p.backend.runs_eagerly else fetched

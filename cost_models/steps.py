@@ -19,6 +19,7 @@ Values that no operation of the graph defines (tokens, turned and spread operand
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -118,6 +119,7 @@ class Program:
         backend: whose compiler runs it.
         reads: site -> key of the copy that is read there; sites left out read the value itself.
         devices: how many run it.
+        views: values that show another; a copy of one is a copy of what it shows, and made into a view again.
         top: the outermost frame.
         alias: value -> the atom whose buffer it is, where that is another.
         like: value made here -> value of the graph with its type and layout.
@@ -132,6 +134,7 @@ class Program:
     backend: Backend
     reads: Mapping[str, Hashable]
     devices: int = 1
+    views: AbstractSet[int] = frozenset()
     top: Frame = field(default_factory=Frame)
     alias: dict[int, Atom] = field(default_factory=dict)
     like: dict[int, int] = field(default_factory=dict)
@@ -195,9 +198,15 @@ def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([a for a in atoms if isinstance(a, int)]))
 
 
-def flatten(graph: Graph, backend: Backend, reads: Mapping[str, Hashable], devices: int = 1) -> Program:
-    """The steps of a program; for `reads` and `devices` see `Program`."""
-    program = Program(graph, backend, reads, devices)
+def flatten(
+    graph: Graph,
+    backend: Backend,
+    reads: Mapping[str, Hashable],
+    devices: int = 1,
+    views: AbstractSet[int] = frozenset(),
+) -> Program:
+    """The steps of a program; for the rest see `Program`."""
+    program = Program(graph, backend, reads, devices, views)
     _emit(program, program.top, graph.ops, ())
     program.top.leaving = values([program.read(f"out{i}", atom) for i, atom in enumerate(graph.outputs)])
     return program

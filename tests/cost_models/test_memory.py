@@ -164,11 +164,11 @@ def normed(x: Any, scale: Any) -> Any:
     return (x - mean) * jax.lax.rsqrt(square - mean * mean) * scale
 
 
-@pytest.mark.parametrize(("devices", "written"), [(1, 2), (8, 0)])
-def test_library_kernels_end_where_devices_add_up(devices: int, written: int) -> None:
-    """On one device the sums of a norm's gradient and what is done with them are one kernel, which reads broadcasts."""
+@pytest.mark.parametrize(("features", "devices", "written"), [(4096, 1, 2), (4095, 1, 0), (8192, 2, 2), (8190, 2, 0)])
+def test_library_kernels_leave_small_arithmetic_out(features: int, devices: int, written: int) -> None:
+    """Sums of a norm's gradient and what is done with them are one kernel, which reads broadcasts, if large."""
     grad = jax.grad(lambda x, scale: (normed(x, scale) ** 3).sum(), (0, 1))
-    program, w = flattened(grad, (X, array(128)), CPU, devices)
+    program, w = flattened(grad, (array(64, features), array(features)), CPU, devices)
     makers = {v: s for frame in program.top.walk() for s in frame.steps for v in s.outputs}
     found = [v for v in w.values if v in makers and makers[v].name == "spread" and program.type_of(v).rank == 2]
     assert len(found) == written
