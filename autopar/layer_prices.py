@@ -86,6 +86,19 @@ class Kinds:
         programs = Programs(self.stages.split)
         return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
 
+    def least_bytes(self) -> Mapping[int, float]:
+        """Kind -> bytes of the state and the sums of gradients that a layer holds, over all devices, each once."""
+        split, updates = self.stages.split, self.stages.updates
+        programs, types = Programs(split), split.graph.types
+        found: dict[int, float] = {}
+        for kind, s in self.stage.items():
+            state = sum(types[v].nbytes for v, home in updates.homes.items() if home == s)
+            read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
+            totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
+            sums = [types[t.value] for t in totals if not programs.accumulator(t).stacks]
+            found[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
+        return found
+
 
 def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:
     """One layer of every kind: the second of those that are alike, if there are two.

@@ -1,6 +1,6 @@
 """The plan of a step in stages: layouts inside every stage, and what it is predicted to take.
 
-    layouts       every stage planned on its submesh (`autopar.stage_planning`), or as a plan holds them    -> kept
+    layouts       every stage planned on its submesh (`autopar.stage_runs`), or as a plan holds them    -> kept
     step time     the schedule's instruction lists played at the prices of these plans; what is handed over at the rate
                   of the link between submeshes (`autopar.cost_models.pipeline`)
     memory        of every stage with as many microbatches as its rank has under way                        -> _memory
@@ -13,48 +13,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-from autopar.cluster import Cluster, LogicalMesh
+from autopar.cluster import Cluster
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.graph import Graph
 from autopar.layout import Layout, replicated
 from autopar.meshes import Target
 from autopar.microbatches import Programs
-from autopar.passes import decode
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops, work
 from autopar.pipelines import Pipelined
 from autopar.planning import Options
 from autopar.plans import Plan, Stage, graph_hash
-from autopar.rules import Rule, rules_of
+from autopar.rules import rules_of
 from autopar.runtime.pipeline import forward_only
 from autopar.schedules import held
-from autopar.stage_graphs import StageGraph, stage_graph
-from autopar.stage_planning import StagePlan, StagePlans, plan_stages
-from autopar.stage_prices import prices, stage_memory
+from autopar.stage_accounts import Kept
+from autopar.stage_graphs import stage_graph
+from autopar.stage_prices import prices
 from autopar.stage_programs import even
+from autopar.stage_runs import Accounted, LaidOut, StagePlans, plan_stages
 from autopar.stage_search import transfer_seconds
 from autopar.trace import Traced
 
 
-@dataclass(frozen=True, eq=False)
-class KeptStage:
-    """The layouts of a stage as a plan holds them: of a `StagePlan` what its programs are made from."""
-
-    graph: StageGraph
-    mesh: LogicalMesh
-    rules: Mapping[int, Rule]
-    layouts: Stage
-
-    def layout(self, value: int) -> Layout | None:
-        """Where a value of the graph lives; None for scalars and what is made where it is read."""
-        return self.layouts.values.get(value)
-
-
-def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans:
+def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[Accounted]:
     """Plan every stage of a step.
 
     Args:
@@ -76,14 +62,14 @@ def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 
-def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans:
+def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[LaidOut]:
     """The layouts that a plan holds, for the stages that it describes.
 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
     known = avals(traced, found)
-    plans: list[StagePlan] = []
+    plans: list[LaidOut] = []
     for number, stage in enumerate(plan.stages):
         graph = stage_graph(found.stages, number, known)
         if graph_hash(graph.graph) != stage.graph_hash:
@@ -92,12 +78,17 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
                 f"{plan.version}). Plan again."
             )
         rules = rules_of(graph.graph, registered)
-        plans.append(cast(StagePlan, KeptStage(graph, found.mesh(number), rules, stage)))
+        plans.append(Kept(graph, found.mesh(number), rules, stage))
     return StagePlans(found.stages, tuple(plans), len(plans))
 
 
 def make_plan(
-    graph: Graph, found: Pipelined, plans: StagePlans, target: Target, donated: tuple[int, ...], trace_s: float
+    graph: Graph,
+    found: Pipelined,
+    plans: StagePlans[Accounted],
+    target: Target,
+    donated: tuple[int, ...],
+    trace_s: float,
 ) -> Plan:
     """The plan of a pipeline.
 
@@ -162,12 +153,11 @@ def make_plan(
     )
 
 
-def _stage(found: Pipelined, plans: StagePlans, number: int, costs: Prices) -> Stage:
+def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: Prices) -> Stage:
     plan, first = plans.plans[number], found.first
     graph = found.layers.graph
     at = {v: i for i, v in enumerate(graph.inputs)}
     passes = costs.passes(found.schedule.pipeline.split)
-    layouts = decode.layouts(plan.model, plan.solution.assignment)
     peak, kinds = _memory(found, plan, number)
     return replace(
         plan.layouts,
@@ -181,22 +171,17 @@ def _stage(found: Pipelined, plans: StagePlans, number: int, costs: Prices) -> S
             **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
             "once": float(costs.reduce[number] + costs.update[number]),
         },
-        collectives=tuple(
-            c
-            for c in decode.collectives(plan.graph.graph, plan.model, plan.solution.assignment, layouts, plan.mesh)
-            if c.sent(plan.mesh.shape)  # none over axes of one device
-        ),
-        graph_hash=graph_hash(plan.graph.graph),
+        collectives=plan.account.collectives,
+        graph_hash=plan.account.graph_hash,
     )
 
 
-def _inputs(graph: Graph, plans: StagePlans, axes: int) -> tuple[Layout, ...]:
+def _inputs(graph: Graph, plans: StagePlans[Accounted], axes: int) -> tuple[Layout, ...]:
     """Where the argument leaves lie on the submesh of the stage that holds them."""
     found: list[Layout] = []
     for value in graph.inputs:
         plan = plans.plans[plans.stages.updates.homes.get(value, 0)]
-        inner = plan.graph.arguments.get(value) if value in plans.stages.updates.homes else None
-        layout = None if inner is None else plan.layout(inner)
+        layout = plan.account.arguments.get(value) if value in plans.stages.updates.homes else None
         shape = graph.types[value].shape
         found.append(replicated(axes) if layout is None else even(layout, shape, plan.mesh.sizes))
     return tuple(found)
@@ -205,7 +190,7 @@ def _inputs(graph: Graph, plans: StagePlans, axes: int) -> tuple[Layout, ...]:
 # Prices
 
 
-def _priced(plans: StagePlans, found: Pipelined, cluster: Cluster) -> Prices:
+def _priced(plans: StagePlans[Accounted], found: Pipelined, cluster: Cluster) -> Prices:
     """What the stages take, and what is handed over between them."""
     costs = prices(plans)
     sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
@@ -239,12 +224,12 @@ def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
 # Memory
 
 
-def _memory(found: Pipelined, plan: StagePlan, number: int) -> tuple[int, Mapping[str, int]]:
+def _memory(found: Pipelined, plan: Accounted, number: int) -> tuple[int, Mapping[str, int]]:
     """Bytes on each device of a stage at their peak, and by kind."""
     rank = found.schedule.pipeline.placement[number]
     stages = found.schedule.pipeline.placement.count(rank)
     under_way = -(-held(found.schedule)[rank] // stages)
-    one = stage_memory(plan)
+    one = plan.account.memory
     passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
     most = passes if sum(passes.values()) >= one.update else {"update": one.update}
     kinds = {"state": one.state, "gradients": one.sums, **most}

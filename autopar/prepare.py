@@ -45,7 +45,7 @@ from autopar.rules.registry import registered_rules
 from autopar.runtime import PipelineStep, build
 from autopar.runtime.failures import CALLBACKS
 from autopar.settings import Settings
-from autopar.stage_planning import StagePlans
+from autopar.stage_runs import LaidOut, StagePlans
 from autopar.trace import Traced, trace
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
@@ -66,7 +66,7 @@ class Prepared:
     registered: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     pipeline: Pipelined | None = None
-    layouts: StagePlans | None = None
+    layouts: StagePlans[LaidOut] | None = None
 
     def rules(self) -> Mapping[int, Rule]:
         """What code generation needs beside the plan; read once per graph."""

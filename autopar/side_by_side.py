@@ -24,10 +24,15 @@ T = TypeVar("T")
 WORKERS = 2
 
 
+def apart(tasks: int) -> bool:
+    """Whether so many tasks run in processes of their own, from which their results are sent."""
+    return _workers(tasks) > 1
+
+
 def results(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """What the tasks return, in order; the first exception of any is raised here."""
-    workers = min(WORKERS, len(tasks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    if workers < 2 or jax_compat.backends_are_initialized():
+    workers = _workers(len(tasks))
+    if workers < 2:
         return [task() for task in tasks]
     children = [_start(tasks[w::workers]) for w in range(workers)]
     shares = [_collect(child) for child in children]
@@ -35,6 +40,12 @@ def results(tasks: Sequence[Callable[[], T]]) -> list[T]:
     for error in (value for failed, value in outcomes if failed):
         raise error
     return [value for _, value in outcomes]
+
+
+def _workers(tasks: int) -> int:
+    """Processes for so many tasks; 1: they run here."""
+    here = jax_compat.backends_are_initialized() or not hasattr(os, "sched_getaffinity")
+    return 1 if here else min(WORKERS, tasks, len(os.sched_getaffinity(0)))
 
 
 _Outcome = tuple[bool, Any]

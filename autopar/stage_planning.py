@@ -1,11 +1,11 @@
-"""Layouts inside pipeline stages: each stage planned on its submesh by the intra-op optimizer.
+"""Layouts inside a pipeline stage: planned on its submesh by the intra-op optimizer.
 
     stage      -> one flat graph                            autopar/stage_graphs.py
     graph      -> clusters, problem, solution, layouts      as for a whole step                  -> plan_stage
-    borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
-               pass hands over is delivered as its reader wants it, for stages are planned in order -> _pinned
-    alike      stages with equal graphs, meshes and pins are planned once                        -> _Planner
     memory     within what a device has left, by charging for bytes ever more                    -> Charges
+    account    all that a plan needs to know of it         autopar/stage_accounts.py
+
+All stages of a step: `autopar.stage_runs`.
 
 Sums of gradients stay partial over all microbatches where that is cheaper (`autopar.passes.deferral`), and are read
 whole once, by the update.
@@ -13,29 +13,28 @@ whole once, by the update.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from autopar.cluster import LogicalMesh
+from autopar.collective import Collective
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.fitting import solve
-from autopar.graph import Graph
-from autopar.layout import PARTIAL, Layout, divides
-from autopar.microbatches import Programs
-from autopar.passes import clusters, decode, intra_op, pins
+from autopar.layout import Layout
+from autopar.passes import clusters, decode, intra_op
 from autopar.passes.charged import charged, together
 from autopar.passes.memory_rows import Row
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Ints
-from autopar.passes.stages import Stages
 from autopar.planning import Options
-from autopar.plans import Stage, graph_hash
+from autopar.plans import Stage
 from autopar.report.text import size
 from autopar.rules import Rule, rules_of
-from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_accounts import Account, account
+from autopar.stage_graphs import StageGraph
 from autopar.stage_prices import stage_memory
 
 #: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
@@ -78,42 +77,16 @@ class StagePlan:
         """Where a value of the graph lives; None for scalars and what is made where it is read."""
         return self.layouts.values.get(value)
 
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Of all its programs, per step."""
+        found = decode.Layouts(self.layouts.values, self.layouts.uses, self.layouts.copies)
+        return tuple(decode.collectives(self.graph.graph, self.model, self.solution.assignment, found, self.mesh))
 
-@dataclass(frozen=True, eq=False)
-class StagePlans:
-    """The plans of all stages of a step; `distinct` of them were solved, the others are like one of these."""
-
-    stages: Stages
-    plans: tuple[StagePlan, ...]
-    distinct: int
-
-
-def plan_stages(
-    stages: Stages,
-    avals: Sequence[Any],
-    meshes: Sequence[LogicalMesh],
-    options: Options | None = None,
-    limits: Sequence[Limit] = (),
-) -> StagePlans:
-    """Plan every stage.
-
-    Args:
-        stages: the step in stages.
-        avals: shape and dtype of every argument of the step.
-        meshes: the submesh of every stage.
-        options: of planning; `pins` are those of the step's arguments, by path, and hold in every stage that has them.
-            Recomputation and donation are not among them.
-        limits: what every stage may hold. None at all: the budget of the options, for one microbatch at a time.
-
-    Raises:
-        PinError: a pin that fits no argument of the step, or not the mesh of its stage.
-        MemoryBudgetError: no plan of a stage fits into the budget.
-    """
-    planner = _Planner(stages, tuple(meshes), options or Options(), tuple(limits))
-    programs = Programs(stages.split)
-    for stage in range(len(stages.stages)):
-        planner.plan(stage_graph(stages, stage, avals, programs))
-    return StagePlans(stages, tuple(planner.found), len(planner.known) + len(planner.charges))
+    @cached_property
+    def account(self) -> Account:
+        """What it comes down to."""
+        return account(self)
 
 
 def plan_stage(
@@ -128,7 +101,7 @@ def plan_stage(
     Args:
         graph: the stage.
         mesh: its submesh.
-        options: as for `plan_stages`; its pins are not looked at.
+        options: of planning; its pins are not looked at.
         arguments, results: position -> the layout that an argument or a result of the graph must have.
     """
     rules = rules_of(graph.graph, options.rules)
@@ -148,7 +121,7 @@ class Charges:
         options: of planning; its pins and its budget are not looked at.
         arguments, results: as for `plan_stage`.
         layers: as for `memory_row`.
-        how: further keywords of `optimize`.
+        how: further keywords of `optimize`; `charged_how`: those with a charge alone.
     """
 
     graph: StageGraph
@@ -159,6 +132,7 @@ class Charges:
     results: Mapping[int, Layout] | None = None
     layers: float = 1.0
     how: Mapping[str, Any] = field(default_factory=lambda: {"enough": ENOUGH})
+    charged_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
     solved: dict[float, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -204,7 +178,7 @@ class Charges:
 
     def _solve(self, rate: float) -> Solution:
         problem = charged(self.model.problem, self.row, rate) if rate else self.model.problem
-        return optimize(problem, **{**self.options.keywords(), **self.how})
+        return optimize(problem, **{**self.options.keywords(), **self.how, **(self.charged_how if rate else {})})
 
 
 def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
@@ -254,79 +228,3 @@ def planned(
     submesh = dict(zip(mesh.names, mesh.sizes, strict=True))
     layouts = Stage(f"stage {graph.stage}", submesh, mesh.size, found.values, found.uses, found.copies)
     return StagePlan(graph, mesh, rules, model, solution, liveness, layouts)
-
-
-@dataclass(eq=False)
-class _Planner:
-    """Plans stages in order, each knowing those before it."""
-
-    stages: Stages
-    meshes: tuple[LogicalMesh, ...]
-    options: Options
-    limits: tuple[Limit, ...] = ()
-    found: list[StagePlan] = field(default_factory=list)
-    known: dict[Hashable, StagePlan] = field(default_factory=dict)
-    charges: dict[Hashable, Charges] = field(default_factory=dict)
-
-    def plan(self, graph: StageGraph) -> None:
-        """Plan the next stage."""
-        mesh = self.meshes[graph.stage]
-        arguments, results = self._pinned(graph, mesh)
-        pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
-        key = (_likeness(graph.graph), mesh, pinned)
-        rules = rules_of(graph.graph, self.options.rules)
-        if self.limits:
-            if key not in self.charges:
-                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
-            made = self.charges[key].within(graph, rules, self.limits[graph.stage])
-        elif key not in self.known:
-            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
-        else:
-            same = self.known[key]
-            made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
-        self.found.append(made)
-
-    def _pinned(self, graph: StageGraph, mesh: LogicalMesh) -> tuple[dict[int, Layout], dict[int, Layout]]:
-        """Layouts that the user or an earlier stage has fixed, by position of arguments and of results."""
-        position = {v: i for i, v in enumerate(graph.graph.inputs)}
-        whole = pins.resolve(self.options.pins, self.stages.split.graph, mesh).arguments
-        held = {v: layout for i, layout in whole.items() if (v := self.stages.split.graph.inputs[i]) in graph.arguments}
-        arguments = {position[graph.arguments[v]]: layout for v, layout in held.items()}
-        whole_batch = [v for v in graph.arguments if v in self.stages.split.batch]
-        arguments.update((position[graph.arguments[v]], (-1,) * len(mesh.sizes)) for v in whole_batch)
-        results: dict[int, Layout] = {}
-        for hand, values in self.stages.hands.items():
-            if hand.target == graph.stage and hand.source < graph.stage:
-                given = ((v, self._given(hand.source, v, mesh)) for v in values)
-                arguments.update((position[graph.received[v]], layout) for v, layout in given if layout is not None)
-            if hand.source == graph.stage and hand.target < graph.stage:
-                out = {v: i for i, v in graph.handed.items()}
-                wanted = ((v, self._wanted(hand.target, v, mesh)) for v in values)
-                results.update((out[v], layout) for v, layout in wanted if layout is not None)
-        return arguments, results
-
-    def _given(self, source: int, value: int, mesh: LogicalMesh) -> Layout | None:
-        """The layout in which an earlier stage hands a value over."""
-        plan = self.found[source]
-        out = next(i for i, v in plan.graph.handed.items() if v == value)
-        atom = plan.graph.graph.outputs[out]
-        layout = plan.layouts.uses.get(f"out{out}", plan.layout(atom)) if isinstance(atom, int) else None
-        return self._fitting(plan, layout, value, mesh)
-
-    def _wanted(self, target: int, value: int, mesh: LogicalMesh) -> Layout | None:
-        """The layout in which an earlier stage wants a value."""
-        plan = self.found[target]
-        return self._fitting(plan, plan.layout(plan.graph.received[value]), value, mesh)
-
-    def _fitting(self, plan: StagePlan, layout: Layout | None, value: int, mesh: LogicalMesh) -> Layout | None:
-        """A layout of another stage, if both submeshes have one shape and it cuts the value evenly."""
-        atom = plan.graph.received.get(value, plan.graph.local.get(value))
-        if layout is None or plan.mesh.sizes != mesh.sizes or PARTIAL in layout or not isinstance(atom, int):
-            return None
-        return layout if divides(layout, plan.graph.graph.types[atom].shape, mesh.sizes) else None
-
-
-def _likeness(graph: Graph) -> str:
-    """A hash of the graph that does not depend on the names of its arguments."""
-    paths = tuple(str(i) for i in range(len(graph.inputs)))
-    return graph_hash(replace(graph, input_paths=paths))

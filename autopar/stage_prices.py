@@ -21,13 +21,13 @@ import numpy as np
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.pipeline import Prices
 from autopar.layout import Layout, cuts
-from autopar.passes import decode
 from autopar.passes.stages import KINDS
 from autopar.passes.strategies import share
 from autopar.stage_graphs import BEGIN
 
 if TYPE_CHECKING:
-    from autopar.stage_planning import StagePlan, StagePlans
+    from autopar.stage_planning import StagePlan
+    from autopar.stage_runs import Accounted, StagePlans
 
 UPDATE = "update"
 
@@ -95,12 +95,12 @@ def stage_prices(plan: StagePlan) -> StagePrices:
     return StagePrices(forward, backward, weight, found[UPDATE], reduce, handed)
 
 
-def prices(plans: StagePlans) -> Prices:
+def prices(plans: StagePlans[Accounted]) -> Prices:
     """Prices of all stages, as the simulator of schedules takes them; transfers are left to whoever knows the links.
 
     `Prices.border` has the bytes; see `autopar.cost_models.pipeline.transfer_times`.
     """
-    found = [stage_prices(plan) for plan in plans.plans]
+    found = [plan.account.prices for plan in plans.plans]
     border: dict[tuple[int, int], float] = {}
     for hand, values in plans.stages.hands.items():
         pair = (hand.source, hand.target)
@@ -111,7 +111,7 @@ def prices(plans: StagePlans) -> Prices:
         weight=tuple(p.weight for p in found),
         reduce=tuple(p.reduce for p in found),
         update=tuple(p.update for p in found),
-        stash=tuple(stage_memory(plan).stash for plan in plans.plans),
+        stash=tuple(plan.account.memory.stash for plan in plans.plans),
         border=border,
     )
 
@@ -162,10 +162,9 @@ def _first_readers(plan: StagePlan) -> Mapping[int, str]:
 
 def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
     """Collectives between operations; `ended`: those of updates, and no others."""
-    graph, mesh, slack = plan.graph.graph, plan.mesh, plan.model.clustering.slack
+    mesh, slack = plan.mesh, plan.model.clustering.slack
     behind, uses = mesh.behind_computation(), {use.site: use for use in plan.model.clustering.uses}
-    layouts = decode.Layouts(plan.layouts.values, plan.layouts.uses, plan.layouts.copies)
-    for c in decode.collectives(graph, plan.model, plan.solution.assignment, layouts, mesh):
+    for c in plan.collectives:
         use = uses.get(c.op)
         if use is None:
             continue  # at an operation, whose price has it

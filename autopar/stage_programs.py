@@ -28,7 +28,7 @@ from autopar.graph import Graph, Op
 from autopar.layout import PARTIAL, REPLICATED, Layout, divides, replicated, spec
 from autopar.passes.stages import KINDS
 from autopar.stage_graphs import BEGIN
-from autopar.stage_planning import StagePlan
+from autopar.stage_runs import LaidOut
 
 Key = tuple[int, Layout | None]
 """A value of the graph and the layout of a copy of it; None: where it lives."""
@@ -48,7 +48,7 @@ def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
 class Emitter:
     """Emits the programs of one planned stage for a mesh."""
 
-    plan: StagePlan
+    plan: LaidOut
     mesh: codegen.AnyMesh
 
     @property

@@ -6,13 +6,20 @@
         the best divisions into stages                                autopar/passes/inter_op.py
         each played under every schedule that its memory allows       autopar/cost_models/pipeline.py
 
-The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Numbers of
-microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until two bring
-little or the smaller of them is clearly worse: many small ones fit into memory first, few have the longer bubble.
+The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches.
+
+Numbers of microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until
+two bring little or the smaller of them is worse: few have the longer bubble. What does not fit in the smallest
+microbatches does not fit in larger ones.
+Submeshes of whole hosts are priced from the smallest on, until one makes no better division, where that is close to all
+stages working all the time: more hosts save filling, draining and transfers, and pay for collectives -> Hunt.divisions
+A schedule of many microbatches is played for two numbers of them; from there on it repeats itself   -> played_seconds
+Where state and sums of gradients need more than all devices have, nothing fits and nothing is tried -> Hunt.fits
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,18 +48,22 @@ from autopar.stage_trades import Trade
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
 #: Divisions that are played for every number of microbatches.
-PLAYED = 4
+PLAYED = 8
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
-#: Share of the best time by which two numbers of microbatches have to be better than those before, and by which the
-#: smaller may be slower, for the search for one to go on.
+#: Share of the best time by which two numbers of microbatches have to be better than those before for the search for
+#: one to go on.
 LITTLE = 0.02
+#: Share of a step's time that filling, draining and transfers may take for submeshes of more hosts to be left.
+FILLING = 0.05
+#: Microbatches per stage that are played, and as many again, of a schedule that has more than both.
+REPEATING = 8
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
 RESERVE = 0.03
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
-ANY_SIZE = 16
+ANY_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +200,8 @@ class Hunt:
     borders: tuple[float, ...] = field(init=False)
     meshes: Mapping[int, LogicalMesh] = field(init=False)
     where: tuple[Placement, ...] = field(init=False)
-    known: dict[int, Mapping[int, Priced]] = field(default_factory=dict)
+    known: dict[int, dict[int, Priced]] = field(default_factory=dict)
+    pricings: dict[int, Pricing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = layers_pass.find(self.graph)
@@ -218,6 +230,8 @@ class Hunt:
 
     def best(self, choice: Open) -> Found | None:
         """The best pipeline; None if none fits."""
+        if not self.fits(choice):
+            return None
         best: Found | None = None
         falling = sorted(choice.numbers, reverse=True)
         for first in range(0, len(falling), side_by_side.WORKERS):
@@ -225,35 +239,61 @@ class Hunt:
             found = side_by_side.results([partial(self.at, count, choice) for count in some])
             better = min((f for f in (best, *found) if f is not None), key=_rank, default=None)
             last = math.inf if found[-1] is None else found[-1].seconds
-            gained = better is None or best is None or better.seconds <= (1 - LITTLE) * best.seconds
-            if better is not None and (not gained or last > (1 + LITTLE) * better.seconds):
+            gained = best is None or better is None or better.seconds <= (1 - LITTLE) * best.seconds
+            if better is None or not gained or last > better.seconds:
                 return better
             best = better
         return best
 
-    def priced(self, count: int) -> Mapping[int, Priced]:
-        """The ways to run layers of every kind on every submesh, with this number of microbatches."""
-        if count not in self.known:
-            same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
-            pricing = Pricing(same or self._kinds(count), self.options)
-            self.known[count] = {n: pricing.on(mesh) for n, mesh in sorted(self.meshes.items())}
-        return self.known[count]
+    def fits(self, choice: Open) -> bool:
+        """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
+        least = sum(self.kinds.least_bytes()[kind] for kind in self.kinds.of_layer)
+        return least <= self.cluster.num_devices * max(self.room(choice)) * (1 - RESERVE)
+
+    def priced(self, count: int, submeshes: int | None = None) -> Mapping[int, Priced]:
+        """The ways to run layers of every kind on the first submeshes, or all, with this number of microbatches."""
+        known = self.known.setdefault(count, {})
+        for n in range(len(known), len(self.meshes) if submeshes is None else submeshes):
+            if count not in self.pricings:
+                same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
+                self.pricings[count] = Pricing(same or self._kinds(count), self.options)
+            known[n] = self.pricings[count].on(self.meshes[n])
+        return known
 
     def at(self, count: int, choice: Open) -> Found | None:
         """The best pipeline with this number of microbatches."""
-        question = self.question(count, choice)
-        divisions = search(question, TOLERANCE)[:PLAYED]
-        played = [found for division in divisions for found in self.played(division, question, choice)]
+        question, divisions = self.divisions(count, choice)
+        plain = [d for d in divisions if self._recomputed_first(d, choice)] or divisions
+        played = [found for division in plain[:PLAYED] for found in self.played(division, question, choice)]
         return min(played, key=_rank, default=None)
 
-    def question(self, count: int, choice: Open) -> Question:
-        """What the dynamic program is asked for this number of microbatches."""
-        priced = self.priced(count)
+    def _recomputed_first(self, division: Division, choice: Open) -> bool:
+        """Whether no stage without recomputation is in front of one with it, which hands back more than is priced."""
+        policies = [ways(choice.policies)[part.option][0] for part in division.parts]
+        return not any(a == remat.NONE != b for a, b in itertools.pairwise(policies))
+
+    def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
+        """The best divisions with this number of microbatches, and what they answer."""
+        per_host, several = self.cluster.devices_per_host, len(self.cluster.groups) > 1
+        first = sum(several or mesh.size <= per_host for mesh in self.meshes.values())
+        question, found = self.question(count, choice, first), ()
+        for submeshes in range(first, len(self.meshes) + 1):
+            question = self.question(count, choice, submeshes)
+            better = search(question, TOLERANCE, found[0].seconds * (1 - TOLERANCE) if found else math.inf)
+            if found and not better and found[0].seconds - count * found[0].slowest <= FILLING * found[0].seconds:
+                break
+            found = tuple(sorted((*better, *found), key=lambda d: (d.seconds, len(d.parts), d.slowest)))
+        return question, found
+
+    def question(self, count: int, choice: Open, submeshes: int | None = None) -> Question:
+        """What the dynamic program is asked for this number of microbatches, about the first submeshes or all."""
+        number = len(self.meshes) if submeshes is None else submeshes
+        priced = self.priced(count, number)
         return Question(
             layers=len(self.kinds.of_layer),
             devices=self.cluster.num_devices,
-            placements=self.where,
-            prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in sorted(priced)),
+            placements=tuple(p for p in self.where if p.submesh < number),
+            prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in range(number)),
             memory=tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice)),
             microbatches=count,
             in_flight=lambda stages: min(stages, count),
@@ -290,7 +330,7 @@ class Hunt:
                 for p, n in zip(division.parts, flights, strict=True)
             )
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
-                seconds = simulate(make(name, size), prices).seconds
+                seconds = played_seconds(name, size, prices)
                 room = self.room(choice)
                 limits = tuple(
                     Limit(room[p.placement.submesh], n, max(trade.share for trade in trades))
@@ -322,6 +362,15 @@ class Hunt:
             seconds = transfer_seconds(self.cluster, nbytes, part.placement.start, senders)
             found[s, s + 1] = found[s + 1, s] = seconds
         return found
+
+
+def played_seconds(name: str, size: Size, prices: Prices) -> float:
+    """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself."""
+    few, more = (Size(size.ranks, times * REPEATING * size.ranks) for times in (1, 2))
+    if size.microbatches <= more.microbatches:
+        return simulate(make(name, size), prices).seconds
+    short, longer = (simulate(make(name, one), prices).seconds for one in (few, more))
+    return longer + (size.microbatches - more.microbatches) * (longer - short) / (more.microbatches - few.microbatches)
 
 
 def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:

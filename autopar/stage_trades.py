@@ -28,7 +28,9 @@ SHARES = (0.3, 6.0)
 #: How often what a layer holds counts against what one microbatch needs: stages have several layers.
 LAYERS = 4.0
 #: Relative gap at which a way to run a stage is priced as it is.
-ENOUGH = 0.1
+ENOUGH = 0.03
+#: Relative gap at which the ascent towards one that is charged for ends.
+NEAR = 0.01
 #: Strategies left above which the ILP, which takes half a minute then, is not asked for that.
 LARGEST = 2_000
 
@@ -74,8 +76,8 @@ def trades(
         entering: values of the graph that the forward pass is given by other stages.
         shares: rates to try besides none.
     """
-    how = {"enough": ENOUGH, "largest": LARGEST, "fold": False}
-    charges = Charges(graph, mesh, rules, options, layers=LAYERS, how=how)
+    how = {"enough": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
+    charges = Charges(graph, mesh, rules, options, layers=LAYERS, how=how, charged_how={"until": NEAR})
     problem = charges.model.problem
 
     def trade(share: float) -> tuple[float, float, Trade]:
@@ -87,7 +89,8 @@ def trades(
             Trade(stage_prices(plan), stage_memory(plan), sum(held(plan, v) for v in entering), share),
         )
 
-    return tuple(_nondominated([trade(share) for share in (0.0, *(shares if charges.peak > 0 else ()))]))
+    open_ = mesh.size > 1 and charges.peak > 0  # on one device there is one way
+    return tuple(_nondominated([trade(share) for share in (0.0, *(shares if open_ else ()))]))
 
 
 def _nondominated(found: Sequence[tuple[float, float, Trade]]) -> Iterator[Trade]:

@@ -48,6 +48,17 @@ SHRINK = 0.4  # share of strategies ruled out at which it pays to stop and go on
 SMALL = 100  # strategies below which it never does
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A share of a plan's value, `constant` (s) included, at which the gap is small enough."""
+
+    share: float = 0.0
+    constant: float = 0.0
+
+    def closed(self, gap: float, value: float) -> bool:
+        return gap <= max(TOLERANCE * abs(value), self.share * abs(value + self.constant))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ascent:
     """lower and value in seconds; value is inf and assignment None if no feasible plan was met.
@@ -97,18 +108,20 @@ def ascend(
     upper: float = np.inf,
     deadline: float = np.inf,
     passes: int = PASSES,
+    enough: Gap = Gap(),
 ) -> Ascent:
     """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
 
     Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `counts` are the
     sizes of folded classes, for strategy bounds that hold unfolded; `upper` (s) is the value of a plan known elsewhere.
-    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value.
+    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value, and at a gap
+    that is `enough`.
     """
     ends = ends_of(problem)
     state = initial(problem, counts)
     lower, value, best = -np.inf, np.inf, None
     gaps: list[float] = []
-    while not (_finished(gaps, min(value, upper), state) or len(gaps) >= passes or _late(gaps, deadline)):
+    while not (_finished(gaps, min(value, upper), state, enough) or len(gaps) >= passes or _late(gaps, deadline)):
         bound, plan = sweep(problem, ends, state)
         lower = max(lower, bound)
         found = problem.value(plan)
@@ -122,11 +135,11 @@ def ascend(
     return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.passes)
 
 
-def _finished(gaps: list[float], value: float, state: State) -> bool:
+def _finished(gaps: list[float], value: float, state: State, enough: Gap) -> bool:
     """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
     if len(gaps) < 2:
         return False
-    if np.isfinite(value) and gaps[-1] <= TOLERANCE * abs(value):
+    if np.isfinite(value) and enough.closed(gaps[-1], value):
         return True
     if np.isfinite(value) and len(gaps) % REVIEW == 0:
         bounds = np.concatenate(state.bounds)

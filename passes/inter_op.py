@@ -148,24 +148,25 @@ def placements(groups: Sequence[tuple[int, int]], sizes: Callable[[int], bool] =
         first += hosts * per_host
 
 
-def search(question: Question, tolerance: float = 0.0) -> tuple[Division, ...]:
+def search(question: Question, tolerance: float = 0.0, below: float = np.inf) -> tuple[Division, ...]:
     """Divisions of least total for decreasing bounds on the slowest stage; the best by the model comes first.
 
     Args:
         question: what is to be divided.
         tolerance: share of the best total by which a better one may be missed.
+        below: the total that is known; only better ones are looked for.
 
     Returns:
-        Nothing if no division fits.
+        Nothing if no division fits, or none is better than what is known.
     """
     tables = _Tables(question)
     bounds = tables.bounds()
     if not len(bounds):
         return ()
-    whole = tables.best(float(bounds[-1]))
-    found = [] if whole is None else [whole]
     spread = question.microbatches - 1
-    best = whole.seconds if whole is not None else np.inf
+    whole = tables.best(float(bounds[-1]), below - spread * float(bounds[0]))
+    found = [] if whole is None else [whole]
+    best = min(below, whole.seconds) if whole is not None else np.inf
     # (low, high, least sum of all bounds above): what is still open, by position in `bounds`
     todo = [] if whole is None else [(0, _below(bounds, whole), _sum(whole, spread))]
     while todo:
@@ -181,7 +182,8 @@ def search(question: Question, tolerance: float = 0.0) -> tuple[Division, ...]:
             found.append(inner)
             best = min(best, inner.seconds)
             todo.append((low, _below(bounds, inner), _sum(inner, spread)))
-    return tuple(sorted(found, key=lambda d: (d.seconds, len(d.parts), d.slowest)))
+    better = [d for d in found if d.seconds < below]
+    return tuple(sorted(better, key=lambda d: (d.seconds, len(d.parts), d.slowest)))
 
 
 def _below(bounds: Floats, found: Division) -> int:

@@ -33,7 +33,7 @@ from autopar.passes import fold as folding
 from autopar.passes import ilp
 from autopar.passes.contract import contract
 from autopar.passes.dead_end import eliminate
-from autopar.passes.dual_ascent import Ascent, ascend, reparametrise
+from autopar.passes.dual_ascent import Ascent, Gap, ascend, reparametrise
 from autopar.passes.fold import Folded
 from autopar.passes.problem import Ints, Problem, check
 
@@ -131,11 +131,14 @@ def optimize(
     presolve: bool = True,
     enough: float = 0.0,
     largest: float = np.inf,
+    rounds: int = FIRST_ROUNDS,
+    until: float = 0.0,
 ) -> Solution:
     """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
 
     `enough`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it
-    neither aims at plans nor asks CBC, and leaves the plan "open".
+    neither aims at plans nor asks CBC, and leaves the plan "open"; `rounds`: sweeps of dead-end elimination at the
+    start, 0 where bounds are soon near enough without; `until`: the relative gap at which an ascent ends.
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -148,8 +151,9 @@ def optimize(
     with clock.phase("fold"):
         check(problem, thorough=False)
         folded = folding.fold(problem) if fold else folding.identity(problem)
-    core = _presolve(folded, presolve, clock)
-    small, ascent, outcome = _narrow(folded.problem, core, _Outcome(None, np.inf, -np.inf), clock, enough)
+    core = _presolve(folded, presolve, clock, rounds)
+    nothing = _Outcome(None, np.inf, -np.inf)
+    small, ascent, outcome = _narrow(folded.problem, core, nothing, clock, enough, until)
     if solver == "auto" and enough and not folded.tied and small.problem.variables <= largest:
         small, outcome = _aimed(folded.problem, small, ascent, outcome, clock, enough)
     if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
@@ -205,11 +209,11 @@ def _lifted(folded: Folded, outcome: _Outcome) -> _Outcome:
     return replace(outcome, plan=None if outcome.plan is None else folded.lift(outcome.plan))
 
 
-def _presolve(folded: Folded, presolve: bool, clock: _Clock) -> _Core:
+def _presolve(folded: Folded, presolve: bool, clock: _Clock, rounds: int = FIRST_ROUNDS) -> _Core:
     whole = _Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if presolve:
-            return _reduced(whole, None, FIRST_ROUNDS)
+            return _reduced(whole, None, rounds)
         reduced = eliminate(folded.problem, rounds=0)
         return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
@@ -227,15 +231,16 @@ def _reduced(core: _Core, start: tuple[Ints, ...] | None, rounds: int) -> _Core:
 
 
 def _narrow(
-    problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock, enough: float = CLOSED
+    problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock, enough: float = CLOSED, until: float = 0.0
 ) -> tuple[_Core, Ascent, _Outcome]:
     """Bound, fix and presolve again while that shrinks the core, until the bounds meet, or are near enough.
 
     A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
+    `until`: the relative gap at which an ascent ends.
     """
     size = 2 * core.problem.variables
     while True:
-        ascent, outcome = _bound(problem, core, outcome, clock)
+        ascent, outcome = _bound(problem, core, outcome, clock, until)
         done = outcome.within(max(enough, CLOSED)) or not np.isfinite(outcome.value) or clock.left <= 0
         if done or core.problem.variables > KEPT * size:
             return core, ascent, outcome
@@ -243,11 +248,14 @@ def _narrow(
         core = _fixed(core, ascent, outcome, clock)
 
 
-def _bound(problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock) -> tuple[Ascent, _Outcome]:
+def _bound(
+    problem: Problem, core: _Core, outcome: _Outcome, clock: _Clock, until: float = 0.0
+) -> tuple[Ascent, _Outcome]:
     """Dual ascent on the core: a better plan, if found, and a better lower bound."""
     with clock.phase("bound"):
         known = outcome.value - core.constant
-        ascent = ascend(core.problem, counts=core.counts, upper=known, deadline=clock.deadline)
+        gap = Gap(until, core.constant)
+        ascent = ascend(core.problem, counts=core.counts, upper=known, deadline=clock.deadline, enough=gap)
     plan, value = outcome.plan, outcome.value
     if ascent.assignment is not None:
         found = core.lift(ascent.assignment)

@@ -12,8 +12,8 @@ from autopar.cost_models.pipeline import simulate
 from autopar.layout import local_shape
 from autopar.passes.stages import KINDS
 from autopar.schedules import Size, make
-from autopar.stage_planning import StagePlans, plan_stages
 from autopar.stage_prices import prices, stage_memory, stage_prices
+from autopar.stage_runs import StagePlans, plan_stages
 from tests.test_stage_graphs import COUNT, staged
 
 

@@ -14,11 +14,12 @@ import pytest
 
 from autopar import zoo
 from autopar.cluster import Cluster
-from autopar.cost_models.pipeline import simulate
+from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
+from autopar.passes.inter_op import search
 from autopar.passes.microbatch import batch_leaves, split
 from autopar.passes.optimize import optimize
 from autopar.passes.remat import FULL, NONE
@@ -26,7 +27,7 @@ from autopar.planning import Options
 from autopar.plans import graph_hash
 from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
-from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers, that_split
+from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers, played_seconds, that_split
 from autopar.trace import Traced, trace
 
 
@@ -198,6 +199,42 @@ def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
     assert both[-1] is None
     for found, budget in zip(both, budgets, strict=True):
         assert found is None or max(found.peaks) <= budget
+
+
+def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hunt: Hunt) -> None:
+    """The bound is on every way to run a layer, and nothing is priced where it says no."""
+    least = hunt.kinds.least_bytes()
+    for n, priced in hunt.priced(4).items():
+        for kind, trades in priced.trades.items():
+            held = min(t.memory.state + t.memory.sums for t in trades)
+            assert 0 < least[kind] <= hunt.meshes[n].size * held * (1 + 1e-9)
+    total = sum(least[kind] for kind in hunt.kinds.of_layer)
+    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+    assert again.best(opened(again, memory=0.9 * total / 4)) is None
+    assert not again.known
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_a_schedule_repeats_itself_after_a_while(name: str) -> None:
+    rng = np.random.default_rng(3)
+    links = {pair: 0.2 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
+    for _ in range(20):
+        forward, backward = (tuple(rng.uniform(1, 3, 4)) for _ in range(2))
+        prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
+        for count in (8, 64, 65, 300):
+            exact = simulate(make(name, Size(4, count)), prices).seconds
+            assert played_seconds(name, Size(4, count), prices) == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
+def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: int) -> None:
+    """Eight hosts of one device: what is left would have made no better division."""
+    step = traced("gpt-toy", layers=2)
+    many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
+    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    _, found = hunt.divisions(count, opened(hunt))
+    whole = search(hunt.question(count, opened(hunt)), TOLERANCE)
+    assert found[0].seconds <= whole[0].seconds * (1 + 2 * TOLERANCE)
 
 
 def test_a_slow_network_between_hosts_makes_stages() -> None:

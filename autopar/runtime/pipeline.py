@@ -34,7 +34,7 @@ from autopar.runtime.script import Script, script
 from autopar.schedules.complete import complete
 from autopar.schedules.orders import Pass
 from autopar.schedules.pipeline import Pipeline, Schedule
-from autopar.stage_planning import StagePlans
+from autopar.stage_runs import LaidOut, StagePlans
 from autopar.trace import Traced
 
 #: How names of programs of a loop that runs first begin.
@@ -136,7 +136,7 @@ def build(
     schedule: Schedule,
     meshes: Sequence[Mesh],
     *,
-    layouts: Layouts | StagePlans | None = None,
+    layouts: Layouts | StagePlans[LaidOut] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     blocking: bool = False,
     donated: Collection[int] = (),

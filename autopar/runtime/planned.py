@@ -26,8 +26,8 @@ from autopar.runtime.places import Values
 from autopar.runtime.plain import Plain
 from autopar.schedules.instructions import Kind
 from autopar.stage_graphs import BEGIN, update_name
-from autopar.stage_planning import StagePlans, plan_stages
 from autopar.stage_programs import Cuts, Emitter, Key, cut
+from autopar.stage_runs import LaidOut, StagePlans, plan_stages
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ def _given(values: Mapping[Key, Any], atom: Any) -> Any:
 
 
 def placed(
-    stages: Stages, meshes: Sequence[Mesh], avals: Sequence[Any], layouts: Layouts | StagePlans | None
+    stages: Stages, meshes: Sequence[Mesh], avals: Sequence[Any], layouts: Layouts | StagePlans[LaidOut] | None
 ) -> Plain | Planned:
     """Where the values of a step in stages lie, and its programs.
 
@@ -183,7 +183,7 @@ def local_mesh(mesh: Mesh) -> LogicalMesh:
     return Cluster.local().part(0, mesh.size).logical_mesh(mesh.devices.shape, mesh.axis_names)
 
 
-def planned(plans: StagePlans, meshes: Sequence[Mesh]) -> Planned:
+def planned(plans: StagePlans[LaidOut], meshes: Sequence[Mesh]) -> Planned:
     """The programs of planned stages, for these submeshes.
 
     Args:

@@ -163,6 +163,18 @@ def test_a_division_fits_under_the_microbatches_in_flight() -> None:
     assert search(replace(q, memory=(5.9, 5.9))) == ()
 
 
+@settings(max_examples=100, deadline=None)
+@given(questions(), st.floats(0.5, 1.5))
+def test_only_what_is_better_than_what_is_known_is_found(q: Question, share: float) -> None:
+    best = by_force(q)
+    below = best * share if math.isfinite(best) else 1.0
+    found = search(q, below=below)
+    assert bool(found) == (best < below)
+    if found:
+        assert found[0].seconds == pytest.approx(best, rel=1e-12)
+        assert all(d.seconds < below for d in found)
+
+
 def test_a_tolerance_loses_no_more_than_it_says() -> None:
     rng = np.random.default_rng(7)
     shape = (1, 9, 9)

@@ -184,6 +184,9 @@ def test_a_gap_that_is_enough_ends_the_search() -> None:
 def test_guesses_at_the_optimum_prove_what_they_say(name: str, enough: float) -> None:
     problem = frustrated(name)
     best, found = brute(problem), optimize(problem, enough=enough, fold=False)
+    quick = optimize(problem, enough=enough, fold=False, rounds=0, until=enough)
+    assert quick.gap <= enough
+    assert quick.lower_bound <= best * (1 + 1e-9) <= quick.objective * (1 + 2e-9)
     assert found.objective == problem.value(found.assignment)
     assert found.lower_bound - 1e-12 <= best <= found.objective + 1e-12
     assert found.gap <= enough

@@ -20,8 +20,9 @@ from autopar.passes.stages import divide
 from autopar.planning import Options
 from autopar.runtime import PipelineStep, build, data_parallel
 from autopar.schedules import Size, bounds, check, make
-from autopar.stage_planning import Limit, StagePlans, plan_stages
+from autopar.stage_planning import Limit
 from autopar.stage_prices import stage_memory
+from autopar.stage_runs import StagePlans, plan_stages
 from autopar.trace import trace
 from autopar.zoo import build as zoo
 from tests.runtime.test_runtime import QUICK, assert_close

@@ -1,0 +1,225 @@
+"""Layouts inside all stages of a step: every stage planned on its submesh, with an eye on its neighbours.
+
+    borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
+               pass hands over is delivered as its reader wants it, for stages are planned in order -> _Planner.pinned
+    alike      stages with equal graphs, meshes and pins are planned once                        -> _Planner.plan
+    runs       stages of a large step are planned in two runs, in two processes where there are   -> runs, _joined
+               two: the second does not know what the first hands over, and its stages are planned again as far as that
+               turns out to lie otherwise
+
+Runs depend on the stages alone, so that the plan is the same in any number of processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from autopar import side_by_side
+from autopar.cluster import LogicalMesh
+from autopar.graph import Graph
+from autopar.layout import Layout
+from autopar.microbatches import Programs
+from autopar.passes import pins
+from autopar.passes.optimize import Solution
+from autopar.passes.stages import Stages
+from autopar.planning import Options
+from autopar.plans import Stage, graph_hash
+from autopar.rules import rules_of
+from autopar.stage_accounts import Account, Border, Kept, Recorded, border
+from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_planning import Charges, Limit, StagePlan, plan_stage, planned
+
+#: Operations of a step from which its stages are planned in two runs.
+LARGE = 5_000
+
+Key: TypeAlias = tuple[str, LogicalMesh, Hashable]
+"""What plans of a stage depend on: a hash of its graph, its submesh, pins of arguments and of results."""
+
+
+Accounted: TypeAlias = StagePlan | Recorded
+"""A stage that was planned, here or in another process."""
+LaidOut: TypeAlias = Accounted | Kept
+"""A stage with its layouts."""
+S = TypeVar("S", bound=LaidOut, covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlans(Generic[S]):
+    """The plans of all stages of a step; `distinct` of them were solved, the others are like one of these."""
+
+    stages: Stages
+    plans: tuple[S, ...]
+    distinct: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A planned stage and what its plan depends on; `border`: layouts of what crosses its borders."""
+
+    plan: Accounted
+    key: Key
+    border: Border
+
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """What another process sends of a planned stage."""
+
+    solution: Solution
+    layouts: Stage
+    account: Account
+    key: Key
+
+
+def plan_stages(
+    stages: Stages,
+    avals: Sequence[Any],
+    meshes: Sequence[LogicalMesh],
+    options: Options | None = None,
+    limits: Sequence[Limit] = (),
+) -> StagePlans[Accounted]:
+    """Plan every stage.
+
+    Args:
+        stages: the step in stages.
+        avals: shape and dtype of every argument of the step.
+        meshes: the submesh of every stage.
+        options: of planning; `pins` are those of the step's arguments, by path, and hold in every stage that has them.
+            Recomputation and donation are not among them.
+        limits: what every stage may hold. None at all: the budget of the options, for one microbatch at a time.
+
+    Returns:
+        The plans. Those that another process has made are `Recorded`, without the problem that they solve.
+
+    Raises:
+        PinError: a pin that fits no argument of the step, or not the mesh of its stage.
+        MemoryBudgetError: no plan of a stage fits into the budget.
+    """
+    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), tuple(limits))
+    parts = runs(stages)
+    if side_by_side.apart(len(parts)):
+        records = side_by_side.results([partial(_records, planner, part) for part in parts])
+        found = [planner.recorded(n, one) for n, one in enumerate(itertools.chain(*records))]
+    else:
+        found = [made for part in parts for made in planner.run(part)]
+    return _joined(planner, parts, found)
+
+
+def runs(stages: Stages) -> tuple[range, ...]:
+    """Runs of stages to be planned side by side: two of as equal numbers of operations as can be, or one of few."""
+    updates = stages.updates.programs
+    weights = [
+        sum(len(one.ops) for one in stage.passes.values()) + sum(len(u.ops) for u in updates if u.stage == s)
+        for s, stage in enumerate(stages.stages)
+    ]
+    done, n = list(itertools.accumulate(weights)), len(weights)
+    if n < 2 or done[-1] < LARGE:
+        return (range(n),)
+    cut = min(range(1, n), key=lambda k: (max(done[k - 1], done[-1] - done[k - 1]), k))
+    return (range(cut), range(cut, n))
+
+
+def _records(planner: _Planner, part: range) -> list[_Record]:
+    return [_Record(m.plan.solution, m.plan.layouts, m.plan.account, m.key) for m in planner.run(part)]
+
+
+def _joined(planner: _Planner, parts: Sequence[range], found: list[_Made]) -> StagePlans[Accounted]:
+    """All stages, planned again where a stage of another run, or one planned again, hands over something else."""
+    borders = {n: made.border for n, made in enumerate(found)}
+    unseen = {n for part in parts[:-1] for n in part}
+    for number in (n for part in parts[1:] for n in part):
+        arguments, results = planner.wishes(number, {n: borders[n] for n in sorted(unseen)})
+        at = borders[number]
+        if any(at.wanted.get(v) != one for v, one in arguments.items()) or any(
+            at.given.get(v) != one for v, one in results.items()
+        ):
+            found[number] = planner.plan(number, borders)
+            borders[number] = found[number].border
+            unseen.add(number)
+    return StagePlans(planner.stages, tuple(made.plan for made in found), len({made.key for made in found}))
+
+
+@dataclass(eq=False)
+class _Planner:
+    """Plans stages; alike ones are solved once."""
+
+    stages: Stages
+    avals: tuple[Any, ...]
+    meshes: tuple[LogicalMesh, ...]
+    options: Options
+    limits: tuple[Limit, ...] = ()
+    known: dict[Key, StagePlan] = field(default_factory=dict)
+    charges: dict[Key, Charges] = field(default_factory=dict)
+
+    @cached_property
+    def programs(self) -> Programs:
+        return Programs(self.stages.split)
+
+    def run(self, part: range) -> list[_Made]:
+        """The plans of stages in order, each knowing those of the run before it."""
+        borders: dict[int, Border] = {}
+        found: list[_Made] = []
+        for number in part:
+            found.append(self.plan(number, borders))
+            borders[number] = found[-1].border
+        return found
+
+    def recorded(self, number: int, one: _Record) -> _Made:
+        """A stage that another process has planned."""
+        mesh, rules = self.meshes[number], self.options.rules
+        plan = Recorded(self.stages, self.avals, number, mesh, one.solution, one.layouts, one.account, rules)
+        return _Made(plan, one.key, one.account.border)
+
+    def plan(self, number: int, borders: Mapping[int, Border]) -> _Made:
+        """The plan of a stage next to these."""
+        graph, mesh = stage_graph(self.stages, number, self.avals, self.programs), self.meshes[number]
+        arguments, results = self._pinned(graph, borders)
+        pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
+        key = (_likeness(graph.graph), mesh, pinned)
+        rules = rules_of(graph.graph, self.options.rules)
+        if self.limits:
+            if key not in self.charges:
+                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
+            made = self.charges[key].within(graph, rules, self.limits[number])
+        elif key not in self.known:
+            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
+        else:
+            same = self.known[key]
+            made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
+        return _Made(made, key, border(made))
+
+    def wishes(self, number: int, borders: Mapping[int, Border]) -> tuple[dict[int, Layout], dict[int, Layout]]:
+        """Layouts of what a stage receives and hands over, fixed by earlier stages among these on equal submeshes."""
+        arguments: dict[int, Layout] = {}
+        results: dict[int, Layout] = {}
+        for hand, values in self.stages.hands.items():
+            before = borders.get(min(hand.source, hand.target))
+            if max(hand.source, hand.target) != number or before is None or before.sizes != self.meshes[number].sizes:
+                continue
+            fixed, into = (before.given, arguments) if hand.target == number else (before.wanted, results)
+            into.update((v, fixed[v]) for v in values if v in fixed)
+        return arguments, results
+
+    def _pinned(self, graph: StageGraph, borders: Mapping[int, Border]) -> tuple[dict[int, Layout], dict[int, Layout]]:
+        """Layouts that the user or an earlier stage has fixed, by position of arguments and of results."""
+        mesh, split = self.meshes[graph.stage], self.stages.split
+        position = {v: i for i, v in enumerate(graph.graph.inputs)}
+        out = {v: i for i, v in graph.handed.items()}
+        whole = pins.resolve(self.options.pins, split.graph, mesh).arguments
+        held = {v: layout for i, layout in whole.items() if (v := split.graph.inputs[i]) in graph.arguments}
+        arguments = {position[graph.arguments[v]]: layout for v, layout in held.items()}
+        whole_batch = [v for v in graph.arguments if v in split.batch]
+        arguments.update((position[graph.arguments[v]], (-1,) * len(mesh.sizes)) for v in whole_batch)
+        received, handed = self.wishes(graph.stage, borders)
+        arguments.update((position[graph.received[v]], layout) for v, layout in received.items())
+        return arguments, {out[v]: layout for v, layout in handed.items()}
+
+
+def _likeness(graph: Graph) -> str:
+    """A hash of the graph that does not depend on the names of its arguments."""
+    paths = tuple(str(i) for i in range(len(graph.inputs)))
+    return graph_hash(replace(graph, input_paths=paths))

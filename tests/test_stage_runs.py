@@ -1,0 +1,65 @@
+"""Stages planned in two runs: the same plan in any number of processes, and borders that lie alike afterwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar import stage_runs
+from autopar.cluster import Cluster, LogicalMesh
+from autopar.stage_runs import StagePlans, plan_stages, runs
+from tests import processes
+from tests.test_stage_graphs import staged
+
+SCRIPT = """
+import json, sys
+from autopar import side_by_side, stage_runs
+from tests.test_stage_runs import described, planned
+stage_runs.LARGE, side_by_side.WORKERS = 0, int(sys.argv[1])
+plans = planned()
+print(json.dumps([sorted({type(p).__name__ for p in plans.plans}), described(plans)]))
+"""
+
+
+def mesh() -> LogicalMesh:
+    return Cluster.custom((2,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, 10**9).logical_mesh((2,))
+
+
+def planned() -> StagePlans:
+    stages, _, traced = staged("gpt-toy", 4, layers=4)
+    return plan_stages(stages, traced.in_avals, [mesh()] * 4)
+
+
+def described(plans: StagePlans) -> str:
+    return repr(
+        [plans.distinct]
+        + [(p.layouts, p.account.prices, p.account.memory, p.account.graph_hash, p.rules) for p in plans.plans]
+    )
+
+
+def test_runs_are_of_as_many_operations_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages, graphs, _ = staged("gpt-toy", 4, layers=4)
+    assert runs(stages) == (range(4),)
+    monkeypatch.setattr(stage_runs, "LARGE", 0)
+    first, second = runs(stages)
+    assert [*first, *second] == [0, 1, 2, 3]
+    weights = [len(g.graph.ops) for g in graphs]
+    halves = [sum(weights[n] for n in part) for part in (first, second)]
+    assert max(halves) - min(halves) <= max(weights)
+
+
+def test_two_runs_hand_over_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one run knows of the other comes too late, and its stages are planned again where that matters."""
+    monkeypatch.setattr(stage_runs, "LARGE", 0)
+    plans = planned()
+    assert len(runs(plans.stages)) == 2
+    borders = [p.account.border for p in plans.plans]
+    for hand, values in plans.stages.hands.items():
+        for v in values:
+            given, wanted = borders[hand.source].given.get(v), borders[hand.target].wanted.get(v)
+            assert given is None or wanted is None or given == wanted
+
+
+def test_the_plan_is_the_same_in_any_number_of_processes() -> None:
+    here, apart = (processes.printed(SCRIPT, "0", str(workers)) for workers in (1, 2))
+    assert here.split("]", 1)[1] == apart.split("]", 1)[1]
+    assert '["StagePlan"]' in here
