@@ -95,6 +95,16 @@ def test_toys_are_known_names_with_suffixes():
     assert all(any(toy == name or toy.startswith(f"{name}-") for name in names()) for toy in TOYS)
 
 
+@pytest.mark.parametrize(
+    ("target", "least", "most"),
+    [("moe-380m", 12, 12.01), ("moe-380m-adafactor", 4, 4.2), ("wresnet-250m", 12, 12.1), ("wresnet-250m-sgd", 8, 8.1)],
+)
+def test_state_has_the_bytes_per_parameter_of_its_optimizer(target, least, most):
+    model = build(target)
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_args()[0]))
+    assert least <= nbytes / model.parameters() <= most
+
+
 @pytest.mark.parametrize("size", GPT_FORMULA)
 def test_gpt_has_the_parameters_of_its_source(size):
     config = FAMILIES["gpt"].sizes[size]

@@ -35,6 +35,9 @@ from autopar.stage_search import Found, Hunt, Open, numbers, that_split
 from autopar.trace import trace
 
 CLUSTER = "p3.16xlarge"
+#: Family -> the suffix of the optimizer that it was trained with (benchmark/alpa/benchmark_3d_one_case_*.py): with Adam
+#: the state of the largest MoE alone is more than all its devices hold.
+OPTIMIZERS = {"gpt": "", "moe": "-adafactor", "wresnet": "-sgd"}
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     """One model."""
     name = spec["model"]
     published = PUBLISHED[name]
-    fn, args = targets.load(name, batch=published.batch)
+    fn, args = targets.load(name + OPTIMIZERS[name.partition("-")[0]], batch=published.batch)
     per = ("*",) if name.startswith("wresnet") else ()
     with collector_paused():
         traced = trace(fn, *args)

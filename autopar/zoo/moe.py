@@ -62,6 +62,7 @@ class Config:
     scan: bool = False
     remat: bool = False
     tied: bool = False
+    adafactor: bool = False
 
 
 SIZES: Mapping[str, Config] = MappingProxyType(
@@ -92,7 +93,8 @@ def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
     if config.layers % 2:
         raise ArgumentError(f"layers={config.layers} of {name!r} must be even: routed and plain layers alternate")
-    init, step = trainable(_params(config), partial(_loss, config), optax.adamw(3e-4), config.precision.params)
+    optimizer = optax.adafactor(1e-2) if config.adafactor else optax.adamw(3e-4)
+    init, step = trainable(_params(config), partial(_loss, config), optimizer, config.precision.params)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **gpt.EMBEDDING_TABLE}, names)
     notes = "Dimensions: Alpa (Zheng et al., 2022), section 8. Experts have no biases."

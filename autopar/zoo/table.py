@@ -45,7 +45,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-SUFFIXES = ("tied", "scan", "remat", "master")
+SUFFIXES = ("tied", "scan", "remat", "master", "adafactor", "sgd")
 
 TOYS: tuple[str, ...] = (
     "mlp-toy",
@@ -84,7 +84,8 @@ def build(
 
     Args:
         target: family-size, then any of "-tied", "-scan" (scanned over layers), "-remat" (blocks recomputed in the
-            backward pass), "-master" (parameters of the computing dtype, with a float32 copy for the optimizer).
+            backward pass), "-master" (parameters of the computing dtype, with a float32 copy for the optimizer),
+            "-adafactor" and "-sgd" (the optimizers that Alpa trained the MoE and the Wide-ResNet with).
         layers: number of blocks.
         batch: global batch, in sequences, images or rows.
         seq: tokens per sequence.

@@ -53,6 +53,7 @@ class Config:
     batch: int = 1536
     precision: Precision = SINGLE
     remat: bool = False
+    sgd: bool = False
 
 
 _DEPTH_50, _DEPTH_101 = (3, 4, 6, 3), (3, 4, 23, 3)
@@ -81,7 +82,7 @@ MOMENTUM = 0.9
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"images" [batch, image, image, 3], "labels" int32[batch]}."""
-    optimizer = optax.adamw(1e-3)
+    optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True) if config.sgd else optax.adamw(1e-3)
 
     @jax.jit
     def init(key: jax.Array) -> State:
