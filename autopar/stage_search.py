@@ -247,7 +247,8 @@ class Hunt:
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
-        least = sum(self.kinds.least_bytes()[kind] for kind in self.kinds.of_layer)
+        of_kind = self.kinds.least_bytes()
+        least = sum(of_kind[kind] for kind in self.kinds.of_layer)
         return least <= self.cluster.num_devices * max(self.room(choice)) * (1 - RESERVE)
 
     def priced(self, count: int, submeshes: int | None = None) -> Mapping[int, Priced]:
