@@ -39,6 +39,8 @@ from autopar.trace import Traced
 CHUNKS = 2
 #: Microbatches per rank that are taken where nobody says how many.
 PER_RANK = 2
+#: Microbatches per rank of a schedule that is checked instead of one with more.
+REPEATING = 16
 #: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
 MOST_PIECES = 16
 
@@ -171,8 +173,14 @@ def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
     stages = divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
     _check_fits(choice.schedule, stages)
     size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
-    schedule = check(make(choice.schedule, size, stages.borders), bounds(choice.schedule, size))
-    return Pipelined(choice, found, stages, schedule, submeshes(target, choice))
+    return Pipelined(choice, found, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice))
+
+
+def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Schedule:
+    """A schedule, checked; with more than `REPEATING` microbatches per rank it repeats itself, and so many are."""
+    few = replace(size, microbatches=min(size.microbatches, REPEATING * size.ranks))
+    checked = check(make(name, few, borders), bounds(name, few))
+    return checked if few == size else make(name, size, borders)
 
 
 def choice_of(plan: Plan) -> StageChoice:

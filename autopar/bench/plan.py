@@ -3,8 +3,9 @@
 `total_s` starts with the function and its abstract arguments and ends with the Plan: tracing, reading the rules,
 building the graph of decisions, solving, writing the plan. Importing JAX and autopar and describing the model's shapes
 come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan.
-The program is planned as it is written, `remat="none"`, unless the spec says otherwise: whether its memory suffices is
-another question, and trying recomputation costs several plans.
+On a given mesh the program is planned as it is written, `remat="none"`, unless the spec says otherwise: whether its
+memory suffices is another question, and trying recomputation costs several plans. Where a pipeline is searched,
+recomputation is part of the search.
 `cpu_s` is the processor time of the same span, of all threads: on a busy machine it is the steadier figure.
 """
 
@@ -74,7 +75,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
         mesh=tuple(mesh) if mesh else None,
         cluster=found,
         solver=spec.get("solver") or "auto",
-        remat=spec.get("remat") or "none",
+        remat=spec.get("remat") or ("none" if mesh else "auto"),
     )
     total, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     yield {

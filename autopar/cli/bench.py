@@ -19,7 +19,6 @@ from autopar.cli.options import (
     MeshSizes,
     Models,
     Plot,
-    Remat,
     Repeats,
     Seq,
     Solver,
@@ -44,13 +43,15 @@ def bench_plan(
     batch: Batch = None,
     seq: Seq = None,
     solver: Solver = "auto",
-    remat: Remat = "none",
+    remat: Annotated[
+        str | None, typer.Option(help="auto, none, dots or full; default: none on a mesh, else auto")
+    ] = None,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
     """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8.
 
-    The program is planned as written; with --remat auto, recomputed where its memory does not suffice.
+    On a mesh the program is planned as written; with --remat auto, recomputed where its memory does not suffice.
     """
     from autopar.bench import plan as measure
 
