@@ -223,7 +223,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
-        elif _merged(p, frame, op, barriers):
+        elif _merged(p, frame, op, (after, barriers)):
             continue
         else:
             inputs = values([*_prepared(p, frame, op, p.operands(op))])
@@ -233,13 +233,13 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 
 
-def _merged(p: Program, frame: Frame, op: Op, barriers: tuple[int, ...]) -> bool:
-    """True for a broadcast that was made before, whose result becomes another name for that one."""
+def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
+    """True for a broadcast that was made before, behind the same, whose result becomes another name for that one."""
     if op.name != "broadcast_in_dim" or not p.backend.merges_broadcasts:
         return False
     (atom,), type_ = p.operands(op), p.graph.types[op.outputs[0]]
     source = atom if isinstance(atom, int) else str(atom)
-    key = (source, type_, tuple(op.params["broadcast_dimensions"]), barriers)
+    key = (source, type_, tuple(op.params["broadcast_dimensions"]), behind)
     known = frame.made.setdefault(key, op.outputs[0])
     if known != op.outputs[0]:
         p.alias[op.outputs[0]] = known
