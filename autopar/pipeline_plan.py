@@ -68,10 +68,10 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
-    known = avals(traced, found)
+    known, programs = avals(traced, found), Programs(found.stages.split)
     plans: list[LaidOut] = []
     for number, stage in enumerate(plan.stages):
-        graph = stage_graph(found.stages, number, known)
+        graph = stage_graph(found.stages, number, known, programs)
         if graph_hash(graph.graph) != stage.graph_hash:
             raise PlanMismatchError(
                 f"{stage.name} of the plan is another program than this autopar makes of it (planned with "

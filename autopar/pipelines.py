@@ -30,7 +30,7 @@ from autopar.passes.microbatch import Microbatches, batch_leaves, split
 from autopar.passes.stages import Stages, divide
 from autopar.planning import Options
 from autopar.plans import Plan
-from autopar.schedules import SCHEDULES, Schedule, Size, bounds, check, make
+from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 from autopar.settings import Settings
 from autopar.stage_planning import Limit
 from autopar.trace import Traced
@@ -39,8 +39,6 @@ from autopar.trace import Traced
 CHUNKS = 2
 #: Microbatches per rank that are taken where nobody says how many.
 PER_RANK = 2
-#: Microbatches per rank of a schedule that is checked instead of one with more.
-REPEATING = 16
 #: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
 MOST_PIECES = 16
 

@@ -73,7 +73,7 @@ def account(plan: StagePlan) -> Account:
         tuple(c for c in plan.collectives if c.sent(plan.mesh.shape)),
         graph_hash(plan.graph.graph),
         {v: plan.layout(inner) for v, inner in plan.graph.arguments.items()},
-        border(plan),
+        plan.border,
     )
 
 
@@ -84,7 +84,7 @@ def border(plan: StagePlan) -> Border:
     for out, value in plan.graph.handed.items():
         atom = graph.outputs[out]
         layout = plan.layouts.uses.get(f"out{out}", plan.layout(atom)) if isinstance(atom, int) else None
-        if isinstance(atom, int) and _even(layout, types[atom].shape, plan.mesh) and layout is not None:
+        if isinstance(atom, int) and layout is not None and _even(layout, types[atom].shape, plan.mesh):
             given.setdefault(value, layout)
     wanted = {v: (atom, plan.layout(atom)) for v, atom in plan.graph.received.items()}
     return Border(
@@ -94,17 +94,13 @@ def border(plan: StagePlan) -> Border:
     )
 
 
-def _even(layout: Layout | None, shape: Sequence[int], mesh: LogicalMesh) -> bool:
-    return layout is not None and PARTIAL not in layout and divides(layout, shape, mesh.sizes)
+def _even(layout: Layout, shape: Sequence[int], mesh: LogicalMesh) -> bool:
+    return PARTIAL not in layout and divides(layout, shape, mesh.sizes)
 
 
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """The layouts of a stage as a plan holds them: what its programs are made from."""
+class Placed:
+    """A stage whose values have layouts."""
 
-    graph: StageGraph
-    mesh: LogicalMesh
-    rules: Mapping[int, Rule]
     layouts: Stage
 
     def layout(self, value: int) -> Layout | None:
@@ -113,7 +109,17 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class Kept(Placed):
+    """The layouts of a stage as a plan holds them: what its programs are made from."""
+
+    graph: StageGraph
+    mesh: LogicalMesh
+    rules: Mapping[int, Rule]
+    layouts: Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded(Placed):
     """A planned stage as another process has recorded it.
 
     Attributes:
@@ -133,9 +139,10 @@ class Recorded:
     account: Account
     registered: Mapping[str, str] | None
 
-    def layout(self, value: int) -> Layout | None:
-        """Where a value of the graph lives; None for scalars and what is made where it is read."""
-        return self.layouts.values.get(value)
+    @property
+    def border(self) -> Border:
+        """Layouts of what crosses its borders."""
+        return self.account.border
 
     @cached_property
     def graph(self) -> StageGraph:

@@ -33,7 +33,7 @@ from autopar.planning import Options
 from autopar.plans import Stage
 from autopar.report.text import size
 from autopar.rules import Rule, rules_of
-from autopar.stage_accounts import Account, account
+from autopar.stage_accounts import Account, Border, Placed, account, border
 from autopar.stage_graphs import StageGraph
 from autopar.stage_prices import stage_memory
 
@@ -53,7 +53,7 @@ class Limit:
 
 
 @dataclass(frozen=True, eq=False)
-class StagePlan:
+class StagePlan(Placed):
     """The plan of one stage.
 
     Attributes:
@@ -73,9 +73,10 @@ class StagePlan:
     liveness: Liveness
     layouts: Stage
 
-    def layout(self, value: int) -> Layout | None:
-        """Where a value of the graph lives; None for scalars and what is made where it is read."""
-        return self.layouts.values.get(value)
+    @cached_property
+    def border(self) -> Border:
+        """Layouts of what crosses its borders."""
+        return border(self)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:

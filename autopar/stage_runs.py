@@ -29,7 +29,7 @@ from autopar.passes.stages import Stages
 from autopar.planning import Options
 from autopar.plans import Stage, graph_hash
 from autopar.rules import rules_of
-from autopar.stage_accounts import Account, Border, Kept, Recorded, border
+from autopar.stage_accounts import Account, Border, Kept, Recorded
 from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_planning import Charges, Limit, StagePlan, plan_stage, planned
 
@@ -58,11 +58,10 @@ class StagePlans(Generic[S]):
 
 @dataclass(frozen=True, eq=False)
 class _Made:
-    """A planned stage and what its plan depends on; `border`: layouts of what crosses its borders."""
+    """A planned stage and what its plan depends on."""
 
     plan: Accounted
     key: Key
-    border: Border
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +128,7 @@ def _records(planner: _Planner, part: range) -> list[_Record]:
 
 def _joined(planner: _Planner, parts: Sequence[range], found: list[_Made]) -> StagePlans[Accounted]:
     """All stages, planned again where a stage of another run, or one planned again, hands over something else."""
-    borders = {n: made.border for n, made in enumerate(found)}
+    borders = {n: made.plan.border for n, made in enumerate(found)}
     unseen = {n for part in parts[:-1] for n in part}
     for number in (n for part in parts[1:] for n in part):
         arguments, results = planner.wishes(number, {n: borders[n] for n in sorted(unseen)})
@@ -138,7 +137,7 @@ def _joined(planner: _Planner, parts: Sequence[range], found: list[_Made]) -> St
             at.given.get(v) != one for v, one in results.items()
         ):
             found[number] = planner.plan(number, borders)
-            borders[number] = found[number].border
+            borders[number] = found[number].plan.border
             unseen.add(number)
     return StagePlans(planner.stages, tuple(made.plan for made in found), len({made.key for made in found}))
 
@@ -165,14 +164,14 @@ class _Planner:
         found: list[_Made] = []
         for number in part:
             found.append(self.plan(number, borders))
-            borders[number] = found[-1].border
+            borders[number] = found[-1].plan.border
         return found
 
     def recorded(self, number: int, one: _Record) -> _Made:
         """A stage that another process has planned."""
         mesh, rules = self.meshes[number], self.options.rules
         plan = Recorded(self.stages, self.avals, number, mesh, one.solution, one.layouts, one.account, rules)
-        return _Made(plan, one.key, one.account.border)
+        return _Made(plan, one.key)
 
     def plan(self, number: int, borders: Mapping[int, Border]) -> _Made:
         """The plan of a stage next to these."""
@@ -190,7 +189,7 @@ class _Planner:
         else:
             same = self.known[key]
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
-        return _Made(made, key, border(made))
+        return _Made(made, key)
 
     def wishes(self, number: int, borders: Mapping[int, Border]) -> tuple[dict[int, Layout], dict[int, Layout]]:
         """Layouts of what a stage receives and hands over, fixed by earlier stages among these on equal submeshes."""

@@ -41,7 +41,7 @@ from autopar.passes.inter_op import Division, Part, Placement, Question, placeme
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
-from autopar.schedules import SCHEDULES, Size, make
+from autopar.schedules import REPEATING, SCHEDULES, Size, make
 from autopar.stage_planning import Limit
 from autopar.stage_trades import Trade
 
@@ -56,8 +56,6 @@ OPEN = ("1f1b", "gpipe")
 LITTLE = 0.02
 #: Share of a step's time that filling, draining and transfers may take for submeshes of more hosts to be left.
 FILLING = 0.05
-#: Microbatches per stage that are played, and as many again, of a schedule that has more than both.
-REPEATING = 8
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
 RESERVE = 0.03
 #: Examples of the batch that a microbatch has at most, in a search.
@@ -367,7 +365,7 @@ class Hunt:
 
 def played_seconds(name: str, size: Size, prices: Prices) -> float:
     """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself."""
-    few, more = (Size(size.ranks, times * REPEATING * size.ranks) for times in (1, 2))
+    few, more = (Size(size.ranks, per_rank * size.ranks) for per_rank in (REPEATING // 2, REPEATING))
     if size.microbatches <= more.microbatches:
         return simulate(make(name, size), prices).seconds
     short, longer = (simulate(make(name, one), prices).seconds for one in (few, more))

@@ -183,10 +183,11 @@ class _Values:
     def home(self, v: int) -> Home | None:
         """Where a value lives; of free values and views, where the first step that reads them does."""
         home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
-        if home is None or home.view is None:
-            return self._borrowed.get(v, home) if home is None or self._is_spread(v) else home
-        shown = tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view)
-        return self._borrowed.get(v, Home(home.cluster, v, shown))
+        if home is not None and home.view is None and not self._is_spread(v):
+            return home
+        if home is not None and home.view is not None:
+            home = Home(home.cluster, v, tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view))
+        return self._borrowed.get(v, home)
 
     def _is_spread(self, v: int) -> bool:
         """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.steps import CHEAP, COSTLY, LIGHT, Program, Step
+from autopar.cost_models.steps import ELEMENTWISE, LIGHT, Program, Step
 
 #: Elementwise operations that the library does not know.
 _UNKNOWN = frozenset((
@@ -26,8 +26,7 @@ _UNKNOWN = frozenset((
     "shift_right_logical", "shift_right_arithmetic", "atan2", "rem", "lgamma", "digamma", "erf_inv",
 ))  # fmt: skip
 #: Steps that kernels take in.
-_KNOWN = frozenset((*COSTLY, *CHEAP, "broadcast_in_dim", "spread")) - _UNKNOWN
-_ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+_KNOWN = frozenset((*ELEMENTWISE, "broadcast_in_dim", "spread")) - _UNKNOWN
 _LEAST = 4096  # elements of the result of an elementwise operation that kernels take in
 _CENTRES = ("dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 
@@ -82,7 +81,7 @@ class _Growth:
             return True
         if step.kind != LIGHT or step.name not in _KNOWN:
             return False
-        return step.name not in _ELEMENTWISE or self.p.type_of(step.outputs[0]).size >= _LEAST * self.p.devices
+        return step.name not in ELEMENTWISE or self.p.type_of(step.outputs[0]).size >= _LEAST * self.p.devices
 
     def _inside(self, step: Step, number: int) -> bool:
         """Nothing outside a kernel reads what a step makes."""

@@ -56,7 +56,7 @@ MOVES = (
     "broadcast_in_dim", "iota", "transpose", "rev", "slice", "dynamic_slice", "pad", "concatenate", "split",
 )  # fmt: skip
 
-_ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
 
 #: All other operations stand on their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {
@@ -278,7 +278,7 @@ def _prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
     if op.name in _ORDERS and p.backend.turns_operands:
         order = _ORDERS[op.name]
         yield from (_turned(p, frame, op, a, order(op, k)) for k, a in enumerate(operands) if isinstance(a, int))
-    elif op.name in _ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
+    elif op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
         yield from _spread(p, frame, op, operands)
     else:
         yield from operands

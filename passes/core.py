@@ -67,6 +67,8 @@ class Outcome:
 
 @dataclass(slots=True)
 class Clock:
+    """Seconds by phase, and those left until `deadline` (`time.monotonic()`)."""
+
     deadline: float
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("fold", "presolve", "bound", "ilp"), 0.0))
 
@@ -84,6 +86,10 @@ class Clock:
 
 
 def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: bool = False) -> Core:
+    """The core of a folded problem, after so many sweeps of dead-end elimination; `raw`: only what is infeasible goes.
+
+    Raises SolverError, naming nodes, where no plan is feasible.
+    """
     whole = Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if not raw:

@@ -37,7 +37,7 @@ from autopar.trace import trace
 CLUSTER = "p3.16xlarge"
 #: Family -> the suffix of the optimizer that it was trained with (benchmark/alpa/benchmark_3d_one_case_*.py): with Adam
 #: the state of the largest MoE alone is more than all its devices hold.
-OPTIMIZERS = {"gpt": "", "moe": "-adafactor", "wresnet": "-sgd"}
+OPTIMIZERS: Mapping[str, str] = {"gpt": "", "moe": "-adafactor", "wresnet": "-sgd"}
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ What a runtime needs is in the lists (`instructions.py` says what each instructi
 
 from autopar.schedules.checker import CHECKS, check
 from autopar.schedules.instructions import Instruction, Kind, Op, parse
-from autopar.schedules.orders import Size
+from autopar.schedules.orders import REPEATING, Size
 from autopar.schedules.pipeline import Pipeline, Schedule, held, issue_order, parse_schedule, weight_versions
 from autopar.schedules.table import SCHEDULES, Row, bounds, make
 
 __all__ = [
     "CHECKS",
+    "REPEATING",
     "SCHEDULES",
     "Instruction",
     "Kind",

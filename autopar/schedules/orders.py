@@ -40,6 +40,10 @@ Orders = tuple[tuple[Pass, ...], ...]
 """One order of passes per rank."""
 
 
+#: Microbatches per rank from which on a schedule only repeats itself: what holds for so many holds for more.
+REPEATING = 16
+
+
 @dataclass(frozen=True)
 class Size:
     """How large a pipeline is.
