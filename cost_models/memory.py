@@ -91,7 +91,8 @@ class Liveness:
         room = nbytes - float(sizes[self._argument].sum())
         peaks = (held > room) & (held >= np.append(0.0, held[:-1])) & (held > np.append(held[1:], 0.0))
         found = np.flatnonzero(peaks)
-        return [self.row(int(moment)) for moment in found[np.argsort(-held[found], kind="stable")][:SHOWN]]
+        highest = [self.row(int(moment)) for moment in found[np.argsort(-held[found], kind="stable")][:SHOWN]]
+        return sorted(highest, key=lambda row: -row.value(self._problem, assignment))  # equal up to rounding: by value
 
     def at_peak(self, assignment: Ints) -> tuple[float, int | None, Sequence[tuple[Buffer, float]]]:
         """The peak, the moment where it is reached (None: arguments alone), and what lives then with its bytes."""
