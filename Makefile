@@ -14,6 +14,8 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
+# Tests and benchmarks start dozens of processes, each of which would compile the project's sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test core lint format docs clean

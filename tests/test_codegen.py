@@ -21,7 +21,7 @@ from autopar.passes.problem import Problem
 from autopar.planning import Options, Planned, make_plan
 from autopar.trace import trace
 from tests.real_programs import PROGRAMS, array, loss, sgd, two_layers
-from tests.test_real_programs import assert_equal, fast_compilation  # noqa: F401
+from tests.test_real_programs import assert_equal
 
 # Any plan is a correct program
 

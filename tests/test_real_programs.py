@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -44,13 +43,6 @@ def assert_equal(got: Any, expected: Any) -> None:
             scale = max(float(np.abs(b).max(initial=0.0)), 1e-30)
             tolerance = 2e-2 if halves else 2e-5
             assert np.abs(a.astype(b.dtype) - b).max(initial=0.0) <= tolerance * scale, name
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)  # partitioning stays, code generation gets quicker
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=PARAMS)

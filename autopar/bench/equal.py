@@ -28,12 +28,16 @@ Key = tuple[str, tuple[int, ...], str, str]
 
 @dataclass(frozen=True)
 class Product:
-    """What to run: every model on every mesh in every dtype."""
+    """What to run: every model on every mesh in every dtype.
+
+    `replans`: whether each case also tries a batch of another size, which takes as long as planning does.
+    """
 
     models: tuple[str, ...] = zoo.TOYS
     meshes: tuple[tuple[int, ...], ...] = MESHES
     dtypes: tuple[str, ...] = DTYPES
     cluster: str = "dear"
+    replans: bool = True
 
     def __post_init__(self) -> None:
         rows_kept.check_words("dtype", self.dtypes, DTYPES)
@@ -51,7 +55,7 @@ def run(product: Product, resume: Path | None = None, tell: Callable[[str], None
     for model in product.models:
         for dtype in product.dtypes:
             todo = [k[1] for k in wanted if k[0] == model and k[2] == dtype and k not in rows]
-            for row in _rows(model, dtype, todo, product.cluster):
+            for row in _rows(model, dtype, todo, product):
                 rows[_key(row)] = row
                 tell(line(row))
                 rows_kept.keep(resume, row)
@@ -71,11 +75,12 @@ def quick_flags() -> str:
     return " ".join(f"--{name}={str(value).lower()}" for name, value in jax_compat.quick_compilation().items())
 
 
-def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
+def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], product: Product) -> Iterator[Row]:
     """Rows of one worker; where it dies, a failed row for each mesh that is missing."""
     if not meshes:
         return
-    spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster}
+    cluster = product.cluster
+    spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster, "replans": product.replans}
     left = list(meshes)
     try:
         for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": quick_flags()}):

@@ -7,8 +7,8 @@ unknown operation runs replicated and correctly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +41,8 @@ OPAQUE = (
     "tpu_custom_call",
 )
 
+#: Rules read from Shardy that are kept.
+REMEMBERED = 4_000
 
 #: Operations whose partial results one all-reduce can combine. Any other reduced factor is kept whole.
 COMBINABLE = (
@@ -98,7 +100,8 @@ def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tup
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
     """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module.
 
-    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once.
+    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once. So
+    are Shardy's of the last operations: the stages of a step have many in common.
     """
     known = registered_rules() if registered is None else registered
     return _rules_of(graph, tuple(sorted(known.items())))
@@ -119,9 +122,49 @@ def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[
             found[signature] = rule
         else:
             from_shardy.append(op)
-    avals = [[v.aval for v in op.equation.invars] for op in from_shardy]
-    found.update(_read_all(graph, from_shardy, avals))
-    return MappingProxyType(found)
+    found.update(_remembered().read(graph, from_shardy))
+    return MappingProxyType({signature: found[signature] for signature in representatives})
+
+
+@lru_cache(maxsize=1)
+def _remembered() -> _Reader:
+    return _Reader()
+
+
+def forget() -> None:
+    """Read all rules anew."""
+    _rules_of.cache_clear()
+    _remembered.cache_clear()
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Shardy's rules of operations, each lowered once however many graphs have it; the last `REMEMBERED` are kept."""
+
+    known: dict[Hashable, Rule] = field(default_factory=dict)
+
+    def read(self, graph: Graph, ops: Sequence[Op]) -> dict[int, Rule]:
+        """Signature -> rule."""
+        keys = {op.signature: _key(op) for op in ops}
+        missing = [op for op in ops if keys[op.signature] not in self.known]
+        found = _read_all(graph, missing, [[v.aval for v in op.equation.invars] for op in missing])
+        found.update((s, self.known[key]) for s, key in keys.items() if s not in found)
+        for key, rule in ((keys[s], rule) for s, rule in found.items() if keys[s] is not None):
+            self.known.pop(key, None)
+            self.known[key] = rule  # the last to go
+        for key in [*self.known][: max(0, len(self.known) - REMEMBERED)]:
+            del self.known[key]
+        return found
+
+
+def _key(op: Op) -> Hashable:
+    """What the rule of an operation depends on; None where that cannot be compared."""
+    key = op.equation.primitive, tuple(op.equation.params.items()), tuple(v.aval for v in op.equation.invars)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:

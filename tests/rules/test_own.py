@@ -7,7 +7,7 @@ communication. The second axis being idle or not has uncovered wrong sums in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -100,13 +100,6 @@ def operations(title: str) -> list[tuple[Op, Rule]]:
     distinct = {op.signature: op for op in graph.walk() if op.name == primitive}
     assert distinct, f"{title} has no {primitive}"
     return [(op, rules[op.signature]) for op in distinct.values()]
-
-
-@pytest.fixture(autouse=True)
-def fast_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)  # partitioning stays, code generation gets quicker
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("title", list(CASES))

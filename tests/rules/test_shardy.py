@@ -110,6 +110,7 @@ def test_an_operation_that_cannot_be_lowered_alone_is_whole_and_leaves_the_other
         return read_rules(ops, avals)
 
     monkeypatch.setattr(rules_package, "read_rules", picky)
+    rules_package.forget()
     graph = trace(lambda x, y: (jnp.sin(x) @ y, jnp.cos(y).T), X, Y).graph
     rules = rules_of(graph)
     assert {op.name: str(rules[op.signature]) for op in graph.ops} == {
@@ -118,3 +119,21 @@ def test_an_operation_that_cannot_be_lowered_alone_is_whole_and_leaves_the_other
         "dot_general": "a b, b c -> a c | reduce b",
         "transpose": "a b -> b a",
     }
+
+
+def test_operations_of_several_graphs_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[str] = []
+
+    def counted(ops: Sequence[Any], avals: Sequence[Any]) -> Any:
+        lowered.extend(op.name for op in ops)
+        return read_rules(ops, avals)
+
+    monkeypatch.setattr(rules_package, "read_rules", counted)
+    rules_package.forget()
+    first = trace(lambda x, y: jnp.sin(x) @ y, X, Y).graph
+    second = trace(lambda x, y: jnp.cos(jnp.sin(x) @ y + jnp.sin(x) @ y), X, Y).graph
+    one, other = rules_of(first), rules_of(second)
+    assert lowered == ["sin", "dot_general", "add", "cos"]
+    assert [one[op.signature] for op in first.ops] == [other[op.signature] for op in second.ops[:2]]
+    rules_of(trace(lambda x, y: jnp.sin(x.T).T @ y, X, Y).graph)
+    assert lowered[4:] == ["transpose", "sin", "transpose"]
