@@ -33,10 +33,10 @@ from autopar.runtime.pipeline import forward_only
 from autopar.schedules import held
 from autopar.stage_accounts import Kept
 from autopar.stage_graphs import stage_graph
+from autopar.stage_plays import transfer_seconds
 from autopar.stage_prices import prices
 from autopar.stage_programs import even
 from autopar.stage_runs import Accounted, LaidOut, StagePlans, plan_stages
-from autopar.stage_search import transfer_seconds
 from autopar.trace import Traced
 
 

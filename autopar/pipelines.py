@@ -33,6 +33,7 @@ from autopar.plans import Plan
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 from autopar.settings import Settings
 from autopar.stage_planning import Limit
+from autopar.stage_plays import Found
 from autopar.trace import Traced
 
 #: Stages on a rank, where a schedule has several.
@@ -263,7 +264,7 @@ def searched(
 
 def _chosen(
     graph: Graph,
-    found: stage_search.Found,
+    found: Found,
     choice: stage_search.Open,
     per_microbatch: tuple[str, ...],
     pieces: int,

@@ -4,24 +4,25 @@
         prices of a layer of every kind on every submesh, with       autopar/layer_prices.py
             and without recomputation, where both are open
         the best divisions into stages                                autopar/passes/inter_op.py
-        each played under every schedule that its memory allows       autopar/cost_models/pipeline.py
+        each played under every schedule that its memory allows       autopar/stage_plays.py
 
-The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches.
+The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
+all of the time, so that they are found only where they may lead to something better:
 
-Numbers of microbatches are tried from the largest on, two at a time in two processes (`autopar.side_by_side`), until
-two bring little or the smaller of them is worse: few have the longer bubble. What does not fit in the smallest
-microbatches does not fit in larger ones.
-Submeshes of whole hosts are priced from the smallest on, until one makes no better division, where that is close to all
-stages working all the time: more hosts save filling, draining and transfers, and pay for collectives -> Hunt.divisions
-A schedule of many microbatches is played for two numbers of them; from there on it repeats itself   -> played_seconds
-Where state and sums of gradients need more than all devices have, nothing fits and nothing is tried -> Hunt.fits
+    microbatches   the largest number and another are tried, side by side in two processes. What a microbatch takes and
+                   holds is close to linear in its size, a + b / m: that gives estimates for the numbers next to the
+                   best, of which those that promise enough are tried                                 -> Hunt.promising
+    submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
+                   one may make a better division: a layer hardly ever takes less of all devices' time and memory on
+                   more of them                                                                       -> Hunt.divisions
+    nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,20 +31,19 @@ import numpy as np
 
 from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
-from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Priced, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes import remat
-from autopar.passes.inter_op import Division, Part, Placement, Question, placements, search
+from autopar.passes.inter_op import Division, Placement, Question, placements, search
+from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
+from autopar.passes.problem import Floats
 from autopar.planning import Options
-from autopar.schedules import REPEATING, SCHEDULES, Size, make
-from autopar.stage_planning import Limit
-from autopar.stage_trades import Trade
+from autopar.stage_plays import Found, Plays, rank, transfer_seconds
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
@@ -51,56 +51,18 @@ TOLERANCE = 1e-3
 PLAYED = 8
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
-#: Share of the best time by which two numbers of microbatches have to be better than those before for the search for
-#: one to go on.
+#: Share of the best time by which a number of microbatches has to promise to be better for it to be tried.
 LITTLE = 0.02
-#: Share of a step's time that filling, draining and transfers may take for submeshes of more hosts to be left.
-FILLING = 0.05
+#: Octaves between the two numbers of microbatches that are tried first.
+APART = 2
+#: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
+WORTH = 0.01
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
 RESERVE = 0.03
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
 ANY_SIZE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class StageOn:
-    """A stage that was found: layers first .. last - 1 on devices start .. start + count - 1, cut as `shape`."""
-
-    first: int
-    last: int
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Found:
-    """A pipeline.
-
-    Attributes:
-        stages: in order.
-        microbatches: of a step.
-        schedule: its name.
-        remat: what every layer recomputes.
-        seconds: predicted, by playing the schedule.
-        prices: what was played.
-        peaks: bytes per device of every stage.
-        limits: what every stage may hold, and at which rate its memory was charged.
-    """
-
-    stages: tuple[StageOn, ...]
-    microbatches: int
-    schedule: str
-    remat: tuple[str, ...]
-    seconds: float
-    prices: Prices
-    peaks: tuple[float, ...]
-    limits: tuple[Limit, ...]
 
 
 @dataclass(frozen=True)
@@ -182,6 +144,23 @@ def that_split(
     return ()
 
 
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A number of microbatches that was tried.
+
+    Attributes:
+        count: the number.
+        found: the best pipeline; None if none fits.
+        seconds: of the best division, by the model of `autopar.passes.inter_op`; infinite if none fits.
+        prices: of runs of layers on a submesh, for those that were priced.
+    """
+
+    count: int
+    found: Found | None
+    seconds: float
+    prices: Mapping[int, Table]
+
+
 @dataclass(eq=False)
 class Hunt:
     """Searches one step on one cluster; prices that one search has asked for serve the next."""
@@ -230,18 +209,36 @@ class Hunt:
         """The best pipeline; None if none fits."""
         if not self.fits(choice):
             return None
-        best: Found | None = None
         falling = sorted(choice.numbers, reverse=True)
-        for first in range(0, len(falling), side_by_side.WORKERS):
-            some = falling[first : first + side_by_side.WORKERS]
-            found = side_by_side.results([partial(self.at, count, choice) for count in some])
-            better = min((f for f in (best, *found) if f is not None), key=_rank, default=None)
-            last = math.inf if found[-1] is None else found[-1].seconds
-            gained = best is None or better is None or better.seconds <= (1 - LITTLE) * best.seconds
-            if better is None or not gained or last > better.seconds:
-                return better
-            best = better
-        return best
+        tried: dict[int, Tried] = {}
+        counts = list(dict.fromkeys((falling[0], falling[min(APART, len(falling) - 1)])))
+        while counts:
+            found = side_by_side.results([partial(self.at, count, choice) for count in counts])
+            tried.update((one.count, one) for one in found)
+            counts = self.promising(tried, falling, choice)[: side_by_side.WORKERS]
+        return min((one.found for one in tried.values() if one.found is not None), key=rank, default=None)
+
+    def promising(self, tried: Mapping[int, Tried], falling: Sequence[int], choice: Open) -> list[int]:
+        """The numbers of microbatches next to the best that are worth trying, the most promising first."""
+        best = min(tried.values(), key=lambda one: (one.seconds, one.count))
+        if best.seconds == math.inf:
+            return []  # what does not fit in the smallest microbatches does not fit in larger ones
+        at = falling.index(best.count)
+        beside = [count for count in falling[max(0, at - 1) : at + 2] if count not in tried]
+        below = (1 - LITTLE) * best.seconds
+        estimates = {count: self.estimate(count, tried, choice, below) for count in beside}
+        return sorted((c for c in beside if estimates[c] < below), key=lambda c: (estimates[c], c))
+
+    def estimate(self, count: int, tried: Mapping[int, Tried], choice: Open, below: float) -> float:
+        """Seconds of a step in a number of microbatches by the prices of the two nearest; infinite if not below."""
+        near = sorted(tried.values(), key=lambda one: (abs(math.log(one.count / count)), one.count))[:2]
+        if len(near) < 2:
+            return math.inf
+        one, other = near
+        share = (1 / count - 1 / one.count) / (1 / other.count - 1 / one.count)
+        prices = {n: _blend(a, other.prices[n], share) for n, a in one.prices.items() if n in other.prices}
+        found = search(self._asked(count, choice, prices), TOLERANCE, below)
+        return found[0].seconds if found else math.inf
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
@@ -249,22 +246,31 @@ class Hunt:
         least = sum(of_kind[kind] for kind in self.kinds.of_layer)
         return least <= self.cluster.num_devices * max(self.room(choice)) * (1 - RESERVE)
 
-    def priced(self, count: int, submeshes: int | None = None) -> Mapping[int, Priced]:
-        """The ways to run layers of every kind on the first submeshes, or all, with this number of microbatches."""
+    def priced(self, count: int, submeshes: Iterable[int] | None = None) -> Mapping[int, Priced]:
+        """The ways to run layers of every kind on these submeshes, or all, with this number of microbatches."""
         known = self.known.setdefault(count, {})
-        for n in range(len(known), len(self.meshes) if submeshes is None else submeshes):
+        for n in self.meshes if submeshes is None else submeshes:
             if count not in self.pricings:
                 same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
                 self.pricings[count] = Pricing(same or self._kinds(count), self.options)
-            known[n] = self.pricings[count].on(self.meshes[n])
+            if n not in known:
+                known[n] = self.pricings[count].on(self.meshes[n])
         return known
 
-    def at(self, count: int, choice: Open) -> Found | None:
+    def at(self, count: int, choice: Open) -> Tried:
         """The best pipeline with this number of microbatches."""
         question, divisions = self.divisions(count, choice)
         plain = [d for d in divisions if self._recomputed_first(d, choice)] or divisions
         played = [found for division in plain[:PLAYED] for found in self.played(division, question, choice)]
-        return min(played, key=_rank, default=None)
+        seconds = divisions[0].seconds if divisions else math.inf
+        prices = {p.submesh: question.prices[p.submesh] for p in question.placements}
+        return Tried(count, min(played, key=rank, default=None), seconds, prices)
+
+    def played(self, division: Division, question: Question, choice: Open) -> tuple[Found, ...]:
+        """A division under every schedule that its memory allows."""
+        kinds, room = self.kinds.of_layer, self.room(choice)
+        plays = Plays(self.cluster, self.meshes, kinds, self.borders, room, choice.schedules, choice.policies)
+        return tuple(plays.of(division, question, self.known[question.microbatches]))
 
     def _recomputed_first(self, division: Division, choice: Open) -> bool:
         """Whether no stage without recomputation is in front of one with it, which hands back more than is priced."""
@@ -273,26 +279,63 @@ class Hunt:
 
     def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
         """The best divisions with this number of microbatches, and what they answer."""
-        per_host, several = self.cluster.devices_per_host, len(self.cluster.groups) > 1
-        first = sum(several or mesh.size <= per_host for mesh in self.meshes.values())
-        question, found = self.question(count, choice, first), ()
-        for submeshes in range(first, len(self.meshes) + 1):
-            question = self.question(count, choice, submeshes)
-            better = search(question, TOLERANCE, found[0].seconds * (1 - TOLERANCE) if found else math.inf)
-            if found and not better and found[0].seconds - count * found[0].slowest <= FILLING * found[0].seconds:
+        first, *others = self.turns()
+        prices = self._tables(count, choice, first)
+        question = self._asked(count, choice, prices)
+        found = search(question, TOLERANCE)
+        for some in others:
+            hoped = self._asked(count, choice, {**self.at_best(prices), **prices})
+            if not search(hoped, TOLERANCE, found[0].seconds * (1 - WORTH) if found else math.inf):
                 break
+            prices = {**prices, **self._tables(count, choice, some)}
+            question = self._asked(count, choice, prices)
+            better = search(question, TOLERANCE, found[0].seconds * (1 - TOLERANCE) if found else math.inf)
             found = tuple(sorted((*better, *found), key=lambda d: (d.seconds, len(d.parts), d.slowest)))
         return question, found
 
-    def question(self, count: int, choice: Open, submeshes: int | None = None) -> Question:
-        """What the dynamic program is asked for this number of microbatches, about the first submeshes or all."""
-        number = len(self.meshes) if submeshes is None else submeshes
-        priced = self.priced(count, number)
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Submeshes in the order in which layers are priced on them, those of a turn together."""
+        if len(self.cluster.groups) > 1:
+            return (tuple(self.meshes),)
+        host, total = self.cluster.devices_per_host, self.cluster.num_devices
+        sizes = {n: mesh.size for n, mesh in self.meshes.items()}
+        even = [n for n, size in sizes.items() if total % size == 0]
+        one = tuple(n for n in even if sizes[n] <= host)
+        return (one, *((n,) for n in even if n not in one), *((n,) for n in sizes if n not in even))
+
+    def at_best(self, prices: Mapping[int, Table]) -> Mapping[int, Table]:
+        """The least that layers take and hold on submeshes without prices: as much of all devices as on smaller ones.
+
+        That is the largest that divides a submesh, or all devices where the submesh does not: dimensions that three
+        devices do not divide may well take less of four.
+        """
+        total, sizes = self.cluster.num_devices, {n: mesh.size for n, mesh in self.meshes.items()}
+        found: dict[int, Table] = {}
+        for n, size in sizes.items():
+            if n not in prices:
+                whole = total if total % size else size
+                smaller = max((k for k in prices if sizes[k] <= size and whole % sizes[k] == 0), key=lambda k: sizes[k])
+                found[n] = _scaled(prices[smaller], sizes[smaller] / size)
+        return found
+
+    def question(self, count: int, choice: Open) -> Question:
+        """What the dynamic program is asked for this number of microbatches, about all submeshes."""
+        return self._asked(count, choice, self._tables(count, choice, self.meshes))
+
+    def _tables(self, count: int, choice: Open, submeshes: Iterable[int]) -> dict[int, Table]:
+        """Prices of all runs of layers on these submeshes."""
+        some = tuple(submeshes)
+        priced = self.priced(count, some)
+        return {n: table(priced[n], self.kinds.of_layer, choice.policies) for n in some}
+
+    def _asked(self, count: int, choice: Open, prices: Mapping[int, Table]) -> Question:
+        """The same about the submeshes that have prices."""
+        unused = next(iter(prices.values()))
         return Question(
             layers=len(self.kinds.of_layer),
             devices=self.cluster.num_devices,
-            placements=tuple(p for p in self.where if p.submesh < number),
-            prices=tuple(table(priced[n], self.kinds.of_layer, choice.policies) for n in range(number)),
+            placements=tuple(p for p in self.where if p.submesh in prices),
+            prices=tuple(prices.get(n, unused) for n in self.meshes),
             memory=tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice)),
             microbatches=count,
             in_flight=lambda stages: min(stages, count),
@@ -312,71 +355,21 @@ class Hunt:
                 found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
         return found
 
-    def played(self, division: Division, question: Question, choice: Open) -> Iterator[Found]:
-        """A division under every schedule that its memory allows."""
-        count = question.microbatches
-        run = [self._run(part, choice, count) for part in division.parts]
-        prices = self._prices(division, [trades for _, trades in run], count)
-        policies = tuple(policy for policy, trades in run for _ in trades)
-        stages = tuple(
-            StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes) for p in division.parts
-        )
-        for name in choice.schedules:
-            size = Size(len(stages), count)
-            flights = [SCHEDULES[name].stash(size, s) for s in range(len(stages))]
-            peaks = tuple(
-                float(question.prices[p.placement.submesh].peaks(n)[p.option, p.first, p.last])
-                for p, n in zip(division.parts, flights, strict=True)
-            )
-            if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
-                seconds = played_seconds(name, size, prices)
-                room = self.room(choice)
-                limits = tuple(
-                    Limit(room[p.placement.submesh], n, max(trade.share for trade in trades))
-                    for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)
-                )
-                yield Found(stages, count, name, policies, seconds, prices, peaks, limits)
 
-    def _run(self, part: Part, choice: Open, count: int) -> tuple[str, list[Trade]]:
-        """What the layers of a stage recompute, and how each of them is run."""
-        policy, number = ways(choice.policies)[part.option]
-        one = self.known[count][part.placement.submesh]
-        return policy, [one.way(kind, number, policy) for kind in self.kinds.of_layer[part.first : part.last]]
-
-    def _prices(self, division: Division, stages: Sequence[Sequence[Trade]], count: int) -> Prices:
-        found = [[trade.prices for trade in trades] for trades in stages]
-        return Prices(
-            forward=tuple(sum(t.forward for t in stage) for stage in found),
-            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in found),
-            update=tuple(sum(t.update + t.reduce for t in stage) for stage in found),
-            transfer=self._links(division, count),
-        )
-
-    def _links(self, division: Division, count: int) -> Mapping[tuple[int, int], float]:
-        found: dict[tuple[int, int], float] = {}
-        for s, part in enumerate(division.parts[1:]):
-            before = division.parts[s].placement
-            senders = min(before.stop - before.start, part.placement.stop - part.placement.start)
-            nbytes = self.borders[part.first - 1] / count
-            seconds = transfer_seconds(self.cluster, nbytes, part.placement.start, senders)
-            found[s, s + 1] = found[s + 1, s] = seconds
-        return found
+def _scaled(prices: Table, share: float) -> Table:
+    return _by(prices, prices, lambda one, _: share * one)
 
 
-def played_seconds(name: str, size: Size, prices: Prices) -> float:
-    """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself."""
-    few, more = (Size(size.ranks, per_rank * size.ranks) for per_rank in (REPEATING // 2, REPEATING))
-    if size.microbatches <= more.microbatches:
-        return simulate(make(name, size), prices).seconds
-    short, longer = (simulate(make(name, one), prices).seconds for one in (few, more))
-    return longer + (size.microbatches - more.microbatches) * (longer - short) / (more.microbatches - few.microbatches)
+def _blend(prices: Table, others: Table, share: float) -> Table:
+    """So much of the way from some prices to others, or beyond; none below zero."""
+    return _by(prices, others, lambda one, other: np.maximum(one + share * (other - one), 0.0))
 
 
-def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:
-    """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part over one link."""
-    link = cluster.intra if device % cluster.devices_per_host else cluster.inter
-    return link.alpha + max(link.beta, link.pair) * nbytes / senders
-
-
-def _rank(found: Found) -> tuple[float, int, int, str]:
-    return found.seconds, len(found.stages), found.microbatches, found.schedule
+def _by(prices: Table, others: Table, how: Callable[[Floats, Floats], Floats]) -> Table:
+    return Table(
+        seconds=how(prices.seconds, others.seconds),
+        once=how(prices.once, others.once),
+        held=how(prices.held, others.held),
+        stash=how(prices.stash, others.stash),
+        apart=None if prices.apart is None or others.apart is None else how(prices.apart, others.apart),
+    )

@@ -27,7 +27,8 @@ from autopar.planning import Options
 from autopar.plans import graph_hash
 from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
-from autopar.stage_search import TOLERANCE, Found, Hunt, Open, find, numbers, played_seconds, that_split
+from autopar.stage_plays import Found, played_seconds
+from autopar.stage_search import LITTLE, TOLERANCE, Hunt, Open, find, numbers, that_split
 from autopar.trace import Traced, trace
 
 
@@ -235,6 +236,40 @@ def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: in
     _, found = hunt.divisions(count, opened(hunt))
     whole = search(hunt.question(count, opened(hunt)), TOLERANCE)
     assert found[0].seconds <= whole[0].seconds * (1 + 2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("beta", [1e-9, 1e-7])
+def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
+    """What lets submeshes be left out before anything is priced there."""
+    step = traced("gpt-toy", layers=2)
+    many = replace(Cluster.custom((4,), 1e-6, beta, {"float32": 1e9}, 1e10, 10**9), hosts=4, devices_per_host=1)
+    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    priced = hunt.priced(4)
+    sizes = {n: hunt.meshes[n].size for n in priced}
+    for kind in hunt.kinds.stage:
+        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind]) for n in priced}
+        assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
+    real = dict(enumerate(hunt.question(4, opened(hunt)).prices))
+    assert hunt.turns() == ((0,), (1,), (3,), (2,))
+    for known in ((0,), (0, 1), (0, 1, 3)):
+        for n, least in hunt.at_best({n: real[n] for n in known}).items():
+            bound, exact = least.times(4).min(0), real[n].times(4).min(0)
+            assert np.all(np.triu(bound, 1) <= np.triu(exact, 1) * (1 + 1e-9))
+
+
+def test_estimates_are_near_what_microbatches_between_two_others_take(hunt: Hunt) -> None:
+    choice = opened(hunt, numbers=(2, 4, 8))
+    tried = {count: hunt.at(count, choice) for count in (2, 8)}
+    real = hunt.at(4, choice).seconds
+    assert hunt.estimate(4, tried, choice, math.inf) == pytest.approx(real, rel=0.1)
+    assert hunt.estimate(4, tried, choice, 0.5 * real) == math.inf
+
+
+def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> None:
+    best = hunt.best(opened(hunt, numbers=(1, 2, 4, 8)))
+    alone = [hunt.best(opened(hunt, numbers=(number,))) for number in (1, 2, 4, 8)]
+    assert best is not None
+    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
 
 
 def test_a_slow_network_between_hosts_makes_stages() -> None:

@@ -31,7 +31,8 @@ from autopar.passes.remat import FULL
 from autopar.passes.work import work as flops_of
 from autopar.planning import Options, collector_paused
 from autopar.report.text import table as grid
-from autopar.stage_search import Found, Hunt, Open, numbers, that_split
+from autopar.stage_plays import Found
+from autopar.stage_search import Hunt, Open, numbers, that_split
 from autopar.trace import trace
 
 CLUSTER = "p3.16xlarge"
