@@ -9,9 +9,9 @@
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
 all of the time, so that they are found only where they may lead to something better:
 
-    microbatches   the largest number and another are tried, side by side in two processes. What a microbatch takes and
-                   holds is close to linear in its size, a + b / m: that gives estimates for the numbers next to the
-                   best, of which those that promise enough are tried                                 -> Hunt.promising
+    microbatches   from the largest number on, two at a time in two processes, until two bring little or the smaller of
+                   them is worse: few have the longer bubble. What does not fit in the smallest microbatches does not
+                   fit in larger ones                                                                 -> Hunt.best
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division: a layer hardly ever takes less of all devices' time and memory on
                    more of them                                                                       -> Hunt.divisions
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -41,7 +41,6 @@ from autopar.passes.inter_op import Division, Placement, Question, placements, s
 from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
-from autopar.passes.problem import Floats
 from autopar.planning import Options
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
 
@@ -51,10 +50,9 @@ TOLERANCE = 1e-3
 PLAYED = 8
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
-#: Share of the best time by which a number of microbatches has to promise to be better for it to be tried.
+#: Share of the best time by which two numbers of microbatches have to be better than those before for the search for
+#: one to go on.
 LITTLE = 0.02
-#: Octaves between the two numbers of microbatches that are tried first.
-APART = 2
 #: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
 WORTH = 0.01
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
@@ -144,23 +142,6 @@ def that_split(
     return ()
 
 
-@dataclass(frozen=True, eq=False)
-class Tried:
-    """A number of microbatches that was tried.
-
-    Attributes:
-        count: the number.
-        found: the best pipeline; None if none fits.
-        seconds: of the best division, by the model of `autopar.passes.inter_op`; infinite if none fits.
-        prices: of runs of layers on a submesh, for those that were priced.
-    """
-
-    count: int
-    found: Found | None
-    seconds: float
-    prices: Mapping[int, Table]
-
-
 @dataclass(eq=False)
 class Hunt:
     """Searches one step on one cluster; prices that one search has asked for serve the next."""
@@ -209,36 +190,18 @@ class Hunt:
         """The best pipeline; None if none fits."""
         if not self.fits(choice):
             return None
+        best: Found | None = None
         falling = sorted(choice.numbers, reverse=True)
-        tried: dict[int, Tried] = {}
-        counts = list(dict.fromkeys((falling[0], falling[min(APART, len(falling) - 1)])))
-        while counts:
-            found = side_by_side.results([partial(self.at, count, choice) for count in counts])
-            tried.update((one.count, one) for one in found)
-            counts = self.promising(tried, falling, choice)[: side_by_side.WORKERS]
-        return min((one.found for one in tried.values() if one.found is not None), key=rank, default=None)
-
-    def promising(self, tried: Mapping[int, Tried], falling: Sequence[int], choice: Open) -> list[int]:
-        """The numbers of microbatches next to the best that are worth trying, the most promising first."""
-        best = min(tried.values(), key=lambda one: (one.seconds, one.count))
-        if best.seconds == math.inf:
-            return []  # what does not fit in the smallest microbatches does not fit in larger ones
-        at = falling.index(best.count)
-        beside = [count for count in falling[max(0, at - 1) : at + 2] if count not in tried]
-        below = (1 - LITTLE) * best.seconds
-        estimates = {count: self.estimate(count, tried, choice, below) for count in beside}
-        return sorted((c for c in beside if estimates[c] < below), key=lambda c: (estimates[c], c))
-
-    def estimate(self, count: int, tried: Mapping[int, Tried], choice: Open, below: float) -> float:
-        """Seconds of a step in a number of microbatches by the prices of the two nearest; infinite if not below."""
-        near = sorted(tried.values(), key=lambda one: (abs(math.log(one.count / count)), one.count))[:2]
-        if len(near) < 2:
-            return math.inf
-        one, other = near
-        share = (1 / count - 1 / one.count) / (1 / other.count - 1 / one.count)
-        prices = {n: _blend(a, other.prices[n], share) for n, a in one.prices.items() if n in other.prices}
-        found = search(self._asked(count, choice, prices), TOLERANCE, below)
-        return found[0].seconds if found else math.inf
+        for first in range(0, len(falling), side_by_side.WORKERS):
+            some = falling[first : first + side_by_side.WORKERS]
+            found = side_by_side.results([partial(self.at, count, choice) for count in some])
+            better = min((f for f in (best, *found) if f is not None), key=rank, default=None)
+            last = math.inf if found[-1] is None else found[-1].seconds
+            gained = best is None or better is None or better.seconds <= (1 - LITTLE) * best.seconds
+            if better is None or not gained or last > better.seconds:
+                return better
+            best = better
+        return best
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
@@ -257,14 +220,11 @@ class Hunt:
                 known[n] = self.pricings[count].on(self.meshes[n])
         return known
 
-    def at(self, count: int, choice: Open) -> Tried:
+    def at(self, count: int, choice: Open) -> Found | None:
         """The best pipeline with this number of microbatches."""
         question, divisions = self.divisions(count, choice)
-        plain = [d for d in divisions if self._recomputed_first(d, choice)] or divisions
-        played = [found for division in plain[:PLAYED] for found in self.played(division, question, choice)]
-        seconds = divisions[0].seconds if divisions else math.inf
-        prices = {p.submesh: question.prices[p.submesh] for p in question.placements}
-        return Tried(count, min(played, key=rank, default=None), seconds, prices)
+        plain = self._plain(divisions, choice)[:PLAYED]
+        return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
 
     def played(self, division: Division, question: Question, choice: Open) -> tuple[Found, ...]:
         """A division under every schedule that its memory allows."""
@@ -272,10 +232,14 @@ class Hunt:
         plays = Plays(self.cluster, self.meshes, kinds, self.borders, room, choice.schedules, choice.policies)
         return tuple(plays.of(division, question, self.known[question.microbatches]))
 
-    def _recomputed_first(self, division: Division, choice: Open) -> bool:
-        """Whether no stage without recomputation is in front of one with it, which hands back more than is priced."""
-        policies = [ways(choice.policies)[part.option][0] for part in division.parts]
-        return not any(a == remat.NONE != b for a, b in itertools.pairwise(policies))
+    def _plain(self, divisions: Sequence[Division], choice: Open) -> Sequence[Division]:
+        """Those without a stage that is recomputed behind one that is not, which hands back more than is priced."""
+
+        def is_plain(division: Division) -> bool:
+            policies = [ways(choice.policies)[part.option][0] for part in division.parts]
+            return not any(a == remat.NONE != b for a, b in itertools.pairwise(policies))
+
+        return [d for d in divisions if is_plain(d)] or divisions
 
     def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
         """The best divisions with this number of microbatches, and what they answer."""
@@ -357,19 +321,5 @@ class Hunt:
 
 
 def _scaled(prices: Table, share: float) -> Table:
-    return _by(prices, prices, lambda one, _: share * one)
-
-
-def _blend(prices: Table, others: Table, share: float) -> Table:
-    """So much of the way from some prices to others, or beyond; none below zero."""
-    return _by(prices, others, lambda one, other: np.maximum(one + share * (other - one), 0.0))
-
-
-def _by(prices: Table, others: Table, how: Callable[[Floats, Floats], Floats]) -> Table:
-    return Table(
-        seconds=how(prices.seconds, others.seconds),
-        once=how(prices.once, others.once),
-        held=how(prices.held, others.held),
-        stash=how(prices.stash, others.stash),
-        apart=None if prices.apart is None or others.apart is None else how(prices.apart, others.apart),
-    )
+    apart = None if prices.apart is None else share * prices.apart
+    return Table(share * prices.seconds, share * prices.once, share * prices.held, share * prices.stash, apart)

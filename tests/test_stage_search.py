@@ -257,14 +257,6 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
             assert np.all(np.triu(bound, 1) <= np.triu(exact, 1) * (1 + 1e-9))
 
 
-def test_estimates_are_near_what_microbatches_between_two_others_take(hunt: Hunt) -> None:
-    choice = opened(hunt, numbers=(2, 4, 8))
-    tried = {count: hunt.at(count, choice) for count in (2, 8)}
-    real = hunt.at(4, choice).seconds
-    assert hunt.estimate(4, tried, choice, math.inf) == pytest.approx(real, rel=0.1)
-    assert hunt.estimate(4, tried, choice, 0.5 * real) == math.inf
-
-
 def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> None:
     best = hunt.best(opened(hunt, numbers=(1, 2, 4, 8)))
     alone = [hunt.best(opened(hunt, numbers=(number,))) for number in (1, 2, 4, 8)]
