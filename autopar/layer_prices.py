@@ -37,7 +37,7 @@ from autopar.passes.problem import Floats
 from autopar.passes.remat import FULL, NONE
 from autopar.passes.stages import Pass, Stages, divide
 from autopar.planning import Options
-from autopar.rules import Rule, rules_of
+from autopar.rules import Reader
 from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_trades import SHARES, Trade, trades
 
@@ -159,9 +159,8 @@ class Pricing:
     def __init__(self, kinds: Kinds, options: Options) -> None:
         self.kinds, self.options = kinds, options
         self.graphs = kinds.graphs()
-        self.rules: Mapping[int, Mapping[int, Rule]] = {
-            kind: rules_of(graph.graph, options.rules) for kind, graph in self.graphs.items()
-        }
+        reader = Reader(options.rules)
+        self.rules = {kind: reader.of(graph.graph) for kind, graph in self.graphs.items()}
 
     def on(self, mesh: LogicalMesh) -> Priced:
         """The ways to run a layer of every kind on a mesh."""

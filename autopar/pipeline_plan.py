@@ -28,7 +28,7 @@ from autopar.passes.work import main_dtype, model_flops, work
 from autopar.pipelines import Pipelined
 from autopar.planning import Options
 from autopar.plans import Plan, Stage, graph_hash
-from autopar.rules import rules_of
+from autopar.rules import Reader
 from autopar.runtime.pipeline import forward_only
 from autopar.schedules import held
 from autopar.stage_accounts import Kept
@@ -68,7 +68,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
-    known, programs = avals(traced, found), Programs(found.stages.split)
+    known, programs, reader = avals(traced, found), Programs(found.stages.split), Reader(registered)
     plans: list[LaidOut] = []
     for number, stage in enumerate(plan.stages):
         graph = stage_graph(found.stages, number, known, programs)
@@ -77,8 +77,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
                 f"{stage.name} of the plan is another program than this autopar makes of it (planned with "
                 f"{plan.version}). Plan again."
             )
-        rules = rules_of(graph.graph, registered)
-        plans.append(Kept(graph, found.mesh(number), rules, stage))
+        plans.append(Kept(graph, found.mesh(number), reader.of(graph.graph), stage))
     return StagePlans(found.stages, tuple(plans), len(plans))
 
 

@@ -32,7 +32,7 @@ from autopar.passes.problem import Ints
 from autopar.planning import Options
 from autopar.plans import Stage
 from autopar.report.text import size
-from autopar.rules import Rule, rules_of
+from autopar.rules import Rule
 from autopar.stage_accounts import Account, Border, Placed, account, border
 from autopar.stage_graphs import StageGraph
 from autopar.stage_prices import stage_memory
@@ -93,6 +93,7 @@ class StagePlan(Placed):
 def plan_stage(
     graph: StageGraph,
     mesh: LogicalMesh,
+    rules: Mapping[int, Rule],
     options: Options,
     arguments: Mapping[int, Layout] | None = None,
     results: Mapping[int, Layout] | None = None,
@@ -102,10 +103,10 @@ def plan_stage(
     Args:
         graph: the stage.
         mesh: its submesh.
+        rules: of the graph's operations.
         options: of planning; its pins are not looked at.
         arguments, results: position -> the layout that an argument or a result of the graph must have.
     """
-    rules = rules_of(graph.graph, options.rules)
     model, liveness = problem_of(graph, mesh, rules, arguments, results)
     solution = solve(model.problem, liveness, mesh, options.memory_budget, options)
     return planned(graph, mesh, rules, model, liveness, solution)

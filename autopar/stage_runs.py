@@ -28,7 +28,7 @@ from autopar.passes.optimize import Solution
 from autopar.passes.stages import Stages
 from autopar.planning import Options
 from autopar.plans import Stage, graph_hash
-from autopar.rules import rules_of
+from autopar.rules import Reader
 from autopar.stage_accounts import Account, Border, Kept, Recorded
 from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_planning import Charges, Limit, StagePlan, plan_stage, planned
@@ -158,6 +158,10 @@ class _Planner:
     def programs(self) -> Programs:
         return Programs(self.stages.split)
 
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.options.rules)
+
     def run(self, part: range) -> list[_Made]:
         """The plans of stages in order, each knowing those of the run before it."""
         borders: dict[int, Border] = {}
@@ -179,13 +183,13 @@ class _Planner:
         arguments, results = self._pinned(graph, borders)
         pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
         key = (_likeness(graph.graph), mesh, pinned)
-        rules = rules_of(graph.graph, self.options.rules)
+        rules = self.reader.of(graph.graph)
         if self.limits:
             if key not in self.charges:
                 self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
             made = self.charges[key].within(graph, rules, self.limits[number])
         elif key not in self.known:
-            made = self.known[key] = plan_stage(graph, mesh, self.options, arguments, results)
+            made = self.known[key] = plan_stage(graph, mesh, rules, self.options, arguments, results)
         else:
             same = self.known[key]
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)

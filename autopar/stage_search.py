@@ -254,7 +254,7 @@ class Hunt:
             prices = {**prices, **self._tables(count, choice, some)}
             question = self._asked(count, choice, prices)
             better = search(question, TOLERANCE, found[0].seconds * (1 - TOLERANCE) if found else math.inf)
-            found = tuple(sorted((*better, *found), key=lambda d: (d.seconds, len(d.parts), d.slowest)))
+            found = (*better, *found)
         return question, found
 
     def turns(self) -> tuple[tuple[int, ...], ...]:

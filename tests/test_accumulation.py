@@ -16,7 +16,7 @@ from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
 
 pytestmark = pytest.mark.core
 
-MODELS = (("mlp-toy", (8,), "none"), ("gpt-toy-tied", (2, 4), "full"), ("moe-toy", (8,), "none"))
+MODELS = (("mlp-toy", (8,), "none"), ("gpt-toy-tied", (2, 4), "full"), ("moe-toy", (4, 2), "none"))
 
 
 def parallel(model: zoo.Model, mesh: tuple[int, ...], **options: object) -> autopar.api.ParallelFunction:

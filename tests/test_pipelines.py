@@ -433,11 +433,13 @@ def test_a_searched_pipeline_computes_the_step_and_comes_back_from_disk(apart: C
     again = autopar.parallelize(small.step, cluster=apart, plan=tmp_path / "plan.json")
     assert again.plan(*small.abstract_args()).stages == plan.stages
     init = jax.jit(small.init)
-    found, alone = (init(jax.random.key(0)) for _ in range(2))
+    one, other, alone = (init(jax.random.key(0)) for _ in range(3))
     for _ in range(2):
-        found, _ = again(found, batch)
+        one, _ = step(one, batch)
+        other, _ = again(other, batch)
         alone, _ = jax.jit(small.step)(alone, batch)
-    assert_equal(found, alone)
+    assert_equal(one, alone)
+    assert_equal(other, alone)
 
 
 def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:

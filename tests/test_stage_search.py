@@ -219,7 +219,7 @@ def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hu
 def test_a_schedule_repeats_itself_after_a_while(name: str) -> None:
     rng = np.random.default_rng(3)
     links = {pair: 0.2 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
-    for _ in range(8):
+    for _ in range(20):
         forward, backward = (tuple(rng.uniform(1, 3, 4)) for _ in range(2))
         prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
         for count in (8, 64, 65, 300):
@@ -227,11 +227,11 @@ def test_a_schedule_repeats_itself_after_a_while(name: str) -> None:
             assert played_seconds(name, Size(4, count), prices) == pytest.approx(exact, rel=2e-3)
 
 
-@pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 8)])
+@pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
 def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: int) -> None:
-    """Four hosts of one device: what is left would have made no better division."""
+    """Eight hosts of one device: what is left would have made no better division."""
     step = traced("gpt-toy", layers=2)
-    many = replace(Cluster.custom((4,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=4, devices_per_host=1)
+    many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
     hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
     _, found = hunt.divisions(count, opened(hunt))
     whole = search(hunt.question(count, opened(hunt)), TOLERANCE)

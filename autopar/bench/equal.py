@@ -28,16 +28,12 @@ Key = tuple[str, tuple[int, ...], str, str]
 
 @dataclass(frozen=True)
 class Product:
-    """What to run: every model on every mesh in every dtype.
-
-    `replans`: whether each case also tries a batch of another size, which takes as long as planning does.
-    """
+    """What to run: every model on every mesh in every dtype."""
 
     models: tuple[str, ...] = zoo.TOYS
     meshes: tuple[tuple[int, ...], ...] = MESHES
     dtypes: tuple[str, ...] = DTYPES
     cluster: str = "dear"
-    replans: bool = True
 
     def __post_init__(self) -> None:
         rows_kept.check_words("dtype", self.dtypes, DTYPES)
@@ -55,7 +51,7 @@ def run(product: Product, resume: Path | None = None, tell: Callable[[str], None
     for model in product.models:
         for dtype in product.dtypes:
             todo = [k[1] for k in wanted if k[0] == model and k[2] == dtype and k not in rows]
-            for row in _rows(model, dtype, todo, product):
+            for row in _rows(model, dtype, todo, product.cluster):
                 rows[_key(row)] = row
                 tell(line(row))
                 rows_kept.keep(resume, row)
@@ -75,12 +71,11 @@ def quick_flags() -> str:
     return " ".join(f"--{name}={str(value).lower()}" for name, value in jax_compat.quick_compilation().items())
 
 
-def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], product: Product) -> Iterator[Row]:
+def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: str) -> Iterator[Row]:
     """Rows of one worker; where it dies, a failed row for each mesh that is missing."""
     if not meshes:
         return
-    cluster = product.cluster
-    spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster, "replans": product.replans}
+    spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster}
     left = list(meshes)
     try:
         for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": quick_flags()}):

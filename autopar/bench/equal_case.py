@@ -311,10 +311,10 @@ def single(target: str, dtype: str, batch: int | None = None) -> Single:
     return Single(given, run, float((compiled.cost_analysis() or {})["flops"]))
 
 
-def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear", replans: bool = True) -> Row:
+def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
     """All criteria for one model on one mesh."""
     given, devices = one.given, math.prod(mesh)
-    ours = parallel(given, replans=replans, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
+    ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
     found = differences(ours.run.state, one.run.state)
     rounding = rounding_leaves(one.run.state)
     params = of_params(ours.run.state, one.run.state)
@@ -395,7 +395,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     one = single(spec["model"], spec["dtype"])
     for mesh in spec["meshes"]:
         try:
-            row = case(one, mesh, spec["dtype"], spec["cluster"], spec["replans"])
+            row = case(one, mesh, spec["dtype"], spec["cluster"])
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             row = Row(spec["model"], tuple(mesh), spec["dtype"], False, failures=(text[:300],))

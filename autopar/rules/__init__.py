@@ -20,7 +20,7 @@ from autopar.rules.own import OWN_RULES
 from autopar.rules.registry import registered_rules
 from autopar.rules.shardy import read_rules
 
-__all__ = ["Rule", "parse", "rules_of", "whole"]
+__all__ = ["Reader", "Rule", "parse", "rules_of", "whole"]
 
 #: Leaf primitives whose lowering is opaque, or that must not be lowered alone; replicate-only unless registered.
 OPAQUE = (
@@ -41,8 +41,6 @@ OPAQUE = (
     "tpu_custom_call",
 )
 
-#: Rules read from Shardy that are kept.
-REMEMBERED = 4_000
 
 #: Operations whose partial results one all-reduce can combine. Any other reduced factor is kept whole.
 COMBINABLE = (
@@ -100,8 +98,7 @@ def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tup
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
     """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module.
 
-    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once. So
-    are Shardy's of the last operations: the stages of a step have many in common.
+    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once.
     """
     known = registered_rules() if registered is None else registered
     return _rules_of(graph, tuple(sorted(known.items())))
@@ -109,52 +106,45 @@ def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mappi
 
 @lru_cache(maxsize=4)
 def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[int, Rule]:
-    known = dict(registered)
-    representatives: dict[int, Op] = {}
-    for op in graph.walk():
-        if not op.regions:
-            representatives.setdefault(op.signature, op)
-    found: dict[int, Rule] = {}
-    from_shardy: list[Op] = []
-    for signature, op in representatives.items():
-        rule = _without_compiler(graph, op, known)
-        if rule is not None:
-            found[signature] = rule
-        else:
-            from_shardy.append(op)
-    found.update(_remembered().read(graph, from_shardy))
-    return MappingProxyType({signature: found[signature] for signature in representatives})
-
-
-@lru_cache(maxsize=1)
-def _remembered() -> _Reader:
-    return _Reader()
-
-
-def forget() -> None:
-    """Read all rules anew."""
-    _rules_of.cache_clear()
-    _remembered.cache_clear()
+    return Reader(dict(registered)).of(graph)
 
 
 @dataclass(eq=False)
-class _Reader:
-    """Shardy's rules of operations, each lowered once however many graphs have it; the last `REMEMBERED` are kept."""
+class Reader:
+    """Reads the rules of graphs that have operations in common, such as the stages of a step, each of these once.
 
+    Attributes:
+        registered: rules by operation; None: those that are registered.
+        known: Shardy's rules that were read.
+    """
+
+    registered: Mapping[str, str] | None = None
     known: dict[Hashable, Rule] = field(default_factory=dict)
 
-    def read(self, graph: Graph, ops: Sequence[Op]) -> dict[int, Rule]:
-        """Signature -> rule."""
+    def of(self, graph: Graph) -> Mapping[int, Rule]:
+        """Rule of every leaf operation: signature -> Rule."""
+        registered = registered_rules() if self.registered is None else self.registered
+        representatives: dict[int, Op] = {}
+        for op in graph.walk():
+            if not op.regions:
+                representatives.setdefault(op.signature, op)
+        found: dict[int, Rule] = {}
+        from_shardy: list[Op] = []
+        for signature, op in representatives.items():
+            rule = _without_compiler(graph, op, registered)
+            if rule is not None:
+                found[signature] = rule
+            else:
+                from_shardy.append(op)
+        found.update(self._read(graph, from_shardy))
+        return MappingProxyType({signature: found[signature] for signature in representatives})
+
+    def _read(self, graph: Graph, ops: Sequence[Op]) -> Mapping[int, Rule]:
         keys = {op.signature: _key(op) for op in ops}
         missing = [op for op in ops if keys[op.signature] not in self.known]
         found = _read_all(graph, missing, [[v.aval for v in op.equation.invars] for op in missing])
-        found.update((s, self.known[key]) for s, key in keys.items() if s not in found)
-        for key, rule in ((keys[s], rule) for s, rule in found.items() if keys[s] is not None):
-            self.known.pop(key, None)
-            self.known[key] = rule  # the last to go
-        for key in [*self.known][: max(0, len(self.known) - REMEMBERED)]:
-            del self.known[key]
-        return found
+        self.known.update((keys[s], rule) for s, rule in found.items() if keys[s] is not None)
+        return {s: found[s] if s in found else self.known[key] for s, key in keys.items()}
 
 
 def _key(op: Op) -> Hashable:

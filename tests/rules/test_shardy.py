@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from autopar import rules as rules_package
-from autopar.rules import rules_of
+from autopar.rules import Reader, rules_of
 from autopar.rules.shardy import read_rules
 from autopar.trace import trace
 from tests.real_programs import PROGRAMS, array
@@ -110,7 +110,6 @@ def test_an_operation_that_cannot_be_lowered_alone_is_whole_and_leaves_the_other
         return read_rules(ops, avals)
 
     monkeypatch.setattr(rules_package, "read_rules", picky)
-    rules_package.forget()
     graph = trace(lambda x, y: (jnp.sin(x) @ y, jnp.cos(y).T), X, Y).graph
     rules = rules_of(graph)
     assert {op.name: str(rules[op.signature]) for op in graph.ops} == {
@@ -129,11 +128,11 @@ def test_operations_of_several_graphs_are_lowered_once(monkeypatch: pytest.Monke
         return read_rules(ops, avals)
 
     monkeypatch.setattr(rules_package, "read_rules", counted)
-    rules_package.forget()
+    reader = Reader({})
     first = trace(lambda x, y: jnp.sin(x) @ y, X, Y).graph
     second = trace(lambda x, y: jnp.cos(jnp.sin(x) @ y + jnp.sin(x) @ y), X, Y).graph
-    one, other = rules_of(first), rules_of(second)
+    one, other = reader.of(first), reader.of(second)
     assert lowered == ["sin", "dot_general", "add", "cos"]
     assert [one[op.signature] for op in first.ops] == [other[op.signature] for op in second.ops[:2]]
-    rules_of(trace(lambda x, y: jnp.sin(x.T).T @ y, X, Y).graph)
+    reader.of(trace(lambda x, y: jnp.sin(x.T).T @ y, X, Y).graph)
     assert lowered[4:] == ["transpose", "sin", "transpose"]
