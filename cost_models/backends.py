@@ -35,6 +35,7 @@ class Backend:
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
         loops_sink: a loop makes what is broadcast for it in its body, where that reads it.
         stores_early: what a loop stacks is stored as soon as it is made; otherwise at the end of the body.
+        stacks_first: what loops stack lies side by side, and what comes and goes around it.
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
@@ -46,8 +47,9 @@ class Backend:
             and a product that makes a weight's gradient waits until the next product of the backward pass has run.
         turns_state: where a gradient is scattered before it is transposed, its parameter and moments are copied into
             the turned layout (`autopar.cost_models.turned`).
-        near_bytes: temporaries of at most so many bytes that are read at once stay in on-chip memory.
-        fragmentation: bytes of the heap over bytes alive at its peak.
+        near_bytes: temporaries of at most so many bytes stay in on-chip memory if they are read at once, or by the body
+            of the loop that makes them.
+        fragmentation: bytes of the heap over bytes alive at its peak, of what comes and goes.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Backend:
     scatters_fuse: bool = False
     loops_sink: bool = False
     stores_early: bool = False
+    stacks_first: bool = False
     merges_fetches: bool = False
     updates_read_pieces: bool = False
     narrows: bool = False
@@ -93,6 +96,7 @@ TPU = Backend(
     scatters_fuse=True,
     loops_sink=True,
     stores_early=True,
+    stacks_first=True,
     merges_fetches=True,
     updates_read_pieces=True,
     narrows=True,

@@ -162,14 +162,15 @@ class _Values:
                 yield self.sizes.program.behind(atom), position
 
     def _value(self, what: str, v: int, birth: int, death: int) -> None:
-        b, kind, argument, placed = self.sizes, self.sizes.kind(v), what == "argument", self._placed(v)
+        b, kind, placed = self.sizes, self.sizes.kind(v), self._placed(v)
+        fixed = b.is_fixed(what, v)
         if placed is None:
-            at = b.at(kind, lambda: b.laid_out([np.array([n]) for n in kind.shape], kind, 1), argument)
+            at = b.at(kind, lambda: b.laid_out([np.array([n]) for n in kind.shape], kind, 1), fixed)
             b.add(what, v, birth, death, at)
             return
         cluster, dims, assigned = placed
         s = b.model.clustering.clusters[cluster].strategies
-        at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), argument)
+        at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), fixed)
         b.add(what, v, birth, death, at, node=cluster)
 
     def _placed(self, v: int) -> tuple[int, tuple[int, ...], bool] | None:

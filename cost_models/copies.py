@@ -248,7 +248,9 @@ class _Link:
         if birth <= death:
             kind = self.made if what == "value" else self.kind
             key = ("link", self.number, differs, of_target, kind)
-            at = self.sizes.at(key, lambda: self._table(differs, of_target, kind))
+            at = self.sizes.at(
+                key, lambda: self._table(differs, of_target, kind), self.sizes.is_fixed(what, self.value)
+            )
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
     def _gathered(self) -> Floats:

@@ -1,7 +1,7 @@
 """Sizes of buffers under every choice of layouts.
 
     bytes(buffer, strategy)  =  itemsize * prod_d ceil(extent_d / parts_d(strategy)) * padding to tiles    -> Sizes.held
-                             =  0 where it fits into on-chip memory, and is read at once                   -> Sizes.add
+                             =  0 where it stays in on-chip memory                                        -> Sizes._near
 
 All buffers of one kind (layout classes, shape) share one run of numbers; a buffer points to where its run starts.
 """
@@ -25,7 +25,8 @@ from autopar.passes.intra_op import Model
 from autopar.passes.problem import Floats
 from autopar.passes.strategies import StrategySet, share
 
-NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last
+NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last, outside of loops
+WHOLE = 4  # times `Backend.near_bytes` is all of the on-chip memory
 _TEMPORARY = ("value", "unsummed", "copy")
 
 #: A reader's end of an edge: consumer cluster, its factors for the dimensions, assigned; before it the home value.
@@ -113,22 +114,33 @@ class Sizes:
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
     kinds: dict[int, Kind] = field(default_factory=dict)  # by value
-    near: dict[int, int] = field(default_factory=dict)  # start of a run -> start of the one for on-chip memory
+    loose: dict[int, Floats] = field(default_factory=dict)  # start of a run of what comes and goes -> the run
+    near: dict[tuple[int, float], int] = field(default_factory=dict)  # its start, bytes that stay near -> start without
 
     def all(self) -> Floats:
         """All runs one after the other."""
         return np.concatenate([np.zeros(0), *self.runs])
 
-    def at(self, key: Hashable, make: Callable[[], Floats], argument: bool = False) -> int:
-        """Where the sizes of one kind start; made if they are not there yet."""
-        key = (key, argument)
+    def at(self, key: Hashable, make: Callable[[], Floats], fixed: bool = False) -> int:
+        """Where the sizes of one kind start; made if they are not there yet.
+
+        Args:
+            key: of the kind.
+            make: its bytes.
+            fixed: it lies where nothing that comes and goes leaves holes.
+        """
+        key = (key, fixed)
         if key not in self.starts:
-            run = np.asarray(make(), np.float64).ravel()
-            self.starts[key] = self._append(run * (1.0 if argument else self.backend.fragmentation))
-            if self.backend.near_bytes and not argument:
-                spilled = np.where(run <= self.backend.near_bytes, 0.0, run)
-                self.near[self.starts[key]] = self._append(spilled * self.backend.fragmentation)
+            run = np.asarray(make(), np.float64).ravel() * (1.0 if fixed else self.backend.fragmentation)
+            self.starts[key] = self._append(run)
+            if not fixed:
+                self.loose[self.starts[key]] = run
         return self.starts[key]
+
+    def is_fixed(self, what: str, value: int) -> bool:
+        """Whether such a buffer of a value lies where nothing that comes and goes leaves holes."""
+        stacked = self.backend.stacks_first and self.program.root(value) in self.program.stacked
+        return what == "argument" or (what == "value" and stacked)
 
     def _append(self, run: Floats) -> int:
         self.runs.append(run)
@@ -195,5 +207,35 @@ class Sizes:
 
     def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
         if birth <= death:
-            at = self.near.get(at, at) if death - birth <= NEAR and what in _TEMPORARY else at
+            at = self._near(at, birth, death) if what in _TEMPORARY and self.backend.near_bytes else at
             self.found.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))
+
+    def _near(self, at: int, birth: int, death: int) -> int:
+        """Sizes without those that stay in on-chip memory: of what is read at once, and of what a loop's body makes.
+
+        Where every moment makes one array, as many bytes as on-chip memory has are there on average, if an array may
+        take its share for as many moments as it lasts.
+        """
+        bodies = self._bodies
+        inside = bodies[birth] >= 0 and bodies[birth] == bodies[death]
+        if at not in self.loose or not (inside or death - birth <= NEAR):
+            return at
+        most = self.backend.near_bytes * min(1.0, WHOLE / (death - birth + 1))
+        if (at, most) not in self.near:
+            run = self.loose[at]
+            self.near[at, most] = self._append(np.where(run <= most * self.backend.fragmentation, 0.0, run))
+        return self.near[at, most]
+
+    @cached_property
+    def _bodies(self) -> Sequence[int]:
+        """For each moment, and the end, when the innermost loop around it began; -1 outside of loops."""
+        found: list[int] = []
+        around: list[tuple[Step, int]] = []
+        for moment, step in enumerate(self.lives.moments):
+            ends = bool(around) and around[-1][0] is step
+            if ends:
+                around.pop()
+            found.append(around[-1][1] if around else -1)
+            if step.frames and not ends:
+                around.append((step, moment))
+        return [*found, -1]

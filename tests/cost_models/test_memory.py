@@ -135,6 +135,26 @@ def test_what_fits_into_on_chip_memory_and_is_read_at_once_takes_no_room() -> No
     assert found == pytest.approx([(2 + 1) * BIG, (2 + 3) * BIG], rel=0.02)
 
 
+def rolled(x: Any, w: Any) -> Any:
+    def body(c: Any, _: Any) -> Any:
+        y = jnp.exp(c @ w)
+        return y @ w @ w @ w @ w @ w + y, y
+
+    return jax.lax.scan(body, x, None, length=4)
+
+
+@pytest.mark.parametrize(("near", "loose"), [(BIG - 1, 3), (BIG, 1), (2 * BIG, 0)])
+def test_a_loops_body_works_in_on_chip_memory_and_its_stack_leaves_no_holes(near: float, loose: float) -> None:
+    """Beside the carry, which lies in x, w, and the stack of four live y until it is added at the end,
+    and what a product reads and writes.
+
+    What is read at once may have all of the near bytes, y less, for it lasts longer.
+    """
+    backend = replace(TPU, narrows=False, fragmentation=1.5, near_bytes=near)
+    found = peak(rolled, (X, W), backend)
+    assert found == pytest.approx((2 + 4 + 1.5 * loose) * BIG, rel=0.02)
+
+
 def flattened(
     fn: Callable[..., Any], args: Sequence[Any], backend: Backend, devices: int = 1
 ) -> tuple[Program, Written]:
