@@ -7,7 +7,7 @@ are replicated, which hold partial sums. Pairs are therefore renamed by first ap
 
 each pattern is priced once as a sum of collectives, each the minimum of a few lines in the bytes,
 
-    time(pattern, b) = sum_steps min_k (alpha_k + beta_k fraction_step b)                     -> _lines
+    time(pattern, b) = sum_steps min_k (alpha_k + beta_k fraction_step b)                     -> _recipe
 
 and a table for any value is one gather from that (`Resharding.table`).
 """
@@ -21,17 +21,24 @@ from numpy.typing import NDArray
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.collectives import linear_coefficients
-from autopar.layout import Layout, Step, steps
+from autopar.layout import PARTIAL, Layout, Step, steps
 
 Layouts = NDArray[np.int8]
 """Shape (number of layouts, mesh axes)."""
+
+_Lines = tuple[tuple[float, float], ...]
+"""Lines (s, s/byte of the whole value) whose minimum is the time of one step."""
+
+_Recipe = tuple[_Lines, ...]
+
+NO_WAY: _Recipe = (((float("inf"), 0.0),),)
 
 #: Seconds charged for cutting a local piece out of a replicated value: next to nothing, but not less than not doing it.
 SLICE_SECONDS = 1e-8
 
 
-def step_lines(step: Step, mesh: LogicalMesh) -> tuple[tuple[float, float], ...]:
-    """(s, s/byte of the whole value) lines whose minimum is the time of one step."""
+def step_lines(step: Step, mesh: LogicalMesh) -> _Lines:
+    """The time of one step."""
     if step.kind == "slice":
         return ((SLICE_SECONDS, 0.0),)
     return tuple((a, b * step.fraction) for a, b in linear_coefficients(step.kind, step.axes, mesh))
@@ -60,6 +67,8 @@ class Resharding:
 
     mesh: LogicalMesh
     _priced: dict[tuple[bytes, bytes], _Priced] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, ...], _Recipe] = field(default_factory=dict, repr=False)
+    _lines: dict[Step, _Lines] = field(default_factory=dict, repr=False)
 
     def table(self, sources: Layouts, targets: Layouts, nbytes: float) -> NDArray[np.float64]:
         """Seconds from each source (rows) to each target (columns) for a value of `nbytes` (whole)."""
@@ -71,9 +80,8 @@ class Resharding:
         return times[priced.pattern]
 
     def _price(self, sources: Layouts, targets: Layouts) -> _Priced:
-        names, pattern = np.unique(_patterns(sources, targets), axis=0, return_inverse=True)
-        axes = len(self.mesh.sizes)
-        lines = [self._lines(tuple(row[:axes].tolist()), tuple(row[axes:].tolist())) for row in names]
+        names, pattern = _distinct(_patterns(sources, targets))
+        lines = [self._recipe(tuple(row)) for row in names.tolist()]
         steps_, choices = max(map(len, lines)), max((len(s) for line in lines for s in line), default=1)
         alpha = np.zeros((len(lines), max(steps_, 1), choices))
         beta = np.zeros_like(alpha)
@@ -83,11 +91,31 @@ class Resharding:
                 alpha[i, j], beta[i, j] = zip(*padded, strict=True)
         return _Priced(alpha, beta, pattern.reshape(len(sources), len(targets)))
 
-    def _lines(self, source: Layout, target: Layout) -> tuple[tuple[tuple[float, float], ...], ...]:
-        recipe = steps(source, target, self.mesh.sizes)
-        if recipe is None:
-            return (((float("inf"), 0.0),),)
-        return tuple(step_lines(step, self.mesh) for step in recipe)
+    def _recipe(self, pattern: tuple[int, ...]) -> _Recipe:
+        """The lines of each step from one layout to another, which one pattern names after the other."""
+        found = self._known.get(pattern)
+        if found is None:
+            axes = len(self.mesh.sizes)
+            recipe = steps(pattern[:axes], pattern[axes:], self.mesh.sizes)
+            found = self._known[pattern] = NO_WAY if recipe is None else tuple(map(self._of_step, recipe))
+        return found
+
+    def _of_step(self, step: Step) -> _Lines:
+        if step not in self._lines:
+            self._lines[step] = step_lines(step, self.mesh)
+        return self._lines[step]
+
+
+def _distinct(rows: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    """The distinct rows, and which of them each row is; read as numbers as long as 64 bits hold them."""
+    digits = rows.shape[1]
+    base = digits + 2  # PARTIAL, REPLICATED, and at most as many dimensions as digits
+    if base**digits >= 2**63:
+        names, pattern = np.unique(rows, axis=0, return_inverse=True)
+        return names, pattern.ravel()
+    numbers = (rows.astype(np.int64) - PARTIAL) @ base ** np.arange(digits, dtype=np.int64)[::-1]
+    _, first, pattern = np.unique(numbers, return_index=True, return_inverse=True)
+    return rows[first], pattern.ravel()
 
 
 def _patterns(sources: Layouts, targets: Layouts) -> NDArray[np.int8]:

@@ -5,23 +5,26 @@ other budget as well, as the dual is affine in it:
 
     seconds(x)  >=  D(lambda) - sum_r lambda_r B       for every plan x with peak <= B                    -> Front.lower
 
-so the certified envelope is the highest of these lines. Messages, plans and prices go from one budget to the next. The
-points are plans judged exactly; between neighbours layers part ways (`relink`), which fills the gaps that plans with
-equal layers alike leave. Stage construction in a pipeline asks for such fronts many times: one ascent per budget, no
-branch and bound and no ILP.
+so the certified envelope is the highest of these lines. Messages, plans and prices go from one budget to the next, and
+a budget where the lines known come near what the plans known allow asks for none -> _closed. The problem is presolved
+once for the rows known, for the plan with the least peak (`least`) as well. The points are plans judged exactly;
+between neighbours layers part ways (`relink`), which fills the gaps that plans with equal layers alike leave: one
+ascent per budget at most, no branch and bound and no ILP but for the memory-free optimum.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from autopar.passes.hunt import Hunt
 from autopar.passes.lagrangian import Messages, Pool, Within, ascend
 from autopar.passes.least import least_memory
-from autopar.passes.loaded import attach, presolve
+from autopar.passes.loaded import Core, attach, presolve
 from autopar.passes.memory_rows import RowSource
 from autopar.passes.optimize import optimize
 from autopar.passes.problem import Ints, Problem
@@ -31,6 +34,12 @@ from autopar.passes.swap import Swapper
 TURNS = 3  # with the rows learnt so far
 JUDGED = 4  # plans per budget that are judged exactly, at most
 TARGET = 3e-4  # relative gap at which a budget is left
+ENOUGH = 0.05  # share of the gap that prices might still close, at which it is left as well
+EFFORT: Mapping[str, Any] = {"passes": (4, 2), "patience": 10, "enough": ENOUGH, "adapt": True, "scan": False}
+OTHERS = 3  # points over a budget that layers may follow
+
+Cut = tuple[float, float]
+"""Seconds at budget 0 and s/byte: a line below all plans."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +59,14 @@ class Front:
     """
 
     points: tuple[Point, ...]
-    cuts: tuple[tuple[float, float], ...]
+    cuts: tuple[Cut, ...]
     least_bytes: float
 
     def lower(self, budget: float) -> float:
         """No plan with a peak of at most `budget` (bytes) is faster than this (s); inf where no plan fits at all."""
         if budget < self.least_bytes:
             return np.inf
-        return max(start - slope * budget for start, slope in self.cuts)
+        return _lower(self.cuts, budget)
 
     def best(self, budget: float) -> Point | None:
         """The fastest point within the budget (bytes); None if none fits."""
@@ -72,23 +81,30 @@ def front(
     Raises SolverError when no plan exists.
     """
     deadline = time.monotonic() + time_limit
-    free = optimize(problem, time_limit=time_limit, fold=fold)
+    free = optimize(problem, time_limit=time_limit, fold=fold, rounds=0)
     hunt = Hunt(problem, source, np.inf, TARGET, deadline)
     judged = _Judged(hunt)
     judged.add(free.assignment)
-    _, top = source.peak(free.assignment)
-    least = least_memory(problem, source, rows=[top], seeds=[free.assignment], deadline=deadline, exact=False)
+    hunt.learn(source.rows())
+    core = _presolved(hunt, fold)
+    seeds = [free.assignment]
+    least = least_memory(problem, source, rows=hunt.rows, seeds=seeds, deadline=deadline, exact=False, core=core)
     judged.add(least.assignment)
     hunt.learn(least.rows)
     cuts = [(free.lower_bound, 0.0)]
     budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
     for _ in range(TURNS):
         known = len(hunt.rows)
-        cuts += _sweep(hunt, judged, budgets.tolist(), fold)
+        core = core if core.loaded.rows == known else _presolved(hunt, fold)
+        _sweep(hunt, core, judged, budgets.tolist(), cuts)
         if len(hunt.rows) == known or hunt.late:
             break
     _fill(hunt, judged, budgets.tolist())
     return Front(judged.nondominated(), tuple(cuts), least.lower_bytes)
+
+
+def _lower(cuts: Sequence[Cut], budget: float) -> float:
+    return max(start - slope * budget for start, slope in cuts)
 
 
 class _Judged:
@@ -118,20 +134,25 @@ class _Judged:
         return tuple(found)
 
 
-def _sweep(hunt: Hunt, judged: _Judged, budgets: list[float], fold: bool) -> list[tuple[float, float]]:
-    """One ascent per budget, from the largest: its line, and its best plans judged."""
-    core = presolve(hunt.problem, hunt.rows, "bound" if fold else "none")
+def _presolved(hunt: Hunt, fold: bool) -> Core:
+    return presolve(hunt.problem, hunt.rows, "bound" if fold else "none")
+
+
+def _sweep(hunt: Hunt, core: Core, judged: _Judged, budgets: list[float], cuts: list[Cut]) -> None:
+    """One ascent per budget that is not closed, from the largest: its line, and its best plans judged."""
     pool, messages, swapper = Pool(core.loaded), Messages(core.loaded, core.counts), Swapper(core.loaded)
     pool.add(plan for plan in (core.project(p.assignment) for p in judged.points) if plan is not None)
     prices = np.zeros(core.loaded.rows)
-    lines: list[tuple[float, float]] = []
     for budget in budgets:
-        dual = ascend(
-            messages, pool, Within(core.loaded, budget, pool), start=prices, target=TARGET, deadline=hunt.deadline
-        )
-        prices = dual.prices
-        slope = float(prices.sum())
-        lines.append((core.constant + dual.lower + slope * budget, slope))
+        aim = Within(core.loaded, budget, pool)
+        wanted, value = aim.prices(pool)
+        if _closed(value, aim.known(pool), _lower(cuts, budget) - core.constant):
+            prices = wanted
+        else:
+            dual = ascend(messages, pool, aim, start=prices, target=TARGET, deadline=hunt.deadline, **EFFORT)
+            prices = dual.prices
+            slope = float(prices.sum())
+            cuts.append((core.constant + dual.lower + slope * budget, slope))
         fitting = pool.fitting(budget)[:1].tolist()
         near = np.argsort(pool.seconds + pool.held @ prices, kind="stable")[:1].tolist()
         pool.add([swapper.descend(pool.plans[i], pool.held[i], budget) for i in dict.fromkeys(fitting + near)])
@@ -139,7 +160,11 @@ def _sweep(hunt: Hunt, judged: _Judged, budgets: list[float], fold: bool) -> lis
             judged.add(core.lift(pool.plans[i]))
             if judged.points[-1].peak_bytes <= budget:
                 break
-    return lines
+
+
+def _closed(value: float, known: float, lower: float) -> bool:
+    """Whether prices can raise the bound by little: next to the plans known, or to what is left to the best of them."""
+    return bool(np.isfinite(known)) and value - lower <= max(TARGET * abs(known), ENOUGH * (known - lower))
 
 
 def _fill(hunt: Hunt, judged: _Judged, budgets: list[float]) -> None:
@@ -153,6 +178,6 @@ def _fill(hunt: Hunt, judged: _Judged, budgets: list[float]) -> None:
         if not under or not over or hunt.late:
             continue
         held = np.array([row.value(hunt.problem, under[0]) for row in known])
-        plan = relink(loaded, under[0], over[-1:], held, budget, np.zeros(loaded.rows))
+        plan = relink(loaded, under[0], over[-OTHERS:], held, budget, np.zeros(loaded.rows))
         if plan is not None:
             judged.add(plan)

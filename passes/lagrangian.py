@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autopar.passes.dual_ascent import End, end_of, ends_of, initial, sweep
+from autopar.passes.dual_ascent import End, ends_of, initial, sweep
 from autopar.passes.ledger import Ledger
 from autopar.passes.loaded import Loaded
 from autopar.passes.prices import smallest, within
@@ -99,8 +99,8 @@ class Messages:
             e = self.loaded.problem.edges[i]
             table = e.table + np.tensordot(prices, held, 1)
             (u, at_u), (v, at_v) = self._slots[i]
-            self._ends[u][at_u] = end_of(i, v, e.gu, e.gv, table)
-            self._ends[v][at_v] = end_of(i, u, e.gv, e.gu, np.ascontiguousarray(table.T))
+            self._ends[u][at_u] = replace(self._ends[u][at_u], table=table)
+            self._ends[v][at_v] = replace(self._ends[v][at_v], table=np.ascontiguousarray(table.T))
         self._state.settled = False
         for bound in self._state.bounds:
             bound.fill(-np.inf)
@@ -269,6 +269,7 @@ def ascend(
     patience: int = PATIENCE,
     enough: float = 0.0,
     adapt: bool = False,
+    passes: tuple[int, int] = (FIRST, NEXT),
 ) -> Dual:
     """Prices and messages together, until bound and model meet, the bound stalls, or time is up.
 
@@ -283,17 +284,18 @@ def ascend(
         patience: changes of prices within which the gap has to shrink.
         enough: share of the gap at which to stop, once no prices can close more of it.
         adapt: move farther towards the model after success.
+        passes: at the first prices, and after each change of prices.
     """
     slack, share = 0.0, 0.5
     prices = aim.start() if start is None else start
     best = Dual(-np.inf, prices)
     aim.prices(pool)
-    passes = FIRST
+    first, following = passes
     gaps: list[float] = []
     kept = messages.copy()
-    for _ in range(changes):
+    for change in range(changes):
         messages.set(prices)
-        bound, plans = messages.run(passes)
+        bound, plans = messages.run(following if change else first)
         lower = aim.lower(bound, prices)
         pool.add(plans)
         wanted, value = aim.prices(pool)
@@ -308,7 +310,6 @@ def ascend(
         stalled = len(gaps) > patience and gaps[-1] > gaps[-1 - patience] * (1 - PROGRESS)
         if gaps[-1] <= slack or stalled or time.monotonic() > deadline:
             break
-        passes = NEXT
         prices = aim.next(wanted, best.prices, share)
     messages.rewind(kept, best.prices)
     return best if gaps[-1] <= slack or not scan else _scan(messages, pool, aim, best, gaps[-1], deadline)

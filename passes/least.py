@@ -6,20 +6,24 @@ Plans come from the problem with seconds at a tiny price, equal layers alike: by
 is fast stays as it is, so that no program point that is not yet a row runs away. The bound comes from the problem
 without seconds, folded with respect to the rows that have a price. Where the two do not meet and the problem is small,
 the ILP decides.
+
+A problem that is presolved already, with bounds that hold for all plans, serves for both: what presolving took out is
+replaced by something that takes no more seconds and no more bytes in any row, so the least peak stays -> _usable.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from autopar.passes import ilp
 from autopar.passes.hunt import CLOSED
-from autopar.passes.lagrangian import Messages, Pool, Smallest, ascend
-from autopar.passes.loaded import Loaded, presolve
+from autopar.passes.lagrangian import FIRST, NEXT, Messages, Pool, Smallest, ascend
+from autopar.passes.loaded import Core, Loaded, presolve
 from autopar.passes.memory_rows import Row, RowSource
 from autopar.passes.optimize import optimize
 from autopar.passes.problem import Floats, Ints, Problem
@@ -28,6 +32,7 @@ from autopar.passes.swap import Swapper
 ROUNDS = 20
 LIGHT = 1e-6  # of all bytes: what all seconds may weigh
 SMALL, TINY = 2_000, 200  # strategies up to which the ILP closes the gap; though nothing fits anyhow
+QUICK = 4, 2  # passes at the first prices, and after each change of prices, on a problem that is given
 DESCENTS = 4  # plans that descent starts from
 
 
@@ -59,6 +64,7 @@ def least_memory(
     deadline: float = np.inf,
     exact: bool = True,
     asked: float | None = None,
+    core: Core | None = None,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified bound on every plan's.
 
@@ -70,10 +76,11 @@ def least_memory(
         exact: let the ILP decide small problems.
         asked: bytes; a plan whose peak is no higher ends the search, without a bound, and a higher bound ends it but
             for tiny problems.
+        core: the problem presolved with `rows`, where that is at hand; one whose bounds hold for all plans.
 
     Raises SolverError when no plan exists at all.
     """
-    state = _State(problem, source, deadline)
+    state = _State(problem, source, deadline, core)
     state.learn([*rows, *source.rows()])
     for plan in seeds or [optimize(problem).assignment]:
         state.offer(plan)
@@ -95,7 +102,7 @@ def least_memory(
 class _State:
     """The best plan so far and the rows met."""
 
-    def __init__(self, problem: Problem, source: RowSource, deadline: float) -> None:
+    def __init__(self, problem: Problem, source: RowSource, deadline: float, core: Core | None) -> None:
         self.problem = problem
         self.source = source
         self.deadline = deadline
@@ -103,7 +110,8 @@ class _State:
         self.plan: Ints | None = None
         self.peak = np.inf
         self.seeds: list[Ints] = []
-        self._weightless = _scaled(problem, 0.0)
+        self._core = core
+        self._warm: tuple[list[list[Floats]], list[Ints]] = [], []
 
     def learn(self, rows: Sequence[Row]) -> None:
         names = {row.name for row in self.rows}
@@ -124,49 +132,77 @@ class _State:
         """Whether a plan is known whose peak is within the bytes asked for."""
         return asked is not None and self.peak <= asked
 
+    @property
+    def _usable(self) -> Core | None:
+        """The presolved problem given, if it has all rows known."""
+        return self._core if self._core is not None and self._core.loaded.rows == len(self.rows) else None
+
+    @property
+    def _passes(self) -> tuple[int, int]:
+        """Fewer where a problem is given: many more ascents follow on it."""
+        return (FIRST, NEXT) if self._usable is None else QUICK
+
     def found(self, lower: float) -> LeastMemory:
         assert self.plan is not None
         return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))
 
     def alike(self) -> Floats:
         """A plan that treats equal layers alike; returns the prices of the rows."""
-        rows = list(self.rows)
-        core = presolve(_scaled(self.problem, self._light()), rows, "tie")
-        pool = Pool(core.loaded)
+        core = self._with_light_seconds()
+        pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
         pool.add(plan for plan in map(core.project, self.seeds) if plan is not None)
         aim = Smallest(core.loaded, pool)
-        dual = ascend(Messages(core.loaded, core.counts), pool, aim, target=CLOSED, deadline=self.deadline)
+        dual = ascend(messages, pool, aim, target=CLOSED, deadline=self.deadline, adapt=True, passes=self._passes)
         _descend(core.loaded, pool)
         ranked = _by_peak(pool)
-        if len(ranked):
-            self.offer(core.lift(pool.plans[ranked[0]]))
+        self._warm = messages.copy(), [pool.plans[i] for i in ranked[:1]]
+        for plan in self._warm[1]:
+            self.offer(core.lift(plan))
         return dual.prices
+
+    def _with_light_seconds(self) -> Core:
+        light, core = self._light(), self._usable
+        if core is not None:
+            return _weighed(core, light)
+        return presolve(_scaled(self.problem, light), self.rows, "tie")
 
     def _light(self) -> float:
         """Bytes that a second may weigh."""
         held = sum(
             max((float(b.max()) for b in (*r.nodes.values(), *r.edges.values())), default=0.0) for r in self.rows
         )
-        costs = [n.cost for n in self.problem.nodes] + [e.table for e in self.problem.edges]
-        most = sum(float(a[np.isfinite(a)].max(initial=0.0)) for a in costs)
-        return LIGHT * (held or 1.0) / (most or 1.0)
+        most = {id(a): float(a[np.isfinite(a)].max(initial=0.0)) for a in _distinct(self.problem)}
+        stake = sum(most[id(n.cost)] for n in self.problem.nodes) + sum(most[id(e.table)] for e in self.problem.edges)
+        return LIGHT * (held or 1.0) / (stake or 1.0)
 
     def bound(self, prices: Floats) -> float:
         """No plan's peak on the rows with a price is below this (bytes)."""
-        rows = [row for row, p in zip(self.rows, prices, strict=False) if p > 0] or self.rows[:1]
-        if not rows:
+        if not self.rows:
             return 0.0
-        core = presolve(self._weightless, rows, "bound")
-        pool = Pool(core.loaded)
+        if self._usable is not None:
+            return self._bound_again(_weighed(self._usable, 0.0), prices)
+        rows = [row for row, p in zip(self.rows, prices, strict=False) if p > 0] or self.rows[:1]
+        core = presolve(_scaled(self.problem, 0.0), rows, "bound")
+        return self._bound(core, Pool(core.loaded), Messages(core.loaded, core.counts))
+
+    def _bound_again(self, core: Core, prices: Floats) -> float:
+        """From the messages, the plan and the prices of `alike`, where seconds had almost no weight."""
+        pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
+        sent, plans = self._warm
+        pool.add(plans)
+        messages.restore(sent, {})
+        return self._bound(core, pool, messages, prices)
+
+    def _bound(self, core: Core, pool: Pool, messages: Messages, start: Floats | None = None) -> float:
         aim = Smallest(core.loaded, pool)
-        dual = ascend(Messages(core.loaded, core.counts), pool, aim, target=CLOSED, deadline=self.deadline)
-        return dual.lower + 0.0
+        effort: Mapping[str, Any] = {"target": CLOSED, "deadline": self.deadline, "adapt": True, "passes": self._passes}
+        return ascend(messages, pool, aim, start=start, **effort).lower + 0.0
 
     def by_ilp(self) -> float:
         """The bound that CBC proves; its plans are judged, and rows learnt until none is new."""
         lower = -np.inf
         while time.monotonic() < self.deadline:
-            core = presolve(self._weightless, self.rows, "none")
+            core = presolve(_scaled(self.problem, 0.0), self.rows, "none")
             loaded = core.loaded
             memory = ilp.Memory(max(self.peak, 1.0), loaded.constants, loaded.nodes, loaded.edges)
             limit = min(30.0, max(self.deadline - time.monotonic(), 0.1))
@@ -182,14 +218,25 @@ class _State:
         return lower
 
 
+def _weighed(core: Core, factor: float) -> Core:
+    return replace(core, loaded=replace(core.loaded, problem=_scaled(core.loaded.problem, factor)))
+
+
 def _scaled(problem: Problem, factor: float) -> Problem:
     """Finite costs times `factor`; what is forbidden stays so."""
-    nodes = tuple(replace(n, cost=_times(n.cost, factor)) for n in problem.nodes)
-    return Problem(nodes, tuple(replace(e, table=_times(e.table, factor)) for e in problem.edges))
+    times = {id(a): _times(a, factor) for a in _distinct(problem)}
+    nodes = tuple(replace(n, cost=times[id(n.cost)]) for n in problem.nodes)
+    return Problem(nodes, tuple(replace(e, table=times[id(e.table)]) for e in problem.edges))
+
+
+def _distinct(problem: Problem) -> Iterable[Floats]:
+    """The arrays of costs; equal layers share theirs."""
+    return {id(a): a for a in (*(n.cost for n in problem.nodes), *(e.table for e in problem.edges))}.values()
 
 
 def _times(array: Floats, factor: float) -> Floats:
-    return np.where(np.isfinite(array), np.where(np.isfinite(array), array, 0.0) * factor, np.inf)
+    finite = np.isfinite(array)
+    return np.where(finite, np.where(finite, array, 0.0) * factor, np.inf)
 
 
 def _by_peak(pool: Pool) -> Ints:

@@ -7,12 +7,14 @@
 
 A *residual* of a layer is a value of its forward operations that backward operations read. It is *dropped* unless it
 leaves the layer (a later layer, the update or the caller reads it), the policy keeps it, or a side effect made it.
-Just before the first backward operation that reads a dropped residual of the layer stand
+Dropped residuals that are made from kept values apart from each other are recomputed apart, if a product of the
+backward pass runs in between that the later ones can wait for: its result is in memory anyhow. Just before the first
+backward operation that reads one of them stand
 
-    an optimization barrier over all that the recomputation and the layer's backward operations read: what entered the
-    layer, parameters, cotangents. It waits for the gradient, and keeps the compiler from merging the recomputation
-    with the forward pass, as the lowering of `jax.checkpoint` does                                  -> _Layer.barrier
-    clones of the forward operations that the dropped residuals are made by, in order                -> clones
+    an optimization barrier over all that the recomputation and the backward operations up to the next one read: what
+    entered the layer, parameters, cotangents. It waits for the gradient, and keeps the compiler from merging the
+    recomputation with the forward pass, as the lowering of `jax.checkpoint` does                    -> _barrier
+    clones of the forward operations that the dropped residuals are made by, in order                -> _cloned
 
 and the backward operations read these. A forward scan stops stacking dropped residuals and stacks the carries that
 enter its iterations instead; the body of the backward scan recomputes them (no barrier: loops are not merged)  -> _scan
@@ -257,7 +259,7 @@ def _irreproducible(ops: Sequence[Op]) -> frozenset[int]:
 
 
 def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
-    """Recompute a layer's dropped residuals before its backward pass."""
+    """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
     ops = draft.layers.ops(layer)
     own = {v for op in ops for v in op.outputs}
     kept = {v for op in ops for v in op.outputs if _is_kept(draft, op, v, own, policy)} | draft.constant
@@ -265,21 +267,64 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     if not residuals:
         return
     draft.changed.add(layer)
-    first = min(q for v in residuals for q in draft.readers[v] if draft.phase(q) == "backward")
-    again = _needed(ops, residuals, kept)
+    backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
+    parts: dict[int, list[Op]] = {}  # first reader -> operations
+    for first, part in sorted(_by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals)).items()):
+        last = max(parts, default=first)
+        parts.setdefault(first if _waits(draft, last, first) else last, []).extend(part)
+    for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
+        group = [q for q in backward if first <= q < end]
+        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), own - kept, residuals)
+
+
+def _waits(draft: _Draft, last: int, first: int) -> bool:
+    """Whether an operation reads what is made from a product that runs at another operation or after it."""
+    late: set[int] = set()
+    for op in draft.original.ops[last:first]:
+        if op.name in PRODUCTS or not late.isdisjoint(_values(op.inputs)):
+            late.update(op.outputs)
+    return not late.isdisjoint(_values(draft.original.ops[first].inputs))
+
+
+def _by_reader(draft: _Draft, parts: Sequence[Sequence[Op]], residuals: Set[int]) -> Mapping[int, list[Op]]:
+    """Parts by the first backward operation that reads a residual of theirs."""
+    found: dict[int, list[Op]] = {}
+    for part in parts:
+        made = [v for op in part for v in op.outputs if v in residuals]
+        readers = [q for v in made for q in draft.readers[v] if draft.phase(q) == "backward"]
+        found.setdefault(min(readers), []).extend(part)
+    return found
+
+
+def _again(
+    draft: _Draft, group: Sequence[int], first: int, again: Sequence[Op], gone: Set[int], residuals: Sequence[int]
+) -> None:
+    """Recompute residuals in front of the first of a group of backward operations, behind a barrier."""
     mine = {v for op in again for v in op.outputs}
-    group = [q for q, of in draft.layers.backward.items() if of == layer and q >= first and not _is_users(draft.ops[q])]
     outside = [v for op in again for v in _values(op.inputs) if v not in mine]
     outside += _read_from_outside(draft, group, first)
-    held = [v for v in dict.fromkeys(outside) if v not in draft.constant and v not in own - kept and v in draft.avals]
+    held = [v for v in dict.fromkeys(outside) if v not in draft.constant and v not in gone and v in draft.avals]
     barrier = _barrier(draft, held, first)
     behind = dict(zip(held, barrier.outputs, strict=True))
     names = dict(behind)
     clones = _cloned(draft, again, names)
-    draft.dropped.update((v, names[v]) for v in residuals)
+    draft.dropped.update((v, names[v]) for v in residuals if v in mine)
     for q in group:
         draft.barred.setdefault(q, {}).update(behind)
     draft.before[first] = [barrier, *clones, *draft.before.get(first, ())]
+
+
+def _connected(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
+    """Operations that share no value made by one of them are in different parts."""
+    part_of: dict[int, int] = {}  # value -> number of its part
+    parts: dict[int, list[Op]] = {}
+    for op in ops:
+        joined = sorted({part_of[v] for v in _values(op.inputs) if v in part_of})
+        number = joined[0] if joined else op.index
+        merged = [*(o for n in joined for o in parts.pop(n)), op]
+        parts[number] = merged
+        part_of.update((v, number) for o in merged for v in o.outputs)
+    return tuple(parts.values())
 
 
 def _is_kept(draft: _Draft, op: Op, value: int, own: Set[int], policy: str) -> bool:

@@ -24,7 +24,7 @@ from autopar.graph import Graph
 from autopar.passes import decode
 from autopar.passes.front import Front, front
 from autopar.passes.intra_op import Model
-from autopar.planning import Options, make_model
+from autopar.planning import Options, collector_paused, make_model
 from autopar.report.picture import picture
 from autopar.report.text import seconds, size
 from autopar.report.text import table as grid
@@ -38,9 +38,10 @@ def run(model: zoo.Model, mesh: LogicalMesh, points: int) -> Result:
     begin = time.perf_counter()
     traced = trace(model.step, *model.abstract_args())
     after_trace = time.perf_counter()
-    found = make_model(traced, mesh, Options())
-    liveness = Liveness(traced.graph, found, mesh, backend_of(mesh.device))
-    result = front(found.problem, liveness, points)
+    with collector_paused():
+        found = make_model(traced, mesh, Options())
+        liveness = Liveness(traced.graph, found, mesh, backend_of(mesh.device))
+        result = front(found.problem, liveness, points)
     spent = time.perf_counter() - after_trace
     return {
         "model": model.name,

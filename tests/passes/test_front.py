@@ -8,6 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.passes.front import front
+from autopar.passes.least import least_memory
+from autopar.passes.loaded import presolve
 from autopar.passes.problem import Problem
 from tests.passes.small_problems import layered, problems, random_problem
 from tests.passes.small_rows import Points, all_peaks, layered_points, random_points
@@ -48,6 +50,32 @@ def test_every_point_is_real_and_no_plan_lies_below_the_envelope(problem: Proble
 def test_equal_layers(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
     holds(problem, layered_points(problem, 3, seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4), shown=st.integers(1, 4))
+def test_the_least_peak_of_a_presolved_problem(problem: Problem, seed: int, points: int, shown: int) -> None:
+    """The core serves while no row is new; the bound is below every plan."""
+    source = random_points(problem, seed, points, shown=shown)
+    values, peaks = all_peaks(problem, source)
+    assume(np.isfinite(values).any())
+    core = presolve(problem, source.rows(), "bound")
+    found = least_memory(problem, source, rows=source.rows(), exact=False, core=core)
+    fewest = peaks[np.isfinite(values)].min()
+    assert found.peak_bytes == source.peak(found.assignment)[0]
+    assert found.lower_bytes <= fewest + 1e-9 <= found.peak_bytes + 2e-9
+    assert np.isfinite(found.seconds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_presolved_problem_has_the_least_peak_that_any_has(seed: int) -> None:
+    problem = layered(seed, 4)
+    source = layered_points(problem, 4, seed)
+    core = presolve(problem, source.points, "bound")
+    one = least_memory(problem, source, rows=source.points, exact=False, core=core)
+    two = least_memory(problem, source, rows=source.points, exact=False)
+    assert one.peak_bytes == two.peak_bytes
+    assert one.lower_bytes == pytest.approx(two.lower_bytes, rel=1e-3)
 
 
 def test_a_budget_below_every_plan_has_no_point_and_no_finite_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from autopar import jax_compat, zoo
 from autopar.errors import ArgumentError
 from autopar.graph import Graph, Op, Region, verify
 from autopar.passes import remat
+from autopar.passes.clusters import PRODUCTS
 from autopar.passes.work import work
 from autopar.trace import trace
 
@@ -310,6 +312,21 @@ def test_recomputed_programs_do_the_same_operations_on_the_same_operands(name: s
         assert numbering.results(rewritten) == expected
         assert (count(rewritten) > count(graph)) == (name not in LEAN)
         assert rewritten.inputs == graph.inputs
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "wresnet-toy"])
+def test_what_lies_between_products_is_recomputed_apart(name: str) -> None:
+    """Every barrier holds something made from a product that ran since the barrier before, and waits for it."""
+    graph = everywhere(program(name), "dots")
+    layers = sum(remat.recomputable(program(name)))
+    barriers = [i for i, op in enumerate(graph.ops) if op.name == "optimization_barrier"]
+    assert len(barriers) > 2 * layers
+    for before, barrier in itertools.pairwise(barriers):
+        late: set[int] = set()
+        for op in graph.ops[before + 1 : barrier]:
+            if op.name in PRODUCTS or not late.isdisjoint(a for a in op.inputs if isinstance(a, int)):
+                late.update(op.outputs)
+        assert not late.isdisjoint(a for a in graph.ops[barrier].inputs if isinstance(a, int))
 
 
 def count(graph: Graph) -> int:
