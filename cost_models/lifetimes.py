@@ -27,7 +27,7 @@ class Lifetimes:
     Attributes:
         moments: the step that runs at each; loops stand before and after the moments of their bodies.
         birth, death: written value or token -> first and last moment. A token is born when what it copies is there
-            (breadth first) or where it is first read (program order).
+            (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
         end: the moment after the last, at which results are still there.
     """
 
@@ -128,9 +128,15 @@ class _Clock:
             if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
                 self._read(self.p.behind(v), begin, end)
             ready = max((self.found.birth.get(s, begin) for s in self._copied(v)), default=0)
-            fetched = begin if self.product is None or not self.p.backend.overlaps else max(ready, self.product)
-            born = ready if self.p.backend.runs_eagerly else fetched
+            born = self._fetched(v, ready, begin)
             self.found.birth[v] = min(self.found.birth.get(v, born), born)
+
+    def _fetched(self, token: int, ready: int, begin: int) -> int:
+        """The moment at which a copy starts to be made of what is ready, to be read when a step begins."""
+        b = self.p.backend
+        if b.runs_eagerly or (b.overlaps and self.p.behind(token) not in self.p.graph.names):
+            return ready
+        return begin if self.product is None or not b.overlaps else max(ready, self.product)
 
 
 def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:

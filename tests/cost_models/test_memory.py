@@ -162,6 +162,20 @@ def flattened(
     return program, written(program)
 
 
+def test_what_runs_beside_products_is_fetched_early() -> None:
+    """The last product reads its first operand, made by the first product, and w in other layouts."""
+    graph = trace(lambda x, w: (y := x @ w) @ (y @ w @ w).T @ y @ w, X, W).graph
+    sites = {f"{graph.ops[-2].tag}.in1": "rows", f"{graph.ops[-1].tag}.in1": "columns"}
+    found = {}
+    for overlaps in (False, True):
+        program = flatten(graph, replace(TPU, overlaps=overlaps), sites)
+        lives = lifetimes(program, written(program))
+        moments = {step.outputs[0]: i for i, step in enumerate(lives.moments)}
+        born = {key: lives.birth[token] for token, (_, key) in program.tokens.items()}
+        found[overlaps] = born["rows"] - moments[graph.ops[0].outputs[0]], born["columns"] - lives.end
+    assert found == {False: (4, -1), True: (0, -2)}
+
+
 def shared_bias(x: Any, w: Any, b: Any) -> Any:
     both = jnp.broadcast_to(b, (128, 128))
     hidden = jnp.exp(x @ w + both)
