@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import control_flow, jax_compat
 from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec
+from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec, steps
 from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
@@ -154,10 +154,16 @@ class Context:
         return jax_compat.reduce_sum(array, done) if done else array
 
     def along(self, array: Any, source: Layout, target: Layout, *, in_stages: bool = False) -> Any:
-        """Constrain an array to every layout of the route, the target last; `in_stages`: the sums of a dot end here."""
+        """Constrain an array to every layout of the route, the target last; `in_stages`: the sums of a dot end here.
+
+        An exchange starts from an array of its own: XLA forgets the mesh axes of one that a dot reads where it lies,
+        and would gather it whole (jaxlib 0.12; docs/design.md, "Resharding").
+        """
         sizes = tuple(self.mesh.shape[name] for name in self.names)
         first = first_stage(source, target, sizes) if in_stages else ()
-        for stop in (*(first or route(source, target, sizes)), target):
+        exchanged = [step.kind for step in steps(source, target, sizes) or ()][:1] == ["all-to-all"]
+        start = (source,) if exchanged else ()
+        for stop in (*start, *(first or route(source, target, sizes)), target):
             array = self.constrain(array, stop)
         return array
 

@@ -10,6 +10,7 @@ and a reduce-scatter likewise, so such chains are matched next.
     exact multiset                   `_cancel`
     chains over several axes         `_cancel_joined`, `_cover`
     volume                           `autopar.collective.wire_bytes`, the ring volume
+    what is left over, in words      `differences`
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
@@ -183,3 +184,30 @@ def _cover(pieces: Mapping[Hashable, int], goal: _Key, axis_sizes: Mapping[str, 
             if others:
                 return (widest, *others)
     return ()
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+#: Operations that a line of a report names.
+_NAMED = 3
+
+
+def differences(c: Comparison) -> list[str]:
+    """What differs, in words: a line for the pieces of one source line that are equal."""
+    found: list[str] = []
+    for title, side in (("predicted but not emitted", c.predicted_only), ("emitted but not predicted", c.emitted_only)):
+        alike: dict[Hashable, list[Collective]] = {}
+        for x in side:
+            alike.setdefault((x.kind, x.axes, x.bytes, x.source), []).append(x)
+        found += [f"{title}: {_together(pieces)}" for pieces in alike.values()]
+    return found
+
+
+def _together(pieces: Sequence[Collective]) -> str:
+    """Pieces that differ in their operations alone: "3 x all-reduce over x, 1,024 bytes at model.py:7 (op1, op5)"."""
+    first, ops = pieces[0], list(dict.fromkeys(x.op for x in pieces if x.op))
+    more = f" and {len(ops) - _NAMED} more" if len(ops) > _NAMED else ""
+    where = f" at {first.source}" if first.source else ""
+    what = f" ({', '.join(ops[:_NAMED])}{more})" if ops else ""
+    count = sum(x.count for x in pieces)
+    return f"{count} x {first.kind} over {'+'.join(first.axes)}, {first.bytes:,} bytes{where}{what}"

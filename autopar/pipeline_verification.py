@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar import comparison, conversions, hlo
+from autopar import comparison, conversions, hlo, known_exceptions
 from autopar.collective import Collective
 from autopar.errors import ArgumentError
 from autopar.plans import Plan
@@ -36,6 +36,7 @@ class Stagewise:
         flops: floating-point operations per device and step, of the stage that has most.
         accessed: bytes that a device reads and writes per step, likewise.
         exceptions: what is not compared, or known to be done otherwise -> how often.
+        predicted: what the plan predicts of every stage, as the compiler is known to convert it.
     """
 
     collectives: tuple[Collective, ...]
@@ -44,6 +45,7 @@ class Stagewise:
     flops: float
     accessed: float
     exceptions: Mapping[str, int]
+    predicted: tuple[Collective, ...]
 
     @property
     def comparison(self) -> comparison.Comparison:
@@ -80,23 +82,31 @@ def emitted(
     programs = prepared.build(options).programs
     stages = [_stage(prepared, programs, number) for number in range(len(plan.stages))]
     first = sum(name.startswith(FIRST_LOOP) for name in programs)
-    names = dict.fromkeys(name for _, _, _, known in stages for name in known)
-    exceptions = {name: sum(known.get(name, 0) for _, _, _, known in stages) for name in names}
-    costs = [costs for _, _, costs, _ in stages]
+    names = dict.fromkeys(name for stage in stages for name in stage.exceptions)
+    exceptions = {name: sum(stage.exceptions.get(name, 0) for stage in stages) for name in names}
     return Stagewise(
-        tuple(c for found, _, _, _ in stages for c in found),
-        tuple(compared for _, compared, _, _ in stages),
+        tuple(c for stage in stages for c in stage.collectives),
+        tuple(stage.comparison for stage in stages),
         _memory(programs.values()),
-        max(cost["flops"] for cost in costs),
-        max(cost["bytes accessed"] for cost in costs),
+        max(stage.costs["flops"] for stage in stages),
+        max(stage.costs["bytes accessed"] for stage in stages),
         {**exceptions, **({UNPREDICTED: first} if first else {})},
+        tuple(c for stage in stages for c in stage.predicted),
     )
 
 
-def _stage(
-    prepared: Prepared, programs: Mapping[str, Any], number: int
-) -> tuple[tuple[Collective, ...], comparison.Comparison, Mapping[str, float], Mapping[str, int]]:
-    """(collectives, comparison, costs, exceptions) of one stage."""
+@dataclass(frozen=True)
+class _Stage:
+    """What the programs of one stage emit."""
+
+    predicted: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]
+    comparison: comparison.Comparison
+    exceptions: Mapping[str, int]
+    costs: Mapping[str, float]
+
+
+def _stage(prepared: Prepared, programs: Mapping[str, Any], number: int) -> _Stage:
     plan, layouts = prepared.plan, prepared.layouts
     assert layouts is not None
     stage, graph = plan.stages[number], layouts.plans[number].graph.graph
@@ -112,8 +122,9 @@ def _stage(
             costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
     one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
     predicted = conversions.converted("cpu", one, graph)
-    compared, exceptions = conversions.explained("cpu", comparison.compare(predicted, found, stage.submesh))
-    return tuple(found), compared, costs, exceptions
+    compared = comparison.compare(predicted, found, stage.submesh)
+    compared, exceptions = known_exceptions.explained("cpu", compared, predicted, one, graph)
+    return _Stage(predicted, tuple(found), compared, exceptions, costs)
 
 
 def _memory(programs: Any) -> Mapping[str, int]:

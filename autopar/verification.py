@@ -30,6 +30,7 @@ from autopar import (
     gpu_topology,
     hlo,
     jax_compat,
+    known_exceptions,
     pipeline_verification,
     shardy,
     tpu_topology,
@@ -59,9 +60,10 @@ class Report:
         comparison: matched and unmatched pieces, and wire bytes of both.
         memory: bytes per device by kind, where the target reports it.
         flops: floating-point operations per device, where the target reports it.
-        mismatches: a line for everything that differs, with the user's source line.
-        exceptions: what the target is known to do otherwise (`conversions.EXCEPTIONS`) -> collectives that it explains.
+        mismatches: a line for everything that differs, with the user's source line; equal pieces of a line share one.
+        exceptions: what the target is known to do otherwise (`autopar.known_exceptions`) -> collectives so explained.
         accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
+        predicted: what the plan predicts, as the target is known to convert it.
     """
 
     ok: bool
@@ -73,6 +75,7 @@ class Report:
     mismatches: tuple[str, ...]
     exceptions: Mapping[str, int] = field(default_factory=dict[str, int])
     accessed: float = 0.0
+    predicted: tuple[Collective, ...] = ()
 
     @property
     def bytes(self) -> float:
@@ -138,7 +141,8 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     platform = target.partition(":")[0]
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     predicted = conversions.converted(platform, plan, graph)
-    compared, exceptions = conversions.explained(platform, comparison.compare(predicted, found.collectives, sizes))
+    compared = comparison.compare(predicted, found.collectives, sizes)
+    compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
     return Report(
         _holds(compared, target),
         target,
@@ -146,9 +150,10 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
         compared,
         found.memory,
         found.flops,
-        tuple(_mismatches(compared)),
+        tuple(comparison.differences(compared)),
         exceptions,
         found.accessed,
+        predicted,
     )
 
 
@@ -161,9 +166,10 @@ def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[st
         found.comparison,
         found.memory,
         found.flops,
-        tuple(line for c in found.comparisons for line in _mismatches(c)),
+        tuple(line for c in found.comparisons for line in comparison.differences(c)),
         found.exceptions,
         found.accessed,
+        found.predicted,
     )
 
 
@@ -272,13 +278,3 @@ BACKENDS: Mapping[str, Backend] = {
 
 #: Platforms whose devices are only described: the target names them.
 DESCRIBED = ("tpu", "gpu")
-
-
-def _mismatches(c: comparison.Comparison) -> list[str]:
-    lines: list[str] = []
-    for title, side in (("predicted but not emitted", c.predicted_only), ("emitted but not predicted", c.emitted_only)):
-        for x in side:
-            where = f" at {x.source}" if x.source else ""
-            what = f" ({x.op})" if x.op else ""
-            lines.append(f"{title}: {x.count} x {x.kind} over {'+'.join(x.axes)}, {x.bytes:,} bytes{where}{what}")
-    return lines

@@ -237,25 +237,23 @@ def report_equality(parallel: Snapshot, single: Snapshot) -> tuple[bool, str]:
 
 # ---------------------------------------------------------------------------------------------------------- collectives
 
-EMITTED_AS = {"reduce-scatter": "all-reduce"}  # the CPU backend has no reduce-scatter
-
 
 def totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
     """(source line, kind) -> executions and bytes per device and step."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for piece in collectives:
-        key = (piece.source, EMITTED_AS.get(piece.kind, piece.kind))
+        key = (piece.source, piece.kind)
         count, size = found.get(key, (0, 0))
         found[key] = (count + piece.count, size + piece.count * piece.bytes)
     return found
 
 
-def collective_table(plan: autopar.Plan, report: autopar.Report) -> Table:
+def collective_table(report: autopar.Report) -> Table:
     """What the plan predicts beside what XLA emitted, for each line of the program, the largest first."""
     figures = (Column(name, justify="right") for name in ("predicted", "MB", "compiled", "MB"))
     table = Table("line", "collective", *figures, title="collectives per step")
     none = (0, 0)
-    predicted, compiled = totals(plan.collectives), totals(report.collectives)
+    predicted, compiled = totals(report.predicted), totals(report.collectives)
     order = sorted(predicted | compiled, key=lambda k: (-max(predicted.get(k, none)[1], compiled.get(k, none)[1]), k))
     for key in order:
         cells = [part for side in (predicted, compiled) for part in count_and_size(*side.get(key, none))]
@@ -360,7 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
     plan = train_step.plan(shapes, first[0])
     print(plan.summary())
     report = autopar.verify(plan, train_step, shapes, first[0], target="cpu")
-    rich.print(collective_table(plan, report), str(report), sep="\n")
+    rich.print(collective_table(report), str(report), sep="\n")
     single = single_device_run(train_step.__wrapped__, init_state, key, first)
 
     state = train_step.init(init_state, key)  # born sharded: never whole on one device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import cli, gpu_topology, tpu_topology
+from autopar import cli, comparison, gpu_topology, tpu_topology
 from autopar.cluster import Cluster
+from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 
 WEIGHT, ROWS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((512, 1024), jnp.float32)
@@ -43,6 +45,61 @@ def test_a_plan_on_two_axes_holds_without_devices(target: str) -> None:
     assert report.mismatches == ()
     assert report.comparison.ratio == pytest.approx(1.0)
     assert report.bytes > 1e6
+
+
+@pytest.mark.parametrize(
+    ("mesh", "operands", "result", "expected"),
+    [
+        ((2, 4), P("x", "y"), P(), ["all-reduce over x", "all-reduce over y"]),
+        ((2, 4), P(("x", "y")), P(), ["all-reduce over x+y"]),
+        ((2, 2, 2), P(("x", "z"), "y"), P(), ["all-reduce over x+z", "all-reduce over y"]),
+        ((2, 2, 2), P(("x", "z"), "y"), P("x"), ["all-reduce over x", "all-reduce over y+z"]),  # a scatter first
+    ],
+)
+def test_sums_over_several_dimensions_are_compiled_as_predicted(
+    mesh: tuple[int, ...], operands: P, result: P, expected: list[str]
+) -> None:
+    x = jax.ShapeDtypeStruct((64, 64, 32), jnp.float32)
+
+    def products(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("bsd,bsf->df", x, y)
+
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    pins = {"x": operands, "y": operands, "out:0": result}
+    plan = autopar.plan(products, x, x, mesh=mesh, cluster=cluster, pins=pins)
+    report = autopar.verify(plan, products, x, x, target="cpu")
+    assert report.mismatches == ()
+    assert sorted(f"{c.kind} over {'+'.join(c.axes)}" for c in report.collectives) == expected
+    assert sorted((c.kind, c.axes) for c in report.predicted) == sorted((c.kind, c.axes) for c in report.collectives)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_what_a_dot_reads_where_it_lies_is_exchanged_as_planned(axis: int) -> None:
+    """XLA of jaxlib 0.12 gathers it whole, unless the exchange starts from an array of its own."""
+
+    def fn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = x * 2
+        return y @ w, jnp.tanh(y)
+
+    rows, columns = (tuple(dim if a == axis else -1 for a in (0, 1)) for dim in (0, 1))
+    plan: autopar.Plan = autopar.plan(fn, ROWS, WEIGHT, mesh=(2, 4))
+    layouts = {0: rows, 1: (-1, -1), 2: rows, 3: rows, 4: columns}
+    stage = replace(plan.stages[0], values=layouts, uses={"op2.in0": columns}, copies={})
+    exchange = Collective("all-to-all", ("xy"[axis],), 4 * 512 * 1024 // (2, 4)[axis], op="op2.in0")
+    plan = replace(plan, stages=(stage,), collectives=(exchange,), inputs=(rows, (-1, -1)), outputs=(rows, columns))
+    report = autopar.verify(plan, fn, ROWS, WEIGHT, target="cpu")
+    assert report.mismatches == ()
+    assert report.comparison.matched == 1
+
+
+def test_what_differs_is_told_in_a_line_for_equal_pieces() -> None:
+    pieces = [Collective("all-reduce", ("x", "y"), 1024, 1 + (k == 0), f"op{k}", "model.py:7") for k in range(5)]
+    found = comparison.compare([*pieces, Collective("all-gather", ("x",), 4096)], [], {"x": 2, "y": 4})
+    report = autopar.Report(False, "cpu", (), found, {}, 0.0, tuple(comparison.differences(found)))
+    assert str(report).splitlines()[1:] == [
+        "predicted but not emitted: 6 x all-reduce over x+y, 1,024 bytes at model.py:7 (op0, op1, op2 and 2 more)",
+        "predicted but not emitted: 1 x all-gather over x, 4,096 bytes",
+    ]
 
 
 @pytest.mark.core

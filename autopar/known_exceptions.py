@@ -1,0 +1,121 @@
+"""What a compiler is known to do otherwise than planned, where that depends on what only it knows.
+
+An exception has a name that reports print, and no discount: bytes on the wire stay as they are compared. Each takes
+collectives that are left over from a comparison away, and counts them:
+
+    a kind of collective in place of another, axes and bytes alike       -> _instead
+    a gather of data that is gathered for a reader nearby                -> _gathered_already
+    a gather of what the plan computes anew in each layout               -> _computed_once
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+
+from autopar.collective import Collective
+from autopar.comparison import Comparison
+from autopar.graph import Graph
+from autopar.planned_moves import Context
+from autopar.plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is left of either side of a comparison."""
+
+    predicted: tuple[Collective, ...]
+    emitted: tuple[Collective, ...]
+
+
+Exemption = Callable[[Left, Context, Sequence[Collective]], Left]
+
+
+def explained(
+    platform: str, found: Comparison, predicted: Sequence[Collective], plan: Plan, graph: Graph
+) -> tuple[Comparison, Mapping[str, int]]:
+    """A comparison without what `EXCEPTIONS` explains, and how many collectives each exception explains.
+
+    Args:
+        platform: "cpu", "gpu", "shardy" or "tpu".
+        found: the comparison of what is predicted with what the platform emits.
+        predicted: the plan's collectives, converted for the platform.
+        plan, graph: what was compiled.
+    """
+    context, left, counts = Context(graph, plan), Left(found.predicted_only, found.emitted_only), dict[str, int]()
+    for name, exempt in EXCEPTIONS.get(platform, {}).items():
+        rest = exempt(left, context, predicted)
+        count = max(_runs(left.predicted) - _runs(rest.predicted), _runs(left.emitted) - _runs(rest.emitted))
+        counts.update({name: count} if count else {})
+        left = rest
+    return replace(found, predicted_only=left.predicted, emitted_only=left.emitted), counts
+
+
+def _runs(collectives: tuple[Collective, ...]) -> int:
+    return sum(c.count for c in collectives)
+
+
+def _instead(planned: str, emitted: str, left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
+    """One kind planned, another emitted."""
+    mine, theirs = list(left.predicted), list(left.emitted)
+    for c in (c for c in left.predicted if c.kind == planned):
+        other = next((o for o in theirs if o.kind == emitted and _size(o) == _size(c)), None)
+        if other is not None:
+            mine.remove(c)
+            theirs.remove(other)
+    return Left(tuple(mine), tuple(theirs))
+
+
+def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
+    return c.axes, c.bytes, c.count
+
+
+def _gathered_already(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
+    """Gathers of what an earlier one gathers too, but for dimensions of extent 1: a kernel of 1 x 1 and its reverse.
+
+    XLA's pass schedule-aware-collective-cse shares them where their readers are near in the compiled program.
+    """
+    shared = Counter(_size(c) for c in _again(predicted, context))
+    kept: list[Collective] = []
+    for c in left.predicted:
+        gone = c.kind == "all-gather" and shared[_size(c)] > 0
+        shared.subtract({_size(c): gone})
+        kept += [] if gone else [c]
+    return replace(left, predicted=tuple(kept))
+
+
+def _again(predicted: Sequence[Collective], context: Context) -> Iterator[Collective]:
+    """Gathers of data that an earlier one gathers too."""
+    seen: set[Hashable] = set()
+    for c in predicted:
+        value = context.values.get(c.op, -1)
+        if c.kind == "all-gather" and value >= 0:
+            key = context.way(value, c.op), _size(c)
+            if key in seen:
+                yield c
+            seen.add(key)
+
+
+def _computed_once(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
+    """Gathers of a broadcast that is wanted in several layouts: equal operations are one before XLA partitions them."""
+    kept = tuple(c for c in left.emitted if c.kind != "all-gather" or c.op not in context.computed_anew)
+    return replace(left, emitted=kept)
+
+
+#: Platform -> name -> what it takes away, in this order.
+EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
+    {
+        "tpu": {
+            "gather of equal data shared, as the readers are near": _gathered_already,
+            "broadcast made in one layout and gathered for another": _computed_once,
+            "sum left whole, its pieces being no whole tiles in libtpu's layout": partial(
+                _instead, "reduce-scatter", "all-reduce"
+            ),
+            "sum scattered although its pieces have few rows": partial(_instead, "all-reduce", "reduce-scatter"),
+            "small gather done as a sum of pieces in buffers of zeros": partial(_instead, "all-gather", "all-reduce"),
+        }
+    }
+)
