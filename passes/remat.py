@@ -30,6 +30,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 
+from networkx.utils import UnionFind
+
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.graph import Atom, Graph, Op, Region, Type
@@ -316,14 +318,16 @@ def _again(
 
 def _connected(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
     """Operations that share no value made by one of them are in different parts."""
-    part_of: dict[int, int] = {}  # value -> number of its part
+    joined: UnionFind[int] = UnionFind(range(len(ops)))
+    maker: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        for v in _values(op.inputs):
+            if v in maker:
+                joined.union(maker[v], i)
+        maker.update(dict.fromkeys(op.outputs, i))
     parts: dict[int, list[Op]] = {}
-    for op in ops:
-        joined = sorted({part_of[v] for v in _values(op.inputs) if v in part_of})
-        number = joined[0] if joined else op.index
-        merged = [*(o for n in joined for o in parts.pop(n)), op]
-        parts[number] = merged
-        part_of.update((v, number) for o in merged for v in o.outputs)
+    for i, op in enumerate(ops):
+        parts.setdefault(joined[i], []).append(op)
     return tuple(parts.values())
 
 
