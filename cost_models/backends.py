@@ -43,9 +43,9 @@ class Backend:
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
         gathers_turn: an all-gather puts the pieces one after the other, and is turned into a second array unless they
             are pieces of the first dimension.
-        overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, or
-            during the product before if it is an argument; a product that makes a weight's gradient waits until the
-            next product of the backward pass has run.
+        overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, and
+            is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a
+            product that makes a weight's gradient waits until the next product of the backward pass has run.
         turns_state: where a gradient is scattered before it is transposed, its parameter and moments are copied into
             the turned layout (`autopar.cost_models.turned`).
         near_bytes: temporaries of at most so many bytes stay in on-chip memory if they are read at once, or by the body

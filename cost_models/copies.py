@@ -221,9 +221,16 @@ class _Link:
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
-        if what == "copy" and of_target and birth <= death and self.sizes.backend.gathers_turn:
+        last = self._gathered_until(birth, death) if what == "copy" and of_target and birth <= death else -1
+        if last >= birth:
             at = self.sizes.at(("gathered", self.number), self._gathered)
-            self.sizes.add(what, self.value, birth, birth, at, edge=self.edge)
+            self.sizes.add(what, self.value, birth, last, at, edge=self.edge)
+
+    def _gathered_until(self, birth: int, death: int) -> int:
+        """The last moment at which what is gathered is there unturned, too; before birth if it is turned on the way."""
+        backend = self.sizes.backend
+        travels = backend.overlaps and self.value not in self.sizes.graph.names
+        return birth if backend.gathers_turn else death if travels else birth - 1
 
     def half(self, birth: int, death: int) -> None:
         """Half of what is fetched at the other end, where a reader may find what another fetched alike."""
