@@ -539,6 +539,20 @@ def test_what_is_gathered_along_its_columns_is_there_twice_on_cpu(spec: Partitio
     assert len(copies_of_weight(pins, replace(backend, gathers_turn=False))) == 1
 
 
+@pytest.mark.parametrize(("overlaps", "arrays"), [(False, 1), (True, 2)])
+def test_an_activation_gathered_along_its_columns_beside_products_is_there_twice(overlaps: bool, arrays: int) -> None:
+    """Two products whose weights are cut by columns: what the first makes is gathered for the second."""
+    columns = PartitionSpec(None, "x")
+    pins = {"arg:0": PartitionSpec(), "arg:1": columns, "arg:2": columns, "out:0": columns}
+    made = planned(lambda x, v, w: (x @ v) @ w, (array(64, 256), array(256, 512), array(512, 4096)), (4,), pins=pins)
+    (gather,) = made.plan.collectives
+    assert (gather.kind, gather.op) == ("all-gather", f"{made.graph.ops[1].tag}.in0")
+    lives = liveness(made, replace(TPU, fragmentation=1.0, near_bytes=0.0, narrows=False, overlaps=overlaps), (4,))
+    sizes = lives.sizes(made.solution.assignment).tolist()
+    copies = [n for b, n in zip(lives.buffers, sizes, strict=True) if b.what == "copy" and n > 0]
+    assert copies == [64 * 512 * 4] * arrays
+
+
 def test_state_is_turned_where_its_gradient_is_scattered() -> None:
     """With the rows of the batch on all devices, and the weight cut: its gradient is summed and scattered."""
     backend = replace(TPU, fragmentation=1.0, near_bytes=0.0)
