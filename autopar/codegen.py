@@ -161,8 +161,8 @@ class Context:
         """
         sizes = tuple(self.mesh.shape[name] for name in self.names)
         first = first_stage(source, target, sizes) if in_stages else ()
-        exchanged = [step.kind for step in steps(source, target, sizes) or ()][:1] == ["all-to-all"]
-        start = (source,) if exchanged else ()
+        moves = steps(source, target, sizes)
+        start = (source,) if moves and moves[0].kind == "all-to-all" else ()
         for stop in (*start, *(first or route(source, target, sizes)), target):
             array = self.constrain(array, stop)
         return array

@@ -38,7 +38,7 @@ SLICE_SECONDS = 1e-8
 
 
 def step_lines(step: Step, mesh: LogicalMesh) -> _Lines:
-    """The time of one step."""
+    """(s, s/byte of the whole value) lines whose minimum is the time of one step."""
     if step.kind == "slice":
         return ((SLICE_SECONDS, 0.0),)
     return tuple((a, b * step.fraction) for a, b in linear_coefficients(step.kind, step.axes, mesh))

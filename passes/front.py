@@ -6,10 +6,10 @@ other budget as well, as the dual is affine in it:
     seconds(x)  >=  D(lambda) - sum_r lambda_r B       for every plan x with peak <= B                    -> Front.lower
 
 so the certified envelope is the highest of these lines. Messages, plans and prices go from one budget to the next, and
-a budget where the lines known come near what the plans known allow asks for none -> _closed. The problem is presolved
-once for the rows known, for the plan with the least peak (`least`) as well. The points are plans judged exactly;
-between neighbours layers part ways (`relink`), which fills the gaps that plans with equal layers alike leave: one
-ascent per budget at most, no branch and bound and no ILP but for the memory-free optimum.
+a budget where the lines known come near what the plans known allow asks for none. The problem is presolved once for the
+rows known, for the plan with the least peak (`least`) as well. The points are plans judged exactly; between neighbours
+layers part ways (`relink`), which fills the gaps that plans with equal layers alike leave: one ascent per budget at
+most, no branch and bound and no ILP but for the memory-free optimum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autopar.passes.hunt import Hunt
-from autopar.passes.lagrangian import Messages, Pool, Within, ascend
+from autopar.passes.lagrangian import Messages, Pool, Within, ascend, settled
 from autopar.passes.least import least_memory
 from autopar.passes.loaded import Core, attach, presolve
 from autopar.passes.memory_rows import RowSource
@@ -146,7 +146,7 @@ def _sweep(hunt: Hunt, core: Core, judged: _Judged, budgets: list[float], cuts: 
     for budget in budgets:
         aim = Within(core.loaded, budget, pool)
         wanted, value = aim.prices(pool)
-        if _closed(value, aim.known(pool), _lower(cuts, budget) - core.constant):
+        if settled(value, aim.known(pool), _lower(cuts, budget) - core.constant, TARGET, ENOUGH):
             prices = wanted
         else:
             dual = ascend(messages, pool, aim, start=prices, target=TARGET, deadline=hunt.deadline, **EFFORT)
@@ -160,11 +160,6 @@ def _sweep(hunt: Hunt, core: Core, judged: _Judged, budgets: list[float], cuts: 
             judged.add(core.lift(pool.plans[i]))
             if judged.points[-1].peak_bytes <= budget:
                 break
-
-
-def _closed(value: float, known: float, lower: float) -> bool:
-    """Whether prices can raise the bound by little: next to the plans known, or to what is left to the best of them."""
-    return bool(np.isfinite(known)) and value - lower <= max(TARGET * abs(known), ENOUGH * (known - lower))
 
 
 def _fill(hunt: Hunt, judged: _Judged, budgets: list[float]) -> None:

@@ -286,7 +286,7 @@ def ascend(
         adapt: move farther towards the model after success.
         passes: at the first prices, and after each change of prices.
     """
-    slack, share = 0.0, 0.5
+    share, done = 0.5, False
     prices = aim.start() if start is None else start
     best = Dual(-np.inf, prices)
     aim.prices(pool)
@@ -304,15 +304,29 @@ def ascend(
             best, kept = Dual(lower, prices), messages.copy()
         share = _step(share, better) if adapt else share
         known = aim.known(pool)
-        slack = max(CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
-        slack = max(slack, enough * (known - best.lower) if np.isfinite(known - best.lower) else 0.0)
         gaps.append(min(value, known) - best.lower)
+        done = settled(value, known, best.lower, target, enough)
         stalled = len(gaps) > patience and gaps[-1] > gaps[-1 - patience] * (1 - PROGRESS)
-        if gaps[-1] <= slack or stalled or time.monotonic() > deadline:
+        if done or stalled or time.monotonic() > deadline:
             break
         prices = aim.next(wanted, best.prices, share)
     messages.rewind(kept, best.prices)
-    return best if gaps[-1] <= slack or not scan else _scan(messages, pool, aim, best, gaps[-1], deadline)
+    return best if done or not scan else _scan(messages, pool, aim, best, gaps[-1], deadline)
+
+
+def settled(value: float, known: float, lower: float, target: float, enough: float) -> bool:
+    """Whether no prices can raise a bound by much; all but shares in seconds, or in bytes for the least peak.
+
+    Args:
+        value: of the model, the most that a bound may reach by the plans of the pool.
+        known: of the best plan, inf without one.
+        lower: the bound.
+        target: a share of `known` that is little.
+        enough: a share of what lies between `known` and `lower` that is little.
+    """
+    slack = max(CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
+    slack = max(slack, enough * (known - lower) if np.isfinite(known - lower) else 0.0)
+    return bool(min(value, known) - lower <= slack)
 
 
 def _step(share: float, better: bool) -> float:

@@ -270,8 +270,9 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
         return
     draft.changed.add(layer)
     backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
+    apart = _by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals))
     parts: dict[int, list[Op]] = {}  # first reader -> operations
-    for first, part in sorted(_by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals)).items()):
+    for first, part in sorted(apart.items()):
         last = max(parts, default=first)
         parts.setdefault(first if _waits(draft, last, first) else last, []).extend(part)
     for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
