@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.sizes import End, Kind, Sizes
+from autopar.cost_models.waiting import Waiting
 from autopar.passes.homes import projection
 from autopar.passes.problem import Floats, Ints
 from autopar.passes.strategies import StrategySet
@@ -76,8 +78,10 @@ class _Copies:
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
+    waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
+        self.waiting = Waiting(self.sizes)
         lives = self.sizes.lives
         for token, (_, key) in self.sizes.program.tokens.items():
             end = cast(End, key)
@@ -181,7 +185,8 @@ class _Copies:
         made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
         number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
-        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
+        runs = self.sizes.model.clustering.clusters[self.sizes.model.clustering.homes[value].cluster].weight
+        return _Link(self.sizes, value, edge, kind, made, lu, lv, number, self.waiting, runs)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -217,20 +222,35 @@ class _Link:
     sources: Ints
     targets: Ints
     number: int
+    waiting: Waiting
+    runs: float
 
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
-        last = self._gathered_until(birth, death) if what == "copy" and of_target and birth <= death else -1
-        if last >= birth:
-            at = self.sizes.at(("gathered", self.number), self._gathered)
-            self.sizes.add(what, self.value, birth, last, at, edge=self.edge)
+        if what == "copy" and of_target and birth <= death:
+            last = self._gathered_until(birth, death)
+            if last >= birth:
+                at = self.sizes.at(("gathered", self.number), self._gathered)
+                self.sizes.add(what, self.value, birth, last, at, edge=self.edge)
+            if self._travels:
+                self._kept(birth)
+
+    @property
+    def _travels(self) -> bool:
+        return self.sizes.backend.overlaps and self.value not in self.sizes.graph.names
+
+    def _kept(self, birth: int) -> None:
+        """What products read that wait until something is gathered (`autopar.cost_models.waiting`)."""
+        seconds = np.where(self._gathers(0), self.sizes.model.problem.edges[self.edge].table / self.runs, 0.0)
+        for group in self.waiting.kept(birth, float(seconds.max())):
+            key = ("waits", self.number, group.seconds, group.nbytes)
+            at = self.sizes.at(key, lambda group=group: np.where(seconds > group.seconds, group.nbytes, 0.0))
+            self.sizes.add("value", self.value, group.birth, birth - 1, at, edge=self.edge)
 
     def _gathered_until(self, birth: int, death: int) -> int:
         """The last moment at which what is gathered is there unturned, too; before birth if it is turned on the way."""
-        backend = self.sizes.backend
-        travels = backend.overlaps and self.value not in self.sizes.graph.names
-        return birth if backend.gathers_turn else death if travels else birth - 1
+        return birth if self.sizes.backend.gathers_turn else death if self._travels else birth - 1
 
     def half(self, birth: int, death: int) -> None:
         """Half of what is fetched at the other end, where a reader may find what another fetched alike."""
@@ -262,9 +282,11 @@ class _Link:
 
     def _gathered(self) -> Floats:
         """What an all-gather makes before it is turned, where it gathers other dimensions than the first."""
-        whole, cut = self.targets[None, :, :], self.sources[:, None, :]
-        held = self.sizes.pieces(self.targets, self.kind)
-        return np.where(((cut > 0) & (whole < 0)).any(-1), held[None, :], 0.0)
+        return np.where(self._gathers(1), self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
+
+    def _gathers(self, first: int) -> NDArray[np.bool_]:
+        """Where dimensions from this one on are gathered, shape (sources, targets)."""
+        return np.any((self.sources[:, None, :] >= first) & (self.targets[None, :, :] < 0), axis=-1)
 
     def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
         held = self.sizes.pieces(self.targets if of_target else self.sources, kind)

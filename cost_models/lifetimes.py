@@ -28,12 +28,14 @@ class Lifetimes:
         moments: the step that runs at each; loops stand before and after the moments of their bodies.
         birth, death: written value or token -> first and last moment. A token is born when what it copies is there
             (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
+        late: moments of products that nothing but updates waits for, if the compiler puts them off.
         end: the moment after the last, at which results are still there.
     """
 
     moments: list[Step] = field(default_factory=list)
     birth: dict[int, int] = field(default_factory=dict)
     death: dict[int, int] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -64,16 +66,17 @@ class _Clock:
         steps = [s for s in frame.steps if not s.outputs or any(v in self.w.values for v in s.outputs)]
         reads = [self.w.reads(step) for step in steps]
         waits = self._waits(steps, reads)
+        late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
         first, self.product = self.found.end, None
-        for i in self._order(steps, waits):
+        for i in self._order(steps, waits, late):
+            self.found.late.extend([self.found.end] if i in late else [])
             self._step(steps[i], reads[i], first)
             self.product = self.found.end - 1 if self.w.has_product(steps[i]) else self.product
         self.product = None
 
-    def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> list[int]:
+    def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]], late: frozenset[int]) -> list[int]:
         if self.p.backend.runs_eagerly:
             return _eagerly(waits)
-        late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
         after = self._next_products(steps, late) if late else ()
         return _in_turn(steps, waits, self.p.graph.repeats is None, late, after)
 

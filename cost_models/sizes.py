@@ -216,7 +216,7 @@ class Sizes:
         Where every moment makes one array, as many bytes as on-chip memory has are there on average, if an array may
         take its share for as many moments as it lasts.
         """
-        bodies = self._bodies
+        bodies = self.bodies
         inside = bodies[birth] >= 0 and bodies[birth] == bodies[death]
         if at not in self.loose or not (inside or death - birth <= NEAR):
             return at
@@ -227,7 +227,7 @@ class Sizes:
         return self.near[at, most]
 
     @cached_property
-    def _bodies(self) -> Sequence[int]:
+    def bodies(self) -> Sequence[int]:
         """For each moment, and the end, when the innermost loop around it began; -1 outside of loops."""
         found: list[int] = []
         around: list[tuple[Step, int]] = []

@@ -1,0 +1,79 @@
+"""What is kept because products wait: a compiler hides transfers behind products that are not urgent.
+
+Nothing but updates waits for the products that make weights' gradients. libtpu puts those made before a gather of
+activations off until it runs, the last ones first, as many as the transfer has time for, and keeps what they read:
+
+    j waits for a gather   <=>   T(gather)  >  sum of seconds(i) over the products i between j and the gather
+    bytes kept              =    what j reads that nothing reads later, each device its even share
+
+T depends on layouts, on both ends of one edge. The seconds of a product and the bytes of what it reads depend on other
+decisions; they are taken as if the mesh shared them evenly. Products are taken together in groups of 1, 1, 2, 4, ... by
+how far before the gather they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.cost_models.compute import op_time
+from autopar.cost_models.sizes import Sizes
+from autopar.passes.work import work
+
+
+class Kept(NamedTuple):
+    """What a group of products keeps by waiting.
+
+    Attributes:
+        seconds: of the products between the group and the gather: a gather that takes longer reaches it.
+        nbytes: of one device's share of what is kept.
+        birth: when the first of it would have been gone.
+    """
+
+    seconds: float
+    nbytes: float
+    birth: int
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """The products of a program that may wait for transfers."""
+
+    sizes: Sizes
+
+    def kept(self, moment: int, seconds: float) -> Iterator[Kept]:
+        """What is kept until something starts to be gathered at a moment that takes at most so many seconds."""
+        lives, bodies = self.sizes.lives, self.sizes.bodies
+        if moment >= lives.end or lives.moments[moment].op.phase != "backward" or moment in lives.late:
+            return
+        late = [m for m in reversed(lives.late) if m < moment and bodies[m] == bodies[moment]]
+        seen: set[int] = set()
+        passed, done, width = 0.0, 0, 1
+        while done < len(late) and passed < seconds:
+            group = late[done : done + width]
+            gone = [(v, d + 1) for m in group for v, d in self._read(m) if d < moment and v not in seen]
+            seen.update(v for v, _ in gone)
+            nbytes = sum(self._share(v) for v in dict(gone))
+            if nbytes:
+                yield Kept(passed, nbytes, min(d for _, d in gone))
+            passed += sum(map(self._seconds, group))
+            done, width = done + width, max(done, 1)
+
+    def _read(self, moment: int) -> Iterator[tuple[int, int]]:
+        """What is written and read by the product of a moment, and when that is last read."""
+        program, lives = self.sizes.program, self.sizes.lives
+        for v in self.sizes.w.reads(lives.moments[moment]):
+            root = program.behind(v) if v in program.tokens else v
+            if root in self.sizes.w.values and root not in program.graph.names and root in lives.death:
+                yield root, max(lives.death[root], lives.death.get(v, 0))
+
+    def _share(self, v: int) -> float:
+        kind = self.sizes.kind(v)
+        return self.sizes.program.type_of(v).size * kind.itemsize / self.sizes.mesh.size
+
+    def _seconds(self, moment: int) -> float:
+        s, op = self.sizes, self.sizes.lives.moments[moment].op
+        nbytes = sum(s.graph.type_of(a).nbytes for a in op.inputs) + sum(s.graph.types[v].nbytes for v in op.outputs)
+        dtype = s.graph.type_of(op.inputs[0]).dtype
+        return float(op_time(work(s.graph, op) / s.mesh.size, nbytes / s.mesh.size, dtype, s.mesh.device, launches=1))
