@@ -45,7 +45,8 @@ class Backend:
             are pieces of the first dimension.
         overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, and
             is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a
-            product that makes a weight's gradient waits until the next product of the backward pass has run.
+            product that makes a weight's gradient waits until the next product of the backward pass has run, or longer
+            (`autopar.cost_models.waiting`).
         turns_state: where a gradient is scattered before it is transposed, its parameter and moments are copied into
             the turned layout (`autopar.cost_models.turned`).
         near_bytes: temporaries of at most so many bytes stay in on-chip memory if they are read at once, or by the body

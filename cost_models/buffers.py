@@ -7,6 +7,7 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
     a value            its piece in the layout that its cluster leaves                           -> _Values.others
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
+    what waits         operands of products that are put off while something is gathered         -> Waiting.kept
     turned state       where a gradient is left transposed                                       -> add_turned
 
 What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.

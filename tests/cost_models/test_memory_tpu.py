@@ -14,12 +14,14 @@ import pytest
 
 from autopar import zoo
 from autopar.bench import predictions
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.backends import GPU, TPU, Backend
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import lifetimes
 from autopar.cost_models.memory import Liveness
+from autopar.cost_models.sizes import Sizes
 from autopar.cost_models.steps import LOOP, Program, Step, flatten
+from autopar.cost_models.waiting import Waiting
 from autopar.planning import Options, Planned, make_plan
 from autopar.trace import trace
 
@@ -260,6 +262,50 @@ def test_an_array_that_arithmetic_reads_too_is_not_rounded_while_products_read_i
         last = max(b.death for b, _ in found)
         assert sum(n for b, n in found if b.birth <= last <= b.death) == pytest.approx(batch // 8 * 32 * 4)
     assert sum(map(bool, held.values())) == 2
+
+
+# Products that wait
+
+
+def chain(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            h = jnp.sin(h @ w)
+        return h.sum()
+
+    return [w - 0.1 * d for w, d in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def rated(flops: float, mesh: tuple[int, ...]) -> LogicalMesh:
+    return Cluster.custom(mesh, 1e-6, 1e-11, {"float32": flops}, 1e15, 2**34).logical_mesh(mesh)
+
+
+def test_products_made_before_a_gather_wait_as_long_as_it_takes() -> None:
+    """The third cotangent: two gradients are made before it; each reads a whole array and one that is rounded."""
+    made = planned(chain, [[X] * 4, X])
+    program, w = flattened(chain, [[X] * 4, X], PLAIN)
+    lives = lifetimes(program, w)
+    makers = {v: step for step in lives.moments for v in step.outputs}
+    rate = 1e12
+    sizes = Sizes(made.graph, made.model, rated(rate, (1,)), PLAIN, program, w, lives, makers)
+    urgent = [t for t, s in enumerate(lives.moments) if s.op.phase == "backward" and s.name == "dot_general"]
+    gathered = next(t for t in urgent if t not in lives.late)
+    product = 2 * 128**3 / rate
+    assert [t in lives.late for t in urgent] == [True, True, False, True, True]
+    for seconds, groups in ((0.0, 0), (0.9 * product, 1), (1.1 * product, 2), (1.0, 2)):
+        kept = list(Waiting(sizes).kept(gathered, seconds))
+        assert [k.nbytes for k in kept] == [1.5 * WHOLE] * groups
+        assert [k.seconds for k in kept] == pytest.approx([0.0, product][:groups])
+        assert [k.birth for k in kept] == [t + 1 for t in reversed(urgent[:2])][:groups]
+    assert not list(Waiting(sizes).kept(urgent[0], 1.0))  # nothing urgent happens there
+
+
+def test_fewer_products_wait_where_they_take_longer() -> None:
+    model, mesh = zoo.build("mlp-toy", layers=4, batch=4096), (8,)
+    made = planned(model.step, model.abstract_args(), mesh)
+    fast, slow = (Liveness(made.graph, made.model, rated(f, mesh), PLAIN, made.plan.donated) for f in (1e15, 1e6))
+    assert_never_more_and_somewhere_less(made, slow, fast)
 
 
 # The compiler
