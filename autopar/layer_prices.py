@@ -39,7 +39,7 @@ from autopar.passes.stages import Pass, Stages, divide
 from autopar.planning import Options
 from autopar.rules import Reader
 from autopar.stage_graphs import StageGraph, stage_graph
-from autopar.stage_trades import SHARES, Trade, trades
+from autopar.stage_trades import SHARES, Trade, Trades
 
 
 class _OtherProgramError(Exception):
@@ -142,15 +142,26 @@ def _on_blocks(split: Microbatches, placed: Placed, count: int) -> Placed:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Ways to run a layer of every kind on one submesh: kind -> trades."""
+    """Ways to run a layer of every kind on one submesh.
 
-    trades: Mapping[int, tuple[Trade, ...]]
+    Attributes:
+        trades: kind -> its ways.
+        whole: all of them are priced; otherwise the cheapest alone, and the others are what they are at best.
+    """
+
+    trades: Mapping[int, Trades]
+    whole: bool = False
 
     def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
         """A way to run a layer; those that have fewer ways repeat the last."""
-        found = self.trades[kind]
+        found = self.ways(kind)
         way = found[min(number, len(found) - 1)]
         return way.recomputed() if policy == FULL else way
+
+    def ways(self, kind: int) -> tuple[Trade, ...]:
+        """The ways to run a layer of a kind, as far as they are priced."""
+        one = self.trades[kind]
+        return one.all if self.whole else (one.cheapest, one.hoped)
 
 
 class Pricing:
@@ -163,9 +174,9 @@ class Pricing:
         self.rules = {kind: reader.of(graph.graph) for kind, graph in self.graphs.items()}
 
     def on(self, mesh: LogicalMesh) -> Priced:
-        """The ways to run a layer of every kind on a mesh."""
+        """The ways to run a layer of every kind on a mesh; none is found yet."""
         return Priced(
-            {k: trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
+            {k: Trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
         )
 
     def _entering(self, kind: int) -> Sequence[int]:
@@ -180,9 +191,18 @@ def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
-def table(priced: Priced, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
-    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`."""
-    runs = [_runs([priced.way(kind, n, policy) for kind in of_layer]) for policy, n in ways(policies)]
+def table(
+    priced: Priced, of_layer: Sequence[int], policies: Sequence[str], besides: Mapping[int, Trade] | None = None
+) -> Table:
+    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`.
+
+    What stands `besides` for a kind is taken as it is; layers of this kind are not priced.
+    """
+    given = besides or {}
+    options = [
+        {k: given.get(k) or priced.way(k, n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)
+    ]
+    runs = [_runs([option[kind] for kind in of_layer]) for option in options]
     return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
 
 

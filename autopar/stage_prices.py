@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.pipeline import Prices
+from autopar.graph import Type
 from autopar.layout import Layout, cuts
 from autopar.passes.stages import KINDS
 from autopar.passes.strategies import share
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from autopar.stage_runs import Accounted, StagePlans
 
 UPDATE = "update"
+
+
+class Piece(Protocol):
+    """Bytes per device of a value; `wide`: at least four per number."""
+
+    def __call__(self, plan: StagePlan, value: int, *, wide: bool = False) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -194,15 +201,25 @@ def stage_memory(plan: StagePlan) -> StageMemory:
     The stash counts every value once, in the layout where it lives: what backward passes read of forward passes through
     values that are made where they are read is what these are made of.
     """
-    graph, count = plan.graph, _count(plan)
-    state = sum(held(plan, v) for v in graph.arguments.values())
-    batch = sum(count * held(plan, v) for v in graph.blocks.values())
-    kept = _kept(plan)
-    sums = sum(held(plan, a, wide=True) for v in graph.marked if isinstance(a := graph.local[v], int))
-    stash = sum(held(plan, v) for v in kept)
+    state, sums, batch, stash = _long_held(plan, held)
     copies = _shared(plan)
     passes, update = _besides(plan)
     return StageMemory(state, sums, batch, copies, stash, max(0.0, passes - copies - stash), update)
+
+
+def least_memory(plan: StagePlan) -> StageMemory:
+    """What no plan of a stage holds less of: the same in even pieces, without copies and temporaries."""
+    state, sums, batch, stash = _long_held(plan, even)
+    return StageMemory(state, sums, batch, 0.0, stash, 0.0, 0.0)
+
+
+def _long_held(plan: StagePlan, piece: Piece) -> tuple[float, float, float, float]:
+    """Bytes per device of state, of sums, of the batch and of the stash, by the bytes of one device's piece."""
+    graph, count = plan.graph, _count(plan)
+    state = sum(piece(plan, v) for v in graph.arguments.values())
+    sums = sum(piece(plan, a, wide=True) for v in graph.marked if isinstance(a := graph.local[v], int))
+    batch = sum(count * piece(plan, v) for v in graph.blocks.values())
+    return state, sums, batch, sum(piece(plan, v) for v in _kept(plan))
 
 
 def _shared(plan: StagePlan) -> float:
@@ -222,8 +239,16 @@ def _shared(plan: StagePlan) -> float:
 def held(plan: StagePlan, value: int, *, wide: bool = False) -> float:
     """Bytes per device of a value where it lives; `wide`: at least four per number, as sums have."""
     type_, layout = plan.graph.graph.types[value], plan.layout(value)
-    size = max(type_.itemsize, 4) if wide and "float" in type_.dtype else type_.itemsize
-    return type_.size * size * _share(type_.shape, layout, plan.mesh.sizes)
+    return _whole(type_, wide) * _share(type_.shape, layout, plan.mesh.sizes)
+
+
+def even(plan: StagePlan, value: int, *, wide: bool = False) -> float:
+    """The same of a value that is cut evenly over the whole submesh."""
+    return _whole(plan.graph.graph.types[value], wide) / plan.mesh.size
+
+
+def _whole(type_: Type, wide: bool) -> float:
+    return type_.size * (max(type_.itemsize, 4) if wide and "float" in type_.dtype else type_.itemsize)
 
 
 def _share(shape: Sequence[int], layout: Layout | None, sizes: Sequence[int]) -> float:

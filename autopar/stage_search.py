@@ -12,6 +12,8 @@ all of the time, so that they are found only where they may lead to something be
     microbatches   from the largest number on, two at a time in two processes, until two bring little or the smaller of
                    them is worse: few have the longer bubble. What does not fit in the smallest microbatches does not
                    fit in larger ones                                                                 -> Hunt.best
+    ways           the cheapest to run a layer; those that hold less where the best divisions would use them if they
+                   held nothing but even pieces, and took no longer                              -> Hunt._settled
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division: a layer hardly ever takes less of all devices' time and memory on
                    more of them                                                                       -> Hunt.divisions
@@ -23,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,6 +45,7 @@ from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
+from autopar.stage_trades import Trade, too_large
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
@@ -158,6 +161,7 @@ class Hunt:
     borders: tuple[float, ...] = field(init=False)
     meshes: Mapping[int, LogicalMesh] = field(init=False)
     where: tuple[Placement, ...] = field(init=False)
+    least: Mapping[int, float] = field(init=False)
     known: dict[int, dict[int, Priced]] = field(default_factory=dict)
     pricings: dict[int, Pricing] = field(default_factory=dict)
 
@@ -165,6 +169,7 @@ class Hunt:
         self.layers = layers_pass.find(self.graph)
         self.kinds = self._kinds(max(self.parts, default=1))
         self.borders = border_bytes(self.layers)
+        self.least = self.kinds.least_bytes()
         groups = self.cluster.groups or (self.cluster,)
         total = self.cluster.num_devices
 
@@ -205,12 +210,14 @@ class Hunt:
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
-        of_kind = self.kinds.least_bytes()
-        least = sum(of_kind[kind] for kind in self.kinds.of_layer)
+        least = sum(self.least[kind] for kind in self.kinds.of_layer)
         return least <= self.cluster.num_devices * max(self.room(choice)) * (1 - RESERVE)
 
-    def priced(self, count: int, submeshes: Iterable[int] | None = None) -> Mapping[int, Priced]:
-        """The ways to run layers of every kind on these submeshes, or all, with this number of microbatches."""
+    def priced(self, count: int, submeshes: Iterable[int] | None = None) -> dict[int, Priced]:
+        """The ways to run layers of every kind on these submeshes, or all, with this number of microbatches.
+
+        Ways that hold less than the cheapest are not priced before `whole` asks for them.
+        """
         known = self.known.setdefault(count, {})
         for n in self.meshes if submeshes is None else submeshes:
             if count not in self.pricings:
@@ -218,6 +225,12 @@ class Hunt:
                 self.pricings[count] = Pricing(same or self._kinds(count), self.options)
             if n not in known:
                 known[n] = self.pricings[count].on(self.meshes[n])
+        return known
+
+    def whole(self, count: int, submeshes: Iterable[int] | None = None) -> Mapping[int, Priced]:
+        """The same with all ways priced."""
+        known = self.priced(count, submeshes)
+        known.update({n: replace(known[n], whole=True) for n in (self.meshes if submeshes is None else submeshes)})
         return known
 
     def at(self, count: int, choice: Open) -> Found | None:
@@ -244,18 +257,41 @@ class Hunt:
     def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
         """The best divisions with this number of microbatches, and what they answer."""
         first, *others = self.turns()
-        prices = self._tables(count, choice, first)
-        question = self._asked(count, choice, prices)
-        found = search(question, TOLERANCE)
-        for some in others:
+        question, found = self._settled(count, choice, first)
+        for n, some in enumerate(others):
+            known = (*first, *itertools.chain(*others[:n]))
+            prices = self._tables(count, choice, known)
             hoped = self._asked(count, choice, {**self.at_best(prices), **prices})
             if not search(hoped, TOLERANCE, found[0].seconds * (1 - WORTH) if found else math.inf):
                 break
-            prices = {**prices, **self._tables(count, choice, some)}
-            question = self._asked(count, choice, prices)
-            better = search(question, TOLERANCE, found[0].seconds * (1 - TOLERANCE) if found else math.inf)
+            question, better = self._settled(
+                count, choice, (*known, *some), found[0].seconds * (1 - TOLERANCE) if found else math.inf
+            )
             found = (*better, *found)
         return question, found
+
+    def _settled(
+        self, count: int, choice: Open, submeshes: Sequence[int], limit: float = math.inf
+    ) -> tuple[Question, tuple[Division, ...]]:
+        """The best divisions over these submeshes, below a limit in seconds: of ways to run layers that are priced.
+
+        While the best ones hope for other ways than the cheapest, these are priced on the submeshes of such stages.
+        """
+        while True:
+            question = self._asked(count, choice, self._tables(count, choice, submeshes))
+            found = search(question, TOLERANCE, limit)
+            hopes = [self._hopes(count, choice, division) for division in found]
+            promising = [h for h, d in zip(hopes, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)]
+            missing = set[int]().union(*promising)
+            if not missing:
+                return question, tuple(d for h, d in zip(hopes, found, strict=True) if not h)
+            self.whole(count, sorted(missing))
+
+    def _hopes(self, count: int, choice: Open, division: Division) -> set[int]:
+        """The submeshes of stages that a division runs in ways that are not priced."""
+        known, ways_ = self.known[count], ways(choice.policies)
+        hoped = [part.placement.submesh for part in division.parts if ways_[part.option][1]]
+        return {n for n in hoped if not known[n].whole}
 
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Submeshes in the order in which layers are priced on them, those of a turn together."""
@@ -283,14 +319,21 @@ class Hunt:
         return found
 
     def question(self, count: int, choice: Open) -> Question:
-        """What the dynamic program is asked for this number of microbatches, about all submeshes."""
+        """What the dynamic program is asked for this number of microbatches, about all submeshes and ways."""
+        self.whole(count)
         return self._asked(count, choice, self._tables(count, choice, self.meshes))
 
     def _tables(self, count: int, choice: Open, submeshes: Iterable[int]) -> dict[int, Table]:
         """Prices of all runs of layers on these submeshes."""
         some = tuple(submeshes)
         priced = self.priced(count, some)
-        return {n: table(priced[n], self.kinds.of_layer, choice.policies) for n in some}
+        return {n: table(priced[n], self.kinds.of_layer, choice.policies, self._too_large(n, choice)) for n in some}
+
+    def _too_large(self, n: int, choice: Open) -> Mapping[int, Trade]:
+        """Kinds of layers that a submesh cannot hold however they are run."""
+        size, room = self.meshes[n].size, self.room(choice)[n]
+        least = {kind: nbytes / size for kind, nbytes in self.least.items()}
+        return {kind: too_large(nbytes) for kind, nbytes in least.items() if nbytes > room}
 
     def _asked(self, count: int, choice: Open, prices: Mapping[int, Table]) -> Question:
         """The same about the submeshes that have prices."""

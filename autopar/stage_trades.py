@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,8 +21,8 @@ from autopar.cluster import LogicalMesh
 from autopar.planning import Options
 from autopar.rules import Rule
 from autopar.stage_graphs import StageGraph
-from autopar.stage_planning import Charges, planned
-from autopar.stage_prices import StageMemory, StagePrices, held, stage_memory, stage_prices
+from autopar.stage_planning import Charges, StagePlan, planned
+from autopar.stage_prices import StageMemory, StagePrices, even, held, least_memory, stage_memory, stage_prices
 
 #: Shares of the seconds that a plan may take more for as large a share less of its bytes.
 SHARES = (0.3, 6.0)
@@ -58,17 +59,11 @@ class Trade:
         return replace(self, prices=again, memory=less)
 
 
-def trades(
-    graph: StageGraph,
-    mesh: LogicalMesh,
-    rules: Mapping[int, Rule],
-    options: Options,
-    entering: Sequence[int] = (),
-    shares: Sequence[float] = SHARES,
-) -> tuple[Trade, ...]:
-    """Ways to run a stage on a mesh, the cheapest first, each with fewer bytes than those before.
+@dataclass(frozen=True, eq=False)
+class Trades:
+    """Ways to run a stage on a submesh, each found when it is asked for.
 
-    Args:
+    Attributes:
         graph: the stage.
         mesh: where it runs.
         rules: of the graph's operations.
@@ -76,21 +71,57 @@ def trades(
         entering: values of the graph that the forward pass is given by other stages.
         shares: rates to try besides none.
     """
-    how = {"enough": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
-    charges = Charges(graph, mesh, rules, options, layers=LAYERS, how=how, charged_how={"until": NEAR})
-    problem = charges.model.problem
 
-    def trade(share: float) -> tuple[float, float, Trade]:
-        solution = charges.at(share)
-        plan = planned(graph, mesh, rules, charges.model, charges.liveness, solution)
-        return (
-            problem.value(solution.assignment),
-            charges.row.value(problem, solution.assignment),
-            Trade(stage_prices(plan), stage_memory(plan), sum(held(plan, v) for v in entering), share),
+    graph: StageGraph
+    mesh: LogicalMesh
+    rules: Mapping[int, Rule]
+    options: Options
+    entering: Sequence[int] = ()
+    shares: Sequence[float] = SHARES
+
+    @cached_property
+    def charges(self) -> Charges:
+        """The plans at rising rates for memory."""
+        how = {"enough": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
+        return Charges(
+            self.graph, self.mesh, self.rules, self.options, layers=LAYERS, how=how, charged_how={"until": NEAR}
         )
 
-    open_ = mesh.size > 1 and charges.peak > 0  # on one device there is one way
-    return tuple(_nondominated([trade(share) for share in (0.0, *(shares if open_ else ()))]))
+    @cached_property
+    def cheapest(self) -> Trade:
+        """The way without a charge."""
+        return self._at(0.0)[2]
+
+    @cached_property
+    def hoped(self) -> Trade:
+        """What all others hold and take at least: everything in even pieces, in the time of the cheapest."""
+        plan = self._plan(0.0)
+        share = sum(even(plan, v) for v in self.entering)
+        return Trade(self.cheapest.prices, least_memory(plan), share)
+
+    @cached_property
+    def all(self) -> tuple[Trade, ...]:
+        """The cheapest way first, each with fewer bytes than those before."""
+        open_ = self.mesh.size > 1 and self.charges.peak > 0  # on one device there is one way
+        return tuple(_nondominated([self._at(share) for share in (0.0, *(self.shares if open_ else ()))]))
+
+    def _at(self, share: float) -> tuple[float, float, Trade]:
+        problem, plan = self.charges.model.problem, self._plan(share)
+        entering = sum(held(plan, v) for v in self.entering)
+        return (
+            problem.value(plan.solution.assignment),
+            self.charges.row.value(problem, plan.solution.assignment),
+            Trade(stage_prices(plan), stage_memory(plan), entering, share),
+        )
+
+    def _plan(self, share: float) -> StagePlan:
+        c = self.charges
+        return planned(self.graph, self.mesh, self.rules, c.model, c.liveness, c.at(share))
+
+
+def too_large(nbytes: float) -> Trade:
+    """Stands for ways that are not priced, since all of them hold so many bytes, which is too much."""
+    return Trade(StagePrices(0.0, 0.0, 0.0, 0.0, 0.0, {}), StageMemory(nbytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 
 def _nondominated(found: Sequence[tuple[float, float, Trade]]) -> Iterator[Trade]:

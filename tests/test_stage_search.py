@@ -29,6 +29,7 @@ from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
 from autopar.stage_plays import Found, played_seconds
 from autopar.stage_search import LITTLE, TOLERANCE, Hunt, Open, find, numbers, that_split
+from autopar.stage_trades import ENOUGH, Trade
 from autopar.trace import Traced, trace
 
 
@@ -76,7 +77,8 @@ def pricing() -> Pricing:
 
 def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: Pricing) -> None:
     mesh = cluster().logical_mesh((2, 2))
-    for kind, found in pricing.on(mesh).trades.items():
+    for kind, trades in pricing.on(mesh).trades.items():
+        found = trades.all
         model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
         best = optimize(model.problem)
         assert found[0].share == 0
@@ -88,7 +90,7 @@ def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(p
 
 
 def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: Pricing) -> None:
-    middle = pricing.on(cluster().logical_mesh((4,))).trades[1][0]
+    middle = pricing.on(cluster().logical_mesh((4,))).trades[1].cheapest
     again = middle.recomputed()
     assert again.prices.backward == middle.prices.backward + middle.prices.forward
     assert again.memory.stash == middle.entering > 0
@@ -98,7 +100,7 @@ def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: 
 
 
 def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
-    priced = pricing.on(cluster().logical_mesh((4,)))
+    priced = replace(pricing.on(cluster().logical_mesh((4,))), whole=True)
     of_layer = pricing.kinds.of_layer
     found = table(priced, of_layer, (NONE, FULL))
     for option, (policy, number) in enumerate(ways((NONE, FULL))):
@@ -109,6 +111,16 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
         most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
         fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in one[2:4])
         assert found.held[option, 2, 4] == pytest.approx(most + fixed)
+
+
+def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
+    """Whatever is in flight, with and without recomputation."""
+    for priced in hunt.priced(4).values():
+        for trades in priced.trades.values():
+            assert trades.hoped.prices == trades.cheapest.prices
+            for one, least in ((t, trades.hoped) for t in (trades.cheapest, *trades.all)):
+                for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
+                    assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
 
 
 def test_the_border_is_the_residual_stream() -> None:
@@ -156,11 +168,15 @@ def assert_whole(found: Found, layer_count: int, devices: int) -> None:
     assert played.seconds == found.seconds
 
 
+def ways_of(hunt: Hunt, count: int) -> list[dict[int, tuple[Trade, ...]]]:
+    return [{kind: t.all for kind, t in p.trades.items()} for p in hunt.priced(count).values()]
+
+
 def test_a_step_that_is_split_already_is_priced_the_same(hunt: Hunt) -> None:
     parts = {4: split(hunt.graph, 4, hunt.batch)}
     again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options(), parts=parts)
     for count in (2, 4):
-        assert [p.trades for p in again.priced(count).values()] == [p.trades for p in hunt.priced(count).values()]
+        assert ways_of(again, count) == ways_of(hunt, count)
 
 
 def test_the_search_uses_all_layers_and_devices_and_what_it_played(hunt: Hunt) -> None:
@@ -202,12 +218,43 @@ def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
         assert found is None or max(found.peaks) <= budget
 
 
+def fresh(hunt: Hunt) -> Hunt:
+    """The same without prices."""
+    return Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])
+def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share: float | None) -> None:
+    """As good a division as with all of them priced; without need of memory none of them is."""
+    free = hunt.best(opened(hunt, numbers=(4,)))
+    assert free is not None
+    choice = opened(hunt, numbers=(4,), memory=None if share is None else share * max(free.peaks))
+    wanted, everything = fresh(hunt), fresh(hunt)
+    everything.whole(4)
+    found, best = wanted.best(choice), everything.best(choice)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.seconds <= best.seconds * (1 + ENOUGH)
+    asked = [p.whole for p in wanted.known[4].values()]
+    assert any(asked) == (share is not None)
+
+
+def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
+    again, least = fresh(hunt), hunt.kinds.least_bytes()
+    budget = 0.6 * max(least.values())
+    again.divisions(4, opened(again, memory=budget))
+    on_one = again.known[4][0].trades
+    priced = {kind for kind, trades in on_one.items() if "cheapest" in vars(trades)}
+    assert priced == {kind for kind, nbytes in least.items() if nbytes <= budget}
+    assert 0 < len(priced) < len(least)
+
+
 def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hunt: Hunt) -> None:
     """The bound is on every way to run a layer, and nothing is priced where it says no."""
     least = hunt.kinds.least_bytes()
     for n, priced in hunt.priced(4).items():
         for kind, trades in priced.trades.items():
-            held = min(t.memory.state + t.memory.sums for t in trades)
+            held = min(t.memory.state + t.memory.sums for t in trades.all)
             assert 0 < least[kind] <= hunt.meshes[n].size * held * (1 + 1e-9)
     total = sum(least[kind] for kind in hunt.kinds.of_layer)
     again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
@@ -247,7 +294,7 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     priced = hunt.priced(4)
     sizes = {n: hunt.meshes[n].size for n in priced}
     for kind in hunt.kinds.stage:
-        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind]) for n in priced}
+        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind].all) for n in priced}
         assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
     real = dict(enumerate(hunt.question(4, opened(hunt)).prices))
     assert hunt.turns() == ((0,), (1,), (3,), (2,))
