@@ -17,8 +17,10 @@ stack, so that what the compiler emits can be traced back.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -126,6 +128,27 @@ class Context:
     rules: Mapping[int, Rule]
     mesh: AnyMesh
     names: tuple[str, ...]
+
+    @cached_property
+    def orders(self) -> Mapping[int, tuple[int, ...]]:
+        """Products that are transposed before anything else reads them -> the order of dimensions after that.
+
+        They are constrained in that order. XLA folds the transpose of a weight's gradient into its product, unless
+        something stands between them: then the whole update runs in the order of the product, and on TPU parameter and
+        moments are copied into that and back (tried on jaxlib 0.12.0, libtpu 0.0.52).
+        """
+        ops = tuple(self.graph.walk())
+        inside = (a for op in ops for region in op.regions for a in region.outputs)
+        read = Counter(
+            a for a in (*self.graph.outputs, *inside, *(a for op in ops for a in op.inputs)) if isinstance(a, int)
+        )
+        products = {op.outputs[0] for op in ops if op.name == "dot_general"}
+        turns = ((op.inputs[0], op) for op in ops if op.name == "transpose")
+        return {
+            v: tuple(op.params["permutation"])
+            for v, op in turns
+            if isinstance(v, int) and v in products and read[v] == 1
+        }
 
     def constrain(self, array: Any, layout: Layout) -> Any:
         """Constrain an array to a layout; one leading dimension per axis along which it is partial."""
@@ -339,6 +362,14 @@ class Scope:
             return self.context.constrain(array, layout)
         fresh = self._unsummed(op, position, lead)
         array = self.context.summed(array, lead, layout)
+        order = self.context.orders.get(op.outputs[position]) if PARTIAL not in layout else None
+        if order is None:
+            return self._resolved(op, array, fresh, layout)
+        fresh, layout = (tuple(order.index(d) if d >= 0 else d for d in one) for one in (fresh, layout))
+        turned = self._resolved(op, jax.lax.transpose(array, order), fresh, layout)
+        return jax.lax.transpose(turned, [order.index(d) for d in range(len(order))])
+
+    def _resolved(self, op: Op, array: Any, fresh: Layout, layout: Layout) -> Any:
         if not any(s == PARTIAL != t for s, t in zip(fresh, layout, strict=True)):
             return self.context.constrain(array, layout)
         return self.context.along(array, fresh, layout, in_stages=op.name == "dot_general")

@@ -47,8 +47,6 @@ class Backend:
             is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a
             product that makes a weight's gradient waits until the next product of the backward pass has run, or longer
             (`autopar.cost_models.waiting`).
-        turns_state: where a gradient is scattered before it is transposed, its parameter and moments are copied into
-            the turned layout (`autopar.cost_models.turned`).
         near_bytes: temporaries of at most so many bytes stay in on-chip memory if they are read at once, or by the body
             of the loop that makes them.
         fragmentation: bytes of the heap over bytes alive at its peak, of what comes and goes.
@@ -73,7 +71,6 @@ class Backend:
     sums_in_place: bool = True
     gathers_turn: bool = False
     overlaps: bool = False
-    turns_state: bool = False
     tile: tuple[int, int] = (1, 1)
     near_bytes: float = 0.0
     fragmentation: float = 1.0
@@ -103,7 +100,6 @@ TPU = Backend(
     updates_read_pieces=True,
     narrows=True,
     overlaps=True,
-    turns_state=True,
     tile=(8, 128),
     near_bytes=32 * 2.0**20,
     fragmentation=1.1,

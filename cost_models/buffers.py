@@ -8,7 +8,6 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
     what waits         operands of products that are put off while something is gathered         -> Waiting.kept
-    turned state       where a gradient is left transposed                                       -> add_turned
 
 What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
 """
@@ -29,7 +28,6 @@ from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
 from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten
-from autopar.cost_models.turned import add_turned
 from autopar.graph import Graph
 from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
@@ -72,8 +70,6 @@ def buffers(
     values.arguments()
     values.others()
     add_copies(sizes, tuple(ends), _settling(graph, ends, given))
-    if backend.turns_state:
-        add_turned(sizes, values.state)
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
 
 
@@ -148,12 +144,6 @@ class _Values:
     def _taking_over(self) -> Iterator[int]:
         """Results that are written into the buffer of the argument whose next state they are."""
         return (made for made, position in self._successors() if position in self.donated)
-
-    @property
-    def state(self) -> Mapping[int, int]:
-        """Results that are the next state of an argument on the device, and this argument."""
-        inputs = self.sizes.graph.inputs
-        return {made: inputs[i] for made, i in self._successors() if inputs[i] not in self.hosted}
 
     def _successors(self) -> Iterator[tuple[int, int]]:
         """Results that are the next state of an argument, and its position."""

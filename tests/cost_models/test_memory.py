@@ -551,11 +551,3 @@ def test_an_activation_gathered_along_its_columns_beside_products_is_there_twice
     sizes = lives.sizes(made.solution.assignment).tolist()
     copies = [n for b, n in zip(lives.buffers, sizes, strict=True) if b.what == "copy" and n > 0]
     assert copies == [64 * 512 * 4] * arrays
-
-
-def test_state_is_turned_where_its_gradient_is_scattered() -> None:
-    """With the rows of the batch on all devices, and the weight cut: its gradient is summed and scattered."""
-    backend = replace(TPU, fragmentation=1.0, near_bytes=0.0)
-    pins = {"arg:0": PartitionSpec("x"), "arg:1": PartitionSpec("x")}
-    assert [n for b, n in copies_of_weight(pins, backend) if b.node >= 0] == [WHOLE / 4]
-    assert not [n for b, n in copies_of_weight(pins, replace(backend, turns_state=False)) if b.node >= 0]
