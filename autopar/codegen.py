@@ -2,8 +2,8 @@
 
 Every equation is bound again inside `jax.jit`, with
 
-- a sharding constraint on every homed value of rank >= 1 (constraining fewer lets the compiler's propagation spread
-  other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
+- a sharding constraint on every homed value of rank >= 1, or on its transpose (constraining fewer lets the compiler's
+  propagation spread other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
 - loops and rematerialised bodies rebuilt around the same treatment of their bodies;
@@ -119,6 +119,12 @@ def of_parts(layout: Layout) -> Layout:
     return tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
 
 
+def permuted(layout: Layout, transpose: Op) -> Layout:
+    """The layout of the transpose of an array that lies so."""
+    order = tuple(transpose.params["permutation"])
+    return tuple(order.index(d) if d >= 0 else d for d in layout)
+
+
 @dataclass(frozen=True, eq=False)
 class Context:
     """What all scopes of one program share."""
@@ -130,25 +136,29 @@ class Context:
     names: tuple[str, ...]
 
     @cached_property
-    def orders(self) -> Mapping[int, tuple[int, ...]]:
-        """Products that are transposed before anything else reads them -> the order of dimensions after that.
+    def transposed(self) -> Mapping[int, Op]:
+        """Products that nothing reads but a transpose, which leaves them where they are -> this transpose.
 
-        They are constrained in that order. XLA folds the transpose of a weight's gradient into its product, unless
+        They are constrained behind it. XLA folds the transpose of a weight's gradient into its product, unless
         something stands between them: then the whole update runs in the order of the product, and on TPU parameter and
-        moments are copied into that and back (tried on jaxlib 0.12.0, libtpu 0.0.52).
+        moments are copied into that and back (jaxlib 0.12.0, libtpu 0.0.52).
         """
         ops = tuple(self.graph.walk())
-        inside = (a for op in ops for region in op.regions for a in region.outputs)
-        read = Counter(
-            a for a in (*self.graph.outputs, *inside, *(a for op in ops for a in op.inputs)) if isinstance(a, int)
-        )
+        leaving = (a for op in ops for region in op.regions for a in region.outputs)
+        atoms = (*self.graph.outputs, *leaving, *(a for op in ops for a in op.inputs))
+        read = Counter(a for a in atoms if isinstance(a, int))
         products = {op.outputs[0] for op in ops if op.name == "dot_general"}
         turns = ((op.inputs[0], op) for op in ops if op.name == "transpose")
         return {
-            v: tuple(op.params["permutation"])
-            for v, op in turns
-            if isinstance(v, int) and v in products and read[v] == 1
+            v: op for v, op in turns if isinstance(v, int) and v in products and read[v] == 1 and self._stays(v, op)
         }
+
+    def _stays(self, value: int, transpose: Op) -> bool:
+        """Whether a value and its transpose lie alike, whole or summed."""
+        home, found = (self.stage.values.get(v) for v in (value, transpose.outputs[0]))
+        if home is None or found is None or PARTIAL in home:
+            return False
+        return found == permuted(home, transpose) and self.stage.uses.get(f"{transpose.tag}.in0", home) == home
 
     def constrain(self, array: Any, layout: Layout) -> Any:
         """Constrain an array to a layout; one leading dimension per axis along which it is partial."""
@@ -207,6 +217,8 @@ class Scope:
     lazy: dict[int, tuple[Op, int]] = field(default_factory=dict)
     copies: dict[tuple[int, Layout], Any] = field(default_factory=dict)
     makers: dict[int, Op] = field(default_factory=dict)
+    unsummed: dict[int, Layout] = field(default_factory=dict)  # of products that are not constrained yet
+    running: frozenset[int] = frozenset()  # operations of the program that is traced, by index
 
     # Definitions
 
@@ -216,6 +228,7 @@ class Scope:
             self.arrays[value] = array if layout is None else self.context.constrain(array, layout)
 
     def run(self, ops: Sequence[Op]) -> None:
+        self.running = frozenset(op.index for op in ops)
         for op in ops:
             if op.regions:
                 self._run_region(op)
@@ -360,19 +373,18 @@ class Scope:
         """A result where the plan wants it, its sums resolved in the order that the plan priced."""
         if op.regions:
             return self.context.constrain(array, layout)
-        fresh = self._unsummed(op, position, lead)
+        source = op.inputs[0] if op.name == "transpose" else None
+        waiting = self.unsummed.get(source) if isinstance(source, int) else None
+        fresh = self._unsummed(op, position, lead) if waiting is None else permuted(waiting, op)
         array = self.context.summed(array, lead, layout)
-        order = self.context.orders.get(op.outputs[position]) if PARTIAL not in layout else None
-        if order is None:
-            return self._resolved(op, array, fresh, layout)
-        fresh, layout = (tuple(order.index(d) if d >= 0 else d for d in one) for one in (fresh, layout))
-        turned = self._resolved(op, jax.lax.transpose(array, order), fresh, layout)
-        return jax.lax.transpose(turned, [order.index(d) for d in range(len(order))])
-
-    def _resolved(self, op: Op, array: Any, fresh: Layout, layout: Layout) -> Any:
+        behind = self.context.transposed.get(op.outputs[position])
+        if behind is not None and behind.index in self.running:
+            self.unsummed[op.outputs[position]] = fresh
+            return array
         if not any(s == PARTIAL != t for s, t in zip(fresh, layout, strict=True)):
             return self.context.constrain(array, layout)
-        return self.context.along(array, fresh, layout, in_stages=op.name == "dot_general")
+        in_stages = op.name == "dot_general" or waiting is not None
+        return self.context.along(array, fresh, layout, in_stages=in_stages)
 
     def _unsummed(self, op: Op, position: int, lead: Sequence[int]) -> Layout:
         """The layout a result has before its sums are added up: PARTIAL along axes that cut a reduced factor."""
