@@ -124,6 +124,32 @@ def test_no_operation_is_lost_or_doubled(planned: Any) -> None:
         assert count(name, jaxpr.eqns) == count(name, made.graph.ops), name
 
 
+def sources_of_transposes(jaxpr: Any) -> list[str]:
+    """What makes the operand of each transpose, by the name of the primitive."""
+    makers = {id(out): e.primitive.name for e in jaxpr.eqns for out in e.outvars}
+    return [makers[id(e.invars[0])] for e in jaxpr.eqns if e.primitive.name == "transpose"]
+
+
+def test_the_gradient_of_a_weight_is_constrained_behind_its_transpose(planned: Any) -> None:
+    _, _, jaxpr = planned
+    assert sources_of_transposes(jaxpr) == ["dot_general"] * 2
+    constrained = {id(e.invars[0]) for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"}
+    assert all(id(e.outvars[0]) in constrained for e in jaxpr.eqns if e.primitive.name == "transpose")
+
+
+@pytest.mark.parametrize(("besides", "source"), [(False, "dot_general"), (True, "sharding_constraint")])
+def test_a_product_that_is_read_besides_is_constrained_itself(besides: bool, source: str) -> None:
+    def product(x: jax.Array, w: jax.Array) -> Any:
+        y = x @ w
+        return (y.T, y) if besides else (y.T,)
+
+    traced = trace(product, array(16, 8), array(8, 8))
+    (target,) = targets({"x": 8}, None, local=False)
+    made = make_plan(traced, target.logical, "test", Options(pins={"arg:0": P("x")}))
+    built = codegen.program(made.graph, made.plan, made.rules, jax_compat.auto_abstract_mesh((8,), ("x",)))
+    assert sources_of_transposes(built.jit().trace(*traced.in_avals).jaxpr) == [source]
+
+
 def test_a_copy_in_one_layout_serves_all_its_readers() -> None:
     def reads_twice(x: jax.Array) -> Any:
         return jnp.sort(x, axis=0) + 1, jnp.cumsum(x, axis=0), jnp.sort(x * 1.0, axis=0)
