@@ -13,8 +13,11 @@ how far before the gather they were made.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from autopar.cost_models.compute import op_time
@@ -45,20 +48,23 @@ class Waiting:
     def kept(self, moment: int, seconds: float) -> Iterator[Kept]:
         """What is kept until something starts to be gathered at a moment that takes at most so many seconds."""
         lives, bodies = self.sizes.lives, self.sizes.bodies
-        if moment >= lives.end or lives.moments[moment].op.phase != "backward" or moment in lives.late:
+        if moment >= lives.end or lives.moments[moment].op.phase != "backward" or moment in self._late:
             return
-        late = [m for m in reversed(lives.late) if m < moment and bodies[m] == bodies[moment]]
+        before = (lives.late[i] for i in range(bisect_left(lives.late, moment) - 1, -1, -1))
+        near = (m for m in before if bodies[m] == bodies[moment])
         seen: set[int] = set()
-        passed, done, width = 0.0, 0, 1
-        while done < len(late) and passed < seconds:
-            group = late[done : done + width]
-            gone = [(v, d + 1) for m in group for v, d in self._read(m) if d < moment and v not in seen]
-            seen.update(v for v, _ in gone)
-            nbytes = sum(self._share(v) for v in dict(gone))
-            if nbytes:
-                yield Kept(passed, nbytes, min(d for _, d in gone))
+        passed, done = 0.0, 0
+        while passed < seconds and (group := [*islice(near, max(done, 1))]):
+            gone = {v: d + 1 for m in group for v, d in self._read(m) if d < moment and v not in seen}
+            seen.update(gone)
+            if gone:
+                yield Kept(passed, sum(map(self._share, gone)), min(gone.values()))
             passed += sum(map(self._seconds, group))
-            done, width = done + width, max(done, 1)
+            done += len(group)
+
+    @cached_property
+    def _late(self) -> frozenset[int]:
+        return frozenset(self.sizes.lives.late)
 
     def _read(self, moment: int) -> Iterator[tuple[int, int]]:
         """What is written and read by the product of a moment, and when that is last read."""
