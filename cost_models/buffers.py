@@ -136,10 +136,10 @@ class _Values:
             if v not in skipped:
                 self._value("value", v, birth, b.lives.death[v] - (v in dying))
             if v in b.makers and b.makers[v].kind == HEAVY:
-                self._unsummed(v, b.makers[v], birth)
+                self._unsummed(v, b.makers[v], birth, written=True)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
             for v in (v for v in step.outputs if v in b.w.absorbed):
-                self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]])
+                self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]], written=False)
 
     def _taking_over(self) -> Iterator[int]:
         """Results that are written into the buffer of the argument whose next state they are."""
@@ -202,22 +202,24 @@ class _Values:
                 found.update((v, home) for v in read if v not in found)
         return found
 
-    def _unsummed(self, v: int, step: Step, moment: int) -> None:
+    def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
+        """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""
         b, home = self.sizes, self.sizes.model.clustering.homes.get(v)
         if home is None or home.view is not None:
             return
         cluster = b.model.clustering.clusters[home.cluster]
         s, kind = cluster.strategies, b.kind(v)
         if cluster.op == step.op.index and s.after.any():
-            key = ("unsummed", s.index, home.dims, kind)
-            at = b.at(key, lambda: self._wholes(s) * b.held(s, home.dims, kind, assigned=True))
+            key = ("unsummed", s.index, home.dims, kind, written)
+            at = b.at(key, lambda: self._wholes(s, written) * b.held(s, home.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=home.cluster)
 
-    def _wholes(self, s: StrategySet) -> Floats:
+    def _wholes(self, s: StrategySet, written: bool) -> Floats:
         """How many pieces as large as before its sums a product has while they are made, under each strategy."""
         scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
-        # without a reduce-scatter, what is summed is whole as well before a piece of it is kept
-        return scattered * 1.0 if self.sizes.backend.sums_in_place else summed * 1.0 + scattered
+        if self.sizes.backend.sums_in_place:
+            return (scattered if written else summed) * 1.0
+        return summed * 1.0 + scattered  # without a reduce-scatter, the sum is whole as well before a piece is kept
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
