@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autopar import zoo
 from autopar.bench import predictions
@@ -115,6 +116,17 @@ def test_a_masked_product_is_one_array_and_half_of_one_where_products_alone_read
         lives = liveness(made, backend=replace(PLAIN, narrows=narrows))
         first = next(t for t, step in enumerate(lives.moments) if step.name == "select_n")
         assert lives.profile(made.solution.assignment)[first] == pytest.approx(arrays * WHOLE)
+
+
+@pytest.mark.parametrize("out", [P(), P("x")])
+def test_what_a_product_is_summed_to_is_whole_before_its_kernel_goes_on(out: P) -> None:
+    """Half of the contracted dimension on each device: an all-reduce, of which a half may be kept, and the mask."""
+    made = planned(lambda x, w, m: jnp.where(m > 0.0, x @ w, 0.0), [X] * 3, (2,), pins={
+        "arg:0": P(None, "x"), "arg:1": P("x"), "arg:2": out, "out:0": out,
+    })  # fmt: skip
+    lives = liveness(made, (2,))
+    sizes = lives.sizes(made.solution.assignment).tolist()
+    assert [n for b, n in zip(lives.buffers, sizes, strict=True) if b.what == "unsummed"] == [WHOLE]
 
 
 # Loops
