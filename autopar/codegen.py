@@ -2,8 +2,9 @@
 
 Every equation is bound again inside `jax.jit`, with
 
-- a sharding constraint on every homed value of rank >= 1, or on its transpose (constraining fewer lets the compiler's
-  propagation spread other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
+- a sharding constraint on every homed value of rank >= 1 (constraining fewer lets the compiler's propagation spread
+  other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
+- a product that only a transpose reads made the other way round, in place of both;
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
 - loops and rematerialised bodies rebuilt around the same treatment of their bodies;
@@ -136,22 +137,33 @@ class Context:
     names: tuple[str, ...]
 
     @cached_property
-    def transposed(self) -> Mapping[int, Op]:
-        """Products that nothing reads but a transpose, which leaves them where they are -> this transpose.
+    def turned(self) -> Mapping[int, Op]:
+        """Products that nothing reads but a transpose, which swaps their operands and nothing else -> this transpose.
 
-        They are constrained behind it. XLA folds the transpose of a weight's gradient into its product, unless
-        something stands between them: then the whole update runs in the order of the product, and on TPU parameter and
-        moments are copied into that and back (jaxlib 0.12.0, libtpu 0.0.52).
+        They are made that way round at once. XLA folds the transpose of a weight's gradient into its product, unless
+        the constraint stands between them: then the whole update runs in the order of the product, and on TPU parameter
+        and moments are copied into that and back (jaxlib 0.12.0, libtpu 0.0.52).
         """
         ops = tuple(self.graph.walk())
         leaving = (a for op in ops for region in op.regions for a in region.outputs)
         atoms = (*self.graph.outputs, *leaving, *(a for op in ops for a in op.inputs))
         read = Counter(a for a in atoms if isinstance(a, int))
-        products = {op.outputs[0] for op in ops if op.name == "dot_general"}
+        products = {op.outputs[0]: op for op in ops if op.name == "dot_general"}
         turns = ((op.inputs[0], op) for op in ops if op.name == "transpose")
         return {
-            v: op for v, op in turns if isinstance(v, int) and v in products and read[v] == 1 and self._stays(v, op)
+            v: op
+            for v, op in turns
+            if isinstance(v, int) and v in products and read[v] == 1
+            if self._swaps(products[v], op) and self._stays(v, op)
         }
+
+    def _swaps(self, product: Op, transpose: Op) -> bool:
+        """Whether a transpose puts the dimensions of the second operand of a product before those of the first."""
+        (contracted, _), (batch, _) = product.params["dimension_numbers"]
+        rank = self.graph.types[product.outputs[0]].rank
+        first = self.graph.type_of(product.inputs[0]).rank - len(contracted)  # batch, and what the first one leaves
+        swapped = (*range(len(batch)), *range(first, rank), *range(len(batch), first))
+        return tuple(transpose.params["permutation"]) == swapped
 
     def _stays(self, value: int, transpose: Op) -> bool:
         """Whether a value and its transpose lie alike, whole or summed."""
@@ -217,7 +229,6 @@ class Scope:
     lazy: dict[int, tuple[Op, int]] = field(default_factory=dict)
     copies: dict[tuple[int, Layout], Any] = field(default_factory=dict)
     makers: dict[int, Op] = field(default_factory=dict)
-    unsummed: dict[int, Layout] = field(default_factory=dict)  # of products that are not constrained yet
     running: frozenset[int] = frozenset()  # operations of the program that is traced, by index
 
     # Definitions
@@ -230,6 +241,8 @@ class Scope:
     def run(self, ops: Sequence[Op]) -> None:
         self.running = frozenset(op.index for op in ops)
         for op in ops:
+            if op.name == "transpose" and op.outputs[0] in self.arrays:
+                continue  # its product was made that way round
             if op.regions:
                 self._run_region(op)
             elif self.is_lazy(op):
@@ -248,7 +261,10 @@ class Scope:
         operands = [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)]
         leads = [partial_axes(self._layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
         kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
-        if any(leads):
+        behind = self.context.turned.get(op.outputs[0]) if op.name == "dot_general" else None
+        if behind is not None and behind.index in self.running and not any(leads):
+            self._store_turned(op, operands, behind)
+        elif any(leads):
             self._store(op, self._bind_partial(op, operands, leads), max(leads, key=len))
         elif kept:
             self._store(op, [_SPLITS[op.name](self, op, operands, kept)], kept)
@@ -369,22 +385,33 @@ class Scope:
             self.arrays[value] = array
             self.makers[value] = op
 
+    def _store_turned(self, op: Op, operands: Sequence[Any], transpose: Op) -> None:
+        """Keep the transpose of a product: the product of its operands the other way round."""
+        value = transpose.outputs[0]
+        (lhs_c, rhs_c), (lhs_b, rhs_b) = op.params["dimension_numbers"]
+        precision = op.params["precision"]
+        swapped = {
+            "dimension_numbers": ((rhs_c, lhs_c), (rhs_b, lhs_b)),
+            "precision": precision[::-1] if isinstance(precision, tuple) else precision,
+        }
+        with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+            array = op.equation.primitive.bind(operands[1], operands[0], **{**op.params, **swapped})
+            fresh, layout = permuted(self._unsummed(op, 0, ()), transpose), self.context.stage.values[value]
+            self.arrays[value] = self._resolved(op, array, fresh, layout)
+        self.makers[value] = transpose
+
     def _settle(self, op: Op, position: int, array: Any, lead: Sequence[int], layout: Layout) -> Any:
         """A result where the plan wants it, its sums resolved in the order that the plan priced."""
         if op.regions:
             return self.context.constrain(array, layout)
-        source = op.inputs[0] if op.name == "transpose" else None
-        waiting = self.unsummed.get(source) if isinstance(source, int) else None
-        fresh = self._unsummed(op, position, lead) if waiting is None else permuted(waiting, op)
-        array = self.context.summed(array, lead, layout)
-        behind = self.context.transposed.get(op.outputs[position])
-        if behind is not None and behind.index in self.running:
-            self.unsummed[op.outputs[position]] = fresh
-            return array
+        fresh = self._unsummed(op, position, lead)
+        return self._resolved(op, self.context.summed(array, lead, layout), fresh, layout)
+
+    def _resolved(self, op: Op, array: Any, fresh: Layout, layout: Layout) -> Any:
+        """An array that is partial where `fresh` says so, summed and where the plan wants it."""
         if not any(s == PARTIAL != t for s, t in zip(fresh, layout, strict=True)):
             return self.context.constrain(array, layout)
-        in_stages = op.name == "dot_general" or waiting is not None
-        return self.context.along(array, fresh, layout, in_stages=in_stages)
+        return self.context.along(array, fresh, layout, in_stages=op.name == "dot_general")
 
     def _unsummed(self, op: Op, position: int, lead: Sequence[int]) -> Layout:
         """The layout a result has before its sums are added up: PARTIAL along axes that cut a reduced factor."""
