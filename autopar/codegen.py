@@ -230,6 +230,7 @@ class Scope:
     copies: dict[tuple[int, Layout], Any] = field(default_factory=dict)
     makers: dict[int, Op] = field(default_factory=dict)
     running: frozenset[int] = frozenset()  # operations of the program that is traced, by index
+    done: set[int] = field(default_factory=set)  # transposes whose products were made that way round, by index
 
     # Definitions
 
@@ -241,8 +242,8 @@ class Scope:
     def run(self, ops: Sequence[Op]) -> None:
         self.running = frozenset(op.index for op in ops)
         for op in ops:
-            if op.name == "transpose" and op.outputs[0] in self.arrays:
-                continue  # its product was made that way round
+            if op.index in self.done:
+                continue
             if op.regions:
                 self._run_region(op)
             elif self.is_lazy(op):
@@ -399,6 +400,7 @@ class Scope:
             fresh, layout = permuted(self._unsummed(op, 0, ()), transpose), self.context.stage.values[value]
             self.arrays[value] = self._resolved(op, array, fresh, layout)
         self.makers[value] = transpose
+        self.done.add(transpose.index)
 
     def _settle(self, op: Op, position: int, array: Any, lead: Sequence[int], layout: Layout) -> Any:
         """A result where the plan wants it, its sums resolved in the order that the plan priced."""

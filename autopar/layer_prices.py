@@ -191,16 +191,13 @@ def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
-def table(
-    priced: Priced, of_layer: Sequence[int], policies: Sequence[str], besides: Mapping[int, Trade] | None = None
-) -> Table:
+def table(priced: Priced, of_layer: Sequence[int], policies: Sequence[str], besides: Mapping[int, Trade]) -> Table:
     """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`.
 
     What stands `besides` for a kind is taken as it is; layers of this kind are not priced.
     """
-    given = besides or {}
     options = [
-        {k: given.get(k) or priced.way(k, n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)
+        {k: besides.get(k) or priced.way(k, n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)
     ]
     runs = [_runs([option[kind] for kind in of_layer]) for option in options]
     return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))

@@ -13,7 +13,7 @@ prices at next to nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -201,25 +201,24 @@ def stage_memory(plan: StagePlan) -> StageMemory:
     The stash counts every value once, in the layout where it lives: what backward passes read of forward passes through
     values that are made where they are read is what these are made of.
     """
-    state, sums, batch, stash = _long_held(plan, held)
-    copies = _shared(plan)
+    long, copies = _long_held(plan, held), _shared(plan)
     passes, update = _besides(plan)
-    return StageMemory(state, sums, batch, copies, stash, max(0.0, passes - copies - stash), update)
+    return replace(long, copies=copies, temporaries=max(0.0, passes - copies - long.stash), update=update)
 
 
 def least_memory(plan: StagePlan) -> StageMemory:
     """What no plan of a stage holds less of: the same in even pieces, without copies and temporaries."""
-    state, sums, batch, stash = _long_held(plan, even)
-    return StageMemory(state, sums, batch, 0.0, stash, 0.0, 0.0)
+    return _long_held(plan, even)
 
 
-def _long_held(plan: StagePlan, piece: Piece) -> tuple[float, float, float, float]:
-    """Bytes per device of state, of sums, of the batch and of the stash, by the bytes of one device's piece."""
+def _long_held(plan: StagePlan, piece: Piece) -> StageMemory:
+    """State, sums, the batch and the stash by the bytes of one device's piece, and nothing else."""
     graph, count = plan.graph, _count(plan)
     state = sum(piece(plan, v) for v in graph.arguments.values())
     sums = sum(piece(plan, a, wide=True) for v in graph.marked if isinstance(a := graph.local[v], int))
     batch = sum(count * piece(plan, v) for v in graph.blocks.values())
-    return state, sums, batch, sum(piece(plan, v) for v in _kept(plan))
+    stash = sum(piece(plan, v) for v in _kept(plan))
+    return StageMemory(state, sums, batch, 0.0, stash, 0.0, 0.0)
 
 
 def _shared(plan: StagePlan) -> float:

@@ -211,26 +211,27 @@ class Hunt:
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
         least = sum(self.least[kind] for kind in self.kinds.of_layer)
-        return least <= self.cluster.num_devices * max(self.room(choice)) * (1 - RESERVE)
+        return least <= self.cluster.num_devices * max(self.usable(choice))
 
-    def priced(self, count: int, submeshes: Iterable[int] | None = None) -> dict[int, Priced]:
-        """The ways to run layers of every kind on these submeshes, or all, with this number of microbatches.
+    def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, Priced]:
+        """The ways to run layers of every kind on these submeshes with this number of microbatches.
 
         Ways that hold less than the cheapest are not priced before `whole` asks for them.
         """
         known = self.known.setdefault(count, {})
-        for n in self.meshes if submeshes is None else submeshes:
-            if count not in self.pricings:
-                same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
-                self.pricings[count] = Pricing(same or self._kinds(count), self.options)
+        if count not in self.pricings:
+            same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
+            self.pricings[count] = Pricing(same or self._kinds(count), self.options)
+        for n in submeshes:
             if n not in known:
                 known[n] = self.pricings[count].on(self.meshes[n])
         return known
 
-    def whole(self, count: int, submeshes: Iterable[int] | None = None) -> Mapping[int, Priced]:
+    def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, Priced]:
         """The same with all ways priced."""
-        known = self.priced(count, submeshes)
-        known.update({n: replace(known[n], whole=True) for n in (self.meshes if submeshes is None else submeshes)})
+        some = tuple(submeshes)
+        known = self.priced(count, some)
+        known.update({n: replace(known[n], whole=True) for n in some})
         return known
 
     def at(self, count: int, choice: Open) -> Found | None:
@@ -289,9 +290,9 @@ class Hunt:
 
     def _hopes(self, count: int, choice: Open, division: Division) -> set[int]:
         """The submeshes of stages that a division runs in ways that are not priced."""
-        known, ways_ = self.known[count], ways(choice.policies)
-        hoped = [part.placement.submesh for part in division.parts if ways_[part.option][1]]
-        return {n for n in hoped if not known[n].whole}
+        options = ways(choice.policies)
+        hoped = {part.placement.submesh for part in division.parts if options[part.option][1]}
+        return {n for n in hoped if not self.known[count][n].whole}
 
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Submeshes in the order in which layers are priced on them, those of a turn together."""
@@ -320,7 +321,7 @@ class Hunt:
 
     def question(self, count: int, choice: Open) -> Question:
         """What the dynamic program is asked for this number of microbatches, about all submeshes and ways."""
-        self.whole(count)
+        self.whole(count, self.meshes)
         return self._asked(count, choice, self._tables(count, choice, self.meshes))
 
     def _tables(self, count: int, choice: Open, submeshes: Iterable[int]) -> dict[int, Table]:
@@ -331,7 +332,7 @@ class Hunt:
 
     def _too_large(self, n: int, choice: Open) -> Mapping[int, Trade]:
         """Kinds of layers that a submesh cannot hold however they are run."""
-        size, room = self.meshes[n].size, self.room(choice)[n]
+        size, room = self.meshes[n].size, self.usable(choice)[n]
         least = {kind: nbytes / size for kind, nbytes in self.least.items()}
         return {kind: too_large(nbytes) for kind, nbytes in least.items() if nbytes > room}
 
@@ -343,7 +344,7 @@ class Hunt:
             devices=self.cluster.num_devices,
             placements=tuple(p for p in self.where if p.submesh in prices),
             prices=tuple(prices.get(n, unused) for n in self.meshes),
-            memory=tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice)),
+            memory=self.usable(choice),
             microbatches=count,
             in_flight=lambda stages: min(stages, count),
             transfer=self._transfer(count),
@@ -353,6 +354,10 @@ class Hunt:
     def room(self, choice: Open) -> tuple[float, ...]:
         """Bytes that a device of each submesh may hold."""
         return tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values())
+
+    def usable(self, choice: Open) -> tuple[float, ...]:
+        """What of it divisions may fill."""
+        return tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice))
 
     def _transfer(self, count: int) -> np.ndarray:
         """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device."""

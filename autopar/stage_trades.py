@@ -76,7 +76,7 @@ class Trades:
     mesh: LogicalMesh
     rules: Mapping[int, Rule]
     options: Options
-    entering: Sequence[int] = ()
+    entering: Sequence[int]
     shares: Sequence[float] = SHARES
 
     @cached_property

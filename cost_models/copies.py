@@ -48,7 +48,7 @@ def _side(node: int, strategies: StrategySet, dims: tuple[int, ...], assigned: b
 
 
 def add_copies(sizes: Sizes, ends: Sequence[End], settling: Sequence[End] = ()) -> None:
-    """Add the buffers of all copies that readers at these ends may need.
+    """Add the buffers of all copies that readers at these ends may need, and of what waits for them to arrive.
 
     At the `settling` ones of them a result goes into the buffer of the argument whose next state it is.
     """
@@ -96,7 +96,7 @@ class _Copies:
         """A value with one reader: it has no copy of its own."""
         link = self._link(value, self._home(value), self._reader(end), [end])
         birth, death = self.spans[end]
-        link.other("copy", birth, death, of_target=True)
+        self._fetch(link, birth, death)
         last = self._last(value)
         if last is not None:
             known = self._held_until(value, last, death)
@@ -104,6 +104,25 @@ class _Copies:
             link.other("value", known + 1, birth - 1, of_target=False)
             if death > known:
                 self.held[cast(int, self.sizes.program.root(value))] = _Held(link, max(birth - 1, last), death)
+
+    def _fetch(self, link: _Link, birth: int, death: int) -> None:
+        """A copy in another layout, what an all-gather makes before it is turned, and what waits while it travels."""
+        if birth > death:
+            return
+        link.other("copy", birth, death, of_target=True)
+        travels = self.sizes.backend.overlaps and link.value not in self.sizes.graph.names
+        if self.sizes.backend.gathers_turn or travels:
+            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death)
+        if travels and self.waiting.delays(birth):
+            self._kept(link, birth)
+
+    def _kept(self, link: _Link, moment: int) -> None:
+        """What products read that wait until something is gathered (`autopar.cost_models.waiting`)."""
+        model = self.sizes.model
+        runs = model.clustering.clusters[model.clustering.homes[link.value].cluster].weight
+        seconds = np.where(link.gathers(0), model.problem.edges[link.edge].table / runs, 0.0)
+        for group in self.waiting.kept(moment, float(seconds.max())):
+            link.longer_than(group.seconds, seconds, group.nbytes, group.birth, moment - 1)
 
     def _held_until(self, value: int, last: int, death: int) -> int:
         """Until when another name's readers hold the same array: what is copied for them, as it was up to `death`."""
@@ -126,7 +145,7 @@ class _Copies:
         copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
         link = self._link(value, home, copy, used)
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
-        link.other("copy", born, first if last is not None else self.spans[used[-1]][1], of_target=True)
+        self._fetch(link, born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
             link.same("value", last + 1, first)
             link.wider(first + 1, self.spans[ends[-1]][1])
@@ -136,7 +155,7 @@ class _Copies:
         for end in ends:
             birth, death = self.spans[end]
             link = self._link(value, copy, self._reader(end), [end])
-            link.other("copy", birth, death, of_target=True)
+            self._fetch(link, birth, death)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
             if last is not None:
@@ -185,8 +204,7 @@ class _Copies:
         made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
         number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
-        runs = self.sizes.model.clustering.clusters[self.sizes.model.clustering.homes[value].cluster].weight
-        return _Link(self.sizes, value, edge, kind, made, lu, lv, number, self.waiting, runs)
+        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -222,35 +240,21 @@ class _Link:
     sources: Ints
     targets: Ints
     number: int
-    waiting: Waiting
-    runs: float
 
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
-        if what == "copy" and of_target and birth <= death:
-            last = self._gathered_until(birth, death)
-            if last >= birth:
-                at = self.sizes.at(("gathered", self.number), self._gathered)
-                self.sizes.add(what, self.value, birth, last, at, edge=self.edge)
-            if self._travels:
-                self._kept(birth)
 
-    @property
-    def _travels(self) -> bool:
-        return self.sizes.backend.overlaps and self.value not in self.sizes.graph.names
+    def gathered(self, birth: int, death: int) -> None:
+        """What an all-gather makes before it is turned."""
+        if birth <= death:
+            at = self.sizes.at(("gathered", self.number), self._gathered)
+            self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
-    def _kept(self, birth: int) -> None:
-        """What products read that wait until something is gathered (`autopar.cost_models.waiting`)."""
-        seconds = np.where(self._gathers(0), self.sizes.model.problem.edges[self.edge].table / self.runs, 0.0)
-        for group in self.waiting.kept(birth, float(seconds.max())):
-            key = ("waits", self.number, group.seconds, group.nbytes)
-            at = self.sizes.at(key, lambda group=group: np.where(seconds > group.seconds, group.nbytes, 0.0))
-            self.sizes.add("value", self.value, group.birth, birth - 1, at, edge=self.edge)
-
-    def _gathered_until(self, birth: int, death: int) -> int:
-        """The last moment at which what is gathered is there unturned, too; before birth if it is turned on the way."""
-        return birth if self.sizes.backend.gathers_turn else death if self._travels else birth - 1
+    def longer_than(self, least: float, seconds: Floats, nbytes: float, birth: int, death: int) -> None:
+        """Bytes that are there where going along the edge takes longer than so many seconds; `seconds` of both ends."""
+        at = self.sizes.at(("waits", self.number, least, nbytes), lambda: np.where(seconds > least, nbytes, 0.0))
+        self.sizes.add("value", self.value, birth, death, at, edge=self.edge)
 
     def half(self, birth: int, death: int) -> None:
         """Half of what is fetched at the other end, where a reader may find what another fetched alike."""
@@ -282,9 +286,9 @@ class _Link:
 
     def _gathered(self) -> Floats:
         """What an all-gather makes before it is turned, where it gathers other dimensions than the first."""
-        return np.where(self._gathers(1), self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
+        return np.where(self.gathers(1), self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
 
-    def _gathers(self, first: int) -> NDArray[np.bool_]:
+    def gathers(self, first: int) -> NDArray[np.bool_]:
         """Where dimensions from this one on are gathered, shape (sources, targets)."""
         return np.any((self.sources[:, None, :] >= first) & (self.targets[None, :, :] < 0), axis=-1)
 

@@ -28,7 +28,7 @@ class Lifetimes:
         moments: the step that runs at each; loops stand before and after the moments of their bodies.
         birth, death: written value or token -> first and last moment. A token is born when what it copies is there
             (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
-        late: moments of products that nothing but updates waits for, if the compiler puts them off.
+        late: moments of products that nothing but updates waits for, ascending, if the compiler puts them off.
         end: the moment after the last, at which results are still there.
     """
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
@@ -45,11 +44,15 @@ class Waiting:
 
     sizes: Sizes
 
+    def delays(self, moment: int) -> bool:
+        """Whether products may wait for what a moment gathers: it is of the backward pass, and none of them."""
+        lives, n = self.sizes.lives, bisect_left(self.sizes.lives.late, moment)
+        one_of_them = n < len(lives.late) and lives.late[n] == moment
+        return moment < lives.end and lives.moments[moment].op.phase == "backward" and not one_of_them
+
     def kept(self, moment: int, seconds: float) -> Iterator[Kept]:
         """What is kept until something starts to be gathered at a moment that takes at most so many seconds."""
         lives, bodies = self.sizes.lives, self.sizes.bodies
-        if moment >= lives.end or lives.moments[moment].op.phase != "backward" or moment in self._late:
-            return
         before = (lives.late[i] for i in range(bisect_left(lives.late, moment) - 1, -1, -1))
         near = (m for m in before if bodies[m] == bodies[moment])
         seen: set[int] = set()
@@ -61,10 +64,6 @@ class Waiting:
                 yield Kept(passed, sum(map(self._share, gone)), min(gone.values()))
             passed += sum(map(self._seconds, group))
             done += len(group)
-
-    @cached_property
-    def _late(self) -> frozenset[int]:
-        return frozenset(self.sizes.lives.late)
 
     def _read(self, moment: int) -> Iterator[tuple[int, int]]:
         """What is written and read by the product of a moment, and when that is last read."""

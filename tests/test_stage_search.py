@@ -102,7 +102,7 @@ def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: 
 def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
     priced = replace(pricing.on(cluster().logical_mesh((4,))), whole=True)
     of_layer = pricing.kinds.of_layer
-    found = table(priced, of_layer, (NONE, FULL))
+    found = table(priced, of_layer, (NONE, FULL), {})
     for option, (policy, number) in enumerate(ways((NONE, FULL))):
         one = [priced.way(kind, number, policy) for kind in of_layer]
         passes = [t.prices.forward + t.prices.backward + t.prices.weight for t in one]
@@ -115,7 +115,7 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
 
 def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
     """Whatever is in flight, with and without recomputation."""
-    for priced in hunt.priced(4).values():
+    for priced in hunt.priced(4, hunt.meshes).values():
         for trades in priced.trades.values():
             assert trades.hoped.prices == trades.cheapest.prices
             for one, least in ((t, trades.hoped) for t in (trades.cheapest, *trades.all)):
@@ -148,7 +148,7 @@ def test_submeshes_have_the_axes_that_hold_most_layouts(devices: int, per_host: 
 def hunt() -> Hunt:
     step = traced("gpt-toy", layers=4)
     found = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
-    assert found.priced(2).keys() == found.priced(4).keys() == {0, 1, 2, 3}
+    assert found.priced(2, found.meshes).keys() == found.priced(4, found.meshes).keys() == {0, 1, 2, 3}
     return found
 
 
@@ -169,7 +169,7 @@ def assert_whole(found: Found, layer_count: int, devices: int) -> None:
 
 
 def ways_of(hunt: Hunt, count: int) -> list[dict[int, tuple[Trade, ...]]]:
-    return [{kind: t.all for kind, t in p.trades.items()} for p in hunt.priced(count).values()]
+    return [{kind: t.all for kind, t in p.trades.items()} for p in hunt.priced(count, hunt.meshes).values()]
 
 
 def test_a_step_that_is_split_already_is_priced_the_same(hunt: Hunt) -> None:
@@ -230,7 +230,7 @@ def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share:
     assert free is not None
     choice = opened(hunt, numbers=(4,), memory=None if share is None else share * max(free.peaks))
     wanted, everything = fresh(hunt), fresh(hunt)
-    everything.whole(4)
+    everything.whole(4, everything.meshes)
     found, best = wanted.best(choice), everything.best(choice)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
@@ -241,18 +241,18 @@ def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share:
 
 def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
     again, least = fresh(hunt), hunt.kinds.least_bytes()
-    budget = 0.6 * max(least.values())
-    again.divisions(4, opened(again, memory=budget))
+    choice = opened(again, memory=0.6 * max(least.values()))
+    again.divisions(4, choice)
     on_one = again.known[4][0].trades
     priced = {kind for kind, trades in on_one.items() if "cheapest" in vars(trades)}
-    assert priced == {kind for kind, nbytes in least.items() if nbytes <= budget}
+    assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
     assert 0 < len(priced) < len(least)
 
 
 def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hunt: Hunt) -> None:
     """The bound is on every way to run a layer, and nothing is priced where it says no."""
     least = hunt.kinds.least_bytes()
-    for n, priced in hunt.priced(4).items():
+    for n, priced in hunt.priced(4, hunt.meshes).items():
         for kind, trades in priced.trades.items():
             held = min(t.memory.state + t.memory.sums for t in trades.all)
             assert 0 < least[kind] <= hunt.meshes[n].size * held * (1 + 1e-9)
@@ -291,7 +291,7 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     step = traced("gpt-toy", layers=2)
     many = replace(Cluster.custom((4,), 1e-6, beta, {"float32": 1e9}, 1e10, 10**9), hosts=4, devices_per_host=1)
     hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
-    priced = hunt.priced(4)
+    priced = hunt.priced(4, hunt.meshes)
     sizes = {n: hunt.meshes[n].size for n in priced}
     for kind in hunt.kinds.stage:
         used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind].all) for n in priced}
