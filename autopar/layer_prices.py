@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -146,11 +146,11 @@ class Priced:
 
     Attributes:
         trades: kind -> its ways.
-        whole: all of them are priced; otherwise the cheapest alone, and the others are what they are at best.
+        charged: kind -> how many rates besides none are priced; of the others ways are what they are at best.
     """
 
     trades: Mapping[int, Trades]
-    whole: bool = False
+    charged: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
         """A way to run a layer; those that have fewer ways repeat the last."""
@@ -160,8 +160,16 @@ class Priced:
 
     def ways(self, kind: int) -> tuple[Trade, ...]:
         """The ways to run a layer of a kind, as far as they are priced."""
-        one = self.trades[kind]
-        return one.all if self.whole else (one.cheapest, one.hoped)
+        return self.trades[kind].ways(self.charged.get(kind, 0))
+
+    def is_hoped(self, kind: int, number: int) -> bool:
+        """Whether the way of this number is not priced."""
+        unpriced = self.charged.get(kind, 0) < len(self.trades[kind].open)
+        return unpriced and number + 1 >= len(self.ways(kind))
+
+    def deeper(self, kinds: Iterable[int], by: int = 1) -> Priced:
+        """The same with so many rates more for these kinds."""
+        return replace(self, charged={**self.charged, **{k: self.charged.get(k, 0) + by for k in kinds}})
 
 
 class Pricing:

@@ -12,18 +12,16 @@ prices at next to nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.pipeline import Prices
 from autopar.graph import Type
-from autopar.layout import Layout, cuts
+from autopar.layout import REPLICATED, Layout, cuts
 from autopar.passes.stages import KINDS
-from autopar.passes.strategies import share
 from autopar.stage_graphs import BEGIN
 
 if TYPE_CHECKING:
@@ -150,9 +148,8 @@ def _light(plan: StagePlan) -> Iterator[tuple[str, float]]:
     readers = _first_readers(plan)
     for charge in plan.model.clustering.charges:
         c = clusters[charge.cluster]
-        chosen = int(plan.solution.assignment[charge.cluster])
-        held = c.strategies.held[chosen : chosen + 1]
-        piece = float(share(held, charge.dims, c.strategies.sizes, plan.mesh.sizes)[0])
+        cut = c.strategies.held[plan.solution.assignment[charge.cluster]].tolist()
+        piece = _share(c.strategies.sizes, tuple(f if f in charge.dims else REPLICATED for f in cut), plan.mesh.sizes)
         program = _of(plan, charge.op) if charge.op >= 0 else readers.get(c.value, UPDATE)
         yield program, charge.nbytes * piece / bandwidth
 
@@ -253,8 +250,7 @@ def _whole(type_: Type, wide: bool) -> float:
 def _share(shape: Sequence[int], layout: Layout | None, sizes: Sequence[int]) -> float:
     if layout is None:
         return 1.0
-    parts = cuts(layout, sizes)
-    return float(np.prod([-(-shape[d] // n) / shape[d] for d, n in parts.items()])) if parts else 1.0
+    return math.prod(-(-shape[d] // n) / shape[d] for d, n in cuts(layout, sizes).items())
 
 
 def _kept(plan: StagePlan) -> Sequence[int]:

@@ -12,7 +12,7 @@ all of the time, so that they are found only where they may lead to something be
     microbatches   from the largest number on, two at a time in two processes, until two bring little or the smaller of
                    them is worse: few have the longer bubble. What does not fit in the smallest microbatches does not
                    fit in larger ones                                                                 -> Hunt.best
-    ways           the cheapest to run a layer; those that hold less where the best divisions would use them if they
+    ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division: a layer hardly ever takes less of all devices' time and memory on
@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,7 +45,7 @@ from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
-from autopar.stage_trades import Trade, too_large
+from autopar.stage_trades import SHARES, Trade, too_large
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
@@ -216,7 +216,7 @@ class Hunt:
     def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, Priced]:
         """The ways to run layers of every kind on these submeshes with this number of microbatches.
 
-        Ways that hold less than the cheapest are not priced before `whole` asks for them.
+        Ways that hold less than the cheapest are not priced before they are asked for.
         """
         known = self.known.setdefault(count, {})
         if count not in self.pricings:
@@ -231,7 +231,7 @@ class Hunt:
         """The same with all ways priced."""
         some = tuple(submeshes)
         known = self.priced(count, some)
-        known.update({n: replace(known[n], whole=True) for n in some})
+        known.update({n: known[n].deeper(known[n].trades, len(SHARES)) for n in some})
         return known
 
     def at(self, count: int, choice: Open) -> Found | None:
@@ -276,23 +276,29 @@ class Hunt:
     ) -> tuple[Question, tuple[Division, ...]]:
         """The best divisions over these submeshes, below a limit in seconds: of ways to run layers that are priced.
 
-        While the best ones hope for other ways than the cheapest, these are priced on the submeshes of such stages.
+        While the best ones hope for ways that are not priced, the next ones of the layers of such stages are.
         """
         while True:
             question = self._asked(count, choice, self._tables(count, choice, submeshes))
             found = search(question, TOLERANCE, limit)
             hopes = [self._hopes(count, choice, division) for division in found]
             promising = [h for h, d in zip(hopes, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)]
-            missing = set[int]().union(*promising)
+            missing = set[tuple[int, int]]().union(*promising)
             if not missing:
                 return question, tuple(d for h, d in zip(hopes, found, strict=True) if not h)
-            self.whole(count, sorted(missing))
+            known = self.known[count]
+            for n, some in itertools.groupby(sorted(missing), key=lambda pair: pair[0]):
+                known[n] = known[n].deeper(kind for _, kind in some)
 
-    def _hopes(self, count: int, choice: Open, division: Division) -> set[int]:
-        """The submeshes of stages that a division runs in ways that are not priced."""
-        options = ways(choice.policies)
-        hoped = {part.placement.submesh for part in division.parts if options[part.option][1]}
-        return {n for n in hoped if not self.known[count][n].whole}
+    def _hopes(self, count: int, choice: Open, division: Division) -> set[tuple[int, int]]:
+        """(submesh, kind of layers) that a division runs in ways that are not priced."""
+        options, known = ways(choice.policies), self.known[count]
+        return {
+            (part.placement.submesh, kind)
+            for part in division.parts
+            for kind in self.kinds.of_layer[part.first : part.last]
+            if known[part.placement.submesh].is_hoped(kind, options[part.option][1])
+        }
 
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Submeshes in the order in which layers are priced on them, those of a turn together."""

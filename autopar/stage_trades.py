@@ -12,8 +12,9 @@ a stage that is chosen is made with rows, within the budget (`autopar.stage_plan
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,6 +60,14 @@ class Trade:
         return replace(self, prices=again, memory=less)
 
 
+class _Found(NamedTuple):
+    """A way to run a stage, its price in seconds, and its bytes as far as they are charged for."""
+
+    seconds: float
+    nbytes: float
+    trade: Trade
+
+
 @dataclass(frozen=True, eq=False)
 class Trades:
     """Ways to run a stage on a submesh, each found when it is asked for.
@@ -78,6 +87,7 @@ class Trades:
     options: Options
     entering: Sequence[int]
     shares: Sequence[float] = SHARES
+    found: dict[float, _Found] = field(default_factory=dict[float, "_Found"])  # by rate
 
     @cached_property
     def charges(self) -> Charges:
@@ -90,29 +100,41 @@ class Trades:
     @cached_property
     def cheapest(self) -> Trade:
         """The way without a charge."""
-        return self._at(0.0)[2]
+        return self._at(0.0).trade
 
     @cached_property
-    def hoped(self) -> Trade:
-        """What all others hold and take at least: everything in even pieces, in the time of the cheapest."""
-        plan = self._plan(0.0)
-        share = sum(even(plan, v) for v in self.entering)
-        return Trade(self.cheapest.prices, least_memory(plan), share)
+    def open(self) -> Sequence[float]:
+        """The rates that may bring something: on one device there is one way."""
+        return self.shares if self.mesh.size > 1 and self.charges.peak > 0 else ()
 
-    @cached_property
+    @property
     def all(self) -> tuple[Trade, ...]:
-        """The cheapest way first, each with fewer bytes than those before."""
-        open_ = self.mesh.size > 1 and self.charges.peak > 0  # on one device there is one way
-        return tuple(_nondominated([self._at(share) for share in (0.0, *(self.shares if open_ else ()))]))
+        """All ways."""
+        return self.ways(len(self.shares))
 
-    def _at(self, share: float) -> tuple[float, float, Trade]:
-        problem, plan = self.charges.model.problem, self._plan(share)
-        entering = sum(held(plan, v) for v in self.entering)
-        return (
-            problem.value(plan.solution.assignment),
-            self.charges.row.value(problem, plan.solution.assignment),
-            Trade(stage_prices(plan), stage_memory(plan), entering, share),
-        )
+    def ways(self, charged: int) -> tuple[Trade, ...]:
+        """The cheapest way first, each with fewer bytes than those before, of so many rates besides none.
+
+        Where there are more rates, the last is not priced, but what their ways hold and take at least: everything in
+        even pieces, in the time of the dearest one that is priced.
+        """
+        found = sorted((self._at(share) for share in (0.0, *self.open[:charged])), key=_order)
+        ways = tuple(_nondominated(found))
+        return ways if charged >= len(self.open) else (*ways, replace(self._least, prices=found[-1].trade.prices))
+
+    @cached_property
+    def _least(self) -> Trade:
+        plan = self._plan(0.0)
+        return Trade(self.cheapest.prices, least_memory(plan), sum(even(plan, v) for v in self.entering))
+
+    def _at(self, share: float) -> _Found:
+        if share not in self.found:
+            problem, plan = self.charges.model.problem, self._plan(share)
+            entering = sum(held(plan, v) for v in self.entering)
+            seconds = problem.value(plan.solution.assignment)
+            nbytes = self.charges.row.value(problem, plan.solution.assignment)
+            self.found[share] = _Found(seconds, nbytes, Trade(stage_prices(plan), stage_memory(plan), entering, share))
+        return self.found[share]
 
     def _plan(self, share: float) -> StagePlan:
         c = self.charges
@@ -124,9 +146,13 @@ def too_large(nbytes: float) -> Trade:
     return Trade(StagePrices(0.0, 0.0, 0.0, 0.0, 0.0, {}), StageMemory(nbytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 
-def _nondominated(found: Sequence[tuple[float, float, Trade]]) -> Iterator[Trade]:
+def _order(found: _Found) -> tuple[float, float, float]:
+    return found.seconds, found.nbytes, found.trade.share
+
+
+def _nondominated(ordered: Sequence[_Found]) -> Iterator[Trade]:
     least = np.inf
-    for _, nbytes, one in sorted(found, key=lambda f: (f[0], f[1], f[2].share)):
-        if nbytes < least:
-            least = nbytes
-            yield one
+    for one in ordered:
+        if one.nbytes < least:
+            least = one.nbytes
+            yield one.trade

@@ -23,7 +23,7 @@ from autopar.cost_models.steps import LIGHT, Frame, Program, Step
 from autopar.graph import Graph
 from autopar.passes.intra_op import Model
 from autopar.passes.problem import Floats
-from autopar.passes.strategies import StrategySet, share
+from autopar.passes.strategies import StrategySet, shares
 
 NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last, outside of loops
 WHOLE = 4  # times `Backend.near_bytes` is all of the on-chip memory
@@ -150,15 +150,15 @@ class Sizes:
     def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
         factors = strategies.assigned if assigned else strategies.held
-        local = [
-            n * share(factors, (d,), strategies.sizes, self.mesh.sizes) for d, n in zip(dims, kind.shape, strict=True)
-        ]
+        each = shares(factors, strategies.sizes, self.mesh.sizes)
+        whole = np.ones(len(factors))
+        local = [n * (each[:, d] if d >= 0 else whole) for d, n in zip(dims, kind.shape, strict=True)]
         return self.laid_out(local, kind, len(factors))
 
     def pieces(self, layouts: np.ndarray, kind: Kind) -> Floats:
         """Bytes of one device's piece of a value in each of these layouts, shape (layouts, mesh axes)."""
-        local = [n * share(layouts, (d,), kind.shape, self.mesh.sizes) for d, n in enumerate(kind.shape)]
-        return self.laid_out(local, kind, len(layouts))
+        each = shares(layouts, kind.shape, self.mesh.sizes)
+        return self.laid_out([n * each[:, d] for d, n in enumerate(kind.shape)], kind, len(layouts))
 
     def laid_out(self, local: Sequence[Floats], kind: Kind, count: int) -> Floats:
         """Bytes of arrays with these extents (one vector of `count` per dimension), in tiles if the backend has any."""

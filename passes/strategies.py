@@ -196,11 +196,15 @@ def _fits(
     return fits.all(1)
 
 
+def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The share of every factor that one device holds, padding included; shape (n, factors)."""
+    extent = np.array([max(n, 1) for n in extents], np.int64)
+    return -(-extent // _parts(factors, len(extents), sizes)) / extent
+
+
 def share(factors: Factors, dims: Sequence[int], extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
     """The share of a value, whose dimensions are these factors, that one device holds, padding included; shape (n,)."""
-    extent = np.array([max(n, 1) for n in extents], np.int64)
-    pieces = -(-extent // _parts(factors, len(extents), sizes)) / extent
-    return pieces[:, [d for d in dims if d >= 0]].prod(1)
+    return shares(factors, extents, sizes)[:, [d for d in dims if d >= 0]].prod(1)
 
 
 def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:

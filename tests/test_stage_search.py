@@ -29,7 +29,7 @@ from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
 from autopar.stage_plays import Found, played_seconds
 from autopar.stage_search import LITTLE, TOLERANCE, Hunt, Open, find, numbers, that_split
-from autopar.stage_trades import ENOUGH, Trade
+from autopar.stage_trades import ENOUGH, SHARES, Trade
 from autopar.trace import Traced, trace
 
 
@@ -100,7 +100,8 @@ def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: 
 
 
 def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
-    priced = replace(pricing.on(cluster().logical_mesh((4,))), whole=True)
+    on = pricing.on(cluster().logical_mesh((4,)))
+    priced = on.deeper(on.trades, len(SHARES))
     of_layer = pricing.kinds.of_layer
     found = table(priced, of_layer, (NONE, FULL), {})
     for option, (policy, number) in enumerate(ways((NONE, FULL))):
@@ -117,10 +118,12 @@ def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
     """Whatever is in flight, with and without recomputation."""
     for priced in hunt.priced(4, hunt.meshes).values():
         for trades in priced.trades.values():
-            assert trades.hoped.prices == trades.cheapest.prices
-            for one, least in ((t, trades.hoped) for t in (trades.cheapest, *trades.all)):
-                for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
-                    assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
+            assert trades.ways(0)[0] == trades.cheapest
+            assert trades.ways(0)[-1].prices == trades.cheapest.prices
+            for least in (trades.ways(charged)[-1] for charged in range(len(trades.open))):
+                for one in (trades.cheapest, *trades.all):
+                    for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
+                        assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
 
 
 def test_the_border_is_the_residual_stream() -> None:
@@ -235,7 +238,7 @@ def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share:
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.seconds <= best.seconds * (1 + ENOUGH)
-    asked = [p.whole for p in wanted.known[4].values()]
+    asked = [any(p.charged.values()) for p in wanted.known[4].values()]
     assert any(asked) == (share is not None)
 
 
@@ -244,7 +247,7 @@ def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) ->
     choice = opened(again, memory=0.6 * max(least.values()))
     again.divisions(4, choice)
     on_one = again.known[4][0].trades
-    priced = {kind for kind, trades in on_one.items() if "cheapest" in vars(trades)}
+    priced = {kind for kind, trades in on_one.items() if trades.found}
     assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
     assert 0 < len(priced) < len(least)
 
