@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from autopar.planning import Options
 from autopar.rules import Reader
 from autopar.stage_graphs import StageGraph, stage_graph
 from autopar.stage_trades import SHARES, Trade, Trades
+
+Ways: TypeAlias = Mapping[int, tuple[Trade, ...]]
+"""Kind of a layer -> ways to run it on a submesh, each with fewer bytes than those before."""
 
 
 class _OtherProgramError(Exception):
@@ -153,10 +156,8 @@ class Priced:
     charged: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
-        """A way to run a layer; those that have fewer ways repeat the last."""
-        found = self.ways(kind)
-        way = found[min(number, len(found) - 1)]
-        return way.recomputed() if policy == FULL else way
+        """A way to run a layer; see `way`."""
+        return way(self.ways(kind), number, policy)
 
     def ways(self, kind: int) -> tuple[Trade, ...]:
         """The ways to run a layer of a kind, as far as they are priced."""
@@ -194,19 +195,20 @@ class Pricing:
         return sorted({self.graphs[kind].received[v] for values in given for v in values})
 
 
+def way(found: Sequence[Trade], number: int, policy: str) -> Trade:
+    """One of the ways to run a layer; those that have fewer repeat the last."""
+    one = found[min(number, len(found) - 1)]
+    return one.recomputed() if policy == FULL else one
+
+
 def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     """(what a layer recomputes, number of the way to run it): the options of a run, in order."""
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
-def table(priced: Priced, of_layer: Sequence[int], policies: Sequence[str], besides: Mapping[int, Trade]) -> Table:
-    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`.
-
-    What stands `besides` for a kind is taken as it is; layers of this kind are not priced.
-    """
-    options = [
-        {k: besides.get(k) or priced.way(k, n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)
-    ]
+def table(found: Ways, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
+    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`."""
+    options = [{k: way(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)]
     runs = [_runs([option[kind] for kind in of_layer]) for option in options]
     return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from autopar.cost_models.collectives import collective_time
@@ -55,6 +55,11 @@ class StagePrices:
     reduce: float
     handed: Mapping[int, int]
 
+    def scaled(self, share: float) -> StagePrices:
+        """So much of all seconds; the same is handed over."""
+        forward, backward, weight = share * self.forward, share * self.backward, share * self.weight
+        return StagePrices(forward, backward, weight, share * self.update, share * self.reduce, self.handed)
+
     def seconds(self, microbatches: int) -> float:
         """s per step of the stage alone."""
         return microbatches * (self.forward + self.backward + self.weight) + self.update + self.reduce
@@ -81,6 +86,10 @@ class StageMemory:
     stash: float
     temporaries: float
     update: float
+
+    def scaled(self, share: float) -> StageMemory:
+        """So much of everything."""
+        return StageMemory(*(share * nbytes for nbytes in astuple(self)))
 
     def peak(self, in_flight: int) -> float:
         """Most bytes held at once with so many microbatches between F and the last pass."""

@@ -36,7 +36,7 @@ from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import MicrobatchError
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
-from autopar.layer_prices import Kinds, Priced, Pricing, border_bytes, cut_out, shape_of, table, ways
+from autopar.layer_prices import Kinds, Priced, Pricing, Ways, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes import remat
 from autopar.passes.inter_op import Division, Placement, Question, placements, search
@@ -261,15 +261,26 @@ class Hunt:
         question, found = self._settled(count, choice, first)
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            prices = self._tables(count, choice, known)
-            hoped = self._asked(count, choice, {**self.at_best(prices), **prices})
-            if not search(hoped, TOLERANCE, found[0].seconds * (1 - WORTH) if found else math.inf):
+            limit = found[0].seconds if found else math.inf
+            if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
                 break
-            question, better = self._settled(
-                count, choice, (*known, *some), found[0].seconds * (1 - TOLERANCE) if found else math.inf
-            )
+            question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
         return question, found
+
+    def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
+        """Whether submeshes without prices may lead to less than a limit in seconds.
+
+        Kinds of layers are priced on these others one by one, that of the most layers first, while they may.
+        """
+        prices = {n: self._ways(count, choice, n) for n in known}
+        kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
+        for done in range(len(kinds)):
+            some = {n: self._ways(count, choice, n, kinds[:done]) for n in others}
+            hoped = self.at_best({**prices, **some})
+            if not search(self._asked(count, choice, self._tables(choice, hoped)), TOLERANCE, limit):
+                return False
+        return True
 
     def _settled(
         self, count: int, choice: Open, submeshes: Sequence[int], limit: float = math.inf
@@ -279,7 +290,8 @@ class Hunt:
         While the best ones hope for ways that are not priced, the next ones of the layers of such stages are.
         """
         while True:
-            question = self._asked(count, choice, self._tables(count, choice, submeshes))
+            priced = {n: self._ways(count, choice, n) for n in submeshes}
+            question = self._asked(count, choice, self._tables(choice, priced))
             found = search(question, TOLERANCE, limit)
             hopes = [self._hopes(count, choice, division) for division in found]
             promising = [h for h, d in zip(hopes, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)]
@@ -310,37 +322,41 @@ class Hunt:
         one = tuple(n for n in even if sizes[n] <= host)
         return (one, *((n,) for n in even if n not in one), *((n,) for n in sizes if n not in even))
 
-    def at_best(self, prices: Mapping[int, Table]) -> Mapping[int, Table]:
-        """The least that layers take and hold on submeshes without prices: as much of all devices as on smaller ones.
+    def at_best(self, known: Mapping[int, Ways]) -> Mapping[int, Ways]:
+        """The same with the least that layers take and hold on all other submeshes.
 
-        That is the largest that divides a submesh, or all devices where the submesh does not: dimensions that three
-        devices do not divide may well take less of four.
+        They take as much of all devices as on the largest known one that divides a submesh, or all devices where the
+        submesh does not: dimensions that three devices do not divide may well take less of four.
         """
-        total, sizes = self.cluster.num_devices, {n: mesh.size for n, mesh in self.meshes.items()}
-        found: dict[int, Table] = {}
-        for n, size in sizes.items():
-            if n not in prices:
-                whole = total if total % size else size
-                smaller = max((k for k in prices if sizes[k] <= size and whole % sizes[k] == 0), key=lambda k: sizes[k])
-                found[n] = _scaled(prices[smaller], sizes[smaller] / size)
-        return found
+        return {
+            n: {k: known.get(n, {}).get(k) or self._at_best(known, n, k) for k in self.kinds.stage} for n in self.meshes
+        }
+
+    def _at_best(self, known: Mapping[int, Ways], n: int, kind: int) -> tuple[Trade, ...]:
+        sizes = {k: mesh.size for k, mesh in self.meshes.items()}
+        whole = self.cluster.num_devices if self.cluster.num_devices % sizes[n] else sizes[n]
+        smaller = [k for k in known if kind in known[k] and sizes[k] <= sizes[n] and whole % sizes[k] == 0]
+        largest = max(smaller, key=lambda k: sizes[k])
+        return tuple(one.scaled(sizes[largest] / sizes[n]) for one in known[largest][kind])
 
     def question(self, count: int, choice: Open) -> Question:
         """What the dynamic program is asked for this number of microbatches, about all submeshes and ways."""
         self.whole(count, self.meshes)
-        return self._asked(count, choice, self._tables(count, choice, self.meshes))
+        priced = {n: self._ways(count, choice, n) for n in self.meshes}
+        return self._asked(count, choice, self._tables(choice, priced))
 
-    def _tables(self, count: int, choice: Open, submeshes: Iterable[int]) -> dict[int, Table]:
-        """Prices of all runs of layers on these submeshes."""
-        some = tuple(submeshes)
-        priced = self.priced(count, some)
-        return {n: table(priced[n], self.kinds.of_layer, choice.policies, self._too_large(n, choice)) for n in some}
+    def _tables(self, choice: Open, known: Mapping[int, Ways]) -> Mapping[int, Table]:
+        """Prices of all runs of layers."""
+        return {n: table(found, self.kinds.of_layer, choice.policies) for n, found in known.items()}
 
-    def _too_large(self, n: int, choice: Open) -> Mapping[int, Trade]:
-        """Kinds of layers that a submesh cannot hold however they are run."""
-        size, room = self.meshes[n].size, self.usable(choice)[n]
-        least = {kind: nbytes / size for kind, nbytes in self.least.items()}
-        return {kind: too_large(nbytes) for kind, nbytes in least.items() if nbytes > room}
+    def _ways(self, count: int, choice: Open, n: int, kinds: Iterable[int] | None = None) -> Ways:
+        """The ways to run layers of these kinds, or all, on a submesh, as far as they are asked for.
+
+        Those of kinds that a submesh cannot hold however they are run are not priced.
+        """
+        size, room, priced = self.meshes[n].size, self.usable(choice)[n], self.priced(count, (n,))[n]
+        least = {kind: self.least[kind] / size for kind in (self.kinds.stage if kinds is None else kinds)}
+        return {k: priced.ways(k) if nbytes <= room else (too_large(nbytes),) for k, nbytes in least.items()}
 
     def _asked(self, count: int, choice: Open, prices: Mapping[int, Table]) -> Question:
         """The same about the submeshes that have prices."""
@@ -372,8 +388,3 @@ class Hunt:
             for k, nbytes in enumerate(self.borders):
                 found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
         return found
-
-
-def _scaled(prices: Table, share: float) -> Table:
-    apart = None if prices.apart is None else share * prices.apart
-    return Table(share * prices.seconds, share * prices.once, share * prices.held, share * prices.stash, apart)

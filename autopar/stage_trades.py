@@ -52,6 +52,10 @@ class Trade:
     entering: float
     share: float = 0.0
 
+    def scaled(self, share: float) -> Trade:
+        """So much of its seconds and bytes."""
+        return Trade(self.prices.scaled(share), self.memory.scaled(share), share * self.entering, self.share)
+
     def recomputed(self) -> Trade:
         """The same where the backward pass begins by running the forward pass again, from what entered it."""
         again = replace(self.prices, backward=self.prices.backward + self.prices.forward)
