@@ -4,7 +4,7 @@ Every equation is bound again inside `jax.jit`, with
 
 - a sharding constraint on every homed value of rank >= 1 (constraining fewer lets the compiler's propagation spread
   other layouts through the unconstrained operations: up to 2.1 times the bytes were measured);
-- a product that only a transpose reads made the other way round, in place of both;
+- a product that only a transpose reads made the other way round, in place of both (`autopar.turned_products`);
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
 - loops and rematerialised bodies rebuilt around the same treatment of their bodies;
@@ -18,7 +18,6 @@ stack, so that what the compiler emits can be traced back.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +33,7 @@ from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
 from autopar.rules import Rule
+from autopar.turned_products import permuted, turned
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -120,12 +120,6 @@ def of_parts(layout: Layout) -> Layout:
     return tuple(lead.index(a) if d == PARTIAL else d + len(lead) if d >= 0 else d for a, d in enumerate(layout))
 
 
-def permuted(layout: Layout, transpose: Op) -> Layout:
-    """The layout of the transpose of an array that lies so."""
-    order = tuple(transpose.params["permutation"])
-    return tuple(order.index(d) if d >= 0 else d for d in layout)
-
-
 @dataclass(frozen=True, eq=False)
 class Context:
     """What all scopes of one program share."""
@@ -138,39 +132,8 @@ class Context:
 
     @cached_property
     def turned(self) -> Mapping[int, Op]:
-        """Products that nothing reads but a transpose, which swaps their operands and nothing else -> this transpose.
-
-        They are made that way round at once. XLA folds the transpose of a weight's gradient into its product, unless
-        the constraint stands between them: then the whole update runs in the order of the product, and on TPU parameter
-        and moments are copied into that and back (jaxlib 0.12.0, libtpu 0.0.52).
-        """
-        ops = tuple(self.graph.walk())
-        leaving = (a for op in ops for region in op.regions for a in region.outputs)
-        atoms = (*self.graph.outputs, *leaving, *(a for op in ops for a in op.inputs))
-        read = Counter(a for a in atoms if isinstance(a, int))
-        products = {op.outputs[0]: op for op in ops if op.name == "dot_general"}
-        turns = ((op.inputs[0], op) for op in ops if op.name == "transpose")
-        return {
-            v: op
-            for v, op in turns
-            if isinstance(v, int) and v in products and read[v] == 1
-            if self._swaps(products[v], op) and self._stays(v, op)
-        }
-
-    def _swaps(self, product: Op, transpose: Op) -> bool:
-        """Whether a transpose puts the dimensions of the second operand of a product before those of the first."""
-        (contracted, _), (batch, _) = product.params["dimension_numbers"]
-        rank = self.graph.types[product.outputs[0]].rank
-        first = self.graph.type_of(product.inputs[0]).rank - len(contracted)  # batch, and what the first one leaves
-        swapped = (*range(len(batch)), *range(first, rank), *range(len(batch), first))
-        return tuple(transpose.params["permutation"]) == swapped
-
-    def _stays(self, value: int, transpose: Op) -> bool:
-        """Whether a value and its transpose lie alike, whole or summed."""
-        home, found = (self.stage.values.get(v) for v in (value, transpose.outputs[0]))
-        if home is None or found is None or PARTIAL in home:
-            return False
-        return found == permuted(home, transpose) and self.stage.uses.get(f"{transpose.tag}.in0", home) == home
+        """Products that are made the other way round -> the transposes that read them."""
+        return turned(self.graph, self.stage)
 
     def constrain(self, array: Any, layout: Layout) -> Any:
         """Constrain an array to a layout; one leading dimension per axis along which it is partial."""

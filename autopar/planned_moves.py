@@ -5,6 +5,7 @@
     the same data                  `Context.origin`, `Context.way`: it differs in dimensions of extent 1 alone
     the same computation           `Context.repeated`: an operation on the same values in the same layouts
     one number throughout          `Context.uniform`
+    made the other way round       `Context.made`
 
 Conversions (`autopar.conversions`) and exceptions (`autopar.known_exceptions`) ask it.
 """
@@ -23,6 +24,7 @@ from autopar.graph import Graph, Op
 from autopar.layout import Layout, route, steps
 from autopar.plans import Plan
 from autopar.rules import rules_of
+from autopar.turned_products import turned
 
 #: Operations that may change nothing but dimensions of extent 1.
 SAME_DATA = ("rev", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
@@ -76,6 +78,16 @@ class Context:
         """The layout in which a homed value is read at a site."""
         stage = self.plan.stages[0]
         return stage.uses.get(site, stage.values[value])
+
+    @cached_property
+    def turned(self) -> Mapping[int, Op]:
+        """Products that are made the other way round -> the transposes that read them."""
+        return turned(self.graph, self.plan.stages[0])
+
+    def made(self, op: Op) -> int:
+        """The value that an operation makes first: of a product that is made the other way round its transpose."""
+        behind = self.turned.get(op.outputs[0])
+        return op.outputs[0] if behind is None else behind.outputs[0]
 
     def whole(self, value: int) -> Moved:
         """A value with everything that reads it, in whatever layout."""

@@ -123,7 +123,7 @@ def _below_a_tile(c: Collective, context: Context) -> bool:
     op = context.summing(c)
     if c.kind != "reduce-scatter" or op is None:
         return False
-    value = op.outputs[0]
+    value = context.made(op)
     shape, layout = context.graph.types[value].shape, context.plan.stages[0].values.get(value)
     if layout is None:
         return False

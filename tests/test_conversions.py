@@ -183,6 +183,19 @@ def test_sums_are_scattered_in_whole_rows_of_a_tile(width: int, kind: str) -> No
     assert converted("tpu", fn, args, lines, values={2: "-2"}) == [f"{kind} y {nbytes} op0"]
 
 
+def test_the_tiles_are_those_of_what_is_made() -> None:
+    """A product that only a transpose reads is made the other way round: its pieces have whole rows then."""
+    args = jax.ShapeDtypeStruct((32, 8, 64), jnp.float32), jax.ShapeDtypeStruct((32, 256), jnp.float32)
+    nbytes = 4 * 8 * 64 * 256
+    lines = [f"reduce-scatter y {nbytes} op0"]
+
+    def gradient(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.tensordot(a, b, (0, 0)).transpose(2, 0, 1)
+
+    assert converted("tpu", gradient, args, lines, values={2: "-2", 3: "-0"}) == lines
+    assert converted("tpu", gradient, args, lines, values={2: "-2", 3: "--"}) == [f"all-reduce y {nbytes} op0"]
+
+
 @pytest.mark.parametrize(("length", "kind"), [(256, "all-reduce"), (512, "all-gather")])
 def test_short_vectors_are_gathered_as_sums(length: int, kind: str) -> None:
     args = (jax.ShapeDtypeStruct((length,), jnp.float32),)
