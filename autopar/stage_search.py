@@ -9,9 +9,9 @@
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
 all of the time, so that they are found only where they may lead to something better:
 
-    microbatches   from the largest number on, two at a time in two processes, until two bring little or the smaller of
-                   them is worse: few have the longer bubble. What does not fit in the smallest microbatches does not
-                   fit in larger ones                                                                 -> Hunt.best
+    microbatches   from the largest number on, two at a time in two processes, until the last brings little: the fewer,
+                   the longer the bubble and the less the rest. What does not fit in the smallest microbatches does
+                   not fit in larger ones                                                             -> Hunt.best
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
@@ -53,8 +53,7 @@ TOLERANCE = 1e-3
 PLAYED = 8
 #: Schedules that are played where none is asked for.
 OPEN = ("1f1b", "gpipe")
-#: Share of the best time by which two numbers of microbatches have to be better than those before for the search for
-#: one to go on.
+#: Share of the time with the next larger number of microbatches by which one has to be better for the search to go on.
 LITTLE = 0.02
 #: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
 WORTH = 0.01
@@ -196,16 +195,15 @@ class Hunt:
         if not self.fits(choice):
             return None
         best: Found | None = None
-        falling = sorted(choice.numbers, reverse=True)
+        before, falling = math.inf, sorted(choice.numbers, reverse=True)
         for first in range(0, len(falling), side_by_side.WORKERS):
             some = falling[first : first + side_by_side.WORKERS]
             found = side_by_side.results([partial(self.at, count, choice) for count in some])
-            better = min((f for f in (best, *found) if f is not None), key=rank, default=None)
-            last = math.inf if found[-1] is None else found[-1].seconds
-            gained = best is None or better is None or better.seconds <= (1 - LITTLE) * best.seconds
-            if better is None or not gained or last > better.seconds:
-                return better
-            best = better
+            best = min((f for f in (best, *found) if f is not None), key=rank, default=None)
+            *_, before, last = before, *(math.inf if f is None else f.seconds for f in found)
+            if best is None or last > (1 - LITTLE) * before:
+                return best
+            before = last
         return best
 
     def fits(self, choice: Open) -> bool:
@@ -271,11 +269,11 @@ class Hunt:
     def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
         """Whether submeshes without prices may lead to less than a limit in seconds.
 
-        Kinds of layers are priced on these others one by one, that of the most layers first, while they may.
+        Kinds of layers are priced on these others, those of the most layers first, ever more of them while they may.
         """
         prices = {n: self._ways(count, choice, n) for n in known}
         kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
-        for done in range(len(kinds)):
+        for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
             some = {n: self._ways(count, choice, n, kinds[:done]) for n in others}
             hoped = self.at_best({**prices, **some})
             if not search(self._asked(count, choice, self._tables(choice, hoped)), TOLERANCE, limit):

@@ -31,7 +31,7 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
     """Medians over `repeats` processes.
 
     Args:
-        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, remat.
+        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, remat, per_microbatch.
         repeats: number of processes.
         tell: hears of each as it ends.
 
@@ -76,6 +76,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
         cluster=found,
         solver=spec.get("solver") or "auto",
         remat=spec.get("remat") or ("none" if mesh else "auto"),
+        per_microbatch=spec.get("per_microbatch") or (),
     )
     total, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     yield {

@@ -18,6 +18,7 @@ from autopar.cli.options import (
     Meshes,
     MeshSizes,
     Models,
+    PerMicrobatch,
     Plot,
     Repeats,
     Seq,
@@ -46,6 +47,7 @@ def bench_plan(
     remat: Annotated[
         str | None, typer.Option(help="auto, none, dots or full; default: none on a mesh, else auto")
     ] = None,
+    per_microbatch: PerMicrobatch = None,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
@@ -59,6 +61,7 @@ def bench_plan(
     spec = {
         "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
         "layers": layers, "batch": batch, "seq": seq, "solver": solver, "remat": remat,
+        "per_microbatch": words(per_microbatch, ()),
     }  # fmt: skip
     result = measure.run(spec, repeats, say)
     report(as_json, result, lambda: measure.table(result))
