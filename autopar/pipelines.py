@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 
 from autopar import offloading, recomputation, stage_search
 from autopar.cluster import Cluster, LogicalMesh
+from autopar.cost_models.even import written_bytes
 from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
+from autopar.fitting import usable
 from autopar.graph import Graph
 from autopar.meshes import Target
 from autopar.passes import layer_cuts, layers, remat, scan_cut
@@ -40,6 +42,8 @@ from autopar.trace import Traced
 CHUNKS = 2
 #: Microbatches per rank that are taken where nobody says how many.
 PER_RANK = 2
+#: How many times the memory of all devices a step needs, as written, for stages to be searched on one host too.
+FAR = 2.0
 #: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
 MOST_PIECES = 16
 
@@ -205,11 +209,27 @@ def choice_of(plan: Plan) -> StageChoice:
 # The search
 
 
-def is_open(s: Settings, cluster: Cluster | None) -> bool:
-    """Whether a pipeline is to be searched for: "search", or "auto" where links between hosts are slow."""
-    several = s.stages == "auto" and cluster is not None and cluster.hosts > 1 and s.schedule != "none"
-    on_one_mesh = s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == offloading.ALL
-    return not on_one_mesh and (s.stages == "search" or several)
+def is_open(s: Settings, graph: Graph) -> bool:
+    """Whether stages and microbatches are to be searched for.
+
+    That is with "search", and with "auto" where links between hosts are slow, or a step is far too large as written.
+    """
+    if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == offloading.ALL:
+        return False
+    if s.stages == "search":
+        return True
+    if s.stages != "auto" or s.schedule == "none":
+        return False
+    return (s.cluster is not None and s.cluster.hosts > 1) or _is_far_too_large(s, graph)
+
+
+def _is_far_too_large(s: Settings, graph: Graph) -> bool:
+    """Whether a step needs more than `FAR` times the memory of all devices, and the user has left to us what to do."""
+    if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
+        return False
+    cluster = s.cluster or Cluster.local()
+    devices = cluster.logical_mesh((cluster.num_devices,))
+    return written_bytes(graph) > FAR * cluster.num_devices * usable(devices)
 
 
 def searched(

@@ -130,7 +130,7 @@ def prepare(
                 return _loaded(fn, traced, s)
             if s.pipelined:
                 return _in_stages(fn, traced, args, s, local, trace_s)
-            if pipelines.is_open(s, s.cluster) and not traced.pins:
+            if not traced.pins and pipelines.is_open(s, traced.graph):
                 return _searched(fn, traced, args, s, local, trace_s)
             return _best(fn, traced, args, s, local, trace_s)
 

@@ -18,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import zoo
 from autopar.cluster import Cluster
+from autopar.cost_models.even import written_bytes
 from autopar.errors import (
     ArgumentError,
     DonatedError,
+    MemoryBudgetError,
     MeshError,
     MicrobatchError,
     PinError,
@@ -31,6 +33,7 @@ from autopar.errors import (
 from autopar.plans import Plan, from_json
 from autopar.prepare import prepare
 from autopar.settings import settings
+from autopar.trace import trace
 from tests.test_real_programs import assert_equal
 
 
@@ -448,6 +451,21 @@ def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:
     assert len(autopar.plan(small.step, *small.abstract_args(), cluster=one).stages) == 1
     searched = autopar.plan(small.step, *small.abstract_args(), cluster=one, stages="search")
     assert sum(stage.devices for stage in searched.stages) == 4
+
+
+def test_one_host_is_searched_where_a_step_is_far_too_large(apart: Cluster) -> None:
+    """A 32nd of what the step needs as written is enough in microbatches; a budget by order is for one mesh alone."""
+    large = zoo.build("gpt-toy", batch=256, seq=32)
+    args = large.abstract_args()
+    one = replace(apart, hosts=1, axis_levels=apart.levels[1:])
+    nbytes = written_bytes(trace(large.step, *args).graph) / 4 / 32
+    little = replace(one, device=replace(one.device, memory_bytes=int(nbytes / 0.9)))
+    assert autopar.plan(large.step, *args, cluster=one).num_microbatches == 1
+    plan = autopar.plan(large.step, *args, cluster=little)
+    assert plan.num_microbatches > 1
+    assert max(stage.peak_memory_bytes for stage in plan.stages) <= nbytes
+    with pytest.raises(MemoryBudgetError):
+        autopar.plan(large.step, *args, cluster=little, memory_budget=nbytes / 4)
 
 
 def test_couplings_of_the_batch_leave_one_microbatch() -> None:
