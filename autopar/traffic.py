@@ -59,7 +59,7 @@ def _touched(c: Collective, sizes: Mapping[str, int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Cone:
-    """What one value in memory is computed from: operations fused with it, and values in memory -> bytes read."""
+    """What one value in memory is computed from: operations on arrays fused with it, values in memory -> bytes read."""
 
     ops: tuple[int, ...]
     sources: Mapping[int, int]
@@ -184,13 +184,23 @@ class _Counter:
         loops = _loops(cones, products, depths)
         reductions = frozenset(v for v in cones if made[v].name in REDUCTIONS and made[v].index not in self.summing)
         there = {v for v in cones if made[v].index not in self.summing}
-        return total + weight * self._bytes(cones, _merged(cones, loops, depths, reductions, there))
+        merged = _joined(cones, _merged(cones, loops, depths, reductions, there), depths, self._light(cones, made))
+        return total + weight * self._bytes(cones, merged)
+
+    def _light(self, cones: Mapping[int, _Cone], made: Mapping[int, Op]) -> Mapping[int, tuple[int, ...]]:
+        """Values in memory that are computed element by element, and nothing moves or sums -> their shapes."""
+        heavy = (*_WRITING, *KERNELS)
+        return {
+            v: self.graph.types[v].shape
+            for v in cones
+            if made[v].name not in heavy and made[v].index not in self.summing and not self._retiles(made[v])
+        }
 
     def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
         """The values that are in memory if every product's result is."""
         found = {*inputs, *(a for a in outputs if isinstance(a, int))}
         for op in ops:
-            whole = op.name in KERNELS or bool(op.regions)
+            whole = op.name in KERNELS or bool(op.regions) or self._retiles(op)
             if whole or op.index in self.fetching:
                 read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
                 found.update(a for a in read if isinstance(a, int))
@@ -200,9 +210,16 @@ class _Counter:
         free = [v for op in ops for v in op.outputs if v not in self.stage.values]  # constants and views: never stored
         return frozenset(found.difference(free))
 
+    def _retiles(self, op: Op) -> bool:
+        """Whether a reshape copies, since it splits or merges the dimension that lies along the columns of tiles."""
+        if op.name != "reshape" or self.device.tile == (1, 1):
+            return False
+        before, after = ([n for n in self.graph.type_of(a).shape if n > 1][-1:] for a in (op.inputs[0], op.outputs[0]))
+        return before != after
+
     def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int], known: _Links) -> _Cone:
         sources: dict[int, int] = {}
-        queue, seen = [made[value]], {made[value].index: None}
+        queue, seen = [made[value]], {made[value].index: made[value]}
         while queue:
             op = queue.pop()
             links = known.get(op.index)
@@ -213,9 +230,14 @@ class _Counter:
                     sources[atom] = size
             for maker in links[1]:
                 if maker.index not in seen:
-                    seen[maker.index] = None
+                    seen[maker.index] = maker
                     queue.append(maker)
-        return _Cone(tuple(seen), sources)
+        # what is one number is made wherever it is read
+        arrays = (index for index, op in seen.items() if op.index == made[value].index or self._is_array(op))
+        return _Cone(tuple(arrays), sources)
+
+    def _is_array(self, op: Op) -> bool:
+        return any(self.graph.types[v].rank for v in op.outputs)
 
     def _links(
         self, op: Op, made: Mapping[int, Op], stored: AbstractSet[int]
@@ -298,6 +320,37 @@ def _merged(
         if len(makers) == 1 and there >= set(last):
             merged.update(dict.fromkeys(values, next(iter(makers))))
     return merged
+
+
+def _joined(
+    cones: Mapping[int, _Cone],
+    loops: Mapping[int, int],
+    depths: Mapping[int, int],
+    light: Mapping[int, tuple[int, ...]],
+) -> Mapping[int, int]:
+    """The loops once those of `light` values are one with all that make what they read last, in one shape.
+
+    So moments and the parameter that is computed from them come out of one loop.
+    """
+    groups: dict[int, list[int]] = {}
+    for value, loop in loops.items():
+        groups.setdefault(loop, []).append(value)
+    parent = {loop: loop for loop in groups}
+
+    def root(loop: int) -> int:
+        while parent[loop] != loop:
+            loop = parent[loop]
+        return loop
+
+    for loop, values in groups.items():
+        shapes = {light.get(v) for v in values}
+        before = depths[values[0]] - 1
+        last = dict.fromkeys(s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0)
+        makers = dict.fromkeys(loops[s] for s in last)
+        made = {light.get(v) for maker in makers for v in groups[maker]}
+        if None not in shapes and len(shapes) == 1 and shapes == made:
+            parent.update({root(maker): root(loop) for maker in makers if root(maker) != root(loop)})
+    return {value: root(loop) for value, loop in loops.items()}
 
 
 def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:

@@ -27,6 +27,11 @@ def siblings(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return both * a, both * b
 
 
+def updated(p: jax.Array, m: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    moment = 0.9 * m + g
+    return p - moment, moment
+
+
 def shared(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     half = jnp.tanh(a)
     return half @ b, b @ half
@@ -46,6 +51,8 @@ def loop(x: jax.Array) -> jax.Array:
     [
         ("an elementwise chain reads once and writes once", lambda a: jnp.tanh(a * 2) + 1, 1, 2 * WHOLE),
         ("results of one loop read their operands once", siblings, 2, 4 * WHOLE),
+        ("what is made of a result element by element comes out of its loop", updated, 3, 5 * WHOLE),
+        ("in another shape it does not", lambda a: (a * 2, jnp.tanh(a * 2 + 1)[0]), 1, (1 + 1 + 1) * WHOLE + ROW),
         ("a product", lambda a, b: a @ b, 2, 3 * WHOLE),
         ("what follows a product is fused into it", lambda a, b, c: jnp.tanh(a @ b) * c, 3, 4 * WHOLE),
         ("what comes before one product too", lambda a, b: jnp.tanh(a) @ b, 2, 3 * WHOLE),
@@ -93,3 +100,16 @@ def test_arrays_take_whole_tiles_in_their_best_order(shape: tuple[int, ...], ele
     plan = autopar.plan(lambda a: a + 1, jax.ShapeDtypeStruct(shape, jnp.float32), mesh=(1,))
     graph = trace(lambda a: a + 1, jax.ShapeDtypeStruct(shape, jnp.float32)).graph
     assert bytes_accessed(graph, plan.stages[0], (), replace(DEVICE, tile=(8, 128))) == 2 * 4 * elements
+
+
+def test_a_reshape_of_the_last_dimension_copies_tiles() -> None:
+    """[8, 64] in tiles of 8 x 128 is 1,024 numbers, [8, 4, 16] 4,096 and [4, 2, 64] 8 x 128 again, the last kept."""
+
+    def elements(*shape: int) -> float:
+        x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+        plan = autopar.plan(lambda a: jnp.tanh(a).reshape(shape) * 3, x, mesh=(1,))
+        graph = trace(lambda a: jnp.tanh(a).reshape(shape) * 3, x).graph
+        return bytes_accessed(graph, plan.stages[0], (), replace(DEVICE, tile=(8, 128))) / 4
+
+    assert elements(8, 4, 16) == (1024 + 1024) + (1024 + 4096) + (4096 + 4096)
+    assert elements(4, 2, 64) == 1024 + 2 * 4 * 128 * 2
