@@ -318,7 +318,8 @@ class Hunt:
         sizes = {n: mesh.size for n, mesh in self.meshes.items()}
         even = [n for n, size in sizes.items() if total % size == 0]
         one = tuple(n for n in even if sizes[n] <= host)
-        return (one, *((n,) for n in even if n not in one), *((n,) for n in sizes if n not in even))
+        odd = tuple(n for n in sizes if n not in even)  # together: 3 devices are of use where 5 are
+        return (one, *((n,) for n in even if n not in one), *((odd,) if odd else ()))
 
     def at_best(self, known: Mapping[int, Ways]) -> Mapping[int, Ways]:
         """The same with the least that layers take and hold on all other submeshes.
