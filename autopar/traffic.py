@@ -14,7 +14,10 @@ and everything else exists inside fused loops alone, the operand of a single pro
 
 and a loop reads what it is computed from once, and nothing that it makes. Arrays are padded to whole tiles -> _tiled
 
-A collective reads its operand and writes its result. XLA's cost analysis calls the sum "bytes accessed".
+A collective reads its operand and writes its result, an exchange that cuts or joins columns more: its pieces are put
+together in tiles of their own                                                                          -> _Moves
+
+XLA's cost analysis calls the sum "bytes accessed".
 """
 
 from __future__ import annotations
@@ -47,14 +50,59 @@ _WRITING = frozenset((*REDUCTIONS, *PRODUCTS))
 def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective], device: Device) -> float:
     """Bytes that each device, which is like `device`, reads and writes in its memory per step."""
     counter = _Counter(graph, stage, frozenset(c.op for c in collectives), device)
-    moved = sum(c.count * _touched(c, stage.submesh) for c in collectives)
+    moves = _Moves(graph, stage, device)
+    moved = sum(c.count * moves.bytes(c) for c in collectives)
     return moved + counter.body(graph.ops, (*graph.inputs, *(v for v, _ in graph.constants)), graph.outputs, 1.0)
 
 
-def _touched(c: Collective, sizes: Mapping[str, int]) -> float:
-    """Bytes of the operand and the result of a collective: one of them is a piece where it gathers or scatters."""
-    piece = math.prod(sizes[a] for a in c.axes) if c.kind in ("all-gather", "reduce-scatter") else 1
-    return c.bytes * (1 + 1 / piece)
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """Bytes that collectives read and write: an operand and a result, of which one is a piece to gather and scatter.
+
+    What a product rounds is rounded before it is moved. On devices with tiles, exchanges that cut the last dimension d
+    into n write the n pieces of d / n columns, padded to tiles, and once more with the pieces in front; those that join
+    it put them back. Where that pads, they are made dense on both sides of the wire. So seen in compiled programs.
+    """
+
+    graph: Graph
+    stage: Stage
+    device: Device
+
+    @cached_property
+    def read(self) -> Mapping[str, tuple[int, Op | None]]:
+        """Site -> the value that is read there, and the operation that reads it, if one does."""
+        ops = {f"{op.tag}.in{k}": (atom, op) for op in self.graph.walk() for k, atom in enumerate(op.inputs)}
+        outs = {f"out{k}": (atom, None) for k, atom in enumerate(self.graph.outputs)}
+        return {site: (atom, op) for site, (atom, op) in {**ops, **outs}.items() if isinstance(atom, int)}
+
+    def bytes(self, c: Collective) -> float:
+        """Bytes of one run of a collective."""
+        value, op = self.read.get(c.op, (None, None))
+        type_ = None if value is None else self.graph.types[value]
+        narrow = self.device.rounds_operands and op is not None and type_ is not None and rounds(op, type_)
+        nbytes = c.bytes * rounded(type_).itemsize / type_.itemsize if narrow and type_ is not None else c.bytes
+        if c.kind in ("all-gather", "reduce-scatter"):
+            return nbytes * (1 + 1 / math.prod(self.stage.submesh[a] for a in c.axes))
+        return 2 * nbytes + (self._retiled(c, value, nbytes) if c.kind == "all-to-all" and value is not None else 0.0)
+
+    def _retiled(self, c: Collective, value: int, nbytes: float) -> float:
+        """Bytes that an exchange of columns moves besides its operand and its result."""
+        before, target = self.stage.values.get(value), self.stage.uses.get(c.op)
+        if self.device.tile == (1, 1) or before is None or target is None:
+            return 0.0
+        shape = self.graph.types[value].shape
+        last = max((d for d, n in enumerate(shape) if n > 1), default=-1)
+        axes = [i for i, name in enumerate(self.stage.submesh) if name in c.axes]
+        cuts, joins = any(target[i] == last for i in axes), any(before[i] == last for i in axes)
+        if cuts == joins:
+            return 0.0
+        # as it lies, cut further by the axes of the exchange: one of the pieces that are sent
+        further = tuple(d if i in axes else -1 for i, d in enumerate(target))
+        piece = _held(further, _held(before, shape, self.stage.submesh), self.stage.submesh)
+        pieces = (*piece, math.prod(self.stage.submesh[a] for a in c.axes))
+        padded = nbytes * max(1.0, _tiled(pieces, self.device.tile) / math.prod(pieces))
+        dense = 4 * (nbytes + padded) if padded > nbytes else nbytes + padded if cuts else 0.0
+        return 2 * padded + dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +136,7 @@ class _Counter:
         key = (layout, type_.shape, type_.itemsize)
         found = self.known.get(key)
         if found is None:
-            held = tuple(d if d >= 0 else -1 for d in layout) if layout else ()
-            shape = local_shape(held, type_.shape, tuple(self.stage.submesh.values())) if held else type_.shape
+            shape = _held(layout, type_.shape, self.stage.submesh)
             found = self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
         return found
 
@@ -353,12 +400,20 @@ def _joined(
     return {value: root(loop) for value, loop in loops.items()}
 
 
+def _held(layout: Layout | None, shape: tuple[int, ...], submesh: Mapping[str, int]) -> tuple[int, ...]:
+    """The extents of a device's piece; None: of all."""
+    return local_shape(tuple(max(d, -1) for d in layout), shape, tuple(submesh.values())) if layout else shape
+
+
+def _longer(extent: int, to: int) -> float:
+    """How many times longer a dimension is in tiles."""
+    return math.ceil(extent / to) * to / extent if extent else 0.0
+
+
 def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
     """Elements that an array takes in tiles, its dimensions in the order that pads it least."""
     rows, columns = tile
-    longer = [
-        (math.ceil(n / rows) * rows / n, math.ceil(n / columns) * columns / n) if n else (0.0, 0.0) for n in shape
-    ]
+    longer = [(_longer(n, rows), _longer(n, columns)) for n in shape]
     pairs = [a[0] * b[1] for i, a in enumerate(longer) for j, b in enumerate(longer) if i != j]
     return round(math.prod(shape) * min(pairs, default=longer[0][1] if longer else 1.0))
 

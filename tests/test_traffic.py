@@ -113,3 +113,33 @@ def test_a_reshape_of_the_last_dimension_copies_tiles() -> None:
 
     assert elements(8, 4, 16) == (1024 + 1024) + (1024 + 4096) + (4096 + 4096)
     assert elements(4, 2, 64) == 1024 + 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "after", "times"),
+    [
+        ((1024, 2048), ("x", None), (None, "x"), 4),  # pieces of whole tiles: written, put in front
+        ((1024, 2048), (None, "x"), ("x", None), 2),  # put back
+        ((16, 16, 1024), ("x", None, None), (None, "x", None), 0),
+        (
+            (32, 64),
+            ("x", None),
+            (None, "x"),
+            16 + 36,
+        ),  # 16 columns at most, eight times as long in tiles; made dense twice
+    ],
+)
+def test_an_exchange_of_columns_moves_its_pieces_between_tiles(
+    shape: tuple[int, ...], before: tuple[Any, ...], after: tuple[Any, ...], times: int
+) -> None:
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    pins = {"a": jax.sharding.PartitionSpec(*before), "out:0": jax.sharding.PartitionSpec(*after)}
+    plan = autopar.plan(lambda a: a * 2, x, mesh=(4,), pins=pins)
+    graph, (exchange,) = trace(lambda a: a * 2, x).graph, plan.collectives
+    assert exchange.kind == "all-to-all"
+
+    def moved(device: Device) -> float:
+        stage = plan.stages[0]
+        return bytes_accessed(graph, stage, [exchange] * 2, device) - bytes_accessed(graph, stage, [exchange], device)
+
+    assert moved(replace(DEVICE, tile=(8, 128))) - moved(DEVICE) == times * exchange.bytes
