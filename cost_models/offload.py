@@ -18,7 +18,7 @@ from autopar.cluster import LogicalMesh
 from autopar.graph import Graph
 from autopar.passes.intra_op import Model
 from autopar.passes.problem import Floats, Ints, Node, Problem
-from autopar.passes.strategies import share
+from autopar.passes.strategies import share, shares
 
 WAYS = 2  # to the device and back
 
@@ -74,4 +74,4 @@ def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple
 def _bytes(model: Model, cluster: int, nbytes: int, dims: tuple[int, ...], mesh: LogicalMesh) -> Floats:
     """Bytes of a device's piece under each strategy of a cluster."""
     s = model.clustering.clusters[cluster].strategies
-    return np.asarray(nbytes * share(s.held, dims, s.sizes, mesh.sizes), np.float64)
+    return np.asarray(nbytes * share(shares(s.held, s.sizes, mesh.sizes), dims), np.float64)

@@ -21,7 +21,7 @@ from autopar.layout import Layout, divides, steps
 from autopar.passes.homes import Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
-from autopar.passes.strategies import padding, share
+from autopar.passes.strategies import padding, share, shares
 from autopar.passes.sums import ALL_REDUCE, REDUCE_SCATTER, emitted
 
 
@@ -165,9 +165,9 @@ def sums_of(
     row = slice(choice, choice + 1)
     chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
+    each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
     for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
-        pieces = share(c.strategies.assigned[row], dims, c.strategies.sizes, mesh.sizes)
-        held = graph.types[value].nbytes * float(pieces[0])
+        held = graph.types[value].nbytes * float(share(each, dims)[0])
         for axis, size in enumerate(mesh.sizes):
             if after[axis] == REDUCE_SCATTER:
                 yield "reduce-scatter", (axis,), max(1, round(held))

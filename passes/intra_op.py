@@ -27,7 +27,7 @@ from autopar.graph import Graph, Type
 from autopar.layout import Layout
 from autopar.passes.homes import FREE, Cluster, Clustering, Home, Use, projection
 from autopar.passes.problem import Edge, Node, Problem
-from autopar.passes.strategies import StrategySet, layouts_of, padding, share
+from autopar.passes.strategies import StrategySet, layouts_of, padding, share, shares
 from autopar.precision import rounded, rounds
 
 
@@ -126,9 +126,9 @@ def _node(b: _Builder, c: Cluster) -> Node:
     cost = b.costs.get(key)
     if cost is None:
         cost = c.strategies.cost.copy()
+        each = shares(c.strategies.held, c.strategies.sizes, b.mesh.sizes) if c.light else np.ones((len(cost), 0))
         for dims, nbytes in c.light:
-            pieces = share(c.strategies.held, dims, c.strategies.sizes, b.mesh.sizes)
-            cost += nbytes * pieces / b.mesh.device.memory_bandwidth
+            cost += nbytes * share(each, dims) / b.mesh.device.memory_bandwidth
         cost = b.costs[key] = cost * c.weight
     return Node(c.name, cost, key)
 

@@ -202,13 +202,15 @@ def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> ND
     return -(-extent // _parts(factors, len(extents), sizes)) / extent
 
 
-def share(factors: Factors, dims: Sequence[int], extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """The share of a value, whose dimensions are these factors, that one device holds, padding included; shape (n,)."""
-    return shares(factors, extents, sizes)[:, [d for d in dims if d >= 0]].prod(1)
+def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
+    """The share of a value, whose dimensions are factors with these `shares`, that one device holds; shape (n,)."""
+    return each[:, [d for d in dims if d >= 0]].prod(1)
 
 
 def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
     """How much more resharding moves because pieces are uneven, as a factor >= 1; shape (sources, targets)."""
+    if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
+        return np.ones((len(sources), len(targets)))
     extent = np.array([max(n, 1) for n in shape], np.int64)
     parts = np.maximum(_parts(sources, len(shape), sizes)[:, None], _parts(targets, len(shape), sizes)[None])
     return (-(-extent // parts) * parts / extent).prod(-1)
@@ -239,17 +241,17 @@ def _defers_evenly(
 def _cost(
     rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
-    everything = share(assigned, range(len(rule.sizes)), rule.sizes, mesh.sizes)
+    each = shares(assigned, rule.sizes, mesh.sizes)
     local = np.zeros(len(assigned))
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
         if type_.rank:
-            local += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
-    efficiency = _product_efficiency(rule, assigned, mesh) if work.product else 1.0
-    cost = op_time(work.flops * everything, local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
+            local += type_.nbytes * share(each, dims)
+    efficiency = _product_efficiency(rule, each, mesh) if work.product else 1.0
+    cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
     return cost + _sum_cost(rule, work, assigned, held, after, mesh)
 
 
-def _product_efficiency(rule: Rule, assigned: Factors, mesh: LogicalMesh) -> NDArray[np.float64]:
+def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
     """Efficiency of a device's piece of a product: its rows come from the left operand, its columns from the right."""
     (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
     everything = range(len(rule.sizes))
@@ -258,7 +260,7 @@ def _product_efficiency(rule: Rule, assigned: Factors, mesh: LogicalMesh) -> NDA
     contracted = [f for f in everything if f not in result]
 
     def local(factors: list[int]) -> NDArray[np.float64]:
-        return math.prod(rule.sizes[f] for f in factors) * share(assigned, factors, rule.sizes, mesh.sizes)
+        return math.prod(rule.sizes[f] for f in factors) * share(each, factors)
 
     return product_efficiency(local(rows), local(columns), local(contracted), mesh.device)
 
@@ -272,9 +274,10 @@ def _sum_cost(
         return cost
     after = emitted(after, assigned, held, mesh.sizes, dot=work.dot)
     mesh = mesh.behind_computation() if work.behind else mesh
+    each = shares(assigned, rule.sizes, mesh.sizes)
     held_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):
-        held_bytes += type_.nbytes * share(assigned, dims, rule.sizes, mesh.sizes)
+        held_bytes += type_.nbytes * share(each, dims)
     for axis, size in enumerate(mesh.sizes):
         scatter = after[:, axis] == REDUCE_SCATTER
         cost += np.where(scatter, collective_time("reduce-scatter", held_bytes, (axis,), mesh), 0.0)

@@ -16,7 +16,7 @@ from autopar.graph import Graph
 from autopar.passes.intra_op import Model
 from autopar.passes.memory_rows import Row
 from autopar.passes.problem import Floats, Ints
-from autopar.passes.strategies import share
+from autopar.passes.strategies import share, shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def liveness(graph: Graph, model: Model, mesh: LogicalMesh) -> Liveness:
             last[atom] = points - 1
     clusters = model.clustering.clusters
     own = {c.value for c in clusters}
-    shares: dict[object, Floats] = {}
+    sizes: dict[object, Floats] = {}
     pieces: list[Piece] = []
     for value, home in model.clustering.homes.items():
         if home.view is not None or value not in born:
@@ -108,12 +108,11 @@ def liveness(graph: Graph, model: Model, mesh: LogicalMesh) -> Liveness:
             continue
         c = clusters[home.cluster]
         key = (c.strategies.index, home.dims, graph.types[value].nbytes)
-        if key not in shares:
-            shares[key] = graph.types[value].nbytes * share(
-                c.strategies.held, home.dims, c.strategies.sizes, mesh.sizes
-            )
+        if key not in sizes:
+            each = shares(c.strategies.held, c.strategies.sizes, mesh.sizes)
+            sizes[key] = graph.types[value].nbytes * share(each, home.dims)
         birth, death = (0, points - 1) if argument else (born[value], last.get(value, born[value]))
-        pieces.append(Piece(home.cluster, -1, birth, death, shares[key]))
+        pieces.append(Piece(home.cluster, -1, birth, death, sizes[key]))
     at = {op.index: t for t, op in enumerate(graph.ops)}
     tables: dict[object, Floats] = {}
     for i, e in enumerate(model.problem.edges):
@@ -125,12 +124,8 @@ def liveness(graph: Graph, model: Model, mesh: LogicalMesh) -> Liveness:
             continue
         key = (e.key, nbytes)
         if key not in tables:
-            own_share = share(
-                clusters[e.v].strategies.assigned,
-                range(len(clusters[e.v].strategies.sizes)),
-                clusters[e.v].strategies.sizes,
-                mesh.sizes,
-            )
+            reader = clusters[e.v].strategies
+            own_share = shares(reader.assigned, reader.sizes, mesh.sizes).prod(1)
             best = np.ones(e.table.shape[1])
             np.minimum.at(best, e.gv, own_share)
             tables[key] = np.where(e.table > 0, nbytes * np.maximum(best, 1.0 / mesh.size), 0.0)
