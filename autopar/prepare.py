@@ -31,7 +31,6 @@ from autopar.errors import (
     PlanMismatchError,
     ScheduleError,
 )
-from autopar.fitting import usable
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.meshes import Target
@@ -137,15 +136,9 @@ def prepare(
 
 
 def _best(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    local: bool,
-    trace_s: float,
-    found_best: tuple[int, ...] = (),
+    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
 ) -> Prepared:
-    """The plan with the shortest step among the candidate meshes; that on `found_best`, a shape, if it fits there."""
+    """The plan with the shortest step among the candidate meshes."""
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     count, batch = _microbatches(traced, args, s)
@@ -165,7 +158,7 @@ def _best(
     )
     best: Prepared | None = None
     misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
-    for target in sorted(candidates, key=lambda t: t.logical.sizes != found_best):
+    for target in candidates:
         try:
             plan, found = _planned(traced, target, options, trace_s, parts)
         except PinError as error:
@@ -183,8 +176,6 @@ def _best(
                     per_microbatch=own,
                 )
             best = Prepared(traced, plan, target, rules, found)
-        if target.logical.sizes == found_best and plan.stages[0].peak_memory_bytes <= usable(target.logical):
-            break
     if best is None:
         raise misfits[0]
     if best.plan.remat:
@@ -230,11 +221,9 @@ def _searched(
             kept = replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin})
             return _from_cache(fn, traced, replace(s, plan=kept), local)
     choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
-    if choice is None:
-        found = _best(fn, traced, args, s, local, trace_s)
-    elif not choice.borders:
-        one = replace(s, num_microbatches=choice.microbatches)
-        found = _best(fn, traced, args, one, local, trace_s, found_best=choice.shapes[0])
+    if choice is None or not choice.borders:
+        count = s.num_microbatches if choice is None else choice.microbatches
+        found = _best(fn, traced, args, replace(s, num_microbatches=count), local, trace_s)
     else:
         sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
         target = Target(cluster.logical_mesh(sizes), cluster)
