@@ -37,9 +37,18 @@ def uniform_left_out(planned: Planned, context: Context) -> tuple[Collective, ..
 
 
 def beginnings_shared(planned: Planned, context: Context) -> tuple[Collective, ...]:
-    """Two ways of one value that begin with the same layouts are one so far: equal constraints are one instruction."""
+    """Two ways of one value that begin with the same layouts are one so far: equal constraints are one instruction.
+
+    The way to a copy is planned for the first site that reads it.
+    """
     runs = Counter(c.op for c in planned)
-    to_come = {site: iter(stops) for site in runs if len(stops := context.stops(site)) == runs[site]}
+    ways = {site: context.stops(site) for site in runs}
+    copied = {site for site in runs if context.values.get(site) in context.plan.stages[0].copies}
+    to_come = {
+        site: iter(way[-runs[site] :])
+        for site, way in ways.items()
+        if len(way) == runs[site] or (len(way) > runs[site] and site in copied)
+    }
     seen: set[Hashable] = set()
     out: list[Collective] = []
     for c in planned:

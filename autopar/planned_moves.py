@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from autopar.collective import Collective
 from autopar.graph import Graph, Op
@@ -132,14 +132,16 @@ class Context:
     def stops(self, site: str) -> Sequence[Hashable]:
         """After each collective that brings a value to a site: the value, and the layouts that it has had since home.
 
-        Empty where it goes through a shared copy.
+        Where the value has a copy, the way leads through that.
         """
         stage, value = self.plan.stages[0], self.values.get(site, -1)
-        if value not in stage.values or value in stage.copies:
+        if value not in stage.values:
             return ()
         home, wanted = stage.values[value], self.read(value, site)
-        way = (home, *route(home, wanted, self.plan.mesh_sizes), wanted)
-        return [(value, way[: k + 2], i) for k, ends in enumerate(pairwise(way)) for i in range(self.length(*ends))]
+        copy = stage.copies.get(value, home)
+        first, then = (route(*ends, self.plan.mesh_sizes) for ends in ((home, copy), (copy, wanted)))
+        way = [layout for layout, _ in groupby((home, *first, copy, *then, wanted))]
+        return [(value, *way[: k + 2], i) for k, ends in enumerate(pairwise(way)) for i in range(self.length(*ends))]
 
     def way(self, value: int, site: str) -> Hashable:
         """What is gathered for a site: the data, and where from and to, told by its dimensions of extent above 1."""

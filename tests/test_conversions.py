@@ -267,25 +267,28 @@ def test_what_is_one_number_throughout_is_not_moved(platform: str, places: int, 
 
 
 @pytest.mark.parametrize(
-    ("ways", "copies", "left"),
+    ("home", "ways", "copies", "left"),
     [
-        (("--", "-0"), {}, [0, 1]),  # x is gathered for both
-        (("--", "0-"), {}, [0, 1, 2]),
-        (("-0", "--"), {}, [0, 2]),
-        (("--", "-0"), {1: "-0"}, [0, 1, 2]),  # through a shared copy, which is planned once as it is
+        ("10", ("--", "-0"), {}, [0, 1]),  # x is gathered for both
+        ("10", ("--", "0-"), {}, [0, 1, 2]),
+        ("10", ("-0", "--"), {}, [0, 2]),
+        ("00", ("--", "-0"), {1: "10"}, [0, 1, 2]),  # behind a shared copy, the way to which is planned once
+        ("00", ("--", "0-"), {1: "10"}, [0, 1, 2, 3]),
+        ("00", ("-0", "--"), {1: "10"}, [0, 1, 3]),
     ],
 )
 def test_ways_that_begin_alike_share_the_beginning(
-    ways: Sequence[str], copies: Mapping[int, str], left: Sequence[int]
+    home: str, ways: Sequence[str], copies: Mapping[int, str], left: Sequence[int]
 ) -> None:
     def fn(x: jax.Array, w: jax.Array) -> Any:
         return x @ w, (2 * x) @ w
 
     dots = [f"{op.tag}.in1" for op in trace(fn, ROWS, WEIGHT).graph.ops if op.name == "dot_general"]
     steps = {"--": ["x 262144", "y 1048576"], "-0": ["x 262144"], "0-": ["y 524288"]}
-    lines = [f"all-gather {step} {dot}" for dot, way in zip(dots, ways, strict=True) for step in steps[way]]
+    lines = [f"all-to-all x 131072 {dots[0]}"] if copies else []
+    lines += [f"all-gather {step} {dot}" for dot, way in zip(dots, ways, strict=True) for step in steps[way]]
     uses = dict(zip(dots, ways, strict=True))
-    found = converted("cpu", fn, (ROWS, WEIGHT), lines, values={1: "10"}, uses=uses, copies=copies)
+    found = converted("cpu", fn, (ROWS, WEIGHT), lines, values={1: home}, uses=uses, copies=copies)
     assert found == [lines[k] for k in left]
 
 
