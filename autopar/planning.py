@@ -155,6 +155,7 @@ class _Planner:
     drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
+    fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
@@ -176,12 +177,12 @@ class _Planner:
         if self.options.remat not in (recomputation.AUTO, remat.NONE):
             policies = recomputation.uniform(self.options.remat, self._recomputable())
         policies, hosted = tuple(policies), tuple(hosted) or self.always
-        if effort == "fitting" and (least := self._hopeless(policies, hosted)):
+        if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
             solution = (
-                optimize(draft.model.problem, **self.options.keywords())
+                self._fastest(draft)
                 if effort == "fastest"
                 else fitting.solve(
                     draft.model.problem,
@@ -190,6 +191,7 @@ class _Planner:
                     self.options.memory_budget,
                     self.options,
                     self.parts.count,
+                    lambda: self._fastest(draft),
                 )
             )
         except MemoryBudgetError as error:
@@ -200,14 +202,26 @@ class _Planner:
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
-    def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> float:
+    def _fastest(self, draft: _Draft) -> Solution:
+        """The cheapest plan whatever it holds."""
+        key = draft.policies, draft.hosted
+        if key not in self.fastest:
+            self.fastest[key] = optimize(draft.model.problem, **self.options.keywords())
+        return self.fastest[key]
+
+    def _everywhere(self, policies: Sequence[str]) -> bool:
+        """Whether all layers are recomputed that may be."""
+        return bool(policies) and not any(p == remat.NONE and o for p, o in zip(policies, self.open_to(), strict=True))
+
+    def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...], effort: Effort) -> float:
         """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
 
-        Without a budget there is a plan all the same, but none that state would be kept in the host's memory for.
+        Without a budget there is a plan of the program as written all the same, but none that anything would be
+        recomputed or kept in the host's memory for.
         """
         moved = hosted != self.always
-        within = self.allowed if moved else self.options.memory_budget
-        if not isinstance(within, float):
+        within = self.allowed if moved or policies else self.options.memory_budget
+        if not isinstance(within, float) or (effort == "fastest" and not self._everywhere(policies)):
             return 0.0
         at_home = self.solved.get((policies, self.always))
         if moved and at_home is not None:  # a bound: what waits in the host's memory is on the device at times

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import Cluster, MemoryBudgetError, recomputation, zoo
-from autopar.errors import ArgumentError, PlanMismatchError
+from autopar import Cluster, MemoryBudgetError, fitting, planning, recomputation, zoo
+from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
+from autopar.passes.optimize import Solution, optimize
+from autopar.passes.problem import Problem
 from autopar.plans import Plan
 from autopar.recomputation import Effort, Outcome
 
@@ -157,6 +159,23 @@ def test_a_plan_says_what_it_recomputes_and_keeps_it_on_disk(tmp_path: Path) -> 
 def test_no_plan_of_the_program_as_written_fits() -> None:
     with pytest.raises(MemoryBudgetError, match="no plan fits"):
         planned(True, memory_budget=tight(True)[0], remat="none")
+
+
+def test_where_nothing_can_fit_only_the_program_as_written_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither recomputing what can be nor anything else is worth a solution that cannot fit."""
+    solved: list[object] = []
+
+    def counted(problem: Problem, **how: Any) -> Solution:
+        solved.append(problem)
+        return optimize(problem, **how)
+
+    monkeypatch.setattr(planning, "optimize", counted)
+    monkeypatch.setattr(fitting, "optimize", counted)
+    step, small = model(False), Cluster.custom((2, 4), 1e-6, 1e-10, 1e12, 1e11, 100_000)
+    with pytest.warns(AutoparWarning, match="no plan needs less than"):
+        plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, offload="none")
+    assert plan.remat == ()
+    assert len(solved) == 1
 
 
 def test_recomputed_products_count_as_executed_but_not_as_the_model_s() -> None:
