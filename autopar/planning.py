@@ -210,8 +210,9 @@ class _Planner:
         return self.fastest[key]
 
     def _everywhere(self, policies: Sequence[str]) -> bool:
-        """Whether all layers are recomputed that may be."""
-        return bool(policies) and not any(p == remat.NONE and o for p, o in zip(policies, self.open_to(), strict=True))
+        """Whether the search has all layers recomputed that may be."""
+        open_to = self.open_to() if policies else ()
+        return any(open_to) and not any(p == remat.NONE and o for p, o in zip(policies, open_to, strict=True))
 
     def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...], effort: Effort) -> float:
         """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
@@ -220,7 +221,8 @@ class _Planner:
         recomputed or kept in the host's memory for.
         """
         moved = hosted != self.always
-        within = self.allowed if moved or policies else self.options.memory_budget
+        chosen = moved or (policies and self.options.remat == recomputation.AUTO)
+        within = self.allowed if chosen else self.options.memory_budget
         if not isinstance(within, float) or (effort == "fastest" and not self._everywhere(policies)):
             return 0.0
         at_home = self.solved.get((policies, self.always))

@@ -178,6 +178,16 @@ def test_where_nothing_can_fit_only_the_program_as_written_is_solved(monkeypatch
     assert len(solved) == 1
 
 
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_what_is_asked_to_be_recomputed_is_planned_where_it_cannot_fit(remat: str) -> None:
+    preset = Cluster.preset("dgx-h100")
+    small = dataclasses.replace(preset, device=dataclasses.replace(preset.device, memory_bytes=100_000))
+    step = model(False)
+    with pytest.warns(AutoparWarning, match="no plan needs less than"):
+        plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, remat=remat)
+    assert set(plan.remat) == {"none", remat}
+
+
 def test_recomputed_products_count_as_executed_but_not_as_the_model_s() -> None:
     free, full = planned(False), planned(False, remat="full")
     forward = 1 / 3  # of the products of a train step; the head's are not repeated
