@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
@@ -164,8 +165,9 @@ class _Planner:
 
     def open_to(self) -> tuple[bool, ...]:
         """For each layer whether recomputing it is free to choose, and frees anything."""
-        return self._recomputable() if self.options.remat == recomputation.AUTO else ()
+        return self._recomputable if self.options.remat == recomputation.AUTO else ()
 
+    @cached_property
     def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.parts.step.graph)
 
@@ -175,7 +177,7 @@ class _Planner:
         """A plan with a policy for each layer, and state at these positions in the host's memory."""
         self.attempts += 1
         if self.options.remat not in (recomputation.AUTO, remat.NONE):
-            policies = recomputation.uniform(self.options.remat, self._recomputable())
+            policies = recomputation.uniform(self.options.remat, self._recomputable)
         policies, hosted = tuple(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)

@@ -29,6 +29,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from networkx.utils import UnionFind
+
 from autopar.cluster import Device
 from autopar.collective import Collective
 from autopar.graph import Atom, Graph, Op
@@ -77,16 +79,22 @@ class _Moves:
 
     def bytes(self, c: Collective) -> float:
         """Bytes of one run of a collective."""
-        value, op = self.read.get(c.op, (None, None))
-        type_ = None if value is None else self.graph.types[value]
-        narrow = self.device.rounds_operands and op is not None and type_ is not None and rounds(op, type_)
-        nbytes = c.bytes * rounded(type_).itemsize / type_.itemsize if narrow and type_ is not None else c.bytes
+        nbytes = self._sent(c)
         if c.kind in ("all-gather", "reduce-scatter"):
             return nbytes * (1 + 1 / math.prod(self.stage.submesh[a] for a in c.axes))
-        return 2 * nbytes + (self._retiled(c, value, nbytes) if c.kind == "all-to-all" and value is not None else 0.0)
+        return 2 * nbytes + (self._retiled(c, nbytes) if c.kind == "all-to-all" else 0.0)
 
-    def _retiled(self, c: Collective, value: int, nbytes: float) -> float:
+    def _sent(self, c: Collective) -> float:
+        """Bytes of its larger buffer, as it is moved."""
+        value, op = self.read.get(c.op, (-1, None))
+        if op is None or not self.device.rounds_operands or not rounds(op, self.graph.types[value]):
+            return c.bytes
+        type_ = self.graph.types[value]
+        return c.bytes * rounded(type_).itemsize / type_.itemsize
+
+    def _retiled(self, c: Collective, nbytes: float) -> float:
         """Bytes that an exchange of columns moves besides its operand and its result."""
+        value, _ = self.read.get(c.op, (-1, None))
         before, target = self.stage.values.get(value), self.stage.uses.get(c.op)
         if self.device.tile == (1, 1) or before is None or target is None:
             return 0.0
@@ -330,20 +338,14 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int], depths: Mappi
     Equal for values of one depth that have an operation in common; each of the products has a loop of its own.
     """
     owners: dict[int, dict[int, int]] = {}  # depth -> operation -> a value that is computed with it
-    parent = {value: value for value in cones}
-
-    def root(value: int) -> int:
-        while parent[value] != value:
-            value = parent[value]
-        return value
-
+    joined: UnionFind[int] = UnionFind(cones)
     for value, cone in cones.items():
         owner = owners.setdefault(depths[value], {})
         for op in () if value in products else cone.ops:
             other = owner.setdefault(op, value)
             if other != value:
-                parent[root(value)] = root(other)
-    return {value: root(value) for value in cones}
+                joined.union(other, value)
+    return {value: joined[value] for value in cones}
 
 
 def _merged(
@@ -354,17 +356,13 @@ def _merged(
     there: AbstractSet[int],
 ) -> Mapping[int, int]:
     """The loops once those of reductions alone run in the loop that makes what they read; `there`: made in place."""
-    groups: dict[int, list[int]] = {}
-    for value, loop in loops.items():
-        groups.setdefault(loop, []).append(value)
     merged = dict(loops)
-    for values in groups.values():
+    for values in _values(loops).values():
         if not reductions.issuperset(values):
             continue
-        before = depths[values[0]] - 1
-        last = dict.fromkeys(s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0)
+        last = _read_last(values, cones, depths)
         makers = dict.fromkeys(merged[s] for s in last)
-        if len(makers) == 1 and there >= set(last):
+        if len(makers) == 1 and there >= last:
             merged.update(dict.fromkeys(values, next(iter(makers))))
     return merged
 
@@ -379,25 +377,29 @@ def _joined(
 
     So moments and the parameter that is computed from them come out of one loop.
     """
-    groups: dict[int, list[int]] = {}
-    for value, loop in loops.items():
-        groups.setdefault(loop, []).append(value)
-    parent = {loop: loop for loop in groups}
-
-    def root(loop: int) -> int:
-        while parent[loop] != loop:
-            loop = parent[loop]
-        return loop
-
+    groups = _values(loops)
+    joined: UnionFind[int] = UnionFind(groups)
     for loop, values in groups.items():
         shapes = {light.get(v) for v in values}
-        before = depths[values[0]] - 1
-        last = dict.fromkeys(s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0)
-        makers = dict.fromkeys(loops[s] for s in last)
+        makers = {loops[s] for s in _read_last(values, cones, depths)}
         made = {light.get(v) for maker in makers for v in groups[maker]}
         if None not in shapes and len(shapes) == 1 and shapes == made:
-            parent.update({root(maker): root(loop) for maker in makers if root(maker) != root(loop)})
-    return {value: root(loop) for value, loop in loops.items()}
+            joined.union(loop, *sorted(makers))
+    return {value: joined[loop] for value, loop in loops.items()}
+
+
+def _values(loops: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
+    """Loop -> what comes out of it."""
+    found: dict[int, list[int]] = {}
+    for value, loop in loops.items():
+        found.setdefault(loop, []).append(value)
+    return found
+
+
+def _read_last(values: Sequence[int], cones: Mapping[int, _Cone], depths: Mapping[int, int]) -> AbstractSet[int]:
+    """What is made right before these values of one depth, and read for them."""
+    before = depths[values[0]] - 1
+    return {s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0}
 
 
 def _held(layout: Layout | None, shape: tuple[int, ...], submesh: Mapping[str, int]) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ class _Copies:
         made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
         number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
-        return _Link(self.sizes, value, edge, kind, made, lu, lv, (source.key, target.key), number)
+        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -230,10 +230,7 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """One edge that a value goes along, as copies of it are and as it was made, and the layouts of both ends.
-
-    `names`: of the layouts of the source and of the target.
-    """
+    """One edge that a value goes along, as copies of it are and as it was made, and the layouts of both ends."""
 
     sizes: Sizes
     value: int
@@ -242,7 +239,6 @@ class _Link:
     made: Kind
     sources: Ints
     targets: Ints
-    names: tuple[Hashable, Hashable]
     number: int
 
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
@@ -290,17 +286,13 @@ class _Link:
 
     def _gathered(self) -> Floats:
         """What an all-gather makes before it is turned, where it gathers other dimensions than the first."""
-        return np.where(self.gathers(1), self._pieces(True, self.kind)[None, :], 0.0)
-
-    def _pieces(self, of_target: bool, kind: Kind) -> Floats:
-        """Bytes in each of the layouts of one end."""
-        return self.sizes.pieces(self.names[of_target], self.targets if of_target else self.sources, kind)
+        return np.where(self.gathers(1), self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
 
     def gathers(self, first: int) -> NDArray[np.bool_]:
         """Where dimensions from this one on are gathered, shape (sources, targets)."""
         return np.any((self.sources[:, None, :] >= first) & (self.targets[None, :, :] < 0), axis=-1)
 
     def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
-        held = self._pieces(of_target, kind)
+        held = self.sizes.pieces(self.targets if of_target else self.sources, kind)
         other = (self.sources[:, None, :] != self.targets[None]).any(-1)
         return np.where(other == differs, held[None, :] if of_target else held[:, None], 0.0)

@@ -115,8 +115,6 @@ class Sizes:
     filled: int = 0
     kinds: dict[int, Kind] = field(default_factory=dict)  # by value
     loose: dict[int, Floats] = field(default_factory=dict)  # start of a run of what comes and goes -> the run
-    cut: dict[tuple[int, bool], Floats] = field(default_factory=dict)  # shares of factors, by strategies, if assigned
-    in_layouts: dict[tuple[Hashable, Kind], Floats] = field(default_factory=dict)  # see `pieces`
     near: dict[tuple[int, float], int] = field(default_factory=dict)  # its start, bytes that stay near -> start without
 
     def all(self) -> Floats:
@@ -151,25 +149,16 @@ class Sizes:
 
     def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
-        each = self.cut.get((strategies.index, assigned))
-        if each is None:
-            factors = strategies.assigned if assigned else strategies.held
-            each = self.cut[strategies.index, assigned] = shares(factors, strategies.sizes, self.mesh.sizes)
-        whole = np.ones(len(each))
+        factors = strategies.assigned if assigned else strategies.held
+        each = shares(factors, strategies.sizes, self.mesh.sizes)
+        whole = np.ones(len(factors))
         local = [n * (each[:, d] if d >= 0 else whole) for d, n in zip(dims, kind.shape, strict=True)]
-        return self.laid_out(local, kind, len(each))
+        return self.laid_out(local, kind, len(factors))
 
-    def pieces(self, name: Hashable, layouts: np.ndarray, kind: Kind) -> Floats:
-        """Bytes of one device's piece of a value in each of these layouts, which have a name.
-
-        Shape of the layouts: (layouts, mesh axes).
-        """
-        found = self.in_layouts.get((name, kind))
-        if found is None:
-            each = shares(layouts, kind.shape, self.mesh.sizes)
-            local = [n * each[:, d] for d, n in enumerate(kind.shape)]
-            found = self.in_layouts[name, kind] = self.laid_out(local, kind, len(layouts))
-        return found
+    def pieces(self, layouts: np.ndarray, kind: Kind) -> Floats:
+        """Bytes of one device's piece of a value in each of these layouts, shape (layouts, mesh axes)."""
+        each = shares(layouts, kind.shape, self.mesh.sizes)
+        return self.laid_out([n * each[:, d] for d, n in enumerate(kind.shape)], kind, len(layouts))
 
     def laid_out(self, local: Sequence[Floats], kind: Kind, count: int) -> Floats:
         """Bytes of arrays with these extents (one vector of `count` per dimension), in tiles if the backend has any."""

@@ -121,12 +121,8 @@ def test_a_reshape_of_the_last_dimension_copies_tiles() -> None:
         ((1024, 2048), ("x", None), (None, "x"), 4),  # pieces of whole tiles: written, put in front
         ((1024, 2048), (None, "x"), ("x", None), 2),  # put back
         ((16, 16, 1024), ("x", None, None), (None, "x", None), 0),
-        (
-            (32, 64),
-            ("x", None),
-            (None, "x"),
-            16 + 36,
-        ),  # 16 columns at most, eight times as long in tiles; made dense twice
+        # 16 columns at most, eight times as long in tiles; made dense twice
+        ((32, 64), ("x", None), (None, "x"), 16 + 36),
     ],
 )
 def test_an_exchange_of_columns_moves_its_pieces_between_tiles(
