@@ -1,20 +1,24 @@
 """Times what calibration fits: products, passes over memory and collectives, on all local devices at once.
 
 Every program runs the same on each device (`jax.shard_map`), so that devices that share cores or memory are measured as
-they share them. A program does its operation `CHAIN` times in a row, each time waiting for the last, and the seconds of
-an empty program are taken off: what is left is what the operation costs inside a step, without its dispatch.
+they share them. A program does its operation `SHORT` times in a row, each time waiting for the last, and the seconds of
+an empty program are taken off: what is left is what the operation costs inside a step, without its dispatch. A program
+that is over too soon for that does it `LONG` times.
 
     products     y_i = a_i b, a_i distinct                       -> products
     passes       x <- x + 1, which a compiler cannot skip        -> streams
     collectives  x <- f(x), f a collective of equal shape        -> messages
 
-The shortest of `REPEATS` runs counts: what else the machine does only ever adds.
+All programs are compiled first and then run in turns, `REPEATS` rounds: the shortest time of each counts, since what
+else the machine does only ever adds. In turns, for a machine that is slow for a minute then slows all of them, and not
+those alone whose turn it is: arithmetic measured slow beside a network measured fast makes plans communicate.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,8 +31,9 @@ from autopar import jax_compat
 from autopar.cluster import Cluster
 from autopar.cost_models.calibrate import Calibration, Measured, Message, Product, Stream, fit
 
-CHAIN = 6
-REPEATS = 7
+SHORT, LONG = 6, 48
+SOON = 1e-2  # s
+REPEATS = 15
 
 #: rows, columns, contracted extent; large, and narrow in one or two of the three.
 EXTENTS = (
@@ -53,32 +58,86 @@ def calibrate(tell: Tell = lambda what: None) -> Calibration:
     return fit(measure(dtypes, base.device.reduce_scatter, tell), base)
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A program that does an operation so many times in a row, and what it is run on."""
+
+    program: Callable[..., Any]
+    given: tuple[Any, ...]
+    times: int
+
+    def seconds(self) -> float:
+        """Seconds of one run."""
+        begin = time.perf_counter()
+        jax.block_until_ready(self.program(*self.given))
+        return time.perf_counter() - begin
+
+
+Chained = Callable[[int], _Trial]
+
+
 def steps(base: Cluster) -> int:
     """How often `calibrate` will call `tell`."""
     kinds = len(COLLECTIVES) - (not base.device.reduce_scatter)
     dtypes = DTYPES.get(jax.devices()[0].platform, ("float32",))
-    return len(dtypes) * len(EXTENTS) + len(STREAM_BYTES) + kinds * len(MESSAGE_BYTES) + 1
+    alone = len(dtypes) * len(EXTENTS) + len(STREAM_BYTES)
+    return REPEATS + alone + (kinds * len(MESSAGE_BYTES) + 3 if jax.local_device_count() > 1 else 0)
 
 
 def measure(dtypes: Sequence[str], reduce_scatter: bool, tell: Tell = lambda what: None) -> Measured:
-    """Measurements on `jax.local_devices()`; `tell` hears what is being timed.
+    """Measurements on `jax.local_devices()`; `tell` hears what is being compiled and timed.
 
     Args:
         dtypes: floating types to multiply in.
         reduce_scatter: the backend has one.
     """
     mesh = jax_compat.auto_mesh(np.array(jax.local_devices()), ("x",))
-    empty = _seconds(mesh, lambda x: x, [(8,)], "float32")
-    products = tuple(_products(mesh, dtypes, empty, tell))
-    streams = tuple(_streams(mesh, empty, tell))
-    messages = tuple(_messages(mesh, reduce_scatter, empty, tell)) if mesh.size > 1 else ()
-    tell("overlap")
-    overlap = _overlap(mesh, empty) if mesh.size > 1 else 0.0
-    return Measured(products, streams, messages, overlap)
+    products = {_product(dtype, *extents): (dtype, *extents) for dtype in dtypes for extents in EXTENTS}
+    streams = {f"pass over {nbytes} bytes": nbytes for nbytes in STREAM_BYTES}
+    kinds = [kind for kind in COLLECTIVES if (reduce_scatter or kind != "reduce-scatter") and mesh.size > 1]
+    messages = {
+        f"{kind} of {nbytes} bytes": (kind, _length(nbytes, mesh.size)) for kind in kinds for nbytes in MESSAGE_BYTES
+    }
+    each = _timed(
+        {
+            **{what: partial(_products, mesh, *product) for what, product in products.items()},
+            **{what: partial(_passes, mesh, nbytes) for what, nbytes in streams.items()},
+            **{what: partial(_messages, mesh, kind, length) for what, (kind, length) in messages.items()},
+            **({what: partial(_overlap, mesh, what) for what in OVERLAP} if mesh.size > 1 else {}),
+        },
+        _trial(mesh, lambda x: x, [(8,)], "float32", 1),
+        tell,
+    )
+    return Measured(
+        tuple(Product(m, n, k, dtype, each[what]) for what, (dtype, m, n, k) in products.items()),
+        tuple(Stream(nbytes, each[what]) for what, nbytes in streams.items()),
+        tuple(Message(kind, 4 * length, each[what]) for what, (kind, length) in messages.items()),
+        _hidden(*(each[what] for what in OVERLAP)) if mesh.size > 1 else 0.0,
+    )
 
 
-def _seconds(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: str) -> float:
-    """Shortest seconds of a program that runs `local` on arrays of these shapes on every device."""
+def _timed(chains: Mapping[str, Chained], empty: _Trial, tell: Tell) -> Mapping[str, float]:
+    """Seconds of one operation of each; a clock tick at least, so that its logarithm exists."""
+    trials: dict[str, _Trial] = {}
+    for what, chained in chains.items():
+        tell(what)
+        trials[what] = chained(SHORT)
+        trials[what].seconds()  # compiled
+        if trials[what].seconds() < SOON:
+            trials[what] = chained(LONG)
+            trials[what].seconds()
+    rounds: list[Mapping[str, float]] = []
+    nothing: list[float] = []
+    for i in range(REPEATS):
+        tell(f"round {i + 1} of {REPEATS}")
+        nothing.append(empty.seconds())
+        rounds.append({what: trial.seconds() for what, trial in trials.items()})
+    least = {what: min(r[what] for r in rounds) - min(nothing) for what in trials}
+    return {what: max(least[what], 1e-9) / trial.times for what, trial in trials.items()}
+
+
+def _trial(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: str, times: int) -> _Trial:
+    """A program that runs `local`, the whole chain, on arrays of these shapes on every device."""
     spec = PartitionSpec("x")
     program = jax.jit(
         jax.shard_map(
@@ -90,41 +149,28 @@ def _seconds(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, .
         )
     )
     place = NamedSharding(mesh, spec)
-    given = [jax.device_put(jnp.full((mesh.size, *shape), 0.5, dtype), place) for shape in shapes]
-    jax.block_until_ready(program(*given))
-    return min(_once(program, given) for _ in range(REPEATS))
+    given = tuple(jax.device_put(jnp.full((mesh.size, *s), 0.5, dtype), place) for s in shapes)
+    return _Trial(program, given, times)
 
 
-def _once(program: Callable[..., Any], given: Sequence[Any]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(program(*given))
-    return time.perf_counter() - begin
+def _product(dtype: str, rows: int, columns: int, contracted: int) -> str:
+    return f"{dtype} {rows} x {contracted} by {contracted} x {columns}"
 
 
-def _each(total: float, empty: float) -> float:
-    """Seconds of one of `CHAIN` operations; a clock tick at least, so that its logarithm exists."""
-    return max(total - empty, 1e-9) / CHAIN
+def _products(mesh: Any, dtype: str, rows: int, columns: int, contracted: int, times: int) -> _Trial:
+    shapes = [(contracted, columns), *[(rows, contracted)] * times]
+    return _trial(mesh, lambda b, *many: [a @ b for a in many], shapes, dtype, times)
 
 
-def _products(mesh: Any, dtypes: Sequence[str], empty: float, tell: Tell) -> Iterator[Product]:
-    for dtype in dtypes:
-        for rows, columns, contracted in EXTENTS:
-            tell(f"{dtype} {rows} x {contracted} by {contracted} x {columns}")
-            shapes = [(contracted, columns), *[(rows, contracted)] * CHAIN]
-            total = _seconds(mesh, lambda b, *many: [a @ b for a in many], shapes, dtype)
-            yield Product(rows, columns, contracted, dtype, _each(total, empty))
+def _passes(mesh: Any, nbytes: int, times: int) -> _Trial:
+    """Half of the bytes are read and half are written."""
 
-
-def _streams(mesh: Any, empty: float, tell: Tell) -> Iterator[Stream]:
     def passes(x: Any) -> Any:
-        for _ in range(CHAIN):
+        for _ in range(times):
             x = jax.lax.optimization_barrier(x + 1)
         return x
 
-    for nbytes in STREAM_BYTES:
-        tell(f"pass over {nbytes} bytes")
-        total = _seconds(mesh, passes, [(nbytes // 8,)], "float32")
-        yield Stream(nbytes, _each(total, empty))  # nbytes / 2 read, nbytes / 2 written
+    return _trial(mesh, passes, [(nbytes // 8,)], "float32", times)
 
 
 def _all_gather(x: Any, n: int) -> Any:
@@ -145,34 +191,42 @@ COLLECTIVES: dict[str, Callable[[Any, int], Any]] = {
 """Kind -> what keeps the shape of a vector of b bytes and communicates b bytes, in the convention of `collectives`."""
 
 
-def _chained(collective: Callable[[Any, int], Any], n: int, x: Any) -> Any:
-    for _ in range(CHAIN):
+def _chained(collective: Callable[[Any, int], Any], n: int, times: int, x: Any) -> Any:
+    for _ in range(times):
         x = collective(x, n) * 0.5
     return x
 
 
-def _messages(mesh: Any, reduce_scatter: bool, empty: float, tell: Tell) -> Iterator[Message]:
-    for kind, collective in COLLECTIVES.items():
-        if kind == "reduce-scatter" and not reduce_scatter:
-            continue
-        for nbytes in MESSAGE_BYTES:
-            tell(f"{kind} of {nbytes} bytes")
-            length = max(mesh.size, nbytes // 4 // mesh.size * mesh.size)
-            total = _seconds(mesh, partial(_chained, collective, mesh.size), [(length,)], "float32")
-            yield Message(kind, 4 * length, _each(total, empty))
+def _length(nbytes: int, n: int) -> int:
+    """Of a float32 vector of about so many bytes that n devices can divide."""
+    return max(n, nbytes // 4 // n * n)
 
 
-def _overlap(mesh: Any, empty: float) -> float:
-    """Share of the shorter of two that is saved by running products and all-reduces that do not wait for each other."""
-    n, side, length = mesh.size, OVERLAP_SIDE, OVERLAP_BYTES // 4
+def _messages(mesh: Any, kind: str, length: int, times: int) -> _Trial:
+    return _trial(mesh, partial(_chained, COLLECTIVES[kind], mesh.size, times), [(length,)], "float32", times)
+
+
+OVERLAP = ("products alone", "all-reduces alone", "products beside all-reduces")
+
+
+def _overlap(mesh: Any, what: str, times: int) -> _Trial:
+    """One of `OVERLAP`: products and all-reduces that do not wait for each other."""
+    side, length = OVERLAP_SIDE, OVERLAP_BYTES // 4
 
     def products(x: Any) -> Any:
-        for _ in range(CHAIN):
+        for _ in range(times):
             x = x @ x * (1 / side)
         return x
 
-    moves = partial(_chained, COLLECTIVES["all-reduce"], n)
-    compute = _seconds(mesh, products, [(side, side)], "float32") - empty
-    move = _seconds(mesh, moves, [(length,)], "float32") - empty
-    both = _seconds(mesh, lambda x, y: (products(x), moves(y)), [(side, side), (length,)], "float32") - empty
-    return float(np.clip((compute + move - both) / max(min(compute, move), 1e-9), 0.0, 1.0))
+    moves = partial(_chained, COLLECTIVES["all-reduce"], mesh.size, times)
+    if what == OVERLAP[0]:
+        return _trial(mesh, products, [(side, side)], "float32", times)
+    if what == OVERLAP[1]:
+        return _trial(mesh, moves, [(length,)], "float32", times)
+    both = [(side, side), (length,)]
+    return _trial(mesh, lambda x, y: (products(x), moves(y)), both, "float32", times)
+
+
+def _hidden(compute: float, move: float, both: float) -> float:
+    """Share of the shorter of the two that is saved by running them beside each other."""
+    return float(np.clip((compute + move - both) / min(compute, move), 0.0, 1.0))

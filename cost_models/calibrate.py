@@ -2,18 +2,18 @@
 
 Errors are relative: a kernel of a microsecond counts as much as one of a second. With t the measured seconds,
 
-    product of m x k by k x n    t = o + 2 (m + m_half) (n + n_half) (k + k_half) / rate(dtype)         -> _products
-    pass over b bytes            t = o + b / bandwidth                                                  -> _streams
+    product of m x k by k x n    t = o + 2 (m + m_half) (n + n_half) (k + k_half) / rate(dtype)         -> _compute
+    pass over b bytes            t = o + b / bandwidth                                                  -> _compute
     collective of b bytes        t = S(n) alpha + V(n) beta b, the line of the best algorithm           -> _link
 
 The first is the roofline of `compute` written out, since the efficiency of a product is 1 / ((1 + m_half / m) ...); it
-is fitted to products that are bound by arithmetic. The last uses the very formulas that price plans (`collectives`),
-so that alpha and beta are what those formulas need, whatever the network is.
+is fitted to products that are bound by arithmetic, together with the second: the overhead o is the same. The last uses
+the very formulas that price plans (`collectives`), so that alpha and beta are what those formulas need, whatever the
+network is.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -108,12 +108,11 @@ def fit(measured: Measured, base: Cluster) -> Calibration:
 
     What is not measured stays: the number of devices, their memory, the link between hosts.
     """
-    device, products = _products(measured.products, base.device)
-    bandwidth, streams = _streams(measured.streams, device.kernel_overhead)
-    device = replace(device, memory_bandwidth=bandwidth, overlap=measured.overlap)
+    device, computed = _compute(measured.products, measured.streams, base.device)
+    device = replace(device, overlap=measured.overlap)
     link, messages = _link(measured.messages, base, device)
     cluster = replace(base, name=f"calibrated {base.name}", device=device, intra=link)
-    return Calibration(cluster, (*products, *streams, *messages))
+    return Calibration(cluster, (*computed, *messages))
 
 
 def _solve(model: Callable[[Floats], Floats], seconds: Floats, start: Sequence[float]) -> Floats:
@@ -125,38 +124,33 @@ def _solve(model: Callable[[Floats], Floats], seconds: Floats, start: Sequence[f
     return np.exp(least_squares(residuals, np.log(np.asarray(start)), loss="soft_l1", f_scale=0.2).x)
 
 
-def _products(samples: Sequence[Product], base: Device) -> tuple[Device, list[Fit]]:
-    dtypes = sorted({s.dtype for s in samples})
-    extents = np.array([[s.rows, s.columns, s.contracted] for s in samples], np.float64)
-    which = np.array([dtypes.index(s.dtype) for s in samples])
-    seconds = np.array([s.seconds for s in samples])
+def _compute(products: Sequence[Product], streams: Sequence[Stream], base: Device) -> tuple[Device, list[Fit]]:
+    """Products and passes together: what both have in common is the overhead, which neither tells alone."""
+    dtypes = sorted({s.dtype for s in products})
+    extents = np.array([[s.rows, s.columns, s.contracted] for s in products], np.float64)
+    which = np.array([dtypes.index(s.dtype) for s in products])
+    nbytes = np.array([s.nbytes for s in streams], np.float64)
+    seconds = np.array([s.seconds for s in (*products, *streams)])
+    there, passed = seconds[: len(products)], seconds[len(products) :]
 
     def model(p: Floats) -> Floats:
-        return p[0] + 2 * (extents + p[1:4]).prod(1) / p[4:][which]
+        """Of overhead, bandwidth, three extents of half the rate and the rates."""
+        return p[0] + np.concatenate([2 * (extents + p[2:5]).prod(1) / p[5:][which], nbytes / p[1]])
 
-    fastest = [max(2 * math.prod(e) / t for e, t in zip(extents[which == d], seconds[which == d], strict=True))
-               for d in range(len(dtypes))]  # fmt: skip
-    found = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), 8.0, 8.0, 8.0, *fastest])
-    rates = dict(zip(dtypes, map(float, found[4:]), strict=True))
+    fastest = [max(2 * extents[which == d].prod(1) / there[which == d]) for d in range(len(dtypes))]
+    found = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), max(nbytes / passed), 8.0, 8.0, 8.0, *fastest])
+    rates = dict(zip(dtypes, map(float, found[5:]), strict=True))
     scale = rates[dtypes[0]] / base.peak(dtypes[0])
-    peaks = {d: rates.get(d, rate * scale) for d, rate in base.peak_flops.items()} | rates
-    half = (float(found[1]), float(found[2]), float(found[3]))
     device = replace(
-        base, peak_flops=peaks, efficiency=1.0, half_rate_extents=half, kernel_overhead=float(found[0])
-    )  # fmt: skip
-    named = [f"{s.dtype} {s.rows} x {s.contracted} by {s.contracted} x {s.columns}" for s in samples]
-    return device, _fits(named, seconds, model(found))
-
-
-def _streams(samples: Sequence[Stream], overhead: float) -> tuple[float, list[Fit]]:
-    nbytes = np.array([s.nbytes for s in samples], np.float64)
-    seconds = np.array([s.seconds for s in samples])
-
-    def model(p: Floats) -> Floats:
-        return overhead + nbytes / p[0]
-
-    found = _solve(model, seconds, [float(np.max(nbytes / seconds))])
-    return float(found[0]), _fits([f"pass over {s.nbytes} bytes" for s in samples], seconds, model(found))
+        base,
+        peak_flops={d: rates.get(d, rate * scale) for d, rate in base.peak_flops.items()} | rates,
+        efficiency=1.0,
+        half_rate_extents=(float(found[2]), float(found[3]), float(found[4])),
+        kernel_overhead=float(found[0]),
+        memory_bandwidth=float(found[1]),
+    )
+    named = [f"{s.dtype} {s.rows} x {s.contracted} by {s.contracted} x {s.columns}" for s in products]
+    return device, _fits([*named, *(f"pass over {s.nbytes} bytes" for s in streams)], seconds, model(found))
 
 
 def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
