@@ -42,7 +42,7 @@ class Link:
         beta: inverse bandwidth of one device, s/byte: in one direction, but for a ring in both directions together.
         network: who can talk at once at this rate. "switch": any pairs; "ring": neighbours only, as along an axis of a
             torus that wraps around; "line": the same without the wrap-around; "mesh": neighbours only, each over a
-            link of its own; "memory": threads of one host, which meet once per collective and copy.
+            link of its own; "memory": threads of one host, which meet once per collective, alpha for each, and copy.
         pair: in a mesh the inverse bandwidth of the link between two neighbours, in one direction, s/byte.
     """
 

@@ -40,7 +40,7 @@ def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str =
         half_rate_extents=HOST.half_rate_extents,
         host_bandwidth=HOST.copy_bandwidth(cores) / devices,  # a copy within the one memory, which frees nothing
     )
-    intra = Link(HOST.collective_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
+    intra = Link(HOST.meeting_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
     inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)
     return Cluster(name, device, hosts, devices, intra, inter)
 

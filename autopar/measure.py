@@ -7,7 +7,8 @@ that is over too soon for that does it `LONG` times.
 
     products     y_i = a_i b, a_i distinct                       -> products
     passes       y_i = x_i + 1, x_i distinct                     -> streams
-    collectives  x <- f(x), f a collective of equal shape        -> messages
+    collectives  x <- f(x), f a collective of equal shape,
+                 of all devices or of groups of them             -> messages
 
 All programs are compiled first and then run in turns, `REPEATS` rounds: the shortest time of each counts, since what
 else the machine does only ever adds. In turns, for a machine that is slow for a minute then slows all of them, and not
@@ -42,6 +43,7 @@ EXTENTS = (
 )  # fmt: skip
 STREAM_BYTES = (2**18, 2**20, 2**22, 2**24)
 MESSAGE_BYTES = (2**10, 2**14, 2**18, 2**20, 2**22)
+GROUP_BYTES = (2**10, 2**18, 2**22)  # the same among devices of smaller groups
 OVERLAP_SIDE, OVERLAP_BYTES = 256, 2**20  # of a product and an all-reduce that take about as long on a CPU
 
 Tell = Callable[[str], None]
@@ -78,10 +80,18 @@ Chained = Callable[[int], _Trial]
 
 def steps(base: Cluster) -> int:
     """How often `calibrate` will call `tell`."""
-    kinds = len(COLLECTIVES) - (not base.device.reduce_scatter)
     dtypes = DTYPES.get(jax.devices()[0].platform, ("float32",))
-    alone = len(dtypes) * len(EXTENTS) + len(STREAM_BYTES)
-    return REPEATS + alone + (kinds * len(MESSAGE_BYTES) + 3 if jax.local_device_count() > 1 else 0)
+    alone, devices = len(dtypes) * len(EXTENTS) + len(STREAM_BYTES), jax.local_device_count()
+    return REPEATS + alone + (len(_sent(devices, base.device.reduce_scatter)) + len(OVERLAP)) * (devices > 1)
+
+
+def _sent(devices: int, reduce_scatter: bool) -> Mapping[str, tuple[str, int, int]]:
+    """Name -> kind, elements of a float32 vector and devices of a group."""
+    kinds = [kind for kind in COLLECTIVES if reduce_scatter or kind != "reduce-scatter"]
+    smaller = [n for n in sorted({2, devices // 2}) if 1 < n < devices and devices % n == 0]
+    sizes = [(nbytes, devices) for nbytes in MESSAGE_BYTES] + [(nbytes, n) for n in smaller for nbytes in GROUP_BYTES]
+    lengths = [(max(n, nbytes // 4 // n * n), n) for nbytes, n in sizes]
+    return {f"{kind} of {4 * length} bytes by {n}": (kind, length, n) for kind in kinds for length, n in lengths}
 
 
 def measure(dtypes: Sequence[str], reduce_scatter: bool, tell: Tell = lambda what: None) -> Measured:
@@ -94,15 +104,12 @@ def measure(dtypes: Sequence[str], reduce_scatter: bool, tell: Tell = lambda wha
     mesh = jax_compat.auto_mesh(np.array(jax.local_devices()), ("x",))
     products = {_product(dtype, *extents): (dtype, *extents) for dtype in dtypes for extents in EXTENTS}
     streams = {f"pass over {nbytes} bytes": nbytes for nbytes in STREAM_BYTES}
-    kinds = [kind for kind in COLLECTIVES if (reduce_scatter or kind != "reduce-scatter") and mesh.size > 1]
-    messages = {
-        f"{kind} of {nbytes} bytes": (kind, _length(nbytes, mesh.size)) for kind in kinds for nbytes in MESSAGE_BYTES
-    }
+    messages = _sent(mesh.size, reduce_scatter) if mesh.size > 1 else {}
     each = _timed(
         {
             **{what: partial(_products, mesh, *product) for what, product in products.items()},
             **{what: partial(_passes, mesh, nbytes) for what, nbytes in streams.items()},
-            **{what: partial(_messages, mesh, kind, length) for what, (kind, length) in messages.items()},
+            **{what: partial(_messages, *sent) for what, sent in messages.items()},
             **({what: partial(_overlap, mesh, what) for what in OVERLAP} if mesh.size > 1 else {}),
         },
         _trial(mesh, lambda x: x, [(8,)], "float32", 1),
@@ -111,7 +118,7 @@ def measure(dtypes: Sequence[str], reduce_scatter: bool, tell: Tell = lambda wha
     return Measured(
         tuple(Product(m, n, k, dtype, each[what]) for what, (dtype, m, n, k) in products.items()),
         tuple(Stream(nbytes, each[what]) for what, nbytes in streams.items()),
-        tuple(Message(kind, 4 * length, each[what]) for what, (kind, length) in messages.items()),
+        tuple(Message(kind, 4 * length, n, each[what]) for what, (kind, length, n) in messages.items()),
         _hidden(*(each[what] for what in OVERLAP)) if mesh.size > 1 else 0.0,
     )
 
@@ -138,7 +145,7 @@ def _timed(chains: Mapping[str, Chained], empty: _Trial, tell: Tell) -> Mapping[
 
 def _trial(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: str, times: int) -> _Trial:
     """A program that runs `local`, the whole chain, on arrays of these shapes on every device."""
-    spec = PartitionSpec("x")
+    spec = PartitionSpec(mesh.axis_names)
     program = jax.jit(
         jax.shard_map(
             lambda *xs: jax.tree.map(lambda y: y[None], local(*(x[0] for x in xs))),
@@ -191,13 +198,10 @@ def _chained(collective: Callable[[Any, int], Any], n: int, times: int, x: Any) 
     return x
 
 
-def _length(nbytes: int, n: int) -> int:
-    """Of a float32 vector of about so many bytes that n devices can divide."""
-    return max(n, nbytes // 4 // n * n)
-
-
-def _messages(mesh: Any, kind: str, length: int, times: int) -> _Trial:
-    return _trial(mesh, partial(_chained, COLLECTIVES[kind], mesh.size, times), [(length,)], "float32", times)
+def _messages(kind: str, length: int, group: int, times: int) -> _Trial:
+    devices = np.array(jax.local_devices()).reshape(-1, group)
+    mesh = jax_compat.auto_mesh(devices, ("groups", "x"))
+    return _trial(mesh, partial(_chained, COLLECTIVES[kind], group, times), [(length,)], "float32", times)
 
 
 OVERLAP = ("products alone", "all-reduces alone", "products beside all-reduces")

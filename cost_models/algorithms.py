@@ -80,6 +80,10 @@ def _once(p: int) -> int:
     return 1
 
 
+def _all(p: int) -> int:
+    return p
+
+
 def _others(p: int) -> int:
     return p - 1
 
@@ -146,7 +150,7 @@ RING_ALL_GATHER = Algorithm(_others, share, _others)
 RING_REDUCE_SCATTER = Algorithm(_others, share, _others, share)
 BRUCK_ALL_GATHER = Algorithm(log, share, _others)
 BRUCK_REDUCE_SCATTER = Algorithm(log, share, _others, share)
-MEET = Algorithm(_once, share, _others)
+MEET = Algorithm(_all, share, _others)
 
 ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
     {
@@ -182,7 +186,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
             "butterfly": Algorithm(_doubling_rounds, _doubling_rounds, _doubling_total, _doubling_reductions),
             # Recursive halving and doubling; beyond powers of two in Bruck's order, at the same cost [T, B].
             "halving-doubling": _after(BRUCK_REDUCE_SCATTER, BRUCK_ALL_GATHER),
-            "copy": Algorithm(_once, lambda p: 2 * share(p), _there_and_back),
+            "copy": Algorithm(_all, lambda p: 2 * share(p), _there_and_back),
         },
         "all-to-all": {
             "pairwise": Algorithm(_others, share, _others),
@@ -190,16 +194,17 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
             # Along a ring the piece for distance j goes min(j, p - j) hops; over all j that is floor(p^2 / 4).
             "shift": Algorithm(_others, lambda p: (p * p // 4) / p, lambda p: p * p // 4),
             # Pieces are cut apart before and joined after, which costs as much as the copy between the workers.
-            "copy": Algorithm(_once, lambda p: 2 * share(p), _others),
+            "copy": Algorithm(_all, lambda p: 2 * share(p), _others),
         },
         "collective-permute": {
             "direct": Algorithm(_once, lambda p: 1.0, lambda p: p),
+            "copy": Algorithm(_all, lambda p: 1.0, lambda p: p),
             # A ring's rate counts both directions, of which a shift uses one.
             "shift": Algorithm(_once, lambda p: 2.0, lambda p: p),
         },
     }
 )
-"""Kind -> name -> algorithm; "copy" is the one rendezvous of threads in one memory, which sends no messages."""
+"""Kind -> name -> algorithm; "copy" is the one rendezvous of threads in one memory; S(p) counts who comes."""
 
 
 def two_level_time(

@@ -50,10 +50,11 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A collective over all devices; `nbytes` per device, as in `collectives`."""
+    """A collective of groups of so many devices, all groups at once; `nbytes` per device, as in `collectives`."""
 
     kind: str
     nbytes: int
+    group: int
     seconds: float
 
 
@@ -155,15 +156,17 @@ def _compute(products: Sequence[Product], streams: Sequence[Stream], base: Devic
 
 def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
     seconds = np.array([s.seconds for s in samples])
+    groups = sorted({s.group for s in samples})
 
     def model(p: Floats) -> Floats:
         link = replace(base.intra, alpha=float(p[0]), beta=float(p[1]))
-        mesh = LogicalMesh(("x",), (base.num_devices,), (link,), device, ((Level(base.num_devices, link),),))
-        return np.array([collective_time(s.kind, s.nbytes, (0,), mesh) for s in samples])
+        meshes = {n: LogicalMesh(("x",), (n,), (link,), device, ((Level(n, link),),)) for n in groups}
+        return np.array([collective_time(s.kind, s.nbytes, (0,), meshes[s.group]) for s in samples])
 
     found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
     link = replace(base.intra, alpha=float(found[0]), beta=float(found[1]))
-    return link, _fits([f"{s.kind} of {s.nbytes} bytes" for s in samples], seconds, model(found))
+    named = [f"{s.kind} of {s.nbytes} bytes by {s.group}" for s in samples]
+    return link, _fits(named, seconds, model(found))
 
 
 def _fits(names: Sequence[str], seconds: Floats, predicted: Floats) -> list[Fit]:

@@ -7,10 +7,10 @@ An algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes
 
 Which of them a backend runs depends on the link's network (-> COLLECTIVES): on a switch all that may be the best;
 along a ring or a line (an axis of a torus) only those that talk to neighbours, because others would share links; in the
-memory of one host a single rendezvous followed by copies. Spanning trees, servers and the other algorithms that no
-backend runs for these kinds are compared by `autopar bench collectives` instead. The cost of the additions in a
-reduction is left out here (gamma = 0): it hides behind the transport on every device modelled. Everything else is
-algebra on sets of lines whose value is their minimum:
+memory of one host a single rendezvous, alpha for each who comes, followed by copies. Spanning trees, servers and the
+other algorithms that no backend runs for these kinds are compared by `autopar bench collectives` instead. The cost of
+the additions in a reduction is left out here (gamma = 0): it hides behind the transport on every device modelled.
+Everything else is algebra on sets of lines whose value is their minimum:
 
     choose between algorithms      union of the sets                      -> envelope (drops what never wins)
     do one after the other         all sums of one line from each         -> _chain
@@ -71,7 +71,7 @@ COLLECTIVES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "all-gather": _HALVES,
         "reduce-scatter": _HALVES,
         "all-to-all": {**_SHIFTED, "switch": ("pairwise", "bruck"), "line": ("shift",), "memory": ("copy",)},
-        "collective-permute": {**_SHIFTED, "switch": ("direct",), "line": ("direct",), "memory": ("direct",)},
+        "collective-permute": {**_SHIFTED, "switch": ("direct",), "line": ("direct",), "memory": ("copy",)},
     }
 )
 """Kind -> network -> the algorithms that run on it at the link's full rate, by their names in `ALGORITHMS`."""

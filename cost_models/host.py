@@ -20,7 +20,7 @@ class HostModel:
         flops_per_core: dtype name -> flop/s of one core.
         bandwidth_per_core: bytes/s that one core reads and writes.
         bandwidth_limit: bytes/s of all cores together.
-        rendezvous: s of one collective of few bytes where every device has a core of its own.
+        rendezvous: s of one collective of few bytes over all devices where each has a core of its own.
         kernel_overhead: s to start one kernel on one device.
         network_alpha: s of one message between hosts.
         network_bandwidth: bytes/s of a host's network port.
@@ -48,16 +48,15 @@ class HostModel:
         """bytes/s delivered by all devices of the host in a collective: each byte is read once and written once."""
         return self.memory_bandwidth(cores) / 2
 
-    def collective_alpha(self, devices: int, cores: int) -> float:
-        """s per collective: the threads of all devices have to come up, and with fewer cores they take turns."""
-        return self.rendezvous * max(1.0, devices / cores)
+    def meeting_alpha(self, devices: int, cores: int) -> float:
+        """s of a collective for each device that takes part: its thread has to come up, with fewer cores in turns."""
+        return self.rendezvous * max(1.0, devices / cores) / devices
 
 
 # float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
 # half the lanes, and the 16-bit types are widened to float32 first. Products narrow in one extent were seen to lose as
 # much as the half-rate extents say within a factor of two, from 1/12 of the rate with 4 columns to 9/10 with 512.
-# A collective of 4 KiB was measured to cost 45 to 65 us with 4 devices a core where all devices wait for nothing else;
-# inside steps, where it waits for the slowest of threads that share the cores, about three times as much. Out of the
+# A collective of 4 KiB among 2, 4 and 8 of 8 devices on 2 cores was measured to cost 37, 65 and 198 us. Out of the
 # last-level cache a server core moves about 10 GB/s; small arrays that stay in cache run several times faster.
 HOST = HostModel(
     flops_per_core=MappingProxyType({"float32": 8e10, "float64": 4e10, "bfloat16": 8e10, "float16": 8e10}),

@@ -32,12 +32,15 @@ def _measured(link: Link, noise: float, seed: int = 0) -> Measured:
         extents = math.prod(n + half for n, half in zip((rows, columns, contracted), HALF, strict=True))
         return Product(rows, columns, contracted, "float32", seen(OVERHEAD + 2 * extents / RATE))
 
-    mesh = LogicalMesh(("x",), (8,), (link,), _base(link.network).device, ((Level(8, link),),))
+    def sent(kind: str, nbytes: int, n: int) -> Message:
+        mesh = LogicalMesh(("x",), (n,), (link,), _base(link.network).device, ((Level(n, link),),))
+        return Message(kind, nbytes, n, seen(collective_time(kind, nbytes, (0,), mesh)))
+
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     return Measured(
         tuple(product(*extents) for extents in measure.EXTENTS),
         tuple(Stream(n, seen(OVERHEAD + n / BANDWIDTH)) for n in measure.STREAM_BYTES),
-        tuple(Message(k, n, seen(collective_time(k, n, (0,), mesh))) for k in kinds for n in (2**10, 2**16, 2**22)),
+        tuple(sent(kind, nbytes, n) for kind in kinds for nbytes in (2**10, 2**16, 2**22) for n in (2, 8)),
         0.25,
     )
 
@@ -77,6 +80,7 @@ def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "EXTENTS", measure.EXTENTS[-6:-1])
     monkeypatch.setattr(measure, "STREAM_BYTES", (2**14, 2**18))
     monkeypatch.setattr(measure, "MESSAGE_BYTES", (2**10, 2**14))
+    monkeypatch.setattr(measure, "GROUP_BYTES", (2**12,))
     heard: list[str] = []
     found = measure.calibrate(heard.append)
     assert len(heard) == len(set(heard)) == measure.steps(Cluster.local())

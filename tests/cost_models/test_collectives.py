@@ -98,9 +98,9 @@ def test_a_ring_has_no_shortcuts(kind: str, messages: float, volume: float) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_meet_once(kind: str) -> None:
-    """In the memory of one host two axes are no more than one of their product."""
+    """In the memory of one host two axes are no more than one of their product, and every thread has to come."""
     ((alpha, beta),) = linear_coefficients(kind, (0,), on("memory", 8))
-    assert alpha == ALPHA
+    assert alpha == 8 * ALPHA
     assert 0 < beta <= 2 * BETA
     assert linear_coefficients(kind, (0, 1), on("memory", 2, 4)) == ((alpha, beta),)
 
