@@ -291,7 +291,7 @@ def bench_ranking(
     cluster: Annotated[
         Path | None, typer.Option(help="TOML file of a calibrated cluster; default: measure now")
     ] = None,
-    repeats: Repeats = 5,
+    repeats: Repeats = 20,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured step times of widely different plans, on 8 virtual devices."""
