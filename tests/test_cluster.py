@@ -220,10 +220,13 @@ def test_local_shares_the_host_between_virtual_devices() -> None:
     one = cluster.device.peak("float32")
     assert (cluster.hosts, cluster.num_devices) == (1, 8)
     assert cluster.logical_mesh((8,)).device.name == "cpu"
+    from autopar.cost_models.collectives import linear_coefficients
     from autopar.cost_models.host import HOST
 
     assert one * 8 == pytest.approx(cores * HOST.flops_per_core["float32"])
-    assert cluster.intra.alpha > 0
+    ((some, _),) = linear_coefficients("all-reduce", (1,), cluster.logical_mesh((4, 2)))
+    ((everyone, _),) = linear_coefficients("all-reduce", (0,), cluster.logical_mesh((8,)))
+    assert everyone == pytest.approx(HOST.rendezvous * max(1.0, 8 / cores)) == 4 * some
 
 
 def test_import_needs_no_jax() -> None:

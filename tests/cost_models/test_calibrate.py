@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,6 +74,13 @@ def test_what_was_not_measured_stays() -> None:
     assert (found.inter, found.hosts, found.devices_per_host) == (base.inter, 1, 8)
     assert found.device.memory_bytes == base.device.memory_bytes
     assert found.device.peak("bfloat16") == pytest.approx(2 * RATE, rel=1e-3)  # as far above float32 as it was
+
+
+def test_one_device_says_nothing_of_links() -> None:
+    base = _base("memory")
+    found = fit(replace(_measured(Link(4e-5, 1e-9), 0.0), messages=()), base)
+    assert (found.cluster.intra.alpha, found.cluster.intra.beta) == pytest.approx((base.intra.alpha, base.intra.beta))
+    assert found.cluster.device.peak("float32") == pytest.approx(RATE, rel=1e-3)
 
 
 def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
