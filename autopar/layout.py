@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, combinations, count, groupby, pairwise, product
@@ -202,93 +202,79 @@ def _sum_stops(source: Layout, target: Layout) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A change of layout that takes exactly these steps."""
+    """A change of layout that takes exactly these steps.
+
+    wire: bytes per device on the wire for a value of as many bytes as makes them whole.
+    """
 
     target: Layout
     steps: tuple[Step, ...]
+    wire: int
 
     @property
     def is_local(self) -> bool:
         return all(step.kind == "slice" for step in self.steps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Where a route may lead.
-
-    Attributes:
-        sizes: of the mesh axes.
-        options: what each axis may be given.
-        layouts: layout -> its cuts, for every layout that divides what source and target divide.
-    """
-
-    sizes: tuple[int, ...]
-    options: tuple[tuple[int, ...], ...]
-    layouts: Mapping[Layout, Mapping[int, int]]
+def _move(target: Layout, sizes: tuple[int, ...], *steps: Step) -> _Move:
+    whole = math.prod(sizes) ** 2
+    sent = (step for step in steps if step.kind != "slice")
+    wire = (wire_bytes(step.kind, step.fraction * whole, _count(step.axes, sizes)) for step in sent)
+    return _Move(target, steps, sum(map(round, wire)))
 
 
-def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> _Region:
-    ends = list(zip(source, target, strict=True))
-    options = tuple((PARTIAL,) if PARTIAL in pair else tuple(dict.fromkeys((*pair, REPLICATED))) for pair in ends)
-    most = _most_cuts(source, target, sizes)
-    found = {layout: cuts(layout, sizes) for layout in product(*options)}
-    fits = {layout: parts for layout, parts in found.items() if _within(parts, most)}
-    return _Region(sizes, options, fits)
+@lru_cache(maxsize=65536)
+def _of_few_axes(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[_Move, ...]:
+    """The moves that change a group of axes alike, where values have these dimensions."""
+    return (*_slices(layout, dims, sizes), *_gathers(layout, sizes), *_exchanges(layout, dims, sizes))
 
 
-def _slices(layout: Layout, region: _Region) -> Iterator[_Move]:
+def _slices(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[_Move]:
     for axis in _axes_on(layout, REPLICATED):
-        for dim in (d for d in region.options[axis] if d >= 0 and d not in layout[axis + 1 :]):
+        for dim in (d for d in dims if d not in layout[axis + 1 :]):
             target = _put(layout, (axis,), dim)
-            yield _Move(target, (Step("slice", (axis,), _held(target, region.sizes)),))
+            yield _move(target, sizes, Step("slice", (axis,), _held(target, sizes)))
 
 
-def _gathers(layout: Layout, region: _Region) -> Iterator[_Move]:
+def _gathers(layout: Layout, sizes: tuple[int, ...]) -> Iterator[_Move]:
     for axes, dim in _groups(layout):
-        if any(REPLICATED not in region.options[axis] for axis in axes):
-            continue
         target = _put(layout, axes, REPLICATED)
-        held = _held(target, region.sizes)
+        held = _held(target, sizes)
         if dim not in target[axes[0] :]:
-            yield _Move(target, (Step("all-gather", axes, held),))
-        elif whole := _whole_axes(_major_replicas(target, _count(axes, region.sizes), region.sizes), region.sizes):
-            after = _pieces((*_axes_on(target, dim), *whole), region.sizes)
-            moved = _moved(_pieces(_axes_on(layout, dim), region.sizes), after)
-            permute = Step("collective-permute", moved, _held(layout, region.sizes))
-            yield _Move(target, (permute, Step("all-gather", whole, held)))
+            yield _move(target, sizes, Step("all-gather", axes, held))
+        elif whole := _whole_axes(_major_replicas(target, _count(axes, sizes), sizes), sizes):
+            after = _pieces((*_axes_on(target, dim), *whole), sizes)
+            moved = _moved(_pieces(_axes_on(layout, dim), sizes), after)
+            permute = Step("collective-permute", moved, _held(layout, sizes))
+            yield _move(target, sizes, permute, Step("all-gather", whole, held))
 
 
-def _exchanges(layout: Layout, region: _Region) -> Iterator[_Move]:
-    held = _held(layout, region.sizes)
+def _exchanges(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[_Move]:
+    held = _held(layout, sizes)
     for axes, dim in _groups(layout):
         if dim in _put(layout, axes, REPLICATED)[axes[0] :]:
             continue
-        for onto in (d for d in region.options[axes[0]] if d >= 0 and d != dim):
-            if any(onto not in region.options[axis] for axis in axes):
-                continue
+        for onto in (d for d in dims if d != dim):
             target = _put(layout, axes, onto)
-            arrived = _pieces((*_axes_on(layout, onto), *axes), region.sizes)
-            moved = _moved(arrived, _pieces(_axes_on(target, onto), region.sizes))
+            arrived = _pieces((*_axes_on(layout, onto), *axes), sizes)
+            moved = _moved(arrived, _pieces(_axes_on(target, onto), sizes))
             permute = (Step("collective-permute", moved, held),) if moved else ()
-            yield _Move(target, (Step("all-to-all", axes, held), *permute))
+            yield _move(target, sizes, Step("all-to-all", axes, held), *permute)
 
 
-def _permutes(layout: Layout, region: _Region) -> Iterator[_Move]:
-    before = region.layouts[layout]
-    for target, after in region.layouts.items():
-        changed = [dim for dim in {**before, **after} if before.get(dim, 1) != after.get(dim, 1)]
-        # two dimensions at once would make the axes depend on which one XLA cuts first
-        if target == layout or len(changed) > 1:
-            continue
-        dim = changed[0] if changed else REPLICATED
-        parts, rest = divmod(after.get(dim, 1), before.get(dim, 1))
-        if rest == 0 and (refined := _refined(layout, dim, parts, region.sizes)):
-            moved = _moved(refined, _pieces(_device_order(target), region.sizes))
-            if moved:  # else they are local slices
-                yield _Move(target, (Step("collective-permute", moved, _held(target, region.sizes)),))
-
-
-_MOVES: tuple[Callable[[Layout, _Region], Iterator[_Move]], ...] = (_slices, _gathers, _exchanges, _permutes)
+@lru_cache(maxsize=65536)
+def _permute(layout: Layout, target: Layout, sizes: tuple[int, ...]) -> _Move | None:
+    """The permute between two layouts, if one is all it takes and something travels; else they are local slices."""
+    before, after = cuts(layout, sizes), cuts(target, sizes)
+    changed = [dim for dim in {**before, **after} if before.get(dim, 1) != after.get(dim, 1)]
+    # two dimensions at once would make the axes depend on which one XLA cuts first
+    if target == layout or len(changed) > 1:
+        return None
+    dim = changed[0] if changed else REPLICATED
+    parts, rest = divmod(after.get(dim, 1), before.get(dim, 1))
+    refined = () if rest else _refined(layout, dim, parts, sizes)
+    moved = _moved(refined, _pieces(_device_order(target), sizes)) if refined else ()
+    return _move(target, sizes, Step("collective-permute", moved, _held(target, sizes))) if moved else None
 
 
 def _groups(layout: Layout) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -370,9 +356,11 @@ _Price = tuple[int, int, tuple[tuple[str, tuple[int, ...]], ...]]
 """Wire bytes, number of steps, and their kinds and axes; the smallest wins."""
 
 
+@lru_cache(maxsize=65536)
 def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Move, ...]:
     """The moves with the fewest wire bytes; among those the fewest steps, then major axes first."""
-    region, ticket = _region(source, target, sizes), count()
+    within, ticket = _region(source, target, sizes), count()
+    dims = tuple(dict.fromkeys(d for d in (*source, *target) if d >= 0))
     queue: list[tuple[_Price, int, Layout, tuple[_Move, ...]]] = [((0, 0, ()), next(ticket), source, ())]
     done: set[Layout] = set()
     while queue:
@@ -382,16 +370,18 @@ def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Mov
         if layout in done:
             continue
         done.add(layout)
-        for move in chain.from_iterable(moves(layout, region) for moves in _MOVES):
-            if move.target in region.layouts and move.target not in done:
+        permutes = (_permute(layout, other, sizes) for other in within if other not in done)
+        for move in chain(_of_few_axes(layout, dims, sizes), permutes):
+            if move is not None and move.target in within and move.target not in done:
                 name = tuple((step.kind, step.axes) for step in move.steps)
-                price = wire + _wire(move, sizes), length + len(move.steps), (*names, *name)
+                price = wire + move.wire, length + len(move.steps), (*names, *name)
                 heapq.heappush(queue, (price, next(ticket), move.target, (*path, move)))
     raise AssertionError(f"no way from {source} to {target} on {sizes}")  # gathering every axis always is one
 
 
-def _wire(move: _Move, sizes: tuple[int, ...]) -> int:
-    """Bytes per device on the wire for a value of as many bytes as makes them whole."""
-    whole = math.prod(sizes) ** 2
-    sent = (step for step in move.steps if step.kind != "slice")
-    return sum(round(wire_bytes(step.kind, step.fraction * whole, _count(step.axes, sizes))) for step in sent)
+def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[Layout, None]:
+    """Where a route may lead: each axis as at either end or idle, and dividing what source and target both divide."""
+    ends = list(zip(source, target, strict=True))
+    options = ((PARTIAL,) if PARTIAL in pair else dict.fromkeys((*pair, REPLICATED)) for pair in ends)
+    most = _most_cuts(source, target, sizes)
+    return dict.fromkeys(layout for layout in product(*options) if _within(cuts(layout, sizes), most))

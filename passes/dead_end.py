@@ -34,7 +34,6 @@ PRICES = (
     1.0,
     10.0,
 )  # of bytes, for choosing leaders: 1 where all bytes at stake weigh as much as all seconds
-CHUNK = 1 << 21  # entries of a broadcast
 MOST = 1 << 31  # combinations of classes that are numbered without looking at which there are
 
 
@@ -285,15 +284,10 @@ def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
 
 def _differences(table: Floats, lead: Ints) -> Floats:
     """D[a, j] = min_t (table[a,t] - table[lead[j],t]); where both are forbidden t says nothing."""
-    finite = bool(np.isfinite(table).all())
-    out = np.empty((len(table), len(lead)))
-    step = max(1, CHUNK // max(1, table.size))
-    for i in range(0, len(lead), step):
-        other = table[lead[i : i + step]]
-        if finite:
-            out[:, i : i + step] = (table[:, None, :] - other[None]).min(axis=2)
-            continue
-        with np.errstate(invalid="ignore"):
-            diff = table[:, None, :] - other[None]
-        out[:, i : i + step] = np.where(np.isnan(diff), np.inf, diff).min(axis=2)
+    out = np.full((len(table), len(lead)), np.inf)
+    diff = np.empty_like(out)
+    with np.errstate(invalid="ignore"):
+        for column in np.ascontiguousarray(table.T):
+            np.subtract(column[:, None], column[lead], out=diff)
+            np.fmin(out, diff, out=out)  # the difference of two forbidden ones is no number
     return out

@@ -209,7 +209,7 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
         plan[v] = _decode(theta, v, before, plan, state)
         held -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
-        least = float(theta.min())
+        least = float(theta[theta.argmin()])  # a good deal cheaper than min() on arrays as short as these
         if state.settled:
             bound = (theta - least) / state.counts[v] + (held + pending + least)
             np.maximum(state.bounds[v], bound, out=state.bounds[v])
@@ -243,7 +243,10 @@ def _send(x: End, v: int, share: Floats, state: State) -> float:
     theirs = state.shares[x.edge][1 - side]
     state.shares[x.edge][side] = mine
     state.into[x.edge][1 - side] = message
-    return float(np.minimum.reduce(message + theirs)) if state.settled else 0.0
+    if not state.settled:
+        return 0.0
+    worth = message + theirs
+    return float(worth[worth.argmin()])
 
 
 def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:

@@ -124,8 +124,9 @@ def _items(loaded: Loaded, base: Ints, others: Sequence[Ints]) -> _Items:
         if v in loaded.nodes:
             own = loaded.nodes[v][:, plans[:, v]].T
             held[c] += own - own[0]
+    of = component.tolist()
     for i, e in enumerate(loaded.problem.edges):
-        c = max(component[e.u], component[e.v])
+        c = max(of[e.u], of[e.v])
         if c < 0:
             continue
         pairs = e.gu[plans[:, e.u]], e.gv[plans[:, e.v]]

@@ -98,11 +98,11 @@ def test_few_leaders_drop_less_but_never_the_optimum(problem: Problem) -> None:
     assert few.variables >= eliminate(problem).problem.variables
 
 
-def test_chunks_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = layered(3, 3)
-    whole = kept(problem)
-    monkeypatch.setattr(dead_end, "CHUNK", 1)
-    assert kept(problem) == whole
+def test_what_both_strategies_forbid_says_nothing_of_them() -> None:
+    table = np.array([[0.0, 3.0, INF], [1.0, INF, INF], [2.0, 1.0, 5.0]])
+    pairs = [[(x, y) for x, y in zip(a, b, strict=True) if (x, y) != (INF, INF)] for a in table for b in table]
+    least = np.reshape([min(x - y for x, y in pair) for pair in pairs], (3, 3))
+    np.testing.assert_array_equal(dead_end._differences(table, np.arange(3)), least)
 
 
 def test_equal_layers_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
