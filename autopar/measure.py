@@ -5,10 +5,10 @@ they share them. A program does its operation `SHORT` times in a row, each time 
 an empty program are taken off: what is left is what the operation costs inside a step, without its dispatch. A program
 that is over too soon for that does it `LONG` times.
 
-    products     y_i = a_i b, a_i distinct                       -> products
-    passes       y_i = x_i + 1, x_i distinct                     -> streams
+    products     y_i = a_i b, a_i distinct                       -> _multiply
+    passes       y_i = x_i + 1, x_i distinct                     -> _pass
     collectives  x <- f(x), f a collective of equal shape,
-                 of all devices or of groups of them             -> messages
+                 of all devices or of groups of them             -> _send
 
 All programs are compiled first and then run in turns, `REPEATS` rounds: the shortest time of each counts, since what
 else the machine does only ever adds. In turns, for a machine that is slow for a minute then slows all of them, and not
@@ -54,10 +54,15 @@ DTYPES: Mapping[str, tuple[str, ...]] = {"cpu": ("float32",), "gpu": ("float32",
 
 
 def calibrate(tell: Tell = lambda what: None) -> Calibration:
-    """Measure the local devices and fit `Cluster.local()` to them; `tell` hears what is being timed."""
+    """Measure the local devices and fit `Cluster.local()` to them; `tell` hears what is being compiled and timed."""
     base = Cluster.local()
-    dtypes = DTYPES.get(jax.devices()[0].platform, ("float32",))
-    return fit(measure(dtypes, base.device.reduce_scatter, tell), base)
+    return fit(measure(base, tell), base)
+
+
+def steps(base: Cluster) -> int:
+    """How often `measure` will call `tell`."""
+    overlap = len(OVERLAP) if jax.local_device_count() > 1 else 0
+    return REPEATS + len(_products()) + len(STREAM_BYTES) + len(_messages(base)) + overlap
 
 
 @dataclass(frozen=True)
@@ -78,49 +83,41 @@ class _Trial:
 Chained = Callable[[int], _Trial]
 
 
-def steps(base: Cluster) -> int:
-    """How often `calibrate` will call `tell`."""
-    dtypes = DTYPES.get(jax.devices()[0].platform, ("float32",))
-    alone, devices = len(dtypes) * len(EXTENTS) + len(STREAM_BYTES), jax.local_device_count()
-    return REPEATS + alone + (len(_sent(devices, base.device.reduce_scatter)) + len(OVERLAP)) * (devices > 1)
-
-
-def _sent(devices: int, reduce_scatter: bool) -> Mapping[str, tuple[str, int, int]]:
-    """Name -> kind, elements of a float32 vector and devices of a group."""
-    kinds = [kind for kind in COLLECTIVES if reduce_scatter or kind != "reduce-scatter"]
-    smaller = [n for n in sorted({2, devices // 2}) if 1 < n < devices and devices % n == 0]
-    sizes = [(nbytes, devices) for nbytes in MESSAGE_BYTES] + [(nbytes, n) for n in smaller for nbytes in GROUP_BYTES]
-    lengths = [(max(n, nbytes // 4 // n * n), n) for nbytes, n in sizes]
-    return {f"{kind} of {4 * length} bytes by {n}": (kind, length, n) for kind in kinds for length, n in lengths}
-
-
-def measure(dtypes: Sequence[str], reduce_scatter: bool, tell: Tell = lambda what: None) -> Measured:
-    """Measurements on `jax.local_devices()`; `tell` hears what is being compiled and timed.
-
-    Args:
-        dtypes: floating types to multiply in.
-        reduce_scatter: the backend has one.
-    """
+def measure(base: Cluster, tell: Tell = lambda what: None) -> Measured:
+    """Measurements on `jax.local_devices()`, in what such devices can do; `tell` hears what is compiled and timed."""
     mesh = jax_compat.auto_mesh(np.array(jax.local_devices()), ("x",))
-    products = {_product(dtype, *extents): (dtype, *extents) for dtype in dtypes for extents in EXTENTS}
-    streams = {f"pass over {nbytes} bytes": nbytes for nbytes in STREAM_BYTES}
-    messages = _sent(mesh.size, reduce_scatter) if mesh.size > 1 else {}
+    products, streams, messages = _products(), [Stream(nbytes) for nbytes in STREAM_BYTES], _messages(base)
     each = _timed(
         {
-            **{what: partial(_products, mesh, *product) for what, product in products.items()},
-            **{what: partial(_passes, mesh, nbytes) for what, nbytes in streams.items()},
-            **{what: partial(_messages, *sent) for what, sent in messages.items()},
+            **{str(p): partial(_multiply, mesh, p) for p in products},
+            **{str(s): partial(_pass, mesh, s) for s in streams},
+            **{str(m): partial(_send, m) for m in messages},
             **({what: partial(_overlap, mesh, what) for what in OVERLAP} if mesh.size > 1 else {}),
         },
         _trial(mesh, lambda x: x, [(8,)], "float32", 1),
         tell,
     )
     return Measured(
-        tuple(Product(m, n, k, dtype, each[what]) for what, (dtype, m, n, k) in products.items()),
-        tuple(Stream(nbytes, each[what]) for what, nbytes in streams.items()),
-        tuple(Message(kind, 4 * length, n, each[what]) for what, (kind, length, n) in messages.items()),
+        {p: each[str(p)] for p in products},
+        {s: each[str(s)] for s in streams},
+        {m: each[str(m)] for m in messages},
         _hidden(*(each[what] for what in OVERLAP)) if mesh.size > 1 else 0.0,
     )
+
+
+def _products() -> list[Product]:
+    dtypes = DTYPES.get(jax.devices()[0].platform, ("float32",))
+    return [Product(*extents, dtype) for dtype in dtypes for extents in EXTENTS]
+
+
+def _messages(base: Cluster) -> list[Message]:
+    """Of vectors of float32 that the devices of a group share evenly; none where there is one device."""
+    devices = jax.local_device_count()
+    kinds = [kind for kind in COLLECTIVES if base.device.reduce_scatter or kind != "reduce-scatter"]
+    smaller = [n for n in sorted({2, devices // 2}) if 1 < n < devices and devices % n == 0]
+    sizes = [(nbytes, devices) for nbytes in MESSAGE_BYTES if devices > 1]
+    sizes += [(nbytes, n) for n in smaller for nbytes in GROUP_BYTES]
+    return [Message(kind, 4 * max(n, nbytes // 4 // n * n), n) for kind in kinds for nbytes, n in sizes]
 
 
 def _timed(chains: Mapping[str, Chained], empty: _Trial, tell: Tell) -> Mapping[str, float]:
@@ -160,18 +157,14 @@ def _trial(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, ...
     return _Trial(program, given, times)
 
 
-def _product(dtype: str, rows: int, columns: int, contracted: int) -> str:
-    return f"{dtype} {rows} x {contracted} by {contracted} x {columns}"
+def _multiply(mesh: Any, product: Product, times: int) -> _Trial:
+    shapes = [(product.contracted, product.columns), *[(product.rows, product.contracted)] * times]
+    return _trial(mesh, lambda b, *many: [a @ b for a in many], shapes, product.dtype, times)
 
 
-def _products(mesh: Any, dtype: str, rows: int, columns: int, contracted: int, times: int) -> _Trial:
-    shapes = [(contracted, columns), *[(rows, contracted)] * times]
-    return _trial(mesh, lambda b, *many: [a @ b for a in many], shapes, dtype, times)
-
-
-def _passes(mesh: Any, nbytes: int, times: int) -> _Trial:
+def _pass(mesh: Any, stream: Stream, times: int) -> _Trial:
     """Half of the bytes are read and half are written, none of them twice: a cache would flatter."""
-    return _trial(mesh, lambda *many: [x + 1 for x in many], [(nbytes // 8,)] * times, "float32", times)
+    return _trial(mesh, lambda *many: [x + 1 for x in many], [(stream.nbytes // 8,)] * times, "float32", times)
 
 
 def _all_gather(x: Any, n: int) -> Any:
@@ -198,10 +191,11 @@ def _chained(collective: Callable[[Any, int], Any], n: int, times: int, x: Any) 
     return x
 
 
-def _messages(kind: str, length: int, group: int, times: int) -> _Trial:
-    devices = np.array(jax.local_devices()).reshape(-1, group)
+def _send(message: Message, times: int) -> _Trial:
+    devices = np.array(jax.local_devices()).reshape(-1, message.group)
     mesh = jax_compat.auto_mesh(devices, ("groups", "x"))
-    return _trial(mesh, partial(_chained, COLLECTIVES[kind], group, times), [(length,)], "float32", times)
+    chain = partial(_chained, COLLECTIVES[message.kind], message.group, times)
+    return _trial(mesh, chain, [(message.nbytes // 4,)], "float32", times)
 
 
 OVERLAP = ("products alone", "all-reduces alone", "products beside all-reduces")

@@ -15,7 +15,7 @@ network is.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,13 +31,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product of rows x contracted by contracted x columns on every device at once; `seconds` for one."""
+    """A matrix product of rows x contracted by contracted x columns on every device at once."""
 
     rows: int
     columns: int
     contracted: int
     dtype: str
-    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.rows} x {self.contracted} by {self.contracted} x {self.columns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class Stream:
     """A pass that reads and writes `nbytes` bytes (both counted) on every device at once."""
 
     nbytes: int
-    seconds: float
+
+    def __str__(self) -> str:
+        return f"pass over {self.nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +59,22 @@ class Message:
     kind: str
     nbytes: int
     group: int
-    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.nbytes} bytes by {self.group}"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured on the devices of one host.
+    """What was measured on the devices of one host: the seconds of one of each.
 
     Attributes:
         overlap: share of a collective that was hidden behind products that do not wait for it, 0 to 1.
     """
 
-    products: tuple[Product, ...]
-    streams: tuple[Stream, ...]
-    messages: tuple[Message, ...]
+    products: Mapping[Product, float]
+    streams: Mapping[Stream, float]
+    messages: Mapping[Message, float]
     overlap: float = 0.0
 
 
@@ -125,14 +131,16 @@ def _solve(model: Callable[[Floats], Floats], seconds: Floats, start: Sequence[f
     return np.exp(least_squares(residuals, np.log(np.asarray(start)), loss="soft_l1", f_scale=0.2).x)
 
 
-def _compute(products: Sequence[Product], streams: Sequence[Stream], base: Device) -> tuple[Device, list[Fit]]:
+def _compute(
+    products: Mapping[Product, float], streams: Mapping[Stream, float], base: Device
+) -> tuple[Device, list[Fit]]:
     """Products and passes together: what both have in common is the overhead, which neither tells alone."""
     dtypes = sorted({s.dtype for s in products})
     extents = np.array([[s.rows, s.columns, s.contracted] for s in products], np.float64)
     which = np.array([dtypes.index(s.dtype) for s in products])
     nbytes = np.array([s.nbytes for s in streams], np.float64)
-    seconds = np.array([s.seconds for s in (*products, *streams)])
-    there, passed = seconds[: len(products)], seconds[len(products) :]
+    there, passed = np.array(list(products.values())), np.array(list(streams.values()))
+    seconds = np.concatenate([there, passed])
 
     def model(p: Floats) -> Floats:
         """Of overhead, bandwidth, three extents of half the rate and the rates."""
@@ -150,12 +158,11 @@ def _compute(products: Sequence[Product], streams: Sequence[Stream], base: Devic
         kernel_overhead=float(found[0]),
         memory_bandwidth=float(found[1]),
     )
-    named = [f"{s.dtype} {s.rows} x {s.contracted} by {s.contracted} x {s.columns}" for s in products]
-    return device, _fits([*named, *(f"pass over {s.nbytes} bytes" for s in streams)], seconds, model(found))
+    return device, _fits((*products, *streams), seconds, model(found))
 
 
-def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
-    seconds = np.array([s.seconds for s in samples])
+def _link(samples: Mapping[Message, float], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
+    seconds = np.array(list(samples.values()))
     groups = sorted({s.group for s in samples})
 
     def model(p: Floats) -> Floats:
@@ -165,9 +172,8 @@ def _link(samples: Sequence[Message], base: Cluster, device: Device) -> tuple[Li
 
     found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
     link = replace(base.intra, alpha=float(found[0]), beta=float(found[1]))
-    named = [f"{s.kind} of {s.nbytes} bytes by {s.group}" for s in samples]
-    return link, _fits(named, seconds, model(found))
+    return link, _fits(samples, seconds, model(found))
 
 
-def _fits(names: Sequence[str], seconds: Floats, predicted: Floats) -> list[Fit]:
-    return [Fit(n, float(m), float(p)) for n, m, p in zip(names, seconds, predicted, strict=True)]
+def _fits(what: Iterable[Product | Stream | Message], seconds: Floats, predicted: Floats) -> list[Fit]:
+    return [Fit(str(w), float(m), float(p)) for w, m, p in zip(what, seconds, predicted, strict=True)]

@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Device, Level, Link, LogicalMesh
+from autopar.cost_models.collectives import linear_coefficients
+from autopar.cost_models.host import HOST
 from autopar.errors import ClusterError, MeshError
 from autopar.links import Stretch, stretch
 
@@ -220,9 +222,6 @@ def test_local_shares_the_host_between_virtual_devices() -> None:
     one = cluster.device.peak("float32")
     assert (cluster.hosts, cluster.num_devices) == (1, 8)
     assert cluster.logical_mesh((8,)).device.name == "cpu"
-    from autopar.cost_models.collectives import linear_coefficients
-    from autopar.cost_models.host import HOST
-
     assert one * 8 == pytest.approx(cores * HOST.flops_per_core["float32"])
     ((some, _),) = linear_coefficients("all-reduce", (1,), cluster.logical_mesh((4, 2)))
     ((everyone, _),) = linear_coefficients("all-reduce", (0,), cluster.logical_mesh((8,)))

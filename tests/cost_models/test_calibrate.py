@@ -29,19 +29,20 @@ def _measured(link: Link, noise: float, seed: int = 0) -> Measured:
     def seen(seconds: float) -> float:
         return seconds * math.exp(noise * draw.standard_normal())
 
-    def product(rows: int, columns: int, contracted: int) -> Product:
-        extents = math.prod(n + half for n, half in zip((rows, columns, contracted), HALF, strict=True))
-        return Product(rows, columns, contracted, "float32", seen(OVERHEAD + 2 * extents / RATE))
+    def product(p: Product) -> float:
+        extents = math.prod(n + half for n, half in zip((p.rows, p.columns, p.contracted), HALF, strict=True))
+        return seen(OVERHEAD + 2 * extents / RATE)
 
-    def sent(kind: str, nbytes: int, n: int) -> Message:
-        mesh = LogicalMesh(("x",), (n,), (link,), _base(link.network).device, ((Level(n, link),),))
-        return Message(kind, nbytes, n, seen(collective_time(kind, nbytes, (0,), mesh)))
+    def sent(m: Message) -> float:
+        mesh = LogicalMesh(("x",), (m.group,), (link,), _base(link.network).device, ((Level(m.group, link),),))
+        return seen(collective_time(m.kind, m.nbytes, (0,), mesh))
 
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute")
+    messages = [Message(kind, nbytes, n) for kind in kinds for nbytes in (2**10, 2**16, 2**22) for n in (2, 8)]
     return Measured(
-        tuple(product(*extents) for extents in measure.EXTENTS),
-        tuple(Stream(n, seen(OVERHEAD + n / BANDWIDTH)) for n in measure.STREAM_BYTES),
-        tuple(sent(kind, nbytes, n) for kind in kinds for nbytes in (2**10, 2**16, 2**22) for n in (2, 8)),
+        {p: product(p) for p in (Product(*extents, "float32") for extents in measure.EXTENTS)},
+        {Stream(n): seen(OVERHEAD + n / BANDWIDTH) for n in measure.STREAM_BYTES},
+        {m: sent(m) for m in messages},
         0.25,
     )
 
@@ -78,7 +79,7 @@ def test_what_was_not_measured_stays() -> None:
 
 def test_one_device_says_nothing_of_links() -> None:
     base = _base("memory")
-    found = fit(replace(_measured(Link(4e-5, 1e-9), 0.0), messages=()), base)
+    found = fit(replace(_measured(Link(4e-5, 1e-9), 0.0), messages={}), base)
     assert (found.cluster.intra.alpha, found.cluster.intra.beta) == pytest.approx((base.intra.alpha, base.intra.beta))
     assert found.cluster.device.peak("float32") == pytest.approx(RATE, rel=1e-3)
 
