@@ -31,7 +31,8 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
     """Medians over `repeats` processes.
 
     Args:
-        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, remat, per_microbatch.
+        spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, memory_budget, remat, offload,
+            per_microbatch.
         repeats: number of processes.
         tell: hears of each as it ends.
 
@@ -75,7 +76,9 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
         mesh=tuple(mesh) if mesh else None,
         cluster=found,
         solver=spec.get("solver") or "auto",
+        memory_budget=spec.get("memory_budget"),
         remat=spec.get("remat") or ("none" if mesh else "auto"),
+        offload=spec.get("offload") or "auto",
         per_microbatch=spec.get("per_microbatch") or (),
     )
     total, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu

@@ -15,9 +15,11 @@ from autopar.cli.options import (
     Hosts,
     Json,
     Layers,
+    MemoryBudget,
     Meshes,
     MeshSizes,
     Models,
+    Offload,
     PerMicrobatch,
     Plot,
     Repeats,
@@ -44,9 +46,11 @@ def bench_plan(
     batch: Batch = None,
     seq: Seq = None,
     solver: Solver = "auto",
+    memory_budget: MemoryBudget = None,
     remat: Annotated[
         str | None, typer.Option(help="auto, none, dots or full; default: none on a mesh, else auto")
     ] = None,
+    offload: Offload = "auto",
     per_microbatch: PerMicrobatch = None,
     repeats: Repeats = 3,
     as_json: Json = False,
@@ -60,8 +64,8 @@ def bench_plan(
     found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
     spec = {
         "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
-        "layers": layers, "batch": batch, "seq": seq, "solver": solver, "remat": remat,
-        "per_microbatch": words(per_microbatch, ()),
+        "layers": layers, "batch": batch, "seq": seq, "solver": solver, "memory_budget": memory_budget,
+        "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
     }  # fmt: skip
     result = measure.run(spec, repeats, say)
     report(as_json, result, lambda: measure.table(result))
