@@ -59,6 +59,9 @@ class MemoryBudgetError(AutoparError, RuntimeError):
         super().__init__(message)
         self.budget, self.least_bytes, self.bound_bytes = budget, least_bytes, bound_bytes
 
+    def __reduce__(self) -> tuple[type[MemoryBudgetError], tuple[str, float, int, int]]:
+        return type(self), (str(self), self.budget, self.least_bytes, self.bound_bytes)
+
 
 class MicrobatchError(AutoparError, ValueError):
     """A step that does not fall into microbatches: its batch does not divide, or examples depend on each other."""

@@ -15,12 +15,13 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import codegen, jax_compat, meshes, offloading, pipeline_plan, pipelines, plan_cache
+from autopar import codegen, jax_compat, meshes, offloading, pipeline_plan, pipelines, plan_cache, side_by_side
 from autopar.accumulation import accumulated
 from autopar.cluster import Cluster
 from autopar.errors import (
@@ -157,15 +158,12 @@ def _best(
         offload=_offload(s, candidates[0], local),
     )
     best: Prepared | None = None
-    misfits: list[PinError] = []  # a pin may name axes that only some of the candidates have
-    for target in candidates:
-        try:
-            plan, found = _planned(traced, target, options, trace_s, parts)
-        except PinError as error:
-            misfits.append(error)
+    tell = partial(_report, name_of(fn)) if s.progress else None
+    made = side_by_side.results([partial(_tried, traced, one, options, trace_s, parts, tell) for one in candidates])
+    for target, outcome in zip(candidates, made, strict=True):
+        if isinstance(outcome, PinError):
             continue
-        if s.progress:
-            _report(name_of(fn), plan)
+        plan, found = outcome
         if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
             if count > 1:
                 plan = replace(
@@ -177,7 +175,7 @@ def _best(
                 )
             best = Prepared(traced, plan, target, rules, found)
     if best is None:
-        raise misfits[0]
+        raise next(outcome for outcome in made if isinstance(outcome, PinError))
     if best.plan.remat:
         best = replace(best, traced=executed(parts.step, best.plan))
     for warning in best.warnings:
@@ -286,6 +284,24 @@ def _staged(
     if s.progress:
         _report(name_of(fn), made)
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
+
+
+def _tried(
+    traced: Traced,
+    target: Target,
+    options: Options,
+    trace_s: float,
+    parts: Parts,
+    tell: Callable[[Plan], None] | None,
+) -> tuple[Plan, tuple[str, ...]] | PinError:
+    """As `_planned`; a pin may name axes that only some of the candidate meshes have. `tell` hears of the plan."""
+    try:
+        plan, found = _planned(traced, target, options, trace_s, parts)
+    except PinError as error:
+        return error
+    if tell is not None:
+        tell(plan)
+    return plan, found
 
 
 def _planned(

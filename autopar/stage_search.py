@@ -9,11 +9,13 @@
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
 all of the time, so that they are found only where they may lead to something better:
 
-    microbatches   from the largest number on, two at a time in two processes, until the last brings little: the fewer,
-                   the longer the bubble and the less the rest. What does not fit in the smallest microbatches does
-                   not fit in larger ones                                                             -> Hunt.best
+    microbatches   two numbers at a time in two processes, until the last brings little: the fewer, the longer the
+                   bubble and the less the rest. From the largest on, since what does not fit in the smallest
+                   microbatches does not fit in larger ones; on one host, where stages are few, from the middle on, up
+                   where fewer are no better                                                          -> Hunt.best
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
+                   a number is left where layers on the first submeshes take too long already         -> Hunt._may_be
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division: a layer hardly ever takes less of all devices' time and memory on
                    more of them                                                                       -> Hunt.divisions
@@ -194,14 +196,24 @@ class Hunt:
         """The best pipeline; None if none fits."""
         if not self.fits(choice):
             return None
-        best: Found | None = None
-        before, falling = math.inf, sorted(choice.numbers, reverse=True)
-        for first in range(0, len(falling), side_by_side.WORKERS):
-            some = falling[first : first + side_by_side.WORKERS]
-            found = side_by_side.results([partial(self.at, count, choice) for count in some])
+        falling, workers = sorted(choice.numbers, reverse=True), side_by_side.WORKERS
+        middle = 0 if self.cluster.hosts > 1 else (len(falling) - 1) // (2 * workers) * workers
+        found = self._along(falling[middle:], choice, None)
+        if found is None or found.microbatches == falling[middle]:
+            return self._along(falling[:middle][::-1], choice, found)
+        return found
+
+    def _along(self, numbers: Sequence[int], choice: Open, best: Found | None) -> Found | None:
+        """The best pipeline, or the one known, with these numbers of microbatches, until the last brings little."""
+        before = math.inf if best is None else best.seconds
+        fewer = list(numbers) == sorted(numbers, reverse=True)
+        for first in range(0, len(numbers), side_by_side.WORKERS):
+            some = numbers[first : first + side_by_side.WORKERS]
+            limit = math.inf if best is None else best.seconds * (1 + TOLERANCE)
+            found = side_by_side.results([partial(self.at, count, choice, limit) for count in some])
             best = min((f for f in (best, *found) if f is not None), key=rank, default=None)
             *_, before, last = before, *(math.inf if f is None else f.seconds for f in found)
-            if best is None or last > (1 - LITTLE) * before:
+            if last > (1 - LITTLE) * before or (best is None and fewer):
                 return best
             before = last
         return best
@@ -232,9 +244,11 @@ class Hunt:
         known.update({n: known[n].deeper(known[n].trades, len(SHARES)) for n in some})
         return known
 
-    def at(self, count: int, choice: Open) -> Found | None:
-        """The best pipeline with this number of microbatches."""
-        question, divisions = self.divisions(count, choice)
+    def at(self, count: int, choice: Open, limit: float = math.inf) -> Found | None:
+        """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds."""
+        if limit < math.inf and not self._may_be(count, choice, limit * (1 - WORTH)):
+            return None
+        question, divisions = self.divisions(count, choice, limit)
         plain = self._plain(divisions, choice)[:PLAYED]
         return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
 
@@ -253,18 +267,23 @@ class Hunt:
 
         return [d for d in divisions if is_plain(d)] or divisions
 
-    def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions with this number of microbatches, and what they answer."""
+    def divisions(self, count: int, choice: Open, limit: float = math.inf) -> tuple[Question, tuple[Division, ...]]:
+        """The best divisions with this number of microbatches below a limit in seconds, and what they answer."""
         first, *others = self.turns()
-        question, found = self._settled(count, choice, first)
+        question, found = self._settled(count, choice, first, limit)
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            limit = found[0].seconds if found else math.inf
+            limit = found[0].seconds if found else limit
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
                 break
             question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
         return question, found
+
+    def _may_be(self, count: int, choice: Open, limit: float) -> bool:
+        """Whether the first submeshes may lead to less than a limit in seconds, priced one after the other."""
+        first = self.turns()[0]
+        return all(self._promise(count, choice, first[:i], first[i : i + 1], limit) for i in range(1, len(first)))
 
     def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
         """Whether submeshes without prices may lead to less than a limit in seconds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from autopar.errors import ArgumentError, AutoparError, AutoparWarning, PlanMismatchError
+from autopar.errors import ArgumentError, AutoparError, AutoparWarning, MemoryBudgetError, PlanMismatchError
 from autopar.passes import solvers
 from autopar.plans import Plan
 from tests.mistakes import CASES, W, X, planned, product
@@ -82,3 +83,9 @@ def test_a_step_runs_although_its_solver_dies(monkeypatch: pytest.MonkeyPatch, c
     assert [w.filename for w in caught] == [__file__]
     np.testing.assert_allclose(result[0], jax.jit(product)(W, X)[0], rtol=1e-5)
     assert any(how in note for note in step.plan(W, X).notes)
+
+
+def test_what_no_budget_fits_comes_whole_from_another_process() -> None:
+    again = pickle.loads(pickle.dumps(MemoryBudgetError("no plan fits", 1e9, 2 * 10**9, 10**9)))
+    assert isinstance(again, MemoryBudgetError)
+    assert (str(again), again.budget, again.least_bytes, again.bound_bytes) == ("no plan fits", 1e9, 2 * 10**9, 10**9)

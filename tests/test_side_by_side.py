@@ -56,3 +56,22 @@ def test_with_a_backend_tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert side_by_side.results([partial(power, n) for n in range(4)]) == [0, 1, 4, 9]
     assert side_by_side.results([os.getpid, os.getpid]) == [os.getpid()] * 2
     assert side_by_side.results([]) == []
+
+
+def test_meshes_planned_in_two_processes_give_the_plan_of_one() -> None:
+    """A cluster leaves the mesh open: every shape is planned, and the best kept; a pin that none has is refused."""
+    script = """
+from jax.sharding import PartitionSpec
+from autopar import plan, zoo
+from autopar.cluster import Cluster
+from autopar.errors import PinError
+model, eight = zoo.build("mlp-toy"), Cluster.preset("dgx-h100")
+found = plan(model.step, *model.abstract_args(), cluster=eight)
+print(found.mesh_sizes, found.step_time_s, found.inputs)
+try:
+    plan(model.step, *model.abstract_args(), cluster=eight, pins={"*w*": PartitionSpec("nowhere")})
+except PinError as error:
+    print(error)
+"""
+    alone = "from autopar import side_by_side\nside_by_side.WORKERS = 1\n" + script
+    assert processes.printed(script, "0") == processes.printed(alone, "0") != ""

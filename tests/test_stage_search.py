@@ -33,8 +33,8 @@ from autopar.stage_trades import ENOUGH, SHARES, Trade
 from autopar.trace import Traced, trace
 
 
-def traced(name: str, layers: int | None = None) -> Traced:
-    model = zoo.build(name) if layers is None else zoo.build(name, layers=layers)
+def traced(name: str, **sizes: Any) -> Traced:
+    model = zoo.build(name, **sizes)
     return trace(model.step, *model.abstract_args())
 
 
@@ -314,6 +314,30 @@ def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> No
     alone = [hunt.best(opened(hunt, numbers=(number,))) for number in (1, 2, 4, 8)]
     assert best is not None
     assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.25])
+def test_numbers_from_the_middle_on_lead_to_the_best(share: float) -> None:
+    """Down where memory is ample, up where only small microbatches fit."""
+    step = traced("gpt-toy", layers=2, batch=32)
+    counts = (1, 2, 4, 8, 16, 32)
+    hunt = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    ample = [hunt.best(opened(hunt, numbers=(count,))) for count in counts]
+    memory = share * max(max(found.peaks) for found in ample if found is not None)
+    alone = [hunt.best(opened(hunt, numbers=(count,), memory=memory)) for count in counts]
+    best = hunt.best(opened(hunt, numbers=counts, memory=memory))
+    assert best is not None
+    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+
+
+def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(hunt: Hunt) -> None:
+    choice = opened(hunt)
+    found = hunt.at(4, choice)
+    assert found is not None
+    assert hunt.at(4, choice, 0.9 * found.seconds) is None
+    again = hunt.at(4, choice, 1.1 * found.seconds)
+    assert again is not None
+    assert (again.stages, again.seconds) == (found.stages, found.seconds)
 
 
 def test_a_slow_network_between_hosts_makes_stages() -> None:
