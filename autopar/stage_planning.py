@@ -141,17 +141,32 @@ class Charges:
         self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
 
     def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: Limit) -> StagePlan:
-        """The plan of a stage like this one, at the first rate from that of the limit on at which it fits.
+        """The plan of a stage like this one, at the lowest rate at which it fits, looked for from that of the limit on.
 
         With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
         """
-        over, made = 0.0, None
-        for share in sorted({limit.share, *(rate for rate in RATES if rate > limit.share)}):
+
+        def tried(share: float) -> tuple[StagePlan, float]:
             made = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
-            over = stage_memory(made).peak(limit.in_flight) - limit.nbytes
+            return made, stage_memory(made).peak(limit.in_flight) - limit.nbytes
+
+        rising = sorted({limit.share, *(rate for rate in RATES if rate > limit.share)})
+        made, over = tried(rising[0])
+        falling = [rate for rate in reversed(RATES) if rate < limit.share] if over <= 0 else []
+        for share in rising[1:]:
             if over <= 0:
-                return made
-        assert made is not None
+                break
+            made, over = tried(share)
+        # layers by themselves may have to be charged more than the whole stage
+        for share in falling:
+            if made.solution.objective <= (1 + ENOUGH) * self.free.objective:
+                break
+            less, too_much = tried(share)
+            if too_much > 0:
+                break
+            made = min(made, less, key=lambda plan: plan.solution.objective)
+        if over <= 0:
+            return made
         warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
         return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from autopar import side_by_side, stage_runs
 from autopar.cluster import Cluster, LogicalMesh
+from autopar.planning import Options
+from autopar.rules import Reader
+from autopar.stage_planning import ENOUGH, RATES, Charges, Limit
+from autopar.stage_planning import planned as plan_at
+from autopar.stage_prices import stage_memory
 from autopar.stage_runs import StagePlans, plan_stages, runs
 from tests import processes
 from tests.test_stage_graphs import staged
@@ -68,3 +74,19 @@ def test_the_plan_is_the_same_in_any_number_of_processes(monkeypatch: pytest.Mon
     here = planned()
     assert {type(p).__name__ for p in here.plans} == {"StagePlan"}
     assert described(here) == apart
+
+
+def test_a_stage_is_charged_no_more_than_it_has_to_be() -> None:
+    """Whatever rate its layers were charged at by themselves: the lowest one of those at which the whole fits."""
+    _, graphs, _ = staged("gpt-toy", 2, layers=4)
+    slow = Cluster.custom((4,), 1e-6, 1e-7, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
+    graph, rules = graphs[0], Reader({}).of(graphs[0].graph)
+    charges = Charges(graph, slow, rules, Options())
+    at = [plan_at(graph, slow, rules, charges.model, charges.liveness, charges.at(rate)) for rate in RATES]
+    peaks, seconds = [stage_memory(plan).peak(1) for plan in at], [plan.solution.objective for plan in at]
+    assert min(peaks) < 0.8 * peaks[0]
+    assert max(seconds) > 1.2 * seconds[0]
+    for limit in (max(peaks), *(0.5 * (a + b) for a, b in itertools.pairwise(peaks) if a > b), min(peaks)):
+        found = [charges.within(graph, rules, Limit(limit, 1, rate)) for rate in RATES]
+        assert all(stage_memory(plan).peak(1) <= limit for plan in found)
+        assert max(p.solution.objective for p in found) <= (1 + ENOUGH) * min(p.solution.objective for p in found)
