@@ -11,11 +11,11 @@ all of the time, so that they are found only where they may lead to something be
 
     microbatches   two numbers at a time in two processes, until the last brings little: the fewer, the longer the
                    bubble and the less the rest. From the largest on, since what does not fit in the smallest
-                   microbatches does not fit in larger ones; on one host, where stages are few, from the middle on, up
-                   where fewer are no better                                                          -> Hunt.best
+                   microbatches does not fit in larger ones; on one host, where stages are few, from the middle on, and
+                   up where fewer are no better or something is recomputed                            -> Hunt.best
+                   A number is left where layers on the smallest submeshes take too long already      -> Hunt._may_be
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
-                   a number is left where layers on the first submeshes take too long already         -> Hunt._may_be
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division: a layer hardly ever takes less of all devices' time and memory on
                    more of them                                                                       -> Hunt.divisions
@@ -199,7 +199,8 @@ class Hunt:
         falling, workers = sorted(choice.numbers, reverse=True), side_by_side.WORKERS
         middle = 0 if self.cluster.hosts > 1 else (len(falling) - 1) // (2 * workers) * workers
         found = self._along(falling[middle:], choice, None)
-        if found is None or found.microbatches == falling[middle]:
+        # in smaller microbatches, what is recomputed now might not have to be
+        if found is None or found.microbatches == falling[middle] or set(found.remat) != {remat.NONE}:
             return self._along(falling[:middle][::-1], choice, found)
         return found
 
@@ -248,7 +249,7 @@ class Hunt:
         """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds."""
         if limit < math.inf and not self._may_be(count, choice, limit * (1 - WORTH)):
             return None
-        question, divisions = self.divisions(count, choice, limit)
+        question, divisions = self.divisions(count, choice)
         plain = self._plain(divisions, choice)[:PLAYED]
         return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
 
@@ -267,13 +268,13 @@ class Hunt:
 
         return [d for d in divisions if is_plain(d)] or divisions
 
-    def divisions(self, count: int, choice: Open, limit: float = math.inf) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions with this number of microbatches below a limit in seconds, and what they answer."""
+    def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
+        """The best divisions with this number of microbatches, and what they answer."""
         first, *others = self.turns()
-        question, found = self._settled(count, choice, first, limit)
+        question, found = self._settled(count, choice, first)
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            limit = found[0].seconds if found else limit
+            limit = found[0].seconds if found else math.inf
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
                 break
             question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
