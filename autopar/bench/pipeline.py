@@ -1,16 +1,26 @@
 """`autopar bench pipeline`: a pipeline's step against the simulator at measured prices, and what dispatching it takes.
 
-Two ranks on two virtual CPU devices, each to have one core. XLA's CPU client gives all devices of a process one pool of
-threads, whatever its flags say (seen on jaxlib 0.10.2 and 0.12.0): a kernel that is large enough runs on as many
-threads as there are devices, and a device that waits lends its core to the other, so that no schedule has a bubble. The
-model here (`narrow`) has layers of many small products, which jaxlib 0.10.2 runs on one thread, but for a fifth of the
-time, and 0.12.0 on all; models of the zoo are for comparison. `threads`, CPU seconds per second while instructions run
-one by one, is 1 where a pass has one thread, and less where other processes want the cores: then times mean little.
+Two ranks on two virtual CPU devices, each to have one core. Three things would lend a core that waits to the other,
+so that no schedule had a bubble, or would drown it in noise:
 
-    pass, send, update    every instruction waited for, while another process keeps the other core busy; medians
+    kernels   XLA's CPU client gives all devices of a process one pool of threads, whatever its flags say (seen on
+              jaxlib 0.10.2 and 0.12.0). Elementwise operations are cut into as many pieces as the process may use cores
+              when it compiles: here one. Products use the pool where they are large, and where many wait for nothing:
+              the model here (`narrow`) has layers of many small ones, and stages of eight layers; jaxlib 0.10.2 runs
+              these on one thread, 0.12.0 on all. Models of the zoo are for comparison
+    clocks    cores share caches, memory and power, and may be threads of one core: on each there is a process of idle
+              priority, which multiplies matrices whenever nothing else wants the core                  -> neighbours
+    memory    arrays whose pages go back to the system when they are freed are mapped anew in every step, for up to half
+              of its time: glibc is told to keep them                                                   -> KEEP
+
+`threads`, CPU seconds per second while instructions run one by one, is 1 where a pass has one thread, and less where
+other processes want the cores: then times mean little.
+
+    pass, send, update    every instruction waited for; medians
     simulated             the schedule's lists played at these prices
-    measured              the step as it runs, the schedules taking turns; median
-    bubble                1 - what both devices compute, by these prices, over twice the step
+    measured              the step as it runs, right after the one that gave prices; the schedules take turns; median
+    ratio                 measured over simulated of such a pair of steps; median
+    bubble                1 - what both devices compute, by these prices, over twice the step; median over pairs
 
 What begins a step (cutting the batch, empty sums) is priced with the updates. Dispatch is the time from one instruction
 to the next in a step of a tiny model that nobody waits for, on submeshes of one and of two devices.
@@ -21,12 +31,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -46,7 +55,7 @@ from autopar.schedules import Instruction, Schedule
 from autopar.settings import settings
 
 RANKS = 2
-MICROBATCHES = 4
+MICROBATCHES = 2  # the fewer, the further apart are the bubbles of schedules
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 MODEL = "narrow"
 TINY = "mlp-toy"
@@ -55,11 +64,22 @@ DISPATCHED = 50  # steps of the tiny model
 
 #: Model of the zoo -> sizes with which a pass takes tens of milliseconds on one core.
 BENCH_SIZES: Mapping[str, Mapping[str, Any]] = {"gpt-3m": {"layers": 4, "batch": 16}}
-LAYERS, PRODUCTS, WIDTH, BATCH = 8, 384, 64, 256  # of `narrow`
+LAYERS, PRODUCTS, WIDTH, BATCH = 16, 64, 128, 128  # of `narrow`: arrays of a product fit into a core's cache
 
-#: What there is to keep kernels to one thread.
+#: What there is to keep kernels to one thread, and memory from going back to the system.
 FLAGS = "--xla_cpu_multi_thread_eigen=false"
-BUSY = "import numpy\na = numpy.ones((512, 512), 'float32')\nwhile True:\n    a @ a"
+KEEP = {"mmap_max": 0, "trim_threshold": 1 << 36, "top_pad": 1 << 28}
+#: A neighbour on the core of its argument.
+BUSY = f"""
+import os, sys
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(0, [int(sys.argv[1])])
+import numpy
+x, w = numpy.full(({PRODUCTS}, 64, {WIDTH}), 1e-3, "f"), numpy.full(({PRODUCTS}, {WIDTH}, {WIDTH}), 1e-3, "f")
+y = x
+while True:
+    y = x + y @ w
+"""
 
 Row = dict[str, Any]
 #: Operation, kind, stage, stage that it is for.
@@ -67,7 +87,7 @@ Key = tuple[str, str, int, int]
 
 
 def narrow(layers: int = LAYERS, products: int = PRODUCTS, width: int = WIDTH, batch: int = BATCH) -> zoo.Model:
-    """x <- x + tanh(x w), w a diagonal of `products` blocks of `width` x `width`; gradient descent on the mean square.
+    """x <- x + max(x w, 0), w a diagonal of `products` blocks of `width` x `width`; gradient descent on the mean x^2.
 
     A layer's product on b examples is `products` products [b, width] [width, width], which run one after the other.
     """
@@ -82,7 +102,7 @@ def narrow(layers: int = LAYERS, products: int = PRODUCTS, width: int = WIDTH, b
     def loss(params: Any, inputs: Any) -> jax.Array:
         x = inputs["x"].swapaxes(0, 1)
         for w in params:
-            x = x + jnp.tanh(jnp.matmul(x, w))
+            x = x + jnp.maximum(jnp.matmul(x, w), 0)
         return jnp.mean(x**2)
 
     def step(state: Any, inputs: Any) -> Any:
@@ -121,31 +141,35 @@ class Clock:
         count = len(found) // steps
         return math.fsum(statistics.median(found[k::count]) for k in range(count))
 
+    def repeat(self, r: int, repeats: int) -> Clock:
+        """What step r of so many has told."""
+        times = {key: found[r * len(found) // repeats :][: len(found) // repeats] for key, found in self.times.items()}
+        return Clock(begins=self.begins[r : r + 1], times=times)
+
     def beginning(self) -> float:
         """s before the first pass, which is of stage 0."""
         return max(0.0, statistics.median(self.begins) - self.median("run", "F", 0))
 
 
 @contextlib.contextmanager
-def neighbour() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that multiplies matrices on one core whenever it is woken; it sleeps at first."""
+def neighbours(cores: Iterable[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """While a process of idle priority each keeps these cores busy whenever nothing else wants them."""
     env = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")}
-    with subprocess.Popen([sys.executable, "-c", BUSY], env=env) as child:
-        try:
-            child.send_signal(signal.SIGSTOP)
-            yield child
-        finally:
-            child.kill()
-
-
-@contextlib.contextmanager
-def awake(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While the neighbour works."""
-    child.send_signal(signal.SIGCONT)
+    children = [subprocess.Popen([sys.executable, "-c", BUSY, str(core)], env=env) for core in cores]
     try:
-        yield
+        yield children
     finally:
-        child.send_signal(signal.SIGSTOP)
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def confine(cores: Iterable[int]) -> None:
+    """Let all threads of this process run on these cores alone."""
+    some = [*cores]
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), some)
 
 
 def built(model: zoo.Model, ranks: int, devices: int, schedule: str, microbatches: int) -> PipelineStep:
@@ -217,40 +241,43 @@ def prices_of(clock: Clock, stages: int, steps: int) -> Prices:
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     """Rows of all schedules, or of dispatch."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:RANKS])
+    cores = sorted(os.sched_getaffinity(0))[:RANKS]
     if "dispatch" in spec:
+        confine(cores)
         yield dispatch(spec["dispatch"])
         return
+    confine(cores[:1])
     worker.cpu_devices(RANKS)
-    name = spec["model"]
+    name, repeats = spec["model"], spec["repeats"]
     model = narrow() if name == MODEL else zoo.build(name, **BENCH_SIZES.get(name, {}))
     variants: list[Variant] = []
     for schedule in spec["schedules"]:
         step = built(model, RANKS, 1, schedule, MICROBATCHES)
         variants.append(Variant(step, placed(step, model)))
+    confine(cores)
+    with neighbours(cores):
+        take_turns(variants, WARM_UP)
+        variants = [replace(v, clock=Clock(), times=[], threads=[]) for v in variants]
+        take_turns(variants, repeats)
     for variant in variants:
-        for _ in range(WARM_UP):
-            variant.run()
-    take_turns(variants, spec["repeats"])
-    for variant in variants:
-        prices = prices_of(variant.clock, len(variant.step.stages.stages), spec["repeats"])
-        yield row(name, variant.step.schedule, prices, variant.times, variant.threads)
+        yield row(name, variant.step.schedule, variant.clock, variant.times, variant.threads)
 
 
 def take_turns(variants: Sequence[Variant], repeats: int) -> None:
     """A step one by one and a step as it runs, of every schedule in turn."""
-    with neighbour() as child:
-        for r in range(repeats):
-            for k in range(len(variants)):
-                variant = variants[(r + k) % len(variants)]
-                with awake(child):
-                    variant.price()
-                variant.times.append(variant.run())
+    for r in range(repeats):
+        for k in range(len(variants)):
+            variant = variants[(r + k) % len(variants)]
+            variant.price()
+            variant.times.append(variant.run())
 
 
-def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float], threads: Sequence[float]) -> Row:
+def row(model: str, schedule: Schedule, clock: Clock, times: Sequence[float], threads: Sequence[float]) -> Row:
     """A schedule measured and simulated."""
-    played, measured = simulate(schedule, prices), statistics.median(times)
+    stages, repeats = len(schedule.pipeline.placement), len(times)
+    prices = prices_of(clock, stages, repeats)
+    played = simulate(schedule, prices)
+    pairs = [(simulate(schedule, prices_of(clock.repeat(r, repeats), stages, 1)), t) for r, t in enumerate(times)]
     passes = prices.passes(schedule.pipeline.split)
     return {
         "model": model,
@@ -260,12 +287,13 @@ def row(model: str, schedule: Schedule, prices: Prices, times: Sequence[float], 
         "once_s": list(prices.update),
         "transfer_s": {f"{a}>{b}": t for (a, b), t in sorted(prices.transfer.items())},
         "simulated_s": played.seconds,
-        "measured_s": measured,
-        "ratio": measured / played.seconds,
+        "measured_s": statistics.median(times),
+        "ratio": statistics.median(t / one.seconds for one, t in pairs),
         "simulated_bubble": played.bubble,
-        "bubble": 1 - math.fsum(played.busy) / (len(played.busy) * measured),
+        "bubble": statistics.median(1 - math.fsum(one.busy) / (len(one.busy) * t) for one, t in pairs),
         "threads": statistics.median(threads),
         "raw_s": list(times),
+        "raw_simulated_s": [one.seconds for one, _ in pairs],
     }
 
 
@@ -296,7 +324,8 @@ def dispatch(devices: int) -> Row:
 
 def run(model: str, repeats: int, tell: Callable[[str], None] = lambda text: None) -> Row:
     """{"rows": a row per schedule, "dispatch": a row per size of submesh}; WorkerError where a worker dies."""
-    env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()}
+    keep = ":".join(f"glibc.malloc.{word}={n}" for word, n in KEEP.items())
+    env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip(), "GLIBC_TUNABLES": keep}
     rows: list[Row] = []
     for found in worker.lines(
         "autopar.bench.pipeline", {"model": model, "schedules": SCHEDULES, "repeats": repeats}, env

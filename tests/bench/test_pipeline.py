@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import numpy as np
 import pytest
 
 from autopar.bench import pipeline
-from autopar.cost_models.pipeline import Prices, uniform
+from autopar.cost_models.pipeline import Prices
 from autopar.schedules import Instruction, Size, make
 
 
@@ -25,7 +29,7 @@ def test_a_layer_is_a_product_by_a_block_diagonal() -> None:
     model = pipeline.narrow(layers=1, products=2, width=3, batch=4)
     state, batch = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
     w, x = np.asarray(state["params"][0]), np.asarray(batch["x"])
-    expected = np.mean(np.square(x + np.tanh(np.einsum("bni,nij->bnj", x, w))))
+    expected = np.mean(np.square(x + np.maximum(np.einsum("bni,nij->bnj", x, w), 0)))
     assert float(model.step(state, batch)[1]["loss"]) == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -61,16 +65,44 @@ def test_a_clock_keeps_the_beginning_of_a_step_apart() -> None:
     assert {key: len(times) for key, times in clock.times.items()} == {("run", "F", 0, -1): 2}
 
 
-def test_a_row_has_the_ratio_and_both_bubbles() -> None:
-    """Two alike stages: 2 (m + p - 1) ticks, of which m work."""
+def test_a_row_pairs_steps_with_the_prices_before_them() -> None:
+    """Two alike stages of passes that take t: 2 t (m + p - 1), of which m work. The machine gets slower by the step."""
     schedule = make("1f1b", Size(2, 4))
-    found = pipeline.row("narrow", schedule, uniform(2, 1.0, 1.0), [12.0, 10.0, 16.0], [1.0, 0.9, 1.1])
-    assert (found["simulated_s"], found["measured_s"], found["ratio"]) == (10.0, 12.0, 1.2)
+    ticks = (1.0, 2.0, 4.0)
+    seconds = {("run", kind, s, -1): [t for t in ticks for _ in range(4)] for kind in "FB" for s in range(2)}
+    clock = clocked(seconds | {("run", "F", 0, -1): [t for t in ticks for _ in range(3)]}, [*ticks])
+    found = pipeline.row("narrow", schedule, clock, [12.0, 20.0, 60.0], [1.0, 0.9, 1.1])
+    assert (found["raw_simulated_s"], found["raw_s"]) == ([10.0, 20.0, 40.0], [12.0, 20.0, 60.0])
+    assert (found["simulated_s"], found["measured_s"]) == (20.0, 20.0)
+    assert found["ratio"] == pytest.approx(1.2)
     assert found["simulated_bubble"] == pytest.approx(0.2)
     assert found["bubble"] == pytest.approx(1 - 8 / 12)
     assert found["threads"] == 1.0
-    assert pipeline.figures([found]) == {"worst_ratio": 1.2, "by_bubble": ["1f1b"]}
+    assert pipeline.figures([found]) == {"worst_ratio": pytest.approx(1.2), "by_bubble": ["1f1b"]}
     assert "ratio 1.200" in pipeline.line(found)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
+def test_neighbours_take_what_nothing_else_wants() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    with pipeline.neighbours(cores[:1]) as (child,):
+        assert child.poll() is None
+        while os.sched_getaffinity(child.pid) != {cores[0]}:  # it starts
+            time.sleep(0.01)
+        assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
+    assert child.poll() is not None
+
+
+def test_all_threads_are_confined() -> None:
+    cores = os.sched_getaffinity(0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        try:
+            pipeline.confine([min(cores)])
+            assert pool.submit(os.sched_getaffinity, 0).result() == {min(cores)} == os.sched_getaffinity(0)
+        finally:
+            pipeline.confine(cores)
+    assert os.sched_getaffinity(0) == cores
 
 
 def test_a_pipeline_is_measured_end_to_end() -> None:
@@ -82,8 +114,7 @@ def test_a_pipeline_is_measured_end_to_end() -> None:
         variants.append(pipeline.Variant(step, pipeline.placed(step, model)))
     pipeline.take_turns(variants, 2)
     for variant in variants:
-        prices = pipeline.prices_of(variant.clock, 2, 2)
-        found = pipeline.row("narrow", variant.step.schedule, prices, variant.times, variant.threads)
+        found = pipeline.row("narrow", variant.step.schedule, variant.clock, variant.times, variant.threads)
         assert len(found["raw_s"]) == 2
         assert min(t for times in found["pass_s"].values() for t in times) > 0
         assert {*found["transfer_s"]} == {"0>1", "1>0"}
