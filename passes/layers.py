@@ -11,8 +11,9 @@
     loops        a scan with products in its body is a chain of equal layers by itself: one `Layer` with `trips`
 
 Two layers are of one kind if their operations are the same once values are renamed in order of appearance     -> _kind
-A backward operation belongs to the latest layer among the forward values it reads, otherwise to the earliest among the
-cotangents it reads (Zheng et al., 2022, "Alpa", section 5.2, colocate a backward operation likewise)  -> _backward
+A backward operation belongs to the latest layer that makes or reads a forward value it reads (Zheng et al., 2022, "Alpa",
+section 5.2, colocate it likewise), that alone reads a parameter it reads, or whose parameter it is the gradient of; but
+to none later than the cotangents it reads, unless that makes a value it reads                    -> _backward
 
 Values made of constants, or of parameters alone, are not counted as crossing: they can be had anywhere.
 """
@@ -34,6 +35,8 @@ from autopar.passes.work import work
 
 #: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
 WINDOW = 0.35
+#: Operations that leave a gradient what it is.
+RELAYOUTS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,7 @@ class _Chain:
         ids: dict[Hashable, int] = {}
         codes = np.array([ids.setdefault(_code(op), len(ids)) for op in ops], np.int64)
         done = np.concatenate([[0.0], np.cumsum([work(graph, op) for op in ops], dtype=np.float64)])
-        anywhere = _anywhere(graph)
+        anywhere = _roots(graph)
         made = {v: i for i, op in enumerate(ops) for v in op.outputs if v not in anywhere}
         read = {a: i for i, op in enumerate(ops) for a in op.inputs if isinstance(a, int) and a in made}
         change = np.zeros(len(ops) + 2, np.int64)
@@ -162,13 +165,14 @@ def _body_code(region: Region) -> Hashable:
     return tuple(map(_code, region.ops))
 
 
-def _anywhere(graph: Graph) -> frozenset[int]:
-    """Values that depend on constants and on the state alone; on constants alone if nothing is state."""
-    found = {graph.inputs[i] for i in match_state(graph).values()} | {v for v, _ in graph.constants}
+def _roots(graph: Graph) -> Mapping[int, frozenset[int]]:
+    """Values that depend on constants and on the state alone -> what of it; on constants alone if nothing is state."""
+    found = {graph.inputs[i]: frozenset([graph.inputs[i]]) for i in match_state(graph).values()}
+    found.update((v, frozenset[int]()) for v, _ in graph.constants)
     for op in graph.ops:
-        if all(not isinstance(a, int) or a in found for a in op.inputs):
-            found.update(op.outputs)
-    return frozenset(found)
+        if all(a in found for a in _values(op)):
+            found.update(dict.fromkeys(op.outputs, frozenset[int]().union(*(found[a] for a in _values(op)))))
+    return found
 
 
 # Borders
@@ -307,16 +311,58 @@ def _crossing(chain: _Chain, border: int) -> tuple[int, ...]:
 def _backward(graph: Graph, chain: _Chain, layers: Sequence[Layer]) -> Mapping[int, int]:
     """The layer of every backward operation, by position in `graph.ops`."""
     made_in = [(k, chain.ops[layer.start : layer.stop]) for k, layer in enumerate(layers)]
-    layer_of = {v: k for k, ops in made_in for op in ops for v in op.outputs}
-    anywhere = _anywhere(graph)
+    roots = _roots(graph)
+    layer_of = {v: k for k, ops in made_in for op in ops for v in op.outputs if v not in roots}
+    read_in = {v: k for k, ops in made_in for op in ops for v in (*op.outputs, *_values(op)) if v in layer_of}
+    owner = _owners(made_in, roots)
+    gradients = _gradients(graph, owner)
+    last = max(len(layers) - 1, 0)
     cotangent: dict[int, int] = {}
     found: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         if op.phase != "backward":
             continue
-        read = [a for a in op.inputs if isinstance(a, int)]
-        residuals = [layer_of[a] for a in read if a in layer_of and a not in anywhere]
+        read = _values(op)
+        below = [read_in[a] for a in read if a in read_in]
+        below += [owner[leaf] for a in read for leaf in roots.get(a, ()) if leaf in owner]
+        below += [gradients[v] for v in op.outputs if v in gradients]
         above = [cotangent[a] for a in read if a in cotangent]
-        found[position] = max(residuals) if residuals else min(above, default=max(len(layers) - 1, 0))
+        made = [layer_of[a] for a in read if a in layer_of]
+        found[position] = max([min([max(below, default=last), *above]), *made])
         cotangent.update(dict.fromkeys(op.outputs, found[position]))
     return found
+
+
+def _owners(made_in: Sequence[tuple[int, Sequence[Op]]], roots: Mapping[int, frozenset[int]]) -> Mapping[int, int]:
+    """What of the state one layer alone reads -> that layer."""
+    readers: dict[int, set[int]] = {}
+    for k, ops in made_in:
+        reading = [op for op in ops if not op.outputs or not all(v in roots for v in op.outputs)]
+        for leaf in {leaf for op in reading for v in _values(op) for leaf in roots.get(v, ())}:
+            readers.setdefault(leaf, set()).add(k)
+    return {leaf: min(found) for leaf, found in readers.items() if len(found) == 1}
+
+
+def _gradients(graph: Graph, owner: Mapping[int, int]) -> Mapping[int, int]:
+    """Gradients from which the new value of a layer's parameter is made, by operations of its size -> the layer."""
+    maker = {v: op for op in graph.ops for v in op.outputs}
+    found: dict[int, int] = {}
+    for out, i in match_state(graph).items():
+        leaf = graph.inputs[i]
+        waiting = [graph.outputs[out]] if leaf in owner else []
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, int) or value in seen or value not in maker:
+                continue
+            seen.add(value)
+            op = maker[value]
+            if op.phase == "backward" and op.name not in ("add", "add_any"):
+                found[value] = min(found.get(value, owner[leaf]), owner[leaf])
+            if op.phase != "backward" or op.name in ("add", "add_any", *RELAYOUTS):
+                waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
+    return found
+
+
+def _values(op: Op) -> list[int]:
+    return [a for a in op.inputs if isinstance(a, int)]

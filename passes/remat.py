@@ -271,10 +271,10 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     draft.changed.add(layer)
     backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
     apart = _by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals))
-    parts: dict[int, list[Op]] = {}  # first reader -> operations
+    parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> what is recomputed in front of it
     for first, part in sorted(apart.items()):
-        last = max(parts, default=first)
-        parts.setdefault(first if _waits(draft, last, first) else last, []).extend(part)
+        last = max(parts)
+        parts.setdefault(last if parts[last] and not _waits(draft, last, first) else first, []).extend(part)
     for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
         group = [q for q in backward if first <= q < end]
         _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), own - kept, residuals)
@@ -307,6 +307,8 @@ def _again(
     outside = [v for op in again for v in _values(op.inputs) if v not in mine]
     outside += _read_from_outside(draft, group, first)
     held = [v for v in dict.fromkeys(outside) if v not in draft.constant and v not in gone and v in draft.avals]
+    if not again and all(v in draft.made and draft.phase(draft.made[v]) == "backward" for v in held):
+        return  # gradients alone
     barrier = _barrier(draft, held, first)
     behind = dict(zip(held, barrier.outputs, strict=True))
     names = dict(behind)

@@ -7,10 +7,12 @@ backward pass B hands cotangents to earlier ones, and W adds up gradients of wei
     made cheaply from something     also in every other pass that reads it: what a layer keeps for its backward pass, or
       much smaller                  hands over, is what a broadcast or a cast was made of           -> _thin
     forward                         F of the stage of its layer
-    backward                        B of the latest stage among the forward values and the parameters it reads, and the
-                                    parameter it is the gradient of, but no later than the cotangents it reads; of
-                                    their earliest without any of these
-    recomputed                      B of the latest stage that reads it, so that nothing is recomputed for another
+    backward                        B of the latest stage that makes or reads a forward value it reads, holds a
+                                    parameter it reads, or the one it is the gradient of, but no later than the
+                                    cotangents it reads. Without any of these of their earliest, or, where it makes
+                                    no less of them, of the latest stage that reads it
+    recomputed                      B of the latest stage that reads it, so that nothing is recomputed for another;
+                                    barriers likewise: what stands behind one is what stands before it
                                                                                                     -> _backward
     a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
       different stages                                                                              -> _deferred
@@ -30,7 +32,7 @@ from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.graph import Op
 from autopar.passes.clusters import PRODUCTS
-from autopar.passes.layers import Layers
+from autopar.passes.layers import RELAYOUTS, Layers
 from autopar.passes.microbatch import Microbatches
 from autopar.passes.microbatch_programs import Placed, Total
 from autopar.passes.microbatch_states import Partial
@@ -43,6 +45,7 @@ Place = tuple[int, Kind]
 Roots = Mapping[int, frozenset[int]]
 """Whole value -> the arguments that it is computed from."""
 
+BARRIER = "optimization_barrier"
 #: Operations that are not repeated where their results are read, however little they read.
 KEPT = (*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call")
 
@@ -85,7 +88,8 @@ def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights
     loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free]
     ahead, back = _by_phase(split, loop)
     stages = _forward(split, layers, first, ahead)
-    stages.update(_backward(split, back, stages, roots, _owners(split, ahead, free, stages, roots), len(first) - 1))
+    owner = _owners(split, ahead, free, stages, roots)
+    stages.update(_backward(split, back, stages, {**roots, **_behind_free(free, roots)}, owner, len(first) - 1))
     deferred, totals = _deferred(loop, stages, split.totals)
     gone = {p.op.index for p in deferred}
     back = [p for p in back if p.op.index not in gone]
@@ -143,6 +147,15 @@ def _free(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
             local_roots.update(dict.fromkeys(op.outputs, read))
             free.update(dict.fromkeys(op.outputs, placed))
     return free
+
+
+def _behind_free(free: Mapping[int, Placed], roots: Roots) -> Roots:
+    """Values that every reader repeats -> the arguments that they are made of."""
+    found: dict[int, frozenset[int]] = {}
+    for v, placed in free.items():
+        read = (found.get(a) or roots.get(a, frozenset[int]()) for a in values(placed))
+        found[v] = frozenset[int]().union(*read)
+    return found
 
 
 def _thin(split: Microbatches, ahead: Sequence[Placed]) -> Mapping[int, Placed]:
@@ -241,23 +254,43 @@ def _backward(
     """The stage of every operation of the backward pass, by index."""
     wanted = _gradients(split, owner)
     bodies = _bodies(split, back, roots, owner)
-    residual = {v: forward[p.op.index] for p in split.loop if p.op.index in forward for v in p.op.outputs}
+    ahead = [p for p in split.loop if p.op.index in forward]
+    residual = {v: forward[p.op.index] for p in ahead for v in p.op.outputs}
+    last_read = dict(residual)
+    for placed in ahead:
+        last_read.update((a, max(residual[a], forward[placed.op.index])) for a in local(placed) if a in residual)
     again: dict[int, int] = {}
     cotangent: dict[int, int] = {}
     stages: dict[int, int] = {}
+    behind: dict[int, int] = {}  # what a barrier gives -> what it was given
+    latest: dict[int, int] = {}  # what may run where it is read -> the last stage where it has what it reads
     for placed in back:
-        op, read = placed.op, local(placed)
-        below = [stage for a in read for known in (residual, again) if (stage := known.get(a)) is not None]
-        below += [owner[leaf] for v in whole(placed) for leaf in sorted(roots[v]) if leaf in owner]
+        op = placed.op
+        again_here = op.name == BARRIER or _is_recomputed(op)
+        read = values(placed) if again_here else [behind.get(a, a) for a in values(placed)]
+        below = [owner[leaf] for v in read for leaf in sorted(roots.get(v, ())) if leaf in owner]
+        before = residual if again_here and below else last_read
+        below += [stage for a in read for known in (before, again) if (stage := known.get(a)) is not None]
         above = [cotangent[a] for a in read if a in cotangent]
-        recomputed = not above and _is_recomputed(op)
-        below += bodies.get(_body(split, op), ()) if recomputed else ()
+        if again_here and not above:
+            below += bodies.get(_body(split, op), ())
         below += [wanted[v] for v in op.outputs if v in wanted]
-        stage = min([max(below), *above]) if below else min(above, default=last)
-        stages[op.index] = stage
-        made = again if recomputed else cotangent
-        made.update(dict.fromkeys(op.outputs, stage))
-    return _pulled(back, stages, again)
+        stages[op.index] = min([max(below), *above]) if below else min(above, default=last)
+        if op.name == BARRIER:
+            pairs = zip(op.outputs, op.inputs, strict=True)
+            behind.update((v, behind.get(a, a)) for v, a in pairs if isinstance(a, int))
+            latest[op.index] = min(above, default=last)
+        elif not below and _nbytes(split, op.outputs) >= _nbytes(split, local(placed)):
+            latest[op.index] = min(above, default=last)
+        if above or not again_here:
+            cotangent.update(dict.fromkeys(op.outputs, stages[op.index]))
+        elif below:
+            again.update(dict.fromkeys(op.outputs, stages[op.index]))
+    return _pulled(back, stages, again, latest)
+
+
+def _nbytes(split: Microbatches, some: Sequence[int]) -> int:
+    return sum(split.graph.types[v].nbytes for v in {*some})
 
 
 def _is_recomputed(op: Op) -> bool:
@@ -298,20 +331,30 @@ def _gradients(split: Microbatches, owner: Mapping[int, int]) -> Mapping[int, in
                 continue
             seen.add(value)
             op = maker[value]
+            if op.name == BARRIER:
+                waiting.append(op.inputs[op.outputs.index(value)])
+                continue
             if value in looped and op.name not in ("add", "add_any"):
                 found[value] = min(found.get(value, owner[leaf]), owner[leaf])
-            else:
+            if value not in looped or op.name in ("add", "add_any", *RELAYOUTS):
                 waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
     return found
 
 
-def _pulled(back: Sequence[Placed], stages: dict[int, int], again: Mapping[int, int]) -> dict[int, int]:
-    """The stages, with what is recomputed where it is read last."""
+def _pulled(
+    back: Sequence[Placed], stages: dict[int, int], again: Mapping[int, int], latest: Mapping[int, int]
+) -> dict[int, int]:
+    """The stages, with what is recomputed, or has nothing that ties it to a stage, where it is read last."""
     readers: dict[int, int] = {}
     for placed in reversed(back):
         op = placed.op
-        if any(v in again for v in op.outputs):
-            stages[op.index] = max(stages[op.index], *(readers.get(v, 0) for v in op.outputs))
+        if read_in := [readers[v] for v in op.outputs if v in readers]:
+            if op.index in latest:
+                stages[op.index] = min(latest[op.index], max(read_in))
+            elif any(v in again for v in op.outputs):
+                stages[op.index] = max(stages[op.index], *read_in)
+            elif _is_recomputed(op):
+                stages[op.index] = min(stages[op.index], max(read_in))
         for a in local(placed):
             readers[a] = max(readers.get(a, 0), stages[op.index])
     return stages

@@ -64,21 +64,22 @@ graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
   %12: f32[8,4] = cos(%9)  # forward
   %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
   %14: f32[4,4] = dot_general(%13, %11)  # backward
-  %15: f32[4,4] = transpose(%14)  # backward
-  %16: f32[8,4] = dot_general(%13, %0)  # backward
+  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
+  %15: f32[4,4] = transpose(%27)  # backward
+  %16: f32[8,4] = dot_general(%13, %28)  # backward
   %17: f32[8,4] = mul(%16, %12)  # backward
   %18: f32[8,4] = mul(%17, %10)  # backward
   %19: f32[4,4] = dot_general(%18, %6)  # backward
   %20: f32[4,4] = transpose(%19)  # backward
   %21: f32[8,4] = dot_general(%18, %1)  # backward
-  %27: f32[8,4], %28: f32[4,4], %29: f32[8,4] = optimization_barrier(%2, %0, %21)  # backward
-  %30: f32[8,4] = dot_general(%27, %28)  # backward
-  %31: f32[8,4] = sin(%30)  # backward
-  %32: f32[8,4] = cos(%30)  # backward
-  %33: f32[8,4] = cos(%31)  # backward
-  %22: f32[8,4] = mul(%29, %33)  # backward
-  %23: f32[8,4] = mul(%22, %32)  # backward
-  %24: f32[4,4] = dot_general(%23, %27)  # backward
+  %29: f32[8,4], %30: f32[4,4], %31: f32[8,4] = optimization_barrier(%2, %0, %21)  # backward
+  %32: f32[8,4] = dot_general(%29, %30)  # backward
+  %33: f32[8,4] = sin(%32)  # backward
+  %34: f32[8,4] = cos(%32)  # backward
+  %35: f32[8,4] = cos(%33)  # backward
+  %22: f32[8,4] = mul(%31, %35)  # backward
+  %23: f32[8,4] = mul(%22, %34)  # backward
+  %24: f32[4,4] = dot_general(%23, %29)  # backward
   %25: f32[4,4] = transpose(%24)  # backward
   %26: f32[4,4] = add_any(%15, %25)  # backward
   return %26, %20
@@ -97,20 +98,21 @@ graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
   %12: f32[8,4] = cos(%9)  # forward
   %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
   %14: f32[4,4] = dot_general(%13, %11)  # backward
-  %15: f32[4,4] = transpose(%14)  # backward
-  %16: f32[8,4] = dot_general(%13, %0)  # backward
+  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
+  %15: f32[4,4] = transpose(%27)  # backward
+  %16: f32[8,4] = dot_general(%13, %28)  # backward
   %17: f32[8,4] = mul(%16, %12)  # backward
   %18: f32[8,4] = mul(%17, %10)  # backward
   %19: f32[4,4] = dot_general(%18, %6)  # backward
   %20: f32[4,4] = transpose(%19)  # backward
   %21: f32[8,4] = dot_general(%18, %1)  # backward
-  %27: f32[8,4], %28: f32[8,4], %29: f32[8,4] = optimization_barrier(%3, %21, %2)  # backward
-  %30: f32[8,4] = sin(%27)  # backward
-  %31: f32[8,4] = cos(%27)  # backward
-  %32: f32[8,4] = cos(%30)  # backward
-  %22: f32[8,4] = mul(%28, %32)  # backward
-  %23: f32[8,4] = mul(%22, %31)  # backward
-  %24: f32[4,4] = dot_general(%23, %29)  # backward
+  %29: f32[8,4], %30: f32[8,4], %31: f32[8,4] = optimization_barrier(%3, %21, %2)  # backward
+  %32: f32[8,4] = sin(%29)  # backward
+  %33: f32[8,4] = cos(%29)  # backward
+  %34: f32[8,4] = cos(%32)  # backward
+  %22: f32[8,4] = mul(%30, %34)  # backward
+  %23: f32[8,4] = mul(%22, %33)  # backward
+  %24: f32[4,4] = dot_general(%23, %31)  # backward
   %25: f32[4,4] = transpose(%24)  # backward
   %26: f32[4,4] = add_any(%15, %25)  # backward
   return %26, %20
@@ -316,17 +318,22 @@ def test_recomputed_programs_do_the_same_operations_on_the_same_operands(name: s
 
 @pytest.mark.parametrize("name", ["gpt-toy", "wresnet-toy"])
 def test_what_lies_between_products_is_recomputed_apart(name: str) -> None:
-    """Every barrier holds something made from a product that ran since the barrier before, and waits for it."""
+    """What is recomputed waits for something made from a product that ran since the barrier before.
+
+    The first barrier of a layer may have nothing behind it that is recomputed: it is there for the parameters.
+    """
     graph = everywhere(program(name), "dots")
     layers = sum(remat.recomputable(program(name)))
     barriers = [i for i, op in enumerate(graph.ops) if op.name == "optimization_barrier"]
     assert len(barriers) > 2 * layers
+    again = [b for b in barriers if jax_compat.is_rematted(graph.ops[b + 1].name_stack)]
+    assert len(again) > layers
     for before, barrier in itertools.pairwise(barriers):
         late: set[int] = set()
         for op in graph.ops[before + 1 : barrier]:
             if op.name in PRODUCTS or not late.isdisjoint(a for a in op.inputs if isinstance(a, int)):
                 late.update(op.outputs)
-        assert not late.isdisjoint(a for a in graph.ops[barrier].inputs if isinstance(a, int))
+        assert barrier not in again or not late.isdisjoint(a for a in graph.ops[barrier].inputs if isinstance(a, int))
 
 
 def count(graph: Graph) -> int:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar import zoo
 from autopar.errors import ArgumentError, GraphError
-from autopar.passes import stage_passes
+from autopar.passes import remat, stage_passes
 from autopar.passes.layers import Layers, find
 from autopar.passes.microbatch import Microbatches, split
 from autopar.passes.stages import KINDS, Hand, Stages, divide
@@ -66,18 +67,18 @@ stage 0 holds state/m/a, state/p/a
   F: dot_general tanh
     reads batch/x; nothing
     leaves %6; adds up nothing
-  B: mul add_any dot_general
-    reads batch/x; %6, %19
+  B: dot_general
+    reads batch/x; %21
     leaves nothing; adds up %22
 stage 1 holds state/m/b, state/p/b
   once: div
   F: sub dot_general integer_pow mul reduce_sum
     reads no batch; %6
     leaves %7, %10; adds up %11
-  B: broadcast_in_dim mul dot_general dot_general mul
+  B: broadcast_in_dim mul dot_general dot_general mul mul add_any
     reads no batch; %6, %7, %10
-    leaves %19; adds up %16
-B of stage 1 to stage 0: %19
+    leaves %21; adds up %16
+B of stage 1 to stage 0: %21
 F of stage 0 to stage 1: %6
 update of stage 1, round 0: transpose mul reduce_sum
   reads %16; makes %17, %28
@@ -92,21 +93,21 @@ stage 0 holds state/m/a, state/p/a
   F: dot_general tanh
     reads batch/x; nothing
     leaves %6; adds up nothing
-  W: mul add_any dot_general
-    reads batch/x; %6, %19
+  W: dot_general
+    reads batch/x; %21
     leaves nothing; adds up %22
 stage 1 holds state/m/b, state/p/b
   once: div
   F: sub dot_general integer_pow mul reduce_sum
     reads no batch; %6
     leaves %7, %10; adds up %11
-  B: broadcast_in_dim mul dot_general mul
-    reads no batch; %7, %10
-    leaves %15, %19; adds up nothing
+  B: broadcast_in_dim mul dot_general mul mul add_any
+    reads no batch; %6, %7, %10
+    leaves %15, %21; adds up nothing
   W: dot_general
     reads no batch; %6, %15
     leaves nothing; adds up %16
-B of stage 1 to stage 0: %19
+B of stage 1 to stage 0: %21
 F of stage 0 to stage 1: %6
 update of stage 1, round 0: transpose mul reduce_sum
   reads %16; makes %17, %28
@@ -224,6 +225,24 @@ def test_only_activations_and_their_cotangents_cross(target: str) -> None:
     assert crossing(found) == ["B1>0 f32[8,16,32]", "F0>1 f32[8,16,32]"]
 
 
+@pytest.mark.parametrize("policy", remat.POLICIES)
+@pytest.mark.parametrize("target", [name for name in zoo.TOYS if name != "flax-linen-toy"])
+def test_as_much_goes_back_as_comes(target: str, policy: str) -> None:
+    """At every border between layers, recomputed or not; and a parameter lies in two stages only if both use it."""
+    model = build(target)
+    graph = trace(model.step, *model.abstract_args()).graph
+    graph = remat.rewrite(graph, [policy if open_ else remat.NONE for open_ in remat.recomputable(graph)])
+    batch = {*range(len(graph.inputs))} - {*match_state(graph).values()}
+    parts, layers = split(graph, COUNT, sorted(batch), per_microbatch=("*",)), find(graph)
+    for border in range(1, len(layers.layers)):
+        found = divide(parts, layers, (border,))
+        forth, back = (found.hands.get(hand, ()) for hand in (Hand("F", 0, 1), Hand("B", 1, 0)))
+        assert sorted(graph.types[v].nbytes for v in back) == sorted(graph.types[v].nbytes for v in forth)
+        both = {*found.stages[0].arguments} & {*found.stages[1].arguments}
+        shared = [graph.names[v] for v in sorted(both) if "params" in graph.names[v]]
+        assert shared == (["state/params/embed"] if target == "gpt-toy-tied" else [])
+
+
 def test_tied_weights_have_one_sum_per_stage() -> None:
     found = in_stages("gpt-toy-tied", (2,))
     table = found.split.graph.types[next(v for v, p in found.split.graph.names.items() if p.endswith("params/embed"))]
@@ -237,13 +256,13 @@ def test_a_sum_over_stages_waits_for_the_end() -> None:
     def step(p: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
             first, second = (jax.lax.broadcast_in_dim(p["c"], (8, 8), (1,)) for _ in range(2))
-            return jnp.mean((jnp.tanh(batch["x"] @ p["a"] + first) @ p["b"] + second) ** 2)
+            return jnp.mean((2 * jnp.tanh(batch["x"] @ p["a"] + first) @ p["b"] + second) ** 2)
 
         return jax.tree.map(jnp.subtract, p, jax.grad(loss)(p))
 
     args = ({"a": abstract(8, 8), "b": abstract(8, 8), "c": abstract(8)}, {"x": abstract(8, 8)})
     graph = trace(step, *args).graph
-    cut = next(i for i, op in enumerate(graph.ops) if op.name == "tanh") + 1
+    cut = next(i for i, op in enumerate(graph.ops) if op.name == "tanh") + 2  # mul
     found = divide(split(graph, 2), by_hand(find(graph), cut), (1,))
     assert_sound(found)
     assert crossing(found) == ["B1>0 f32[8,8]", "F0>1 f32[8,8]"]
