@@ -147,10 +147,12 @@ class _Copies:
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
         self._fetch(link, born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
-            link.same("value", last + 1, first)
-            link.wider(first + 1, self.spans[ends[-1]][1])
-            link.other("value", last + 1, born - 1, of_target=False)
-            self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, self.spans[ends[-1]][1])
+            known, until = self._held_until(value, last, first), self.spans[ends[-1]][1]
+            link.same("value", known + 1, first)
+            link.wider(max(known, first) + 1, until)
+            link.other("value", known + 1, born - 1, of_target=False)
+            if until > known:
+                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, until)
         before = first
         for end in ends:
             birth, death = self.spans[end]

@@ -11,7 +11,7 @@ so that no schedule had a bubble, or would drown it in noise:
     clocks    cores share caches, memory and power, and may be threads of one core: on each there is a process of idle
               priority, which multiplies matrices whenever nothing else wants the core                  -> neighbours
     memory    arrays whose pages go back to the system when they are freed are mapped anew in every step, for up to half
-              of its time: glibc is told to keep them                                                   -> KEEP
+              of its time: glibc is told to keep them                                            -> worker.KEEP
 
 `threads`, CPU seconds per second while instructions run one by one, is 1 where a pass has one thread, and less where
 other processes want the cores: then times mean little.
@@ -66,9 +66,8 @@ DISPATCHED = 50  # steps of the tiny model
 BENCH_SIZES: Mapping[str, Mapping[str, Any]] = {"gpt-3m": {"layers": 4, "batch": 16}}
 LAYERS, PRODUCTS, WIDTH, BATCH = 16, 64, 128, 128  # of `narrow`: arrays of a product fit into a core's cache
 
-#: What there is to keep kernels to one thread, and memory from going back to the system.
+#: What there is to keep kernels to one thread.
 FLAGS = "--xla_cpu_multi_thread_eigen=false"
-KEEP = {"mmap_max": 0, "trim_threshold": 1 << 36, "top_pad": 1 << 28}
 #: A neighbour on the core of its argument.
 BUSY = f"""
 import os, sys
@@ -324,8 +323,7 @@ def dispatch(devices: int) -> Row:
 
 def run(model: str, repeats: int, tell: Callable[[str], None] = lambda text: None) -> Row:
     """{"rows": a row per schedule, "dispatch": a row per size of submesh}; WorkerError where a worker dies."""
-    keep = ":".join(f"glibc.malloc.{word}={n}" for word, n in KEEP.items())
-    env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip(), "GLIBC_TUNABLES": keep}
+    env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip(), **worker.KEEP}
     rows: list[Row] = []
     for found in worker.lines(
         "autopar.bench.pipeline", {"model": model, "schedules": SCHEDULES, "repeats": repeats}, env

@@ -16,6 +16,11 @@ from typing import Any
 from autopar.errors import AutoparError
 
 TAIL = 3  # lines of a dead worker's last words that are shown
+#: For a worker's environment: glibc keeps memory that is freed. Arrays whose pages go back to the system are mapped
+#: anew in every step, for up to half of its time.
+KEEP = {
+    "GLIBC_TUNABLES": f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 36}:glibc.malloc.top_pad={1 << 28}"
+}
 REFUSED = 3  # exit status of a worker whose work ended in an AutoparError, which it prints last
 
 

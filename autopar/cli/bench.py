@@ -232,7 +232,7 @@ def bench_schedules(
 @app.command("pipeline")
 def bench_pipeline(
     model: Annotated[str, typer.Option(help="narrow, whose kernels take one thread each, or a zoo name")] = "narrow",
-    repeats: Repeats = 10,
+    repeats: Repeats = 60,
     as_json: Json = False,
 ) -> None:
     """Time the passes and steps of two stages on two cores under every schedule, beside the simulator; and dispatch."""

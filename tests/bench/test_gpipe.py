@@ -11,14 +11,14 @@ from autopar.bench import gpipe
 from autopar.bench.step import Variant
 
 
-@pytest.mark.parametrize(("stages", "data", "layers"), [(4, 2, 4), (2, 1, 4)])
-def test_gpipe_by_hand_is_the_step_of_one_device(stages: int, data: int, layers: int) -> None:
+@pytest.mark.parametrize(("stages", "data", "layers", "skips"), [(4, 2, 4, False), (4, 2, 4, True), (2, 1, 4, True)])
+def test_gpipe_by_hand_is_the_step_of_one_device(stages: int, data: int, layers: int, skips: bool) -> None:
     """Parameters and moments after two steps, in doubles."""
     with jax.enable_x64(True):
         model = zoo.build("gpt-toy", dtype="float64", layers=layers)
         state, batch = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
         devices = np.array(jax.devices()[: stages * data]).reshape(stages, data)
-        hand = gpipe.GPipe(jax_compat.auto_mesh(devices, ("stage", "data")), 4, 16, "float64")
+        hand = gpipe.GPipe(jax_compat.auto_mesh(devices, ("stage", "data")), 4, 16, skips, "float64")
         mine = hand.init(state["params"])
         step, undivided = hand.compiled(mine), jax.jit(model.step)
         metrics: dict[str, jax.Array] = {}
@@ -53,12 +53,14 @@ def test_the_row_has_ratios_errors_and_raw_times() -> None:
     variants = [
         Variant("autopar", lambda s, b: (s, b), None, [2.0, 4.0]),
         Variant("gpipe", lambda s, b: (s, b), None, [1.0, 4.0]),
+        Variant("gpipe that skips", lambda s, b: (s, b), None, [1.0, 1.0]),
     ]
-    losses = {"autopar": [1.0, 2.0], "gpipe": [1.0, 2.1]}
+    losses = {"autopar": [1.0, 2.0], "gpipe": [1.0, 2.1], "gpipe that skips": [1.0, 2.0]}
     passes = {"F": [0.02] * 4, "B": [0.05] * 4}
     found = gpipe.row(variants, [1.0, 2.0], losses, passes, [{"x": 2}] * 4)
-    assert (found["ratio"], found["paired_ratio"]) == (1.2, 1.5)
-    assert found["loss_error"] == {"autopar": 0.0, "gpipe": pytest.approx(0.05)}
+    assert found["ratio"] == {"gpipe": 1.2, "gpipe that skips": 3.0}
+    assert found["paired_ratio"] == {"gpipe": 1.5, "gpipe that skips": 3.0}
+    assert found["loss_error"] == {"autopar": 0.0, "gpipe": pytest.approx(0.05), "gpipe that skips": 0.0}
     assert not found["ok"]
     assert found["raw_s"]["autopar"] == [2.0, 4.0]
     assert "gpipe within 5.0e-02 of one device" in gpipe.table(found)
