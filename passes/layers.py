@@ -11,9 +11,9 @@
     loops        a scan with products in its body is a chain of equal layers by itself: one `Layer` with `trips`
 
 Two layers are of one kind if their operations are the same once values are renamed in order of appearance     -> _kind
-A backward operation belongs to the latest layer that makes or reads a forward value it reads (Alpa, section 5.2, colocate
-it likewise), that alone reads a parameter it reads, or whose parameter it is the gradient of; but to none later than the
-cotangents it reads, unless that makes a value it reads                                           -> _backward
+A backward operation belongs to the latest layer that makes or reads a forward value it reads (Alpa, section 5.2,
+colocate it likewise), that alone reads a parameter it reads, or whose parameter it is the gradient of; but to none
+later than the cotangents it reads, unless that makes a value it reads                          -> _backward
 
 Values made of constants, or of parameters alone, are not counted as crossing: they can be had anywhere.
 """
