@@ -11,14 +11,15 @@ all of the time, so that they are found only where they may lead to something be
 
     microbatches   two numbers at a time in two processes, until the last brings little: the fewer, the longer the
                    bubble and the less the rest. From the largest on, since what does not fit in the smallest
-                   microbatches does not fit in larger ones; on one host, where stages are few, from the middle on, and
-                   up where fewer are no better or something is recomputed                            -> Hunt.best
+                   microbatches does not fit in larger ones; on one host, where stages are few, from about the number
+                   at which the step fits as written, and up where fewer are no better or something is recomputed
+                                                                                                      -> Hunt.best
                    A number is left where layers on the smallest submeshes take too long already      -> Hunt._may_be
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
-                   one may make a better division: a layer hardly ever takes less of all devices' time and memory on
-                   more of them                                                                       -> Hunt.divisions
+                   one may make a better division than both numbers have so far: a layer hardly ever takes less of all
+                   devices' time and memory on more of them                                          -> Hunt._on_others
     nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
 """
 
@@ -26,15 +27,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
+from autopar.cost_models.even import written_bytes
 from autopar.errors import MicrobatchError
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
@@ -196,13 +198,19 @@ class Hunt:
         """The best pipeline; None if none fits."""
         if not self.fits(choice):
             return None
-        falling, workers = sorted(choice.numbers, reverse=True), side_by_side.WORKERS
-        middle = 0 if self.cluster.hosts > 1 else (len(falling) - 1) // (2 * workers) * workers
-        found = self._along(falling[middle:], choice, None)
+        falling = sorted(choice.numbers, reverse=True)
+        start = 0 if self.cluster.hosts > 1 else self._start(falling, choice)
+        found = self._along(falling[start:], choice, None)
         # in smaller microbatches, what is recomputed now might not have to be
-        if found is None or found.microbatches == falling[middle] or set(found.remat) != {remat.NONE}:
-            return self._along(falling[:middle][::-1], choice, found)
+        if found is None or found.microbatches == falling[start] or set(found.remat) != {remat.NONE}:
+            return self._along(falling[:start][::-1], choice, found)
         return found
+
+    def _start(self, falling: Sequence[int], choice: Open) -> int:
+        """Position of the number in front of the least with which the step fits as written, in even pieces."""
+        activations = written_bytes(self.graph) - sum(self.graph.types[v].nbytes for v in self.graph.inputs)
+        room = self._most(choice) - self._held
+        return max([i - 1 for i, count in enumerate(falling) if i and activations <= count * room], default=0)
 
     def _along(self, numbers: Sequence[int], choice: Open, best: Found | None) -> Found | None:
         """The best pipeline, or the one known, with these numbers of microbatches, until the last brings little."""
@@ -211,18 +219,27 @@ class Hunt:
         for first in range(0, len(numbers), side_by_side.WORKERS):
             some = numbers[first : first + side_by_side.WORKERS]
             limit = math.inf if best is None else best.seconds * (1 + TOLERANCE)
-            found = side_by_side.results([partial(self.at, count, choice, limit) for count in some])
+            found = side_by_side.in_step([partial(self._in_step, count, choice, limit) for count in some])
             best = min((f for f in (best, *found) if f is not None), key=rank, default=None)
             *_, before, last = before, *(math.inf if f is None else f.seconds for f in found)
-            if last > (1 - LITTLE) * before or (best is None and fewer):
+            hopeless = last == math.inf and (fewer or best is not None)
+            if hopeless or last > (1 - LITTLE) * before:
                 return best
             before = last
         return best
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
-        least = sum(self.least[kind] for kind in self.kinds.of_layer)
-        return least <= self.cluster.num_devices * max(self.usable(choice))
+        return self._held <= self._most(choice)
+
+    @cached_property
+    def _held(self) -> float:
+        """Bytes of state and of sums of gradients, over all devices."""
+        return sum(self.least[kind] for kind in self.kinds.of_layer)
+
+    def _most(self, choice: Open) -> float:
+        """Bytes that divisions may fill on all devices, if all had as many as those that have most."""
+        return self.cluster.num_devices * max(self.usable(choice))
 
     def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, Priced]:
         """The ways to run layers of every kind on these submeshes with this number of microbatches.
@@ -247,9 +264,16 @@ class Hunt:
 
     def at(self, count: int, choice: Open, limit: float = math.inf) -> Found | None:
         """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds."""
+        return side_by_side.in_step([partial(self._in_step, count, choice, limit)])[0]
+
+    def _in_step(self, count: int, choice: Open, limit: float) -> Generator[float, Sequence[float], Found | None]:
+        """The same; yields seconds on the first submeshes, and goes on to others below those of other numbers too."""
         if limit < math.inf and not self._may_be(count, choice, limit * (1 - WORTH)):
+            yield math.inf
             return None
-        question, divisions = self.divisions(count, choice)
+        question, divisions = self._settled(count, choice, self.turns()[0])
+        least = yield divisions[0].seconds if divisions else math.inf
+        question, divisions = self._on_others(question, divisions, choice, min(least))
         plain = self._plain(divisions, choice)[:PLAYED]
         return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
 
@@ -270,15 +294,21 @@ class Hunt:
 
     def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
         """The best divisions with this number of microbatches, and what they answer."""
-        first, *others = self.turns()
-        question, found = self._settled(count, choice, first)
+        question, found = self._settled(count, choice, self.turns()[0])
+        return self._on_others(question, found, choice, found[0].seconds if found else math.inf)
+
+    def _on_others(
+        self, question: Question, found: tuple[Division, ...], choice: Open, limit: float
+    ) -> tuple[Question, tuple[Division, ...]]:
+        """The same, from those on the first submeshes, with others as far as they may lead to less than a limit."""
+        (first, *others), count = self.turns(), question.microbatches
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            limit = found[0].seconds if found else math.inf
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
                 break
             question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
+            limit = min(limit, found[0].seconds if found else math.inf)
         return question, found
 
     def _may_be(self, count: int, choice: Open, limit: float) -> bool:
