@@ -136,10 +136,11 @@ def that_split(
         MicrobatchError: it falls into none of them; what is wrong with the smallest number.
     """
     for number in sorted(counts, reverse=True):
+        last = number == min(counts)
         try:
-            parts = split(graph, number, batch, per_microbatch=tuple(per_microbatch))
+            parts = split(graph, number, batch, per_microbatch=tuple(per_microbatch), reasons=last)
         except MicrobatchError:
-            if number == min(counts):
+            if last:
                 raise
         else:
             if known is not None:

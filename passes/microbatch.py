@@ -179,6 +179,7 @@ def split(
     shards: int = 1,
     absorb: bool = True,
     least_share: float = LEAST_SHARE,
+    reasons: bool = True,
 ) -> Microbatches:
     """How a step runs in `count` microbatches.
 
@@ -195,6 +196,7 @@ def split(
         absorb: two gradients that only meet in a sum share an accumulator. Where they arise on different devices, as
             those of tied weights do in a pipeline, that would move one of them in every microbatch.
         least_share: share of FLOPs in loops that is asked for; one microbatch needs none.
+        reasons: whether an error says what needs more than one microbatch, which takes as long as to find a way.
 
     Raises:
         MicrobatchError: less than that would run in the loops, or the batch does not divide.
@@ -203,17 +205,20 @@ def split(
         raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
     leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
     flat = flatten(graph.ops, graph.outputs, graph.constants)
+    most = math.inf if reasons or count == 1 else (1 - least_share) * math.fsum(work(graph, op) for op in flat.ops)
     best: Microbatches | None = None
     for allowed in range(1, sweeps + 1 if not per_microbatch else 2):
         for outer in _strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}
-            found = _Analysis(graph, flat, batched, count, allowed, tuple(per_microbatch), absorb).run()
+            try:
+                found = _Analysis(graph, flat, batched, count, allowed, tuple(per_microbatch), absorb, most).run()
+            except _TooMuchError:
+                continue
             if found.share >= least_share or count == 1:
                 return found
             if best is None or found.share > best.share:
                 best = found
-    assert best is not None
-    raise _refusal(best)
+    raise MicrobatchError(f"the step does not fall into {count} microbatches") if best is None else _refusal(best)
 
 
 def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -242,6 +247,10 @@ def _refusal(found: Microbatches) -> MicrobatchError:
 # The analysis
 
 
+class _TooMuchError(Exception):
+    """More FLOPs need several microbatches than may."""
+
+
 class _View(NamedTuple):
     """An operand as an operation sees it: its state, when it is known, and how it is read."""
 
@@ -258,6 +267,7 @@ class _Analysis:
     Attributes:
         facts: state and stage of every value.
         places: index of an operation -> its stage and how it runs there.
+        most: FLOPs that may need more than one microbatch; `lost` is how many do so far.
         whole: values of the loop that are known whole before it as well.
         heavy: values that take products, loops or totals to compute.
         roots: values outside of loops that come from the whole batch -> index of the operation that first read it.
@@ -270,6 +280,8 @@ class _Analysis:
     sweeps: int
     per_microbatch: tuple[str, ...]
     absorb: bool
+    most: float = math.inf
+    lost: float = 0.0
     facts: dict[int, tuple[State, int]] = field(default_factory=dict)
     places: dict[int, tuple[int, Placed]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
@@ -404,6 +416,9 @@ class _Analysis:
                 roots.append(op.index)
             if roots:
                 self.roots.update(dict.fromkeys(op.outputs, min(roots)))
+                self.lost += work(self.graph, op) if self.most < math.inf else 0.0
+        if self.lost > self.most:
+            raise _TooMuchError
 
 
 def _placed(op: Op, views: Sequence[_View], found: Outcome | None) -> Placed:
