@@ -5,8 +5,8 @@
 
 A forked process has everything that the tasks refer to, programs and closures included, which no other way of starting
 one could send. It must not call into a backend of JAX, whose threads it lacks: where there is one already, the tasks
-run here, one after the other. So they do on one processor. Otherwise none runs here, for a task may start a backend
-(lowering a program does), and the tasks that come next would have to run here.
+run here, one after the other. So they do on one processor. Otherwise none runs here, not even a single one, for a task
+may start a backend (lowering a program does), and the tasks that come next would have to run here.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def _silent(task: Callable[[], T]) -> Generator[None, Sequence[None], T]:
 def in_step(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
     """The same of tasks that stop once, to yield a value, and are sent the values of all, in order."""
     workers = _workers(len(tasks))
-    if workers < 2:
-        begun = [task() for task in tasks]
-        values = [next(one) for one in begun]
-        return [_end(one, values) for one in begun]
+    if not workers:
+        return here(tasks)
     children = [_start(tasks[w::workers]) for w in range(workers)]
     try:
         values = _dealt([child.receive() for child in children], len(tasks))
@@ -57,8 +55,17 @@ def in_step(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list
             child.send(values)
         return _dealt([child.receive() for child in children], len(tasks))
     finally:
+        for child in children:  # those started later hold copies of the pipes to earlier ones: first all, then wait
+            child.writing.close()
         for child in children:
-            child.close()
+            child.wait()
+
+
+def here(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
+    """The same in this process, which keeps what the tasks learn."""
+    begun = [task() for task in tasks]
+    values = [next(one) for one in begun]
+    return [_end(one, values) for one in begun]
 
 
 def _end(one: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
@@ -78,9 +85,11 @@ def _dealt(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
 
 
 def _workers(tasks: int) -> int:
-    """Processes for so many tasks; 1: they run here."""
-    here = jax_compat.backends_are_initialized() or not hasattr(os, "sched_getaffinity")
-    return 1 if here else min(WORKERS, tasks, len(os.sched_getaffinity(0)))
+    """Processes for so many tasks; 0: they run here."""
+    if jax_compat.backends_are_initialized() or not hasattr(os, "sched_getaffinity"):
+        return 0
+    processors = min(WORKERS, len(os.sched_getaffinity(0)))
+    return min(processors, tasks) if processors > 1 else 0
 
 
 _Outcome: TypeAlias = tuple[bool, Any]
@@ -112,9 +121,8 @@ class _Child:
         pickle.dump(values, self.writing)
         self.writing.flush()
 
-    def close(self) -> None:
-        """Wait for its end, which comes at once where it waits for values."""
-        self.writing.close()
+    def wait(self) -> None:
+        """Wait for its end; one that waits for values ends once nobody can write to it."""
         self.reading.close()
         os.waitpid(self.process, 0)
 

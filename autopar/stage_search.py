@@ -10,10 +10,10 @@ The best of all that was played is the choice; ties go to fewer stages, then to 
 all of the time, so that they are found only where they may lead to something better:
 
     microbatches   two numbers at a time in two processes, until the last brings little: the fewer, the longer the
-                   bubble and the less the rest. From the largest on, since what does not fit in the smallest
-                   microbatches does not fit in larger ones; on one host, where stages are few, from about the number
-                   at which the step fits as written, and up where fewer are no better or something is recomputed
-                                                                                                      -> Hunt.best
+                   bubble and the less the rest. From about the least on at which the step fits as written and fills a
+                   pipeline over all hosts; up where fewer are no better or something is recomputed; where neither of
+                   the first two fits from the largest on, since what does not fit in the smallest microbatches does
+                   not fit in larger ones                                                             -> Hunt.best
                    A number is left where layers on the smallest submeshes take too long already      -> Hunt._may_be
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
@@ -63,6 +63,8 @@ LITTLE = 0.02
 WORTH = 0.01
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
 RESERVE = 0.03
+#: Microbatches per stage but the first at which a pipeline waits for an eighth of the time that it works.
+FULL = 8
 #: Examples of the batch that a microbatch has at most, in a search.
 LARGEST = 128
 #: With more devices than this, submeshes have a number of them that divides all.
@@ -200,18 +202,24 @@ class Hunt:
         if not self.fits(choice):
             return None
         falling = sorted(choice.numbers, reverse=True)
-        start = 0 if self.cluster.hosts > 1 else self._start(falling, choice)
+        start = self._start(falling, choice)
         found = self._along(falling[start:], choice, None)
+        if found is None:
+            return self._along(falling[:start], choice, None)
         # in smaller microbatches, what is recomputed now might not have to be
-        if found is None or found.microbatches == falling[start] or set(found.remat) != {remat.NONE}:
+        if found.microbatches == falling[start] or set(found.remat) != {remat.NONE}:
             return self._along(falling[:start][::-1], choice, found)
         return found
 
     def _start(self, falling: Sequence[int], choice: Open) -> int:
-        """Position of the number in front of the least with which the step fits as written, in even pieces."""
+        """Position of the number in front of the least with which the step fits as written, in even pieces.
+
+        That many at least with which a pipeline of a stage per host waits for an eighth of the time that it works.
+        """
         activations = written_bytes(self.graph) - sum(self.graph.types[v].nbytes for v in self.graph.inputs)
-        room = self._most(choice) - self._held
-        return max([i - 1 for i, count in enumerate(falling) if i and activations <= count * room], default=0)
+        room, full = self._most(choice) - self._held, FULL * (self.cluster.hosts - 1)
+        fit = [i for i, count in enumerate(falling) if activations <= count * room and count >= full]
+        return max(fit[-1] - 1, 0) if fit else 0
 
     def _along(self, numbers: Sequence[int], choice: Open, best: Found | None) -> Found | None:
         """The best pipeline, or the one known, with these numbers of microbatches, until the last brings little."""
@@ -265,7 +273,7 @@ class Hunt:
 
     def at(self, count: int, choice: Open, limit: float = math.inf) -> Found | None:
         """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds."""
-        return side_by_side.in_step([partial(self._in_step, count, choice, limit)])[0]
+        return side_by_side.here([partial(self._in_step, count, choice, limit)])[0]
 
     def _in_step(self, count: int, choice: Open, limit: float) -> Generator[float, Sequence[float], Found | None]:
         """The same; yields seconds on the first submeshes, and goes on to others below those of other numbers too."""

@@ -75,3 +75,34 @@ except PinError as error:
 """
     alone = "from autopar import side_by_side\nside_by_side.WORKERS = 1\n" + script
     assert processes.printed(script, "0") == processes.printed(alone, "0") != ""
+
+
+def test_tasks_in_step_hear_what_all_found_half_way() -> None:
+    script = """
+import os
+from autopar import side_by_side
+def task(n):
+    values = yield n * n
+    return n, list(values), os.getpid() == parent
+tasks = [lambda n=n: task(n) for n in range(3)]
+parent = os.getpid()
+print(side_by_side.in_step(tasks) == [(n, [0, 1, 4], here) for n in range(3)], side_by_side.here(tasks)[2])
+"""
+    on_one = len(os.sched_getaffinity(0)) == 1
+    printed = processes.printed(f"here = {on_one}\n" + script, "0")
+    assert printed.strip() == "True (2, [0, 1, 4], True)"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exception_in_step_is_raised_while_others_wait(late: bool) -> None:
+    script = """
+from autopar import side_by_side
+def fails(n):
+    values = yield 1 / (n or late)
+    return 1 / n
+try:
+    side_by_side.in_step([lambda n=n: fails(n) for n in (1, 0)])
+except ZeroDivisionError as error:
+    print("raised", error)
+"""
+    assert processes.printed(f"late = {late}\n" + script, "0").strip() == "raised division by zero"

@@ -154,6 +154,20 @@ def test_one_sweep_refuses_what_needs_two() -> None:
     assert split(graph, COUNT).repeated > 0
 
 
+@pytest.mark.parametrize("name", [*programs.EXACT, *programs.REFUSED])
+@pytest.mark.parametrize("sweeps", [1, 2])
+def test_without_reasons_the_same_is_refused(name: str, sweeps: int) -> None:
+    step = {**programs.EXACT, **programs.REFUSED}[name]
+    graph = trace(step, *programs.arguments(name, step)).graph
+    try:
+        share = split(graph, COUNT, sweeps=sweeps).share
+    except MicrobatchError:
+        with pytest.raises(MicrobatchError, match=f"the step does not fall into {COUNT} microbatches$"):
+            split(graph, COUNT, sweeps=sweeps, reasons=False)
+    else:
+        assert split(graph, COUNT, sweeps=sweeps, reasons=False).share == share
+
+
 @pytest.mark.parametrize(
     ("shape", "count", "message"),
     [((6, 4), 4, r"'b/x' of shape \(6, 4\) cannot be cut into 4"), ((), 2, "no argument holds a batch")],
