@@ -317,7 +317,7 @@ def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> No
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
-def test_numbers_from_the_middle_on_lead_to_the_best(share: float) -> None:
+def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> None:
     """Down where memory is ample, up where only small microbatches fit."""
     step = traced("gpt-toy", layers=2, batch=32)
     counts = (1, 2, 4, 8, 16, 32)
