@@ -19,7 +19,7 @@ all of the time, so that they are found only where they may lead to something be
                    held nothing but even pieces, and took no longer                              -> Hunt._settled
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division than both numbers have so far: a layer hardly ever takes less of all
-                   devices' time and memory on more of them                                          -> Hunt._on_others
+                   devices' time and memory on more of them                                           -> Hunt.divisions
     nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
 """
 
@@ -228,7 +228,7 @@ class Hunt:
         for first in range(0, len(numbers), side_by_side.WORKERS):
             some = numbers[first : first + side_by_side.WORKERS]
             limit = math.inf if best is None else best.seconds * (1 + TOLERANCE)
-            found = side_by_side.in_step([partial(self._in_step, count, choice, limit) for count in some])
+            found = side_by_side.in_step([partial(self.at, count, choice, limit) for count in some])
             best = min((f for f in (best, *found) if f is not None), key=rank, default=None)
             *_, before, last = before, *(math.inf if f is None else f.seconds for f in found)
             hopeless = last == math.inf and (fewer or best is not None)
@@ -271,18 +271,15 @@ class Hunt:
         known.update({n: known[n].deeper(known[n].trades, len(SHARES)) for n in some})
         return known
 
-    def at(self, count: int, choice: Open, limit: float = math.inf) -> Found | None:
-        """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds."""
-        return side_by_side.here([partial(self._in_step, count, choice, limit)])[0]
+    def at(self, count: int, choice: Open, limit: float = math.inf) -> Generator[float, Sequence[float], Found | None]:
+        """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds.
 
-    def _in_step(self, count: int, choice: Open, limit: float) -> Generator[float, Sequence[float], Found | None]:
-        """The same; yields seconds on the first submeshes, and goes on to others below those of other numbers too."""
+        A task of `side_by_side.in_step`, side by side with those of other numbers; stops as `divisions` does.
+        """
         if limit < math.inf and not self._may_be(count, choice, limit * (1 - WORTH)):
             yield math.inf
             return None
-        question, divisions = self._settled(count, choice, self.turns()[0])
-        least = yield divisions[0].seconds if divisions else math.inf
-        question, divisions = self._on_others(question, divisions, choice, min(least))
+        question, divisions = yield from self.divisions(count, choice)
         plain = self._plain(divisions, choice)[:PLAYED]
         return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
 
@@ -301,16 +298,16 @@ class Hunt:
 
         return [d for d in divisions if is_plain(d)] or divisions
 
-    def divisions(self, count: int, choice: Open) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions with this number of microbatches, and what they answer."""
-        question, found = self._settled(count, choice, self.turns()[0])
-        return self._on_others(question, found, choice, found[0].seconds if found else math.inf)
+    def divisions(
+        self, count: int, choice: Open
+    ) -> Generator[float, Sequence[float], tuple[Question, tuple[Division, ...]]]:
+        """The best divisions with this number of microbatches, and what they answer.
 
-    def _on_others(
-        self, question: Question, found: tuple[Division, ...], choice: Open, limit: float
-    ) -> tuple[Question, tuple[Division, ...]]:
-        """The same, from those on the first submeshes, with others as far as they may lead to less than a limit."""
-        (first, *others), count = self.turns(), question.microbatches
+        Stops with the seconds on the first submeshes, and goes on to others that may lead to less than any number has.
+        """
+        first, *others = self.turns()
+        question, found = self._settled(count, choice, first)
+        limit = min((yield found[0].seconds if found else math.inf))
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):

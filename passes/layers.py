@@ -22,19 +22,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from autopar.graph import Graph, Op, Region
+from autopar.graph import Atom, Graph, Op, Region
 from autopar.passes.problem import Floats, Ints
 from autopar.passes.state import match_state
 from autopar.passes.work import work
 
 #: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
 WINDOW = 0.35
+BARRIER = "optimization_barrier"
 #: Operations that leave a gradient what it is.
 RELAYOUTS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")
 
@@ -315,7 +316,8 @@ def _backward(graph: Graph, chain: _Chain, layers: Sequence[Layer]) -> Mapping[i
     layer_of = {v: k for k, ops in made_in for op in ops for v in op.outputs if v not in roots}
     read_in = {v: k for k, ops in made_in for op in ops for v in (*op.outputs, *_values(op)) if v in layer_of}
     owner = _owners(made_in, roots)
-    gradients = _gradients(graph, owner)
+    inside = {v for op in graph.ops if op.phase == "backward" for v in op.outputs}
+    gradient = gradients(graph, graph.ops, graph.outputs, inside, owner)
     last = max(len(layers) - 1, 0)
     cotangent: dict[int, int] = {}
     found: dict[int, int] = {}
@@ -325,7 +327,7 @@ def _backward(graph: Graph, chain: _Chain, layers: Sequence[Layer]) -> Mapping[i
         read = _values(op)
         below = [read_in[a] for a in read if a in read_in]
         below += [owner[leaf] for a in read for leaf in roots.get(a, ()) if leaf in owner]
-        below += [gradients[v] for v in op.outputs if v in gradients]
+        below += [gradient[v] for v in op.outputs if v in gradient]
         above = [cotangent[a] for a in read if a in cotangent]
         made = [layer_of[a] for a in read if a in layer_of]
         found[position] = max([min([max(below, default=last), *above]), *made])
@@ -343,13 +345,23 @@ def _owners(made_in: Sequence[tuple[int, Sequence[Op]]], roots: Mapping[int, fro
     return {leaf: min(found) for leaf, found in readers.items() if len(found) == 1}
 
 
-def _gradients(graph: Graph, owner: Mapping[int, int]) -> Mapping[int, int]:
-    """Gradients from which the new value of a layer's parameter is made, by operations of its size -> the layer."""
-    maker = {v: op for op in graph.ops for v in op.outputs}
+def gradients(
+    graph: Graph, ops: Iterable[Op], results: Sequence[Atom], inside: Set[int], owner: Mapping[int, int]
+) -> Mapping[int, int]:
+    """Gradients from which the new value of a parameter is made, by operations of its size -> who owns it.
+
+    Args:
+        graph: the step.
+        ops: its operations, or others on its values.
+        results: what they make of the step's results, in order.
+        inside: values that may be gradients; others are made from them.
+        owner: parameter -> a layer or a stage; of parameters that share a gradient it is that of the earliest.
+    """
+    maker = {v: op for op in ops for v in op.outputs}
     found: dict[int, int] = {}
     for out, i in match_state(graph).items():
         leaf = graph.inputs[i]
-        waiting = [graph.outputs[out]] if leaf in owner else []
+        waiting = [results[out]] if leaf in owner else []
         seen: set[int] = set()
         while waiting:
             value = waiting.pop()
@@ -357,9 +369,12 @@ def _gradients(graph: Graph, owner: Mapping[int, int]) -> Mapping[int, int]:
                 continue
             seen.add(value)
             op = maker[value]
-            if op.phase == "backward" and op.name not in ("add", "add_any"):
+            if op.name == BARRIER:
+                waiting.append(op.inputs[op.outputs.index(value)])
+                continue
+            if value in inside and op.name not in ("add", "add_any"):
                 found[value] = min(found.get(value, owner[leaf]), owner[leaf])
-            if op.phase != "backward" or op.name in ("add", "add_any", *RELAYOUTS):
+            if value not in inside or op.name in ("add", "add_any", *RELAYOUTS):
                 waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
     return found
 

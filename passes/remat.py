@@ -375,8 +375,8 @@ def _barrier(draft: _Draft, held: Sequence[int], position: int) -> Op:
     reader = draft.ops[position]
     return Op(
         index=-1,
-        name="optimization_barrier",
-        signature=draft.signature("optimization_barrier", types),
+        name=layers_pass.BARRIER,
+        signature=draft.signature(layers_pass.BARRIER, types),
         inputs=tuple(held),
         outputs=tuple(draft.value(t) for t in types),
         equation=jax_compat.barrier_equation([draft.avals[v] for v in held], reader.equation.source_info),

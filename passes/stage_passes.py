@@ -32,11 +32,10 @@ from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.graph import Op
 from autopar.passes.clusters import PRODUCTS
-from autopar.passes.layers import RELAYOUTS, Layers
+from autopar.passes.layers import BARRIER, Layers, gradients
 from autopar.passes.microbatch import Microbatches
 from autopar.passes.microbatch_programs import Placed, Total
 from autopar.passes.microbatch_states import Partial
-from autopar.passes.state import match_state
 from autopar.schedules.instructions import Kind
 
 Place = tuple[int, Kind]
@@ -45,7 +44,6 @@ Place = tuple[int, Kind]
 Roots = Mapping[int, frozenset[int]]
 """Whole value -> the arguments that it is computed from."""
 
-BARRIER = "optimization_barrier"
 #: Operations that are not repeated where their results are read, however little they read.
 KEPT = (*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call")
 
@@ -252,7 +250,9 @@ def _backward(
     last: int,
 ) -> dict[int, int]:
     """The stage of every operation of the backward pass, by index."""
-    wanted = _gradients(split, owner)
+    ops = [p.op for p in (*split.loop, *split.epilogue)]
+    inside = {v for p in split.loop for v in p.op.outputs}
+    wanted = gradients(split.graph, ops, split.flat.outputs, inside, owner)
     bodies = _bodies(split, back, roots, owner)
     ahead = [p for p in split.loop if p.op.index in forward]
     residual = {v: forward[p.op.index] for p in ahead for v in p.op.outputs}
@@ -313,32 +313,6 @@ def _bodies(
             read = {owner[leaf] for v in whole(placed) for leaf in roots[v] if leaf in owner}
             found.setdefault(_body(split, placed.op), set()).update(read)
     return {body: tuple(stages) for body, stages in found.items() if len(stages) == 1}
-
-
-def _gradients(split: Microbatches, owner: Mapping[int, int]) -> Mapping[int, int]:
-    """Totals from which the new value of a stage's parameter is made, through operations of its size -> the stage."""
-    graph = split.graph
-    maker = {v: p.op for p in (*split.loop, *split.epilogue) for v in p.op.outputs}
-    looped = {v for p in split.loop for v in p.op.outputs}
-    found: dict[int, int] = {}
-    for out, i in match_state(graph).items():
-        leaf = graph.inputs[i]
-        waiting = [split.flat.outputs[out]] if leaf in owner else []
-        seen: set[int] = set()
-        while waiting:
-            value = waiting.pop()
-            if not isinstance(value, int) or value in seen or value not in maker:
-                continue
-            seen.add(value)
-            op = maker[value]
-            if op.name == BARRIER:
-                waiting.append(op.inputs[op.outputs.index(value)])
-                continue
-            if value in looped and op.name not in ("add", "add_any"):
-                found[value] = min(found.get(value, owner[leaf]), owner[leaf])
-            if value not in looped or op.name in ("add", "add_any", *RELAYOUTS):
-                waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
-    return found
 
 
 def _pulled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar import zoo
+from autopar import side_by_side, zoo
 from autopar.cluster import Cluster
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
@@ -226,6 +227,11 @@ def fresh(hunt: Hunt) -> Hunt:
     return Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
 
 
+def alone(task: Generator[float, Sequence[float], Any]) -> Any:
+    """What one number of microbatches finds without others beside it."""
+    return side_by_side.here([lambda: task])[0]
+
+
 @pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])
 def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share: float | None) -> None:
     """As good a division as with all of them priced; without need of memory none of them is."""
@@ -245,7 +251,7 @@ def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share:
 def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
     again, least = fresh(hunt), hunt.kinds.least_bytes()
     choice = opened(again, memory=0.6 * max(least.values()))
-    again.divisions(4, choice)
+    alone(again.divisions(4, choice))
     on_one = again.known[4][0].trades
     priced = {kind for kind, trades in on_one.items() if trades.found}
     assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
@@ -283,7 +289,7 @@ def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: in
     step = traced("gpt-toy", layers=2)
     many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
     hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
-    _, found = hunt.divisions(count, opened(hunt))
+    _, found = alone(hunt.divisions(count, opened(hunt)))
     whole = search(hunt.question(count, opened(hunt)), TOLERANCE)
     assert found[0].seconds <= whole[0].seconds * (1 + 2 * TOLERANCE)
 
@@ -332,10 +338,10 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
 
 def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(hunt: Hunt) -> None:
     choice = opened(hunt)
-    found = hunt.at(4, choice)
+    found = alone(hunt.at(4, choice))
     assert found is not None
-    assert hunt.at(4, choice, 0.9 * found.seconds) is None
-    again = hunt.at(4, choice, 1.1 * found.seconds)
+    assert alone(hunt.at(4, choice, 0.9 * found.seconds)) is None
+    again = alone(hunt.at(4, choice, 1.1 * found.seconds))
     assert again is not None
     assert (again.stages, again.seconds) == (found.stages, found.seconds)
 
