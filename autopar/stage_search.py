@@ -214,11 +214,13 @@ class Hunt:
     def _start(self, falling: Sequence[int], choice: Open) -> int:
         """Position of the number in front of the least with which the step fits as written, in even pieces.
 
-        That many at least with which a pipeline of a stage per host waits for an eighth of the time that it works.
+        With a stage per host, as many microbatches at a time as 1F1B has in flight at a stage of them on average; so
+        many in all, at least, that such a pipeline waits for an eighth of the time that it works.
         """
+        hosts, room = self.cluster.hosts, self._most(choice) - self._held
         activations = written_bytes(self.graph) - sum(self.graph.types[v].nbytes for v in self.graph.inputs)
-        room, full = self._most(choice) - self._held, FULL * (self.cluster.hosts - 1)
-        fit = [i for i, count in enumerate(falling) if activations <= count * room and count >= full]
+        flying, full = activations * (hosts + 1) / 2, FULL * (hosts - 1)
+        fit = [i for i, count in enumerate(falling) if flying <= count * room and count >= full]
         return max(fit[-1] - 1, 0) if fit else 0
 
     def _along(self, numbers: Sequence[int], choice: Open, best: Found | None) -> Found | None:

@@ -166,6 +166,7 @@ def _body_code(region: Region) -> Hashable:
     return tuple(map(_code, region.ops))
 
 
+@lru_cache(maxsize=4)
 def _roots(graph: Graph) -> Mapping[int, frozenset[int]]:
     """Values that depend on constants and on the state alone -> what of it; on constants alone if nothing is state."""
     found = {graph.inputs[i]: frozenset([graph.inputs[i]]) for i in match_state(graph).values()}

@@ -61,24 +61,26 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
             f"remat={tuple(policies)!r:.60} must be {len(found.layers)} of {', '.join(map(repr, POLICIES))}, "
             "one for each layer"
         )
-    return _rewritten(graph, found, policies).graph()
+    draft = _Draft(graph, found)
+    for i, policy in enumerate(policies):
+        if policy != NONE:
+            (_scan if _is_scan(found, i) else _unrolled)(draft, i, policy)
+    return draft.graph()
 
 
 def recomputable(graph: Graph) -> tuple[bool, ...]:
     """For each layer whether recomputing it frees anything. Not the last: its backward pass begins at once."""
     found = layers_pass.find(graph)
-    last = len(found.layers) - 1
-    policies = [NONE if i == last and layer.trips == 1 else FULL for i, layer in enumerate(found.layers)]
-    changed = _rewritten(graph, found, policies).changed
-    return tuple(i in changed for i in range(len(found.layers)))
+    draft, last = _Draft(graph, found), len(found.layers) - 1
 
+    def frees(layer: int) -> bool:
+        if layer == last and found.layers[layer].trips == 1:
+            return False
+        if _is_scan(found, layer):
+            return _loop_back(draft, layer, FULL) is not None
+        return bool(_residuals(draft, layer, FULL)[1])
 
-def _rewritten(graph: Graph, found: Layers, policies: Sequence[str]) -> _Draft:
-    draft = _Draft(graph, found)
-    for i, policy in enumerate(policies):
-        if policy != NONE:
-            (_scan if _is_scan(found, i) else _unrolled)(draft, i, policy)
-    return draft
+    return tuple(map(frees, range(len(found.layers))))
 
 
 def _is_scan(found: Layers, layer: int) -> bool:
@@ -100,7 +102,6 @@ class _Draft:
     before: dict[int, list[Op]] = field(default_factory=dict)  # position -> what is inserted there
     dropped: dict[int, int] = field(default_factory=dict)  # residual -> its clone
     barred: dict[int, dict[int, int]] = field(default_factory=dict)  # position -> value -> what stands behind a barrier
-    changed: set[int] = field(default_factory=set)  # layers
 
     def __post_init__(self) -> None:
         self.types = list(self.original.types)
@@ -264,11 +265,9 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
     ops = draft.layers.ops(layer)
     own = {v for op in ops for v in op.outputs}
-    kept = {v for op in ops for v in op.outputs if _is_kept(draft, op, v, own, policy)} | draft.constant
-    residuals = [v for v in sorted(own - kept) if any(draft.phase(q) == "backward" for q in draft.readers.get(v, ()))]
+    kept, residuals = _residuals(draft, layer, policy)
     if not residuals:
         return
-    draft.changed.add(layer)
     backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
     apart = _by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals))
     parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> what is recomputed in front of it
@@ -278,6 +277,15 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
         group = [q for q in backward if first <= q < end]
         _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), own - kept, residuals)
+
+
+def _residuals(draft: _Draft, layer: int, policy: str) -> tuple[Set[int], Sequence[int]]:
+    """What stays in memory, constants included, and what the layer's backward pass reads of the rest."""
+    ops = draft.layers.ops(layer)
+    own = {v for op in ops for v in op.outputs}
+    kept = {v for op in ops for v in op.outputs if _is_kept(draft, op, v, own, policy)} | draft.constant
+    read = (v for v in sorted(own - kept) if any(draft.phase(q) == "backward" for q in draft.readers.get(v, ())))
+    return kept, tuple(read)
 
 
 def _waits(draft: _Draft, last: int, first: int) -> bool:
@@ -391,17 +399,29 @@ def _barrier(draft: _Draft, held: Sequence[int], position: int) -> Op:
 
 def _scan(draft: _Draft, layer: int, policy: str) -> None:
     """Recompute the residuals of a loop over layers in the body of the loop that goes back."""
-    position = draft.layers.forward[draft.layers.layers[layer].start]
-    there = _Loop.of(draft.ops[position])
+    found = _loop_back(draft, layer, policy)
+    if found is not None:
+        position, (q, gone) = _position(draft, layer), found
+        there, back = _Loop.of(draft.ops[position]), _Loop.of(draft.ops[q])
+        draft.ops[position], draft.ops[q] = _recomputing(draft, there, back, gone, policy)
+
+
+def _loop_back(draft: _Draft, layer: int, policy: str) -> tuple[int, Sequence[int]] | None:
+    """Position of the loop that goes back, and which stacked results its body can recompute; None if none."""
+    there = _Loop.of(draft.ops[_position(draft, layer)])
     for q in dict.fromkeys(q for v in there.stacked for q in draft.readers.get(v, ())):
         if draft.phase(q) != "backward" or draft.ops[q].name != "scan" or draft.ops[q].trips != there.op.trips:
             continue
         back = _Loop.of(draft.ops[q])
         gone = [j for j in range(len(there.stacked)) if _is_droppable(draft, there, j, back, q, policy)]
         if gone:
-            draft.changed.add(layer)
-            draft.ops[position], draft.ops[q] = _recomputing(draft, there, back, gone, policy)
-            return
+            return q, gone
+    return None
+
+
+def _position(draft: _Draft, layer: int) -> int:
+    """Of a layer's first operation."""
+    return draft.layers.forward[draft.layers.layers[layer].start]
 
 
 @dataclass(frozen=True, eq=False)
