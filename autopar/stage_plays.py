@@ -5,6 +5,7 @@
     seconds of a step     the schedule's instruction lists, played          autopar/cost_models/pipeline.py
 
 A schedule of many microbatches is played for two numbers of them; from there on it repeats itself   -> played_seconds
+One that has more in flight is left unless it is faster by `WORTH`: it holds more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from autopar.passes.inter_op import Division, Part, Question
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 from autopar.stage_planning import Limit
 from autopar.stage_trades import Trade
+
+#: Share of a step's time that a schedule has to save for its memory.
+WORTH = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class Plays:
         of_layer: the kind of every layer.
         borders: bytes that the whole batch hands over in front of every layer but the first.
         room: bytes that a device of each submesh may hold.
-        schedules, policies: what is open; names.
+        schedules: those that are open, the more they have in flight the later.
+        policies: of recomputation, those that are open.
     """
 
     cluster: Cluster
@@ -83,7 +88,7 @@ class Plays:
     policies: tuple[str, ...]
 
     def of(self, division: Division, question: Question, priced: Mapping[int, Priced]) -> Iterator[Found]:
-        """A division under every schedule that its memory allows, at these prices of layers on every submesh."""
+        """A division under schedules that its memory allows, at these prices of layers on every submesh."""
         count = question.microbatches
         run = [self._run(part, priced) for part in division.parts]
         prices = self._prices(division, [trades for _, trades in run], count)
@@ -91,6 +96,7 @@ class Plays:
         stages = tuple(
             StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes) for p in division.parts
         )
+        best = math.inf
         for name in self.schedules:
             size = Size(len(stages), count)
             flights = [SCHEDULES[name].stash(size, s) for s in range(len(stages))]
@@ -100,6 +106,9 @@ class Plays:
             )
             if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
                 seconds = played_seconds(name, size, prices)
+                if seconds > (1 - WORTH) * best:
+                    continue
+                best = seconds
                 limits = tuple(
                     Limit(self.room[p.placement.submesh], n, max(trade.share for trade in trades))
                     for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)
@@ -133,7 +142,10 @@ class Plays:
 
 
 def played_seconds(name: str, size: Size, prices: Prices) -> float:
-    """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself."""
+    """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself.
+
+    Up to 2% less than eager 1F1B takes, which repeats itself once a slow stage has used up what was in flight early.
+    """
     few, more = (Size(size.ranks, per_rank * size.ranks) for per_rank in (REPEATING // 2, REPEATING))
     if size.microbatches <= more.microbatches:
         return simulate(make(name, size), prices).seconds

@@ -48,15 +48,18 @@ from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
+from autopar.schedules import SCHEDULES, Size
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
 from autopar.stage_trades import SHARES, Trade, too_large
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
-#: Divisions that are played for every number of microbatches.
+#: Divisions that are played for every number of microbatches, and the memory of every schedule.
 PLAYED = 8
-#: Schedules that are played where none is asked for.
-OPEN = ("1f1b", "gpipe")
+#: Schedules that are played where none is asked for, the more is in flight the later.
+OPEN = ("1f1b", "eager-1f1b", "gpipe")
+#: Those of them for whose memory divisions are made, the more is in flight the sooner.
+MADE_FOR = ("eager-1f1b", "1f1b")
 #: Share of the time with the next larger number of microbatches by which one has to be better for the search to go on.
 LITTLE = 0.02
 #: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
@@ -282,8 +285,7 @@ class Hunt:
             yield math.inf
             return None
         question, divisions = yield from self.divisions(count, choice)
-        plain = self._plain(divisions, choice)[:PLAYED]
-        return min((f for division in plain for f in self.played(division, question, choice)), key=rank, default=None)
+        return min((f for one in divisions for f in self.played(one, question, choice)), key=rank, default=None)
 
     def played(self, division: Division, question: Question, choice: Open) -> tuple[Found, ...]:
         """A division under every schedule that its memory allows."""
@@ -309,14 +311,14 @@ class Hunt:
         """
         first, *others = self.turns()
         question, found = self._settled(count, choice, first)
-        limit = min((yield found[0].seconds if found else math.inf))
+        limit = min((yield _seconds(found)))
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
                 break
             question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
-            limit = min(limit, found[0].seconds if found else math.inf)
+            limit = min(limit, _seconds(found))
         return question, found
 
     def _may_be(self, count: int, choice: Open, limit: float) -> bool:
@@ -334,20 +336,38 @@ class Hunt:
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
             some = {n: self._ways(count, choice, n, kinds[:done]) for n in others}
             hoped = self.at_best({**prices, **some})
-            if not search(self._asked(count, choice, self._tables(choice, hoped)), TOLERANCE, limit):
+            least = _made_for(choice)[-1]
+            if not search(self._asked(count, choice, self._tables(choice, hoped), least), TOLERANCE, limit):
                 return False
         return True
 
     def _settled(
         self, count: int, choice: Open, submeshes: Sequence[int], limit: float = math.inf
     ) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions over these submeshes, below a limit in seconds: of ways to run layers that are priced.
+        """The best divisions over these submeshes, below a limit in seconds, and what they answer.
+
+        Made for the memory of one schedule after the other: those that have more in flight wait less for transfers,
+        so that with less in flight only divisions that hope for less time are of use.
+        """
+        first, *others = _made_for(choice)
+        question, divisions = self._settled_under(first, count, choice, submeshes, limit)
+        found = tuple(self._plain(divisions, choice)[:PLAYED])
+        for schedule in others:
+            less = min(limit, _seconds(found) * (1 - WORTH))
+            question, divisions = self._settled_under(schedule, count, choice, submeshes, less)
+            found = (*found, *self._plain(divisions, choice)[:PLAYED])
+        return question, found
+
+    def _settled_under(
+        self, schedule: str, count: int, choice: Open, submeshes: Sequence[int], limit: float
+    ) -> tuple[Question, tuple[Division, ...]]:
+        """The best divisions for the memory of a schedule, of ways to run layers that are priced.
 
         While the best ones hope for ways that are not priced, the next ones of the layers of such stages are.
         """
         while True:
             priced = {n: self._ways(count, choice, n) for n in submeshes}
-            question = self._asked(count, choice, self._tables(choice, priced))
+            question = self._asked(count, choice, self._tables(choice, priced), schedule)
             found = search(question, TOLERANCE, limit)
             hopes = [self._hopes(count, choice, division) for division in found]
             promising = [h for h, d in zip(hopes, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)]
@@ -396,11 +416,11 @@ class Hunt:
         largest = max(smaller, key=lambda k: sizes[k])
         return tuple(one.scaled(sizes[largest] / sizes[n]) for one in known[largest][kind])
 
-    def question(self, count: int, choice: Open) -> Question:
-        """What the dynamic program is asked for this number of microbatches, about all submeshes and ways."""
+    def question(self, count: int, choice: Open, schedule: str) -> Question:
+        """What the dynamic program is asked about a number of microbatches under a schedule: all submeshes and ways."""
         self.whole(count, self.meshes)
         priced = {n: self._ways(count, choice, n) for n in self.meshes}
-        return self._asked(count, choice, self._tables(choice, priced))
+        return self._asked(count, choice, self._tables(choice, priced), schedule)
 
     def _tables(self, choice: Open, known: Mapping[int, Ways]) -> Mapping[int, Table]:
         """Prices of all runs of layers."""
@@ -415,9 +435,10 @@ class Hunt:
         least = {kind: self.least[kind] / size for kind in (self.kinds.stage if kinds is None else kinds)}
         return {k: priced.ways(k) if nbytes <= room else (too_large(nbytes),) for k, nbytes in least.items()}
 
-    def _asked(self, count: int, choice: Open, prices: Mapping[int, Table]) -> Question:
+    def _asked(self, count: int, choice: Open, prices: Mapping[int, Table], schedule: str) -> Question:
         """The same about the submeshes that have prices."""
         unused = next(iter(prices.values()))
+        stash = SCHEDULES[schedule].stash
         return Question(
             layers=len(self.kinds.of_layer),
             devices=self.cluster.num_devices,
@@ -425,7 +446,7 @@ class Hunt:
             prices=tuple(prices.get(n, unused) for n in self.meshes),
             memory=self.usable(choice),
             microbatches=count,
-            in_flight=lambda stages: min(stages, count),
+            in_flight=lambda stages: stash(Size(stages, count), 0),
             transfer=self._transfer(count),
             stages=choice.stages,
         )
@@ -445,3 +466,13 @@ class Hunt:
             for k, nbytes in enumerate(self.borders):
                 found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
         return found
+
+
+def _made_for(choice: Open) -> tuple[str, ...]:
+    """The schedules for whose memory divisions are made."""
+    return tuple(name for name in MADE_FOR if name in choice.schedules) or choice.schedules
+
+
+def _seconds(found: Sequence[Division]) -> float:
+    """Of the best of several divisions; infinite if there is none."""
+    return min((division.seconds for division in found), default=math.inf)

@@ -29,7 +29,7 @@ from autopar.plans import graph_hash
 from autopar.schedules import Size, make
 from autopar.stage_planning import problem_of
 from autopar.stage_plays import Found, played_seconds
-from autopar.stage_search import LITTLE, TOLERANCE, Hunt, Open, find, numbers, that_split
+from autopar.stage_search import LITTLE, MADE_FOR, TOLERANCE, Hunt, Open, find, numbers, that_split
 from autopar.stage_trades import ENOUGH, SHARES, Trade
 from autopar.trace import Traced, trace
 
@@ -271,8 +271,9 @@ def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hu
     assert not again.known
 
 
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_a_schedule_repeats_itself_after_a_while(name: str) -> None:
+@pytest.mark.parametrize(("name", "less"), [("1f1b", 2e-3), ("eager-1f1b", 0.025), ("gpipe", 2e-3)])
+def test_a_schedule_repeats_itself_after_a_while(name: str, less: float) -> None:
+    """What eager 1F1B has in flight beyond need hides a slow stage at first: up to two passes of each stage."""
     rng = np.random.default_rng(3)
     links = {pair: 0.2 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
     for _ in range(20):
@@ -280,7 +281,7 @@ def test_a_schedule_repeats_itself_after_a_while(name: str) -> None:
         prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
         for count in (8, 64, 65, 300):
             exact = simulate(make(name, Size(4, count)), prices).seconds
-            assert played_seconds(name, Size(4, count), prices) == pytest.approx(exact, rel=2e-3)
+            assert (1 - less) * exact <= played_seconds(name, Size(4, count), prices) <= (1 + 2e-3) * exact
 
 
 @pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
@@ -290,8 +291,8 @@ def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: in
     many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
     hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
     _, found = alone(hunt.divisions(count, opened(hunt)))
-    whole = search(hunt.question(count, opened(hunt)), TOLERANCE)
-    assert found[0].seconds <= whole[0].seconds * (1 + 2 * TOLERANCE)
+    whole = [one for name in MADE_FOR for one in search(hunt.question(count, opened(hunt), name), TOLERANCE)]
+    assert min(d.seconds for d in found) <= min(d.seconds for d in whole) * (1 + 2 * TOLERANCE)
 
 
 @pytest.mark.parametrize("beta", [1e-9, 1e-7])

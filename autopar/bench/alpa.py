@@ -126,7 +126,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         counts = that_split(traced.graph, numbers(published.batch), batch, per)
         ours = hunt.best(Open(batch, counts, per_microbatch=per))
         theirs = Open(batch, (published.microbatches,), policies=(FULL,), schedules=("1f1b",), per_microbatch=per)
-        question = replace(hunt.question(published.microbatches, theirs), memory=hunt.room(theirs))  # they ran
+        question = replace(hunt.question(published.microbatches, theirs, "1f1b"), memory=hunt.room(theirs))  # they ran
         division, fits = priced(hunt, question, theirs, published)
         unlimited = replace(question, memory=(np.inf,) * len(question.memory))
         (found,) = hunt.played(division, unlimited, theirs)

@@ -81,6 +81,7 @@ COVER: list[tuple[str, dict[str, int], tuple[int, ...], str, tuple[int, ...], in
     ("gpt-toy", {}, (1, 2, 3), "interleaved-1f1b", (1, 1), 2),
     ("gpt-toy-tied", {}, (1, 2, 3), "gpipe", (2, 1, 3, 2), 4),
     ("gpt-toy-tied", {}, (2,), "eager-1f1b", (1, 1), 8),
+    ("gpt-toy", {"layers": 4, "batch": 16}, (2, 3, 4), "eager-1f1b", (2, 2, 2, 2), 8),
     ("gpt-toy-remat", {}, (1, 2, 3), "zb-h1", (2, 2, 2, 2), 2),
     ("moe-toy", {}, (2,), "1f1b", (3, 5), 2),
     ("moe-toy", {}, (1, 2, 3), "interleaved-1f1b", (4, 4), 2),
