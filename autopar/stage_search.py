@@ -3,7 +3,8 @@
     for a number of microbatches m
         prices of a layer of every kind on every submesh, with       autopar/layer_prices.py
             and without recomputation, where both are open
-        the best divisions into stages                                autopar/passes/inter_op.py
+        the best divisions into stages, for the memory of eager 1F1B, autopar/passes/inter_op.py
+            under which they hide transfers, and for that of 1F1B
         each played under every schedule that its memory allows       autopar/stage_plays.py
 
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
@@ -16,7 +17,7 @@ all of the time, so that they are found only where they may lead to something be
                    not fit in larger ones                                                             -> Hunt.best
                    A number is left where layers on the smallest submeshes take too long already      -> Hunt._may_be
     ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
-                   held nothing but even pieces, and took no longer                              -> Hunt._settled
+                   held nothing but even pieces, and took no longer                        -> Hunt._settled_under
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division than both numbers have so far: a layer hardly ever takes less of all
                    devices' time and memory on more of them                                           -> Hunt.divisions

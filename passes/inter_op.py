@@ -6,8 +6,9 @@ the transfers to it, both ways, a pipeline takes
 
     T  =  sum_s (t_s + x_s)  +  (m - 1) max_s t_s                                   (Alpa, section 5.1, equation 2)
 
-which is exact for gpipe and 1f1b on equal stages. For a bound t_max on the slowest stage the rest is a sum, and the
-best suffixes of s stages that begin with layer k on device d obey                                 -> _Tables.best
+which is exact for gpipe and 1f1b on equal stages where transfers take no time, and about right where enough is in
+flight to hide them; 1f1b waits for them in every microbatch. For a bound t_max on the slowest stage the rest is a sum,
+and the best suffixes of s stages that begin with layer k on device d obey                         -> _Tables.best
 
     F(s, k, d) = min over layers j > k and placements d .. e of  t(k, j, d .. e) + x(j, e) + F(s - 1, j, e)
     t(k, j, d .. e) = min over the options of layers k .. j there that are no slower than t_max and fit:
