@@ -19,7 +19,7 @@ from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.bench.equal import DTYPES, quick_flags
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 STAGES = (2, 4)
 #: What the devices of a stage divide among them: the batch, or parameters by the model's table for tensor parallelism.
 INNER = ("data", "tensor")

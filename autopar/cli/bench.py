@@ -80,7 +80,7 @@ def bench_equal(
     pipeline: Annotated[bool, typer.Option("--pipeline", help="steps in stages, over schedules in place of meshes")] = (
         False
     ),
-    schedules: Annotated[str | None, typer.Option(help="with --pipeline: gpipe, 1f1b, interleaved-1f1b, zb-h1")] = None,
+    schedules: Annotated[str | None, typer.Option(help="with --pipeline: gpipe, 1f1b, eager-1f1b, ...")] = None,
     stages: Annotated[str | None, typer.Option(help="with --pipeline: numbers of stages, such as 2,4")] = None,
     inner: Annotated[str | None, typer.Option(help="with --pipeline: data, tensor or both inside stages")] = None,
     resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,

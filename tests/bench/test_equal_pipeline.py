@@ -20,7 +20,7 @@ MODELS = ("unet-toy", "gpt-toy-scan", "gpt-toy-tied", "moe-toy", "gpt-toy", "fla
 PAIRS = tuple(itertools.product(equal_pipeline.SCHEDULES, equal_pipeline.STAGES))
 CASES = tuple(
     (model, *PAIRS[(3 * i) % len(PAIRS)], equal_pipeline.INNER[i // 2 % 2], "float64" if i % 3 == 1 else "float32")
-    for i, model in enumerate(MODELS)
+    for i, model in zip(range(len(PAIRS)), itertools.cycle(MODELS), strict=False)
 )
 
 
