@@ -35,6 +35,7 @@ from autopar.passes.work import work
 
 #: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
 WINDOW = 0.35
+#: The operation behind which recomputed parts wait; see `autopar.passes.remat`.
 BARRIER = "optimization_barrier"
 #: Operations that leave a gradient what it is.
 RELAYOUTS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")

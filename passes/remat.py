@@ -78,7 +78,7 @@ def recomputable(graph: Graph) -> tuple[bool, ...]:
             return False
         if _is_scan(found, layer):
             return _loop_back(draft, layer, FULL) is not None
-        return bool(_residuals(draft, layer, FULL)[1])
+        return bool(_residuals(draft, layer, FULL)[-1])
 
     return tuple(map(frees, range(len(found.layers))))
 
@@ -263,29 +263,28 @@ def _irreproducible(ops: Sequence[Op]) -> frozenset[int]:
 
 def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
-    ops = draft.layers.ops(layer)
-    own = {v for op in ops for v in op.outputs}
-    kept, residuals = _residuals(draft, layer, policy)
+    kept, gone, residuals = _residuals(draft, layer, policy)
     if not residuals:
         return
     backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
-    apart = _by_reader(draft, _connected(_needed(ops, residuals, kept)), set(residuals))
+    apart = _by_reader(draft, _connected(_needed(draft.layers.ops(layer), residuals, kept)), set(residuals))
     parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> what is recomputed in front of it
     for first, part in sorted(apart.items()):
         last = max(parts)
         parts.setdefault(last if parts[last] and not _waits(draft, last, first) else first, []).extend(part)
     for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
         group = [q for q in backward if first <= q < end]
-        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), own - kept, residuals)
+        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), gone, residuals)
 
 
-def _residuals(draft: _Draft, layer: int, policy: str) -> tuple[Set[int], Sequence[int]]:
-    """What stays in memory, constants included, and what the layer's backward pass reads of the rest."""
+def _residuals(draft: _Draft, layer: int, policy: str) -> tuple[Set[int], Set[int], Sequence[int]]:
+    """What stays in memory, constants included; a layer's other values; those of them that its backward pass reads."""
     ops = draft.layers.ops(layer)
     own = {v for op in ops for v in op.outputs}
     kept = {v for op in ops for v in op.outputs if _is_kept(draft, op, v, own, policy)} | draft.constant
-    read = (v for v in sorted(own - kept) if any(draft.phase(q) == "backward" for q in draft.readers.get(v, ())))
-    return kept, tuple(read)
+    gone = own - kept
+    read = (v for v in sorted(gone) if any(draft.phase(q) == "backward" for q in draft.readers.get(v, ())))
+    return kept, gone, tuple(read)
 
 
 def _waits(draft: _Draft, last: int, first: int) -> bool:
