@@ -6,7 +6,8 @@
     arguments                 where those of the step lie
 
 Stages are planned in processes of their own (`autopar.stage_runs`), from which graphs and problems cannot be sent, an
-account can: `Recorded` is a planned stage with the account of another process. Its graph is made where it is asked for.
+account can; and the graph that a stage was planned with may be that of another that is like it. `Recorded` is a planned
+stage of which there is the account; its graph is made where it is asked for.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Kept(Placed):
 
 @dataclass(frozen=True, eq=False)
 class Recorded(Placed):
-    """A planned stage as another process has recorded it.
+    """A planned stage as its account tells it.
 
     Attributes:
         stages, avals: the step in stages, and shape and dtype of every argument.

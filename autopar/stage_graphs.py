@@ -2,14 +2,14 @@
 
 One function runs, in this order, what the stage runs in a step, and is traced:
 
-    begin      the prologue                              once       -> _Tracer.begin
-    F, B, W    its passes, on the shapes of a microbatch  m times    -> _Tracer.run
-    update0..  its updates                               once       -> _Tracer.update
+    begin      the prologue                              once       -> Tracer.begin
+    F, B, W    its passes, on the shapes of a microbatch  m times    -> Tracer.run
+    update0..  its updates                               once       -> Tracer.update
 
 Arguments are the state, the blocks of the batch, what other stages hand over, and totals and values of other stages'
 updates; results are what others read, and the results of the step. There is no operation that adds up: the part that a
 microbatch gives a sum is what the update reads, through a `sharding_constraint` that leaves everything open. It is
-where the sum over devices ends if the pass leaves its parts partial, and it counts once -> _Tracer.ended
+where the sum over devices ends if the pass leaves its parts partial, and it counts once -> Tracer.ended
 
 `Graph.repeats` says what counts m times.
 """
@@ -44,7 +44,7 @@ def update_name(number: int) -> str:
     return f"update{number}"
 
 
-_Key = tuple[str, int]
+Key = tuple[str, int]
 """(map of StageGraph, value of the step)."""
 
 
@@ -84,7 +84,7 @@ class StageGraph:
     totals: Mapping[int, Atom]
     marked: Mapping[int, str]
     made: Mapping[int, Atom]
-    results: tuple[_Key, ...]
+    results: tuple[Key, ...]
     handed: Mapping[int, int]
     avals: tuple[Any, ...]
 
@@ -108,9 +108,9 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Prog
         programs: those of `stages.split`, where there are several stages to make graphs of.
     """
     of_step = programs or Programs(stages.split)
-    tracer = _Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), of_step)
+    tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), of_step)
     names = list(tracer.inputs())
-    found: list[_Key] = []
+    found: list[Key] = []
 
     def run(*arrays: Any) -> list[Any]:
         values = tracer.run_all(dict(zip((key for key, _, _ in names), arrays, strict=True)))
@@ -122,12 +122,12 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Prog
     return _assembled(tracer, names, found, graph, ranges)
 
 
-_Input = tuple[_Key, Any, str]
+Input = tuple[Key, Any, str]
 """Its key, type and path."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Tracer:
+class Tracer:
     """Runs the programs of a stage on arrays by key.
 
     Attributes:
@@ -146,15 +146,15 @@ class _Tracer:
     marked: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: Programs) -> _Tracer:
+    def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: Programs) -> Tracer:
         totals = {t.value: (s, t) for s, one in enumerate(stages.stages) for p in one.passes.values() for t in p.totals}
         stacked = frozenset(v for v, (_, t) in totals.items() if programs.accumulator(t).stacks)
         updates = {i: u for i, u in enumerate(stages.updates.programs) if u.stage == stage}
-        return _Tracer(stages, stage, types, programs, updates, {v: s for v, (s, _) in totals.items()}, stacked)
+        return Tracer(stages, stage, types, programs, updates, {v: s for v, (s, _) in totals.items()}, stacked)
 
     # What comes in
 
-    def inputs(self) -> Iterator[_Input]:
+    def inputs(self) -> Iterator[Input]:
         """Arguments of the graph."""
         names, passes = self.stages.split.graph.names, self.stages.stages[self.stage].passes
         read = {*self.stages.stages[self.stage].arguments, *(v for u in self.updates.values() for v in u.arguments)}
@@ -191,10 +191,10 @@ class _Tracer:
 
     # What runs
 
-    def run_all(self, arrays: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    def run_all(self, arrays: Mapping[Key, Any]) -> dict[Key, Any]:
         """Everything in order; what the programs leave to each other and to others, by key."""
         known = dict(arrays)
-        made: dict[_Key, Any] = {}
+        made: dict[Key, Any] = {}
         for name, program in self.all_programs():
             program.__name__ = name
             results = jax.jit(program)(known)
@@ -210,7 +210,7 @@ class _Tracer:
             name = update_name(number)
             yield name, lambda known, name=name, u=update: self.update(name, u, known)
 
-    def begin(self, known: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    def begin(self, known: Mapping[Key, Any]) -> dict[Key, Any]:
         found = self.stages.stages[self.stage]
         wanted = {v for one in found.passes.values() for v in one.whole}
         whole = sorted(wanted & {v for p in found.prologue for v in p.op.outputs})
@@ -218,7 +218,7 @@ class _Tracer:
         made = self.programs.after(Sweep((), (), found.prologue if whole else ()), outer, ())
         return {("whole", v): made[v] for v in whole}
 
-    def run(self, kind: Any, known: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    def run(self, kind: Any, known: Mapping[Key, Any]) -> dict[Key, Any]:
         one = self.stages.stages[self.stage].passes[kind]
         given = {**self.constants, **_of(known, "arguments"), **_of(known, "whole")}
         local = {**_of(known, "received"), **_of(known, "local")}
@@ -229,7 +229,7 @@ class _Tracer:
         made = self.programs.loop(sweep, outer, values, known["index", 0])
         return {("local", v): array for v, array in zip(wanted, made, strict=True)}
 
-    def update(self, name: str, update: Update, known: Mapping[_Key, Any]) -> dict[_Key, Any]:
+    def update(self, name: str, update: Update, known: Mapping[Key, Any]) -> dict[Key, Any]:
         arguments, made = _of(known, "arguments"), _of(known, "made")
         ended = self.ended(name, [t.value for t in update.totals], known)
         outer = {**self.constants, **{v: arguments[v] for v in update.arguments}, **{v: made[v] for v in update.reads}}
@@ -239,7 +239,7 @@ class _Tracer:
         marked = {("totals", v): array for v, array in ended.items() if self.marked.get(v) == name}
         return {**marked, **{("made", v): after[v] for v in update.writes}}
 
-    def ended(self, name: str, totals: Sequence[int], known: Mapping[_Key, Any]) -> dict[int, Any]:
+    def ended(self, name: str, totals: Sequence[int], known: Mapping[Key, Any]) -> dict[int, Any]:
         """Totals as an update reads them; the first that reads a sum ends it."""
         found: dict[int, Any] = {}
         for v in totals:
@@ -255,7 +255,7 @@ class _Tracer:
         return dict(self.stages.split.flat.constants)
 
 
-def _of(known: Mapping[_Key, Any], kind: str) -> dict[int, Any]:
+def _of(known: Mapping[Key, Any], kind: str) -> dict[int, Any]:
     return {v: array for (k, v), array in known.items() if k == kind}
 
 
@@ -272,14 +272,14 @@ def _open(array: Any) -> Any:
 
 
 def _assembled(
-    tracer: _Tracer, names: Sequence[_Input], found: Sequence[_Key], graph: Graph, programs: Mapping[str, range]
+    tracer: Tracer, names: Sequence[Input], found: Sequence[Key], graph: Graph, programs: Mapping[str, range]
 ) -> StageGraph:
     """The graph with the results that leave the stage, and the maps."""
     stages, stage, count = tracer.stages, tracer.stage, tracer.stages.split.count
-    entered: dict[_Key, int] = {key: v for (key, _, _), v in zip(names, graph.inputs, strict=True)}
-    atoms: dict[_Key, Atom] = {**entered, **dict(zip(found, graph.outputs, strict=True))}
-    results = list(_results(tracer, atoms))
-    state = _carried(tracer, results, list(entered))
+    entered: dict[Key, int] = {key: v for (key, _, _), v in zip(names, graph.inputs, strict=True)}
+    atoms: dict[Key, Atom] = {**entered, **dict(zip(found, graph.outputs, strict=True))}
+    results = list(results_of(tracer))
+    state = carried_by(tracer, results, list(entered))
     handed = {i: v for i, (kind, v) in enumerate(results) if kind == "local" and v in _handed(stages, stage)}
     often = {
         i: count for i, (kind, v) in enumerate(results) if i in handed or (kind == "local" and v in tracer.stacked)
@@ -322,7 +322,7 @@ def _handed(stages: Stages, stage: int) -> list[int]:
     return sorted({v for hand, values in stages.hands.items() if hand.source == stage for v in values})
 
 
-def _results(tracer: _Tracer, atoms: Mapping[_Key, Atom]) -> Iterator[_Key]:
+def results_of(tracer: Tracer) -> Iterator[Key]:
     """What leaves the stage: values handed over, parts that are stacked, totals and values for others, results."""
     stages, stage = tracer.stages, tracer.stage
     elsewhere = [u for u in stages.updates.programs if u.stage != stage]
@@ -334,7 +334,7 @@ def _results(tracer: _Tracer, atoms: Mapping[_Key, Atom]) -> Iterator[_Key]:
     yield from (("made", v) for u in tracer.updates.values() for v in u.writes if v in wanted)
 
 
-def _carried(tracer: _Tracer, results: Sequence[_Key], inputs: Sequence[_Key]) -> Mapping[int, int]:
+def carried_by(tracer: Tracer, results: Sequence[Key], inputs: Sequence[Key]) -> Mapping[int, int]:
     """Results that carry an argument of this stage into the next step."""
     split = tracer.stages.split
     position = {key: i for i, key in enumerate(inputs)}

@@ -2,12 +2,14 @@
 
     borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
                pass hands over is delivered as its reader wants it, for stages are planned in order -> _Planner.pinned
-    alike      stages with equal graphs, meshes and pins are planned once                        -> _Planner.plan
-    runs       stages of a large step are planned in two runs, in two processes where there are   -> runs, _joined
-               two: the second does not know what the first hands over, and its stages are planned again as far as that
-               turns out to lie otherwise
+    alike      stages that are one program are traced once (autopar/stage_likeness.py), and those with equal graphs,
+               meshes and pins planned once                                                    -> _Planner.plan
+    runs       stages of a large step are planned in two runs, in two processes where there are two: those that hand
+               nothing to each other on submeshes of one shape apart, if that makes runs of about equal length; else
+               the first half of all and the second, which does not know what the first hands over, and whose stages
+               are planned again as far as that turns out to lie otherwise                        -> runs, _joined
 
-Runs depend on the stages alone, so that the plan is the same in any number of processes.
+Runs depend on the stages and their submeshes alone, so that the plan is the same in any number of processes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Generic, TypeAlias, TypeVar
+
+import networkx as nx
 
 from autopar import side_by_side
 from autopar.cluster import LogicalMesh
@@ -28,13 +32,18 @@ from autopar.passes.optimize import Solution
 from autopar.passes.stages import Stages
 from autopar.planning import Options
 from autopar.plans import Stage, graph_hash
-from autopar.rules import Reader
+from autopar.rules import Reader, Rule
 from autopar.stage_accounts import Account, Border, Kept, Recorded
 from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_likeness import Likeness, likeness, renamed
 from autopar.stage_planning import Charges, Limit, StagePlan, plan_stage, planned
 
 #: Operations of a step from which its stages are planned in two runs.
 LARGE = 5_000
+#: Share of all operations that the longer of two runs may have, if neither has to wait for the other.
+LONGER = 0.85
+#: What planning a stage takes that is about like one before, which has as many operations and a submesh of that shape.
+AGAIN = 0.2
 
 Key: TypeAlias = tuple[str, LogicalMesh, Hashable]
 """What plans of a stage depend on: a hash of its graph, its submesh, pins of arguments and of results."""
@@ -99,36 +108,66 @@ def plan_stages(
         MemoryBudgetError: no plan of a stage fits into the budget.
     """
     planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), tuple(limits))
-    parts = runs(stages)
+    parts = runs(stages, meshes)
     if side_by_side.apart(len(parts)):
         records = side_by_side.results([partial(_records, planner, part) for part in parts])
-        found = [planner.recorded(n, one) for n, one in enumerate(itertools.chain(*records))]
+        found = {n: planner.recorded(n, one) for part in records for n, one in part.items()}
     else:
-        found = [made for part in parts for made in planner.run(part)]
+        found = {n: made for part in parts for n, made in planner.run(part).items()}
     return _joined(planner, parts, found)
 
 
-def runs(stages: Stages) -> tuple[range, ...]:
-    """Runs of stages to be planned side by side: two of as equal numbers of operations as can be, or one of few."""
+def runs(stages: Stages, meshes: Sequence[LogicalMesh]) -> tuple[tuple[int, ...], ...]:
+    """Stages to be planned side by side: two runs that take about as long, or one of few operations."""
+    operations, everything = _operations(stages), range(len(meshes))
+    if len(meshes) < 2 or sum(operations) < LARGE:
+        return (tuple(everything),)
+    weights = _weights(operations, meshes)
+    first, second = set[int](), set[int]()
+    for part in sorted(_bound(stages, meshes), key=lambda part: (-sum(weights[n] for n in part), part)):
+        min(first, second, key=lambda run: sum(weights[n] for n in run)).update(part)
+    if max(sum(weights[n] for n in run) for run in (first, second)) <= LONGER * sum(weights):
+        return tuple(sorted(first)), tuple(sorted(second))
+    done = list(itertools.accumulate(weights))
+    cut = min(everything[1:], key=lambda k: (max(done[k - 1], done[-1] - done[k - 1]), k))
+    return tuple(everything[:cut]), tuple(everything[cut:])
+
+
+def _operations(stages: Stages) -> list[int]:
+    """Operations of every stage."""
     updates = stages.updates.programs
-    weights = [
+    return [
         sum(len(one.ops) for one in stage.passes.values()) + sum(len(u.ops) for u in updates if u.stage == s)
         for s, stage in enumerate(stages.stages)
     ]
-    done, n = list(itertools.accumulate(weights)), len(weights)
-    if n < 2 or done[-1] < LARGE:
-        return (range(n),)
-    cut = min(range(1, n), key=lambda k: (max(done[k - 1], done[-1] - done[k - 1]), k))
-    return (range(cut), range(cut, n))
 
 
-def _records(planner: _Planner, part: range) -> list[_Record]:
-    return [_Record(m.plan.solution, m.plan.layouts, m.plan.account, m.key) for m in planner.run(part)]
+def _weights(operations: Sequence[int], meshes: Sequence[LogicalMesh]) -> list[float]:
+    """About what planning every stage takes, in operations."""
+    alike = set[tuple[int, tuple[int, ...]]]()
+    found: list[float] = []
+    for count, mesh in zip(operations, meshes, strict=True):
+        found.append(count * (AGAIN if (count, mesh.sizes) in alike else 1.0))
+        alike.add((count, mesh.sizes))
+    return found
 
 
-def _joined(planner: _Planner, parts: Sequence[range], found: list[_Made]) -> StagePlans[Accounted]:
+def _bound(stages: Stages, meshes: Sequence[LogicalMesh]) -> list[list[int]]:
+    """Stages between which layouts are kept, directly or by way of others, together."""
+    graph = nx.Graph()
+    graph.add_nodes_from(range(len(meshes)))
+    graph.add_edges_from(h[1:] for h in stages.hands if meshes[h.source].sizes == meshes[h.target].sizes)
+    return [sorted(part) for part in nx.connected_components(graph)]
+
+
+def _records(planner: _Planner, part: Sequence[int]) -> dict[int, _Record]:
+    found = planner.run(part)
+    return {n: _Record(m.plan.solution, m.plan.layouts, m.plan.account, m.key) for n, m in found.items()}
+
+
+def _joined(planner: _Planner, parts: Sequence[Sequence[int]], found: dict[int, _Made]) -> StagePlans[Accounted]:
     """All stages, planned again where a stage of another run, or one planned again, hands over something else."""
-    borders = {n: made.plan.border for n, made in enumerate(found)}
+    borders = {n: made.plan.border for n, made in found.items()}
     unseen = {n for part in parts[:-1] for n in part}
     for number in (n for part in parts[1:] for n in part):
         arguments, results = planner.wishes(number, {n: borders[n] for n in sorted(unseen)})
@@ -139,7 +178,18 @@ def _joined(planner: _Planner, parts: Sequence[range], found: list[_Made]) -> St
             found[number] = planner.plan(number, borders)
             borders[number] = found[number].plan.border
             unseen.add(number)
-    return StagePlans(planner.stages, tuple(made.plan for made in found), len({made.key for made in found}))
+    made = [found[n] for n in range(len(found))]
+    return StagePlans(planner.stages, tuple(one.plan for one in made), len({one.key for one in made}))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The graph of the first of stages that are alike, its rules, and a hash that it shares with them."""
+
+    likeness: Likeness
+    graph: StageGraph
+    rules: Mapping[int, Rule]
+    hash: str
 
 
 @dataclass(eq=False)
@@ -151,6 +201,7 @@ class _Planner:
     meshes: tuple[LogicalMesh, ...]
     options: Options
     limits: tuple[Limit, ...] = ()
+    programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     known: dict[Key, StagePlan] = field(default_factory=dict)
     charges: dict[Key, Charges] = field(default_factory=dict)
 
@@ -162,28 +213,32 @@ class _Planner:
     def reader(self) -> Reader:
         return Reader(self.options.rules)
 
-    def run(self, part: range) -> list[_Made]:
+    def run(self, part: Sequence[int]) -> dict[int, _Made]:
         """The plans of stages in order, each knowing those of the run before it."""
         borders: dict[int, Border] = {}
-        found: list[_Made] = []
+        found: dict[int, _Made] = {}
         for number in part:
-            found.append(self.plan(number, borders))
-            borders[number] = found[-1].plan.border
+            found[number] = self.plan(number, borders)
+            borders[number] = found[number].plan.border
         return found
 
     def recorded(self, number: int, one: _Record) -> _Made:
-        """A stage that another process has planned."""
+        """A stage of which no more is known than its plan."""
         mesh, rules = self.meshes[number], self.options.rules
         plan = Recorded(self.stages, self.avals, number, mesh, one.solution, one.layouts, one.account, rules)
         return _Made(plan, one.key)
 
     def plan(self, number: int, borders: Mapping[int, Border]) -> _Made:
-        """The plan of a stage next to these."""
-        graph, mesh = stage_graph(self.stages, number, self.avals, self.programs), self.meshes[number]
+        """The plan of a stage next to these; that of one that is like an earlier stage has no graph yet."""
+        here = likeness(self.stages, number, self.avals, self.programs)
+        if here.key not in self.programs_of:
+            graph = stage_graph(self.stages, number, self.avals, self.programs)
+            self.programs_of[here.key] = _Program(here, graph, self.reader.of(graph.graph), _hash(graph.graph))
+        program = self.programs_of[here.key]
+        graph, rules, mesh = renamed(program.graph, program.likeness, here), program.rules, self.meshes[number]
         arguments, results = self._pinned(graph, borders)
         pinned = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
-        key = (_likeness(graph.graph), mesh, pinned)
-        rules = self.reader.of(graph.graph)
+        key = (program.hash, mesh, pinned)
         if self.limits:
             if key not in self.charges:
                 self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
@@ -193,7 +248,9 @@ class _Planner:
         else:
             same = self.known[key]
             made = planned(graph, mesh, rules, same.model, same.liveness, same.solution)
-        return _Made(made, key)
+        if program.likeness.stage == number:
+            return _Made(made, key)
+        return self.recorded(number, _Record(made.solution, made.layouts, made.account, key))
 
     def wishes(self, number: int, borders: Mapping[int, Border]) -> tuple[dict[int, Layout], dict[int, Layout]]:
         """Layouts of what a stage receives and hands over, fixed by earlier stages among these on equal submeshes."""
@@ -222,7 +279,7 @@ class _Planner:
         return arguments, {out[v]: layout for v, layout in handed.items()}
 
 
-def _likeness(graph: Graph) -> str:
+def _hash(graph: Graph) -> str:
     """A hash of the graph that does not depend on the names of its arguments."""
     paths = tuple(str(i) for i in range(len(graph.inputs)))
     return graph_hash(replace(graph, input_paths=paths))

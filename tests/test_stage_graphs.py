@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -9,13 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.graph import Repeats, verify
+from autopar.microbatches import Programs
 from autopar.passes import deferral
 from autopar.passes.layers import find
 from autopar.passes.microbatch import split
 from autopar.passes.microbatch_states import local_shape
 from autopar.passes.stages import KINDS, Stages, divide
 from autopar.passes.work import model_flops
+from autopar.plans import graph_hash
 from autopar.stage_graphs import StageGraph, stage_graph
+from autopar.stage_likeness import likeness, renamed
 from autopar.trace import trace
 from autopar.zoo import build as zoo
 
@@ -53,6 +57,26 @@ def test_graphs_hold_and_have_every_program(name: str, weights: bool) -> None:
                 assert g.graph.type_of(g.local[v]).shape == wanted, kind
     state = jax.tree.leaves(jax.tree.unflatten(traced.in_tree, range(len(traced.in_avals)))[0][0])
     assert len(carried) == len(state)
+
+
+#: Model -> pairs of stages that are alike, of four. Experts run on blocks by bodies of their own.
+ALIKE = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_graph_of_a_stage_that_is_like_another_is_that_one_renamed(name: str) -> None:
+    stages, graphs, traced = staged(name, 4, layers=6)
+    programs = Programs(stages.split)
+    found = [likeness(stages, s, traced.in_avals, programs) for s in range(4)]
+    alike = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
+    assert len(alike) == ALIKE[name]
+    for a, b in [*alike, *((s, s) for s in range(4))]:
+        made, exact = renamed(graphs[a], found[a], found[b]), graphs[b]
+        assert str(made.graph) == str(exact.graph)
+        assert graph_hash(made.graph) == graph_hash(exact.graph)
+        for one in fields(StageGraph):
+            if one.name != "graph":
+                assert getattr(made, one.name) == getattr(exact, one.name), one.name
 
 
 def test_flops_of_stages_are_those_of_the_step() -> None:

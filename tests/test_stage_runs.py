@@ -28,8 +28,8 @@ print(json.dumps([sorted({type(p).__name__ for p in plans.plans}), described(pla
 """
 
 
-def mesh() -> LogicalMesh:
-    return Cluster.custom((2,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, 10**9).logical_mesh((2,))
+def mesh(devices: int = 2) -> LogicalMesh:
+    return Cluster.custom((devices,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, 10**9).logical_mesh((devices,))
 
 
 def planned() -> StagePlans:
@@ -44,22 +44,38 @@ def described(plans: StagePlans) -> str:
     )
 
 
-def test_runs_are_of_as_many_operations_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    stages, graphs, _ = staged("gpt-toy", 4, layers=4)
-    assert runs(stages) == (range(4),)
+def test_few_operations_are_one_run() -> None:
+    stages, _, _ = staged("gpt-toy", 4, layers=4)
+    assert runs(stages, [mesh()] * 4) == ((0, 1, 2, 3),)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        ((2, 4, 4, 2), {(0, 1, 2), (3,)}),  # the third is like the second, and quickly planned
+        ((2, 2, 4, 4), {(0, 1), (2, 3)}),
+        ((2, 4, 2, 4), {(0, 1), (2, 3)}),  # no two neighbours are alike: any halves do
+        ((2, 2, 2, 4), {(0, 1, 2), (3,)}),
+        ((2, 2, 2, 2), {(0, 1), (2, 3)}),  # all are bound to each other: halves
+    ],
+)
+def test_stages_that_keep_no_layouts_of_each_other_are_planned_apart(
+    devices: tuple[int, ...], expected: set[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages, _, traced = staged("gpt-toy", 4, layers=4)
+    meshes = [mesh(n) for n in devices]
+    in_order = [p.account.border for p in plan_stages(stages, traced.in_avals, meshes).plans]
     monkeypatch.setattr(stage_runs, "LARGE", 0)
-    first, second = runs(stages)
-    assert [*first, *second] == [0, 1, 2, 3]
-    weights = [len(g.graph.ops) for g in graphs]
-    halves = [sum(weights[n] for n in part) for part in (first, second)]
-    assert max(halves) - min(halves) <= max(weights)
+    found = runs(stages, meshes)
+    assert set(found) == expected
+    assert [p.account.border for p in plan_stages(stages, traced.in_avals, meshes).plans] == in_order
 
 
 def test_two_runs_hand_over_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one run knows of the other comes too late, and its stages are planned again where that matters."""
     monkeypatch.setattr(stage_runs, "LARGE", 0)
     plans = planned()
-    assert len(runs(plans.stages)) == 2
+    assert len(runs(plans.stages, [mesh()] * 4)) == 2
     borders = [p.account.border for p in plans.plans]
     for hand, values in plans.stages.hands.items():
         for v in values:
@@ -72,7 +88,7 @@ def test_the_plan_is_the_same_in_any_number_of_processes(monkeypatch: pytest.Mon
     monkeypatch.setattr(side_by_side, "WORKERS", 1)
     _, apart = json.loads(processes.printed(SCRIPT, "0", "2"))
     here = planned()
-    assert {type(p).__name__ for p in here.plans} == {"StagePlan"}
+    assert [type(p).__name__ for p in here.plans] == ["StagePlan", "StagePlan", "Recorded", "StagePlan"]
     assert described(here) == apart
 
 
