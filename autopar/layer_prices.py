@@ -150,10 +150,12 @@ class Priced:
     Attributes:
         trades: kind -> its ways.
         charged: kind -> how many rates besides none are priced; of the others ways are what they are at best.
+        guessed: kind -> about what its ways are, until it is priced.
     """
 
     trades: Mapping[int, Trades]
     charged: Mapping[int, int] = field(default_factory=dict[int, int])
+    guessed: Ways = field(default_factory=dict[int, "tuple[Trade, ...]"])
 
     def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
         """A way to run a layer; see `way`."""
@@ -161,16 +163,31 @@ class Priced:
 
     def ways(self, kind: int) -> tuple[Trade, ...]:
         """The ways to run a layer of a kind, as far as they are priced."""
-        return self.trades[kind].ways(self.charged.get(kind, 0))
+        return self.guessed.get(kind) or self.trades[kind].ways(self.charged.get(kind, 0))
+
+    def found(self, kind: int) -> tuple[Trade, ...]:
+        """Those of them that are priced already, or guessed."""
+        if kind in self.guessed or not self.trades[kind].found:
+            return self.guessed.get(kind, ())
+        return self.ways(kind)[: None if self._is_whole(kind) else -1]
 
     def is_hoped(self, kind: int, number: int) -> bool:
         """Whether the way of this number is not priced."""
-        unpriced = self.charged.get(kind, 0) < len(self.trades[kind].open)
-        return unpriced and number + 1 >= len(self.ways(kind))
+        return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.ways(kind)))
 
-    def deeper(self, kinds: Iterable[int], by: int = 1) -> Priced:
-        """The same with so many rates more for these kinds."""
-        return replace(self, charged={**self.charged, **{k: self.charged.get(k, 0) + by for k in kinds}})
+    def _is_whole(self, kind: int) -> bool:
+        return self.charged.get(kind, 0) >= len(self.trades[kind].open)
+
+    def deeper(self, kinds: Iterable[int]) -> Priced:
+        """The same with one rate more for these kinds; those that are guessed are priced at none."""
+        some = tuple(kinds)
+        more = {k: self.charged.get(k, 0) + 1 for k in some if k not in self.guessed}
+        guessed = {k: ways for k, ways in self.guessed.items() if k not in some}
+        return replace(self, charged={**self.charged, **more}, guessed=guessed)
+
+    def whole(self) -> Priced:
+        """The same with all rates for all kinds."""
+        return replace(self, charged=dict.fromkeys(self.trades, len(SHARES)), guessed={})
 
 
 class Pricing:
@@ -182,11 +199,10 @@ class Pricing:
         reader = Reader(options.rules)
         self.rules = {kind: reader.of(graph.graph) for kind, graph in self.graphs.items()}
 
-    def on(self, mesh: LogicalMesh) -> Priced:
+    def on(self, mesh: LogicalMesh, guessed: Ways | None = None) -> Priced:
         """The ways to run a layer of every kind on a mesh; none is found yet."""
-        return Priced(
-            {k: Trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
-        )
+        trades = {k: Trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
+        return Priced(trades, guessed=guessed or {})
 
     def _entering(self, kind: int) -> Sequence[int]:
         """Values of a layer's graph that other layers' forward passes give it."""

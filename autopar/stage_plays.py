@@ -1,17 +1,18 @@
-"""What divisions into stages are worth: each played under every schedule that its memory allows.
+"""What divisions into stages are worth: each played under the schedules that its memory allows.
 
     seconds of a pass     sums over the stage's layers                      autopar/layer_prices.py
     transfers             of what crosses a border, over the link there     -> transfer_seconds
     seconds of a step     the schedule's instruction lists, played          autopar/cost_models/pipeline.py
 
 A schedule of many microbatches is played for two numbers of them; from there on it repeats itself   -> played_seconds
-One that has more in flight is left unless it is faster by `WORTH`: it holds more.
+One that cannot be the best, for all that it may have in flight, is not played                       -> least_seconds
+One that has more in flight is left unless it is faster by `SAVED`: it holds more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, LogicalMesh
@@ -23,7 +24,7 @@ from autopar.stage_planning import Limit
 from autopar.stage_trades import Trade
 
 #: Share of a step's time that a schedule has to save for its memory.
-WORTH = 0.01
+SAVED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Found:
         schedule: its name.
         remat: what every layer recomputes.
         seconds: predicted, by playing the schedule.
+        formula: s that the dynamic program took the division to need.
         prices: what was played.
         peaks: bytes per device of every stage.
         limits: what every stage may hold, and at which rate its memory was charged.
@@ -60,6 +62,7 @@ class Found:
     schedule: str
     remat: tuple[str, ...]
     seconds: float
+    formula: float
     prices: Prices
     peaks: tuple[float, ...]
     limits: tuple[Limit, ...]
@@ -87,33 +90,50 @@ class Plays:
     schedules: tuple[str, ...]
     policies: tuple[str, ...]
 
-    def of(self, division: Division, question: Question, priced: Mapping[int, Priced]) -> Iterator[Found]:
-        """A division under schedules that its memory allows, at these prices of layers on every submesh."""
-        count = question.microbatches
+    def best(
+        self, division: Division, question: Question, priced: Mapping[int, Priced], limit: float = math.inf
+    ) -> Found | None:
+        """A division under the best schedule that its memory allows; None if none takes less than a limit in seconds.
+
+        Args:
+            division: what to play.
+            question: what it answers.
+            priced: prices of layers on every submesh.
+            limit: s.
+        """
         run = [self._run(part, priced) for part in division.parts]
-        prices = self._prices(division, [trades for _, trades in run], count)
-        policies = tuple(policy for policy, trades in run for _ in trades)
-        stages = tuple(
-            StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes) for p in division.parts
+        prices = self._prices(division, [trades for _, trades in run], question.microbatches)
+        size = Size(len(division.parts), question.microbatches)
+        flights = {name: _in_flight(name, size) for name in self.schedules}
+        peaks = {name: _peaks(division, question, flights[name]) for name in self.schedules}
+        played: dict[str, float] = {}
+        for name in reversed(self.schedules):
+            useful = min(limit, min(played.values(), default=math.inf) / (1 - SAVED))
+            room = (question.memory[p.placement.submesh] for p in division.parts)
+            fits = all(most <= nbytes for most, nbytes in zip(peaks[name], room, strict=True))
+            if fits and least_seconds(prices, size.microbatches, flights[name]) < useful:
+                played[name] = played_seconds(name, size, prices)
+        good = min(limit, min(played.values(), default=math.inf) / (1 - SAVED))
+        name = next((name for name in self.schedules if played.get(name, math.inf) < good), None)
+        if name is None:
+            return None
+        return Found(
+            stages=tuple(
+                StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes)
+                for p in division.parts
+            ),
+            microbatches=size.microbatches,
+            schedule=name,
+            remat=tuple(policy for policy, trades in run for _ in trades),
+            seconds=played[name],
+            formula=division.seconds,
+            prices=prices,
+            peaks=peaks[name],
+            limits=tuple(
+                Limit(self.room[p.placement.submesh], n, max(trade.share for trade in trades))
+                for p, n, (_, trades) in zip(division.parts, flights[name], run, strict=True)
+            ),
         )
-        best = math.inf
-        for name in self.schedules:
-            size = Size(len(stages), count)
-            flights = [SCHEDULES[name].stash(size, s) for s in range(len(stages))]
-            peaks = tuple(
-                float(question.prices[p.placement.submesh].peaks(n)[p.option, p.first, p.last])
-                for p, n in zip(division.parts, flights, strict=True)
-            )
-            if all(b <= question.memory[p.placement.submesh] for b, p in zip(peaks, division.parts, strict=True)):
-                seconds = played_seconds(name, size, prices)
-                if seconds > (1 - WORTH) * best:
-                    continue
-                best = seconds
-                limits = tuple(
-                    Limit(self.room[p.placement.submesh], n, max(trade.share for trade in trades))
-                    for p, n, (_, trades) in zip(division.parts, flights, run, strict=True)
-                )
-                yield Found(stages, count, name, policies, seconds, prices, peaks, limits)
 
     def _run(self, part: Part, priced: Mapping[int, Priced]) -> tuple[str, list[Trade]]:
         """What the layers of a stage recompute, and how each of them is run."""
@@ -151,6 +171,34 @@ def played_seconds(name: str, size: Size, prices: Prices) -> float:
         return simulate(make(name, size), prices).seconds
     short, longer = (simulate(make(name, one), prices).seconds for one in (few, more))
     return longer + (size.microbatches - more.microbatches) * (longer - short) / (more.microbatches - few.microbatches)
+
+
+def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -> float:
+    """A bound on the seconds of schedules that hold no more microbatches than these between F and B at each stage.
+
+    A stage runs all passes of its own. From its F there to its B a microbatch goes to the last stage and back, and one
+    more can begin for each that has come back.
+    """
+    passes = [f + b for f, b in zip(prices.forward, prices.backward, strict=True)]
+    links = [prices.transfer.get((s, s + 1), 0.0) + prices.transfer.get((s + 1, s), 0.0) for s in range(len(passes))]
+    bounds: list[float] = []
+    for s, held in enumerate(in_flight):
+        there, trip = sum(passes[:s]) + sum(links[:s]), sum(passes[s:]) + sum(links[s:])
+        bounds.append(there + max(microbatches * passes[s], math.ceil(microbatches / held) * trip))
+    return max(bounds) + (prices.update[0] if prices.update else 0.0)
+
+
+def _in_flight(name: str, size: Size) -> tuple[int, ...]:
+    """Microbatches that every stage holds under a schedule."""
+    return tuple(SCHEDULES[name].stash(size, s) for s in range(size.ranks))
+
+
+def _peaks(division: Division, question: Question, in_flight: Sequence[int]) -> tuple[float, ...]:
+    """Bytes per device of every stage with so many microbatches in flight."""
+    return tuple(
+        float(question.prices[p.placement.submesh].peaks(n)[p.option, p.first, p.last])
+        for p, n in zip(division.parts, in_flight, strict=True)
+    )
 
 
 def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:

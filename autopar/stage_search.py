@@ -5,19 +5,18 @@
             and without recomputation, where both are open
         the best divisions into stages, for the memory of eager 1F1B, autopar/passes/inter_op.py
             under which they hide transfers, and for that of 1F1B
-        each played under every schedule that its memory allows       autopar/stage_plays.py
+        each played under the schedules that its memory allows        autopar/stage_plays.py
 
 The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
 all of the time, so that they are found only where they may lead to something better:
 
-    microbatches   two numbers at a time in two processes, until the last brings little: the fewer, the longer the
-                   bubble and the less the rest. From about the least on at which the step fits as written and fills a
-                   pipeline over all hosts; up where fewer are no better or something is recomputed; where neither of
-                   the first two fits from the largest on, since what does not fit in the smallest microbatches does
-                   not fit in larger ones                                                             -> Hunt.best
-                   A number is left where layers on the smallest submeshes take too long already      -> Hunt._may_be
-    ways           the cheapest to run a layer; the next that holds less where the best divisions would use it if it
-                   held nothing but even pieces, and took no longer                        -> Hunt._settled_under
+    microbatches   two numbers at a time in two processes: the fewer, the longer the bubble and the less the rest.
+                   First about the least at which the step fits as written and fills a pipeline over all hosts; then
+                   those that promise more than the best has, going by what layers take in the numbers that are priced
+                   (`autopar/extrapolation.py`), while there are any                                  -> Hunt._next
+    ways           the cheapest to run a layer, for numbers after the first two where the best divisions would use it if
+                   it were as those say; the next that holds less where they would if it held nothing but even pieces,
+                   and took no longer                                                      -> Hunt._settled_under
     submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
                    one may make a better division than both numbers have so far: a layer hardly ever takes less of all
                    devices' time and memory on more of them                                           -> Hunt.divisions
@@ -39,6 +38,7 @@ from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.even import written_bytes
 from autopar.errors import MicrobatchError
+from autopar.extrapolation import ways_at
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Priced, Pricing, Ways, border_bytes, cut_out, shape_of, table, ways
@@ -51,7 +51,7 @@ from autopar.passes.microbatch import Microbatches, split
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
-from autopar.stage_trades import SHARES, Trade, too_large
+from autopar.stage_trades import Trade, too_large
 
 #: Share of a step's time by which a better division may be missed.
 TOLERANCE = 1e-3
@@ -61,8 +61,10 @@ PLAYED = 8
 OPEN = ("1f1b", "eager-1f1b", "gpipe")
 #: Those of them for whose memory divisions are made, the more is in flight the sooner.
 MADE_FOR = ("eager-1f1b", "1f1b")
-#: Share of the time with the next larger number of microbatches by which one has to be better for the search to go on.
+#: Share of the time with another number of microbatches by which one has to promise to be better to be priced.
 LITTLE = 0.02
+#: Share by which the dynamic program may take a division to be slower than another that is no better when played.
+SLACK = 0.05
 #: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
 WORTH = 0.01
 #: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
@@ -155,6 +157,19 @@ def that_split(
     return ()
 
 
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """What came of a number of microbatches.
+
+    Attributes:
+        best: the best pipeline, if one fits.
+        ways: submesh -> ways to run layers, as far as they were priced.
+    """
+
+    best: Found | None
+    ways: Mapping[int, Ways]
+
+
 @dataclass(eq=False)
 class Hunt:
     """Searches one step on one cluster; prices that one search has asked for serve the next."""
@@ -173,6 +188,7 @@ class Hunt:
     where: tuple[Placement, ...] = field(init=False)
     least: Mapping[int, float] = field(init=False)
     known: dict[int, dict[int, Priced]] = field(default_factory=dict)
+    guesses: dict[int, Mapping[int, Ways]] = field(default_factory=dict)
     pricings: dict[int, Pricing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,13 +223,39 @@ class Hunt:
             return None
         falling = sorted(choice.numbers, reverse=True)
         start = self._start(falling, choice)
-        found = self._along(falling[start:], choice, None)
-        if found is None:
-            return self._along(falling[:start], choice, None)
-        # in smaller microbatches, what is recomputed now might not have to be
-        if found.microbatches == falling[start] or set(found.remat) != {remat.NONE}:
-            return self._along(falling[:start][::-1], choice, found)
-        return found
+        tried: dict[int, Tried] = {}
+        best, limit = None, math.inf
+        turn = falling[start : start + side_by_side.WORKERS]
+        while turn:
+            some = side_by_side.in_step([partial(self.at, count, choice, limit) for count in turn])
+            tried.update(zip(turn, some, strict=True))
+            best = min((one.best for one in tried.values() if one.best is not None), key=rank, default=None)
+            limit = math.inf if best is None else (1 + SLACK) * best.formula
+            priced = {count: one.ways for count, one in tried.items()}
+            turn = self._next(falling, choice, priced, best)
+            self.guesses.update((count, ways_at(count, priced)) for count in turn)
+        return best
+
+    def _next(
+        self, falling: Sequence[int], choice: Open, priced: Mapping[int, Mapping[int, Ways]], best: Found | None
+    ) -> Sequence[int]:
+        """The numbers that promise more than the best does, two at most: those that promise most.
+
+        Looked for from the best on in both directions, as far as they do.
+        """
+        from_ = falling.index(best.microbatches) if best else min(falling.index(count) for count in priced)
+        schedule = best.schedule if best and best.schedule in MADE_FOR else _made_for(choice)[-1]
+
+        def promised(count: int, limit: float = math.inf) -> float:
+            prices = self._tables(choice, ways_at(count, priced))
+            return _seconds(search(self._asked(count, choice, prices, schedule), TOLERANCE, limit))
+
+        limit = (1 - LITTLE) * promised(best.microbatches) if best else math.inf
+        promises: dict[int, float] = {}
+        for some in (falling[from_ + 1 :], falling[:from_][::-1]):
+            found = ((promised(count, limit), count) for count in some if count not in priced)
+            promises.update((count, s) for s, count in itertools.takewhile(lambda one: one[0] < math.inf, found))
+        return sorted(promises, key=lambda count: (promises[count], count))[: side_by_side.WORKERS]
 
     def _start(self, falling: Sequence[int], choice: Open) -> int:
         """Position of the number in front of the least with which the step fits as written, in even pieces.
@@ -226,22 +268,6 @@ class Hunt:
         flying, full = activations * (hosts + 1) / 2, FULL * (hosts - 1)
         fit = [i for i, count in enumerate(falling) if flying <= count * room and count >= full]
         return max(fit[-1] - 1, 0) if fit else 0
-
-    def _along(self, numbers: Sequence[int], choice: Open, best: Found | None) -> Found | None:
-        """The best pipeline, or the one known, with these numbers of microbatches, until the last brings little."""
-        before = math.inf if best is None else best.seconds
-        fewer = list(numbers) == sorted(numbers, reverse=True)
-        for first in range(0, len(numbers), side_by_side.WORKERS):
-            some = numbers[first : first + side_by_side.WORKERS]
-            limit = math.inf if best is None else best.seconds * (1 + TOLERANCE)
-            found = side_by_side.in_step([partial(self.at, count, choice, limit) for count in some])
-            best = min((f for f in (best, *found) if f is not None), key=rank, default=None)
-            *_, before, last = before, *(math.inf if f is None else f.seconds for f in found)
-            hopeless = last == math.inf and (fewer or best is not None)
-            if hopeless or last > (1 - LITTLE) * before:
-                return best
-            before = last
-        return best
 
     def fits(self, choice: Open) -> bool:
         """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
@@ -259,7 +285,7 @@ class Hunt:
     def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, Priced]:
         """The ways to run layers of every kind on these submeshes with this number of microbatches.
 
-        Ways that hold less than the cheapest are not priced before they are asked for.
+        Ways that hold less than the cheapest are not priced before they are asked for, nor is what can be guessed.
         """
         known = self.known.setdefault(count, {})
         if count not in self.pricings:
@@ -267,32 +293,43 @@ class Hunt:
             self.pricings[count] = Pricing(same or self._kinds(count), self.options)
         for n in submeshes:
             if n not in known:
-                known[n] = self.pricings[count].on(self.meshes[n])
+                known[n] = self.pricings[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
         return known
 
     def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, Priced]:
         """The same with all ways priced."""
         some = tuple(submeshes)
         known = self.priced(count, some)
-        known.update({n: known[n].deeper(known[n].trades, len(SHARES)) for n in some})
+        known.update({n: known[n].whole() for n in some})
         return known
 
-    def at(self, count: int, choice: Open, limit: float = math.inf) -> Generator[float, Sequence[float], Found | None]:
-        """The best pipeline with this number of microbatches; None where none promises less than a limit in seconds.
+    def at(self, count: int, choice: Open, limit: float = math.inf) -> Generator[float, Sequence[float], Tried]:
+        """The best pipeline with this number of microbatches, if one promises less than a limit in seconds.
 
         A task of `side_by_side.in_step`, side by side with those of other numbers; stops as `divisions` does.
         """
-        if limit < math.inf and not self._may_be(count, choice, limit * (1 - WORTH)):
-            yield math.inf
-            return None
-        question, divisions = yield from self.divisions(count, choice)
-        return min((f for one in divisions for f in self.played(one, question, choice)), key=rank, default=None)
+        question, divisions = yield from self.divisions(count, choice, limit)
+        best: Found | None = None
+        for division in divisions:
+            best = self.played(division, question, choice, math.inf if best is None else best.seconds) or best
+        return Tried(best, self._priced(count, choice))
 
-    def played(self, division: Division, question: Question, choice: Open) -> tuple[Found, ...]:
-        """A division under every schedule that its memory allows."""
+    def _priced(self, count: int, choice: Open) -> Mapping[int, Ways]:
+        """The ways to run layers with this number, on submeshes on which all kinds are priced, guessed or too large."""
+        usable, found = self.usable(choice), self.known[count]
+
+        def ways_on(n: int, kind: int) -> tuple[Trade, ...]:
+            least = self.least[kind] / self.meshes[n].size
+            return found[n].found(kind) if least <= usable[n] else (too_large(least),)
+
+        some = {n: {kind: ways_on(n, kind) for kind in self.kinds.stage} for n in found}
+        return {n: ways for n, ways in some.items() if all(ways.values())}
+
+    def played(self, division: Division, question: Question, choice: Open, limit: float = math.inf) -> Found | None:
+        """A division under the best schedule that its memory allows, if that takes less than a limit in seconds."""
         kinds, room = self.kinds.of_layer, self.room(choice)
         plays = Plays(self.cluster, self.meshes, kinds, self.borders, room, choice.schedules, choice.policies)
-        return tuple(plays.of(division, question, self.known[question.microbatches]))
+        return plays.best(division, question, self.known[question.microbatches], limit)
 
     def _plain(self, divisions: Sequence[Division], choice: Open) -> Sequence[Division]:
         """Those without a stage that is recomputed behind one that is not, which hands back more than is priced."""
@@ -304,15 +341,15 @@ class Hunt:
         return [d for d in divisions if is_plain(d)] or divisions
 
     def divisions(
-        self, count: int, choice: Open
+        self, count: int, choice: Open, limit: float = math.inf
     ) -> Generator[float, Sequence[float], tuple[Question, tuple[Division, ...]]]:
-        """The best divisions with this number of microbatches, and what they answer.
+        """The best divisions with this number of microbatches below a limit in seconds, and what they answer.
 
         Stops with the seconds on the first submeshes, and goes on to others that may lead to less than any number has.
         """
         first, *others = self.turns()
-        question, found = self._settled(count, choice, first)
-        limit = min((yield _seconds(found)))
+        question, found = self._settled(count, choice, first, limit)
+        limit = min(limit, *(yield _seconds(found)))
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
             if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
@@ -322,23 +359,17 @@ class Hunt:
             limit = min(limit, _seconds(found))
         return question, found
 
-    def _may_be(self, count: int, choice: Open, limit: float) -> bool:
-        """Whether the first submeshes may lead to less than a limit in seconds, priced one after the other."""
-        first = self.turns()[0]
-        return all(self._promise(count, choice, first[:i], first[i : i + 1], limit) for i in range(1, len(first)))
-
     def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
         """Whether submeshes without prices may lead to less than a limit in seconds.
 
         Kinds of layers are priced on these others, those of the most layers first, ever more of them while they may.
         """
-        prices = {n: self._ways(count, choice, n) for n in known}
+        prices, holds_least = {n: self._ways(count, choice, n) for n in known}, _made_for(choice)[-1]
         kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
             some = {n: self._ways(count, choice, n, kinds[:done]) for n in others}
             hoped = self.at_best({**prices, **some})
-            least = _made_for(choice)[-1]
-            if not search(self._asked(count, choice, self._tables(choice, hoped), least), TOLERANCE, limit):
+            if not search(self._asked(count, choice, self._tables(choice, hoped), holds_least), TOLERANCE, limit):
                 return False
         return True
 
@@ -350,14 +381,13 @@ class Hunt:
         Made for the memory of one schedule after the other: those that have more in flight wait less for transfers,
         so that with less in flight only divisions that hope for less time are of use.
         """
-        first, *others = _made_for(choice)
-        question, divisions = self._settled_under(first, count, choice, submeshes, limit)
-        found = tuple(self._plain(divisions, choice)[:PLAYED])
-        for schedule in others:
-            less = min(limit, _seconds(found) * (1 - WORTH))
-            question, divisions = self._settled_under(schedule, count, choice, submeshes, less)
-            found = (*found, *self._plain(divisions, choice)[:PLAYED])
-        return question, found
+        settled: list[tuple[Question, Sequence[Division]]] = []
+        for schedule in _made_for(choice):
+            question, divisions = self._settled_under(schedule, count, choice, submeshes, limit)
+            best = self._plain(divisions, choice)[:PLAYED]
+            settled.append((question, best))
+            limit = min(limit, _seconds(best) * (1 - WORTH))
+        return settled[-1][0], tuple(division for _, best in settled for division in best)
 
     def _settled_under(
         self, schedule: str, count: int, choice: Open, submeshes: Sequence[int], limit: float

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar import side_by_side, zoo
 from autopar.cluster import Cluster
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
+from autopar.extrapolation import ways_at
 from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
@@ -26,11 +29,11 @@ from autopar.passes.optimize import optimize
 from autopar.passes.remat import FULL, NONE
 from autopar.planning import Options
 from autopar.plans import graph_hash
-from autopar.schedules import Size, make
+from autopar.schedules import SCHEDULES, Size, make
 from autopar.stage_planning import problem_of
-from autopar.stage_plays import Found, played_seconds
+from autopar.stage_plays import Found, least_seconds, played_seconds
 from autopar.stage_search import LITTLE, MADE_FOR, TOLERANCE, Hunt, Open, find, numbers, that_split
-from autopar.stage_trades import ENOUGH, SHARES, Trade
+from autopar.stage_trades import ENOUGH, Trade
 from autopar.trace import Traced, trace
 
 
@@ -102,7 +105,7 @@ def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: 
 
 def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
     on = pricing.on(cluster().logical_mesh((4,)))
-    priced = on.deeper(on.trades, len(SHARES))
+    priced = on.whole()
     of_layer = pricing.kinds.of_layer
     found = table({kind: priced.ways(kind) for kind in of_layer}, of_layer, (NONE, FULL))
     for option, (policy, number) in enumerate(ways((NONE, FULL))):
@@ -248,6 +251,25 @@ def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share:
     assert any(asked) == (share is not None)
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_is_guessed_is_priced_before_it_is_played(hunt: Hunt, share: float) -> None:
+    """The best is found as without guesses that promise too much, and nothing that is guessed is in it."""
+    exact, again, choice = fresh(hunt), fresh(hunt), opened(hunt)
+    best = alone(exact.at(4, choice)).best
+    at_two = hunt.priced(2, hunt.meshes)
+    priced = {n: {k: t.ways(0)[:1] for k, t in one.trades.items()} for n, one in at_two.items()}
+    guesses = ways_at(4, {2: priced})
+    again.guesses[4] = {n: {k: (w[0].scaled(share),) for k, w in ways.items()} for n, ways in guesses.items()}
+    found = alone(again.at(4, choice)).best
+    assert best is not None
+    assert found is not None
+    assert found.seconds == pytest.approx(best.seconds, rel=TOLERANCE)
+    shapes = {stage.shape for stage in found.stages}
+    guessed = {n: one.guessed for n, one in again.known[4].items() if hunt.meshes[n].sizes in shapes}
+    assert guessed
+    assert not any(kind in some for some in guessed.values() for kind in hunt.kinds.of_layer)
+
+
 def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
     again, least = fresh(hunt), hunt.kinds.least_bytes()
     choice = opened(again, memory=0.6 * max(least.values()))
@@ -282,6 +304,23 @@ def test_a_schedule_repeats_itself_after_a_while(name: str, less: float) -> None
         for count in (8, 64, 65, 300):
             exact = simulate(make(name, Size(4, count)), prices).seconds
             assert (1 - less) * exact <= played_seconds(name, Size(4, count), prices) <= (1 + 2e-3) * exact
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-h1")), st.data())
+def test_no_schedule_takes_less_than_its_bound(stages: int, count: int, name: str, data: st.DataObject) -> None:
+    seconds = st.tuples(*[st.floats(0.1, 3)] * stages)
+    links = {pair: data.draw(st.floats(0, 3)) for s in range(stages - 1) for pair in ((s, s + 1), (s + 1, s))}
+    prices = Prices(data.draw(seconds), data.draw(seconds), update=data.draw(seconds), transfer=links)
+    held = [SCHEDULES[name].stash(Size(stages, count), s) for s in range(stages)]
+    assert least_seconds(prices, count, held) <= simulate(make(name, Size(stages, count)), prices).seconds * (1 + 1e-9)
+
+
+def test_the_bound_is_what_1f1b_takes_where_it_waits_for_transfers() -> None:
+    links = {pair: 2.0 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
+    prices = Prices((1.0,) * 4, (2.0,) * 4, transfer=links)
+    exact = simulate(make("1f1b", Size(4, 64)), prices).seconds
+    assert 0.95 * exact <= least_seconds(prices, 64, (4, 3, 2, 1)) <= exact
+    assert least_seconds(prices, 64, (64,) * 4) < 0.9 * exact
 
 
 @pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
@@ -339,10 +378,10 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
 
 def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(hunt: Hunt) -> None:
     choice = opened(hunt)
-    found = alone(hunt.at(4, choice))
+    found = alone(hunt.at(4, choice)).best
     assert found is not None
-    assert alone(hunt.at(4, choice, 0.9 * found.seconds)) is None
-    again = alone(hunt.at(4, choice, 1.1 * found.seconds))
+    assert alone(hunt.at(4, choice, 0.9 * found.formula)).best is None
+    again = alone(hunt.at(4, choice, 1.1 * found.formula)).best
     assert again is not None
     assert (again.stages, again.seconds) == (found.stages, found.seconds)
 

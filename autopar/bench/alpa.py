@@ -129,7 +129,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         question = replace(hunt.question(published.microbatches, theirs, "1f1b"), memory=hunt.room(theirs))  # they ran
         division, fits = priced(hunt, question, theirs, published)
         unlimited = replace(question, memory=(np.inf,) * len(question.memory))
-        (found,) = hunt.played(division, unlimited, theirs)
+        found = hunt.played(division, unlimited, theirs)
+        assert found is not None
     yield {
         "model": name,
         "devices": sum(published.devices),

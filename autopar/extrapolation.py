@@ -1,0 +1,63 @@
+"""What layers take in a number of microbatches that is not priced, from what they take in others that are.
+
+The size of a microbatch, s = 1 / number of them, stands in nearly all that a pass does and holds; launches, latencies
+and the traffic of weights are the same in any size. So seconds and bytes are about affine in it, and with the nearest
+two numbers that are priced, of sizes s_b and then s_a,
+
+    t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> ways_at
+
+The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. It is
+all there is where one number is priced. What is done and held once per step is the same in any number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.layer_prices import Ways
+from autopar.stage_trades import Trade
+
+
+def ways_at(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
+    """About the ways to run layers with a number of microbatches, on submeshes on which the nearest two are priced.
+
+    Args:
+        count: the number.
+        priced: other numbers, one at least -> submesh -> ways to run layers of every kind.
+    """
+    near, *others = sorted(priced, key=lambda m: (abs(math.log(m / count)), m))
+    far = others[0] if others else near
+    grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
+    least = min(1.0, near / count)
+    both = [n for n in priced[near] if n in priced[far]]
+    return {
+        n: {kind: _all_at(found, priced[far][n][kind], grown, least) for kind, found in priced[near][n].items()}
+        for n in both
+    }
+
+
+def _all_at(found: Sequence[Trade], others: Sequence[Trade], grown: float | None, least: float) -> tuple[Trade, ...]:
+    """The ways to run one kind of layers; one without its like in the other number changes as the cheapest does."""
+    alike = {one.share: one for one in reversed(others)}
+
+    def at(one: Trade) -> Trade:
+        other, there = (one, alike[one.share]) if one.share in alike else (found[0], others[0])
+
+        def value(of: Callable[[Trade], float]) -> float:
+            if grown is None or not of(other):
+                return of(one) * least
+            return of(one) * max(1 + grown * (1 - of(there) / of(other)), least)
+
+        prices = replace(
+            one.prices,
+            forward=value(lambda t: t.prices.forward),
+            backward=value(lambda t: t.prices.backward),
+            weight=value(lambda t: t.prices.weight),
+        )
+        stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
+        memory = replace(one.memory, stash=stash, temporaries=temporaries)
+        return replace(one, prices=prices, memory=memory, entering=value(lambda t: t.entering))
+
+    return tuple(map(at, found))
