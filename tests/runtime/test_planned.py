@@ -21,7 +21,6 @@ from autopar.planning import Options
 from autopar.runtime import PipelineStep, build, data_parallel
 from autopar.schedules import Size, bounds, check, make
 from autopar.stage_planning import Limit
-from autopar.stage_prices import stage_memory
 from autopar.stage_runs import StagePlans, plan_stages
 from autopar.trace import trace
 from autopar.zoo import build as zoo
@@ -253,13 +252,14 @@ def test_like_stages_with_unlike_room_share_their_solutions() -> None:
     meshes, count = [_mesh((2,), 1e-6, 1e-7)] * len(stages.stages), len(stages.stages)
     wide_open = [Limit(1e12, count - s) for s in range(count)]
     roomy = plan_stages(stages, traced.in_avals, meshes, limits=wide_open)
-    held = [[stage_memory(p).peak(n) for n in (1, count)] for p in roomy.plans]
+    held = [[p.account.memory.peak(n) for n in (1, count)] for p in roomy.plans]
     within = min(h[1] for h in held[1:-1]) - 1  # too little for what the middle stages would hold, at their most
     limits = [Limit(within, count if s % 2 else 1) for s in range(count)]
     tight = plan_stages(stages, traced.in_avals, meshes, limits=limits)
     assert roomy.distinct == tight.distinct < count
     for plan, limit, before in zip(tight.plans[1:-1], limits[1:-1], held[1:-1], strict=True):
-        fits = stage_memory(plan).peak(limit.in_flight) <= limit.nbytes
+        fits = plan.account.memory.peak(limit.in_flight) <= limit.nbytes
         assert fits != bool(plan.solution.warnings)
-        assert stage_memory(plan).peak(limit.in_flight) <= before[limit.in_flight > 1]
-    assert {stage_memory(p).peak(1) for p in tight.plans[1:-1]} != {stage_memory(p).peak(1) for p in roomy.plans[1:-1]}
+        assert plan.account.memory.peak(limit.in_flight) <= before[limit.in_flight > 1]
+    at_one = [{p.account.memory.peak(1) for p in found.plans[1:-1]} for found in (tight, roomy)]
+    assert at_one[0] != at_one[1]
