@@ -54,10 +54,10 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def off() -> Iterator[None]:
-    """No plan is read or kept meanwhile, in this process and in those that it starts."""
+def kept_in(place: Path | None) -> Iterator[None]:
+    """Plans are read from and kept in this folder meanwhile, in this process and in those that it starts."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = ""
+    os.environ[VARIABLE] = "" if place is None else str(place)
     try:
         yield
     finally:
@@ -65,6 +65,11 @@ def off() -> Iterator[None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
+
+
+def off() -> contextlib.AbstractContextManager[None]:
+    """No plan is read or kept meanwhile."""
+    return kept_in(None)
 
 
 # The question

@@ -2,7 +2,8 @@
 
 `total_s` starts with the function and its abstract arguments and ends with the Plan: tracing, reading the rules,
 building the graph of decisions, solving, writing the plan. Importing JAX and autopar and describing the model's shapes
-come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan.
+come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan. With
+`from_cache` one process keeps its plan in a new folder, and it is measured how long others take that find it there.
 On a given mesh the program is planned as it is written, `remat="none"`, unless the spec says otherwise: whether its
 memory suffices is another question, and trying recomputation costs several plans. Where a pipeline is searched,
 recomputation is part of the search.
@@ -11,14 +12,17 @@ recomputation is part of the search.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from autopar import api, targets
+from autopar import api, plan_cache, targets
 from autopar.bench import worker
 from autopar.errors import ArgumentError
 
@@ -32,21 +36,39 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
 
     Args:
         spec: model; mesh (sizes) or cluster and hosts; layers, batch, seq, solver, memory_budget, remat, offload,
-            per_microbatch.
+            per_microbatch; from_cache.
         repeats: number of processes.
         tell: hears of each as it ends.
 
     Raises:
-        ArgumentError: repeats below 1.
+        ArgumentError: repeats below 1, or a plan that is not kept.
         WorkerError: planning failed; the message is the worker's.
     """
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats} must be at least 1")
     found: list[Result] = []
-    for i in range(repeats):
-        found.extend(worker.lines("autopar.bench.plan", spec))
-        tell(f"{i + 1}/{repeats}: {found[-1]['total_s']:.2f} s")
+    with _folder(spec, tell) as place:
+        for i in range(repeats):
+            found.extend(worker.lines("autopar.bench.plan", {**spec, "folder": place}))
+            tell(f"{i + 1}/{repeats}: {found[-1]['total_s']:.2f} s")
     return summarise(found)
+
+
+@contextlib.contextmanager
+def _folder(spec: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[str | None]:
+    """A folder with the plan, if the spec asks for one."""
+    if not spec.get("from_cache"):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as place:
+        (found,) = worker.lines("autopar.bench.plan", {**spec, "folder": place})
+        if not any(Path(place).iterdir()):
+            raise ArgumentError(
+                f"from_cache: {spec['model']} has a plan that is not kept: it is {found['status']!r} after "
+                f"{found['total_s']:.1f} s, and more time may give a better one"
+            )
+        tell(f"kept: {found['total_s']:.2f} s")
+        yield place
 
 
 def summarise(found: Sequence[Result]) -> Result:
@@ -67,25 +89,27 @@ def summarise(found: Sequence[Result]) -> Result:
 def work(spec: Mapping[str, Any]) -> Iterator[Result]:
     """One measurement."""
     fn, args = targets.load(spec["model"], layers=spec.get("layers"), batch=spec.get("batch"), seq=spec.get("seq"))
-    mesh, cluster = spec.get("mesh"), spec.get("cluster")
+    mesh, cluster, folder = spec.get("mesh"), spec.get("cluster"), spec.get("folder")
     found = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    plan = api.plan(
-        fn,
-        *args,
-        mesh=tuple(mesh) if mesh else None,
-        cluster=found,
-        solver=spec.get("solver") or "auto",
-        memory_budget=spec.get("memory_budget"),
-        remat=spec.get("remat") or ("none" if mesh else "auto"),
-        offload=spec.get("offload") or "auto",
-        per_microbatch=spec.get("per_microbatch") or (),
-    )
+    with plan_cache.kept_in(Path(folder) if folder else None):
+        plan = api.plan(
+            fn,
+            *args,
+            mesh=tuple(mesh) if mesh else None,
+            cluster=found,
+            solver=spec.get("solver") or "auto",
+            memory_budget=spec.get("memory_budget"),
+            remat=spec.get("remat") or ("none" if mesh else "auto"),
+            offload=spec.get("offload") or "auto",
+            per_microbatch=spec.get("per_microbatch") or (),
+        )
     total, cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
     yield {
         "model": spec["model"],
         "mesh": list(plan.mesh_sizes),
         "cluster": plan.cluster,
+        "from_cache": bool(folder),
         "total_s": total,
         "cpu_s": cpu,
         "phases": {p: float(plan.phases.get(p, 0.0)) for p in PHASES},
@@ -118,10 +142,11 @@ def _peak_rss() -> int:
 def table(found: Result) -> str:
     """The result for people."""
     phases = "  ".join(f"{p} {found['phases'][p]:.2f}" for p in PHASES)
+    kept = ", from the cache" if found["from_cache"] else ""
     return "\n".join(
         [
             f"{found['model']} on {'x'.join(map(str, found['mesh']))} of {found['cluster']}: {found['total_s']:.2f} s "
-            f"(median of {found['repeats']}), {found['cpu_s']:.2f} s of processor time, "
+            f"(median of {found['repeats']}{kept}), {found['cpu_s']:.2f} s of processor time, "
             f"{found['peak_rss_bytes'] / 1e9:.2f} GB",
             f"  seconds: {phases}",
             f"  {found['variables_unfolded']:,} variables, {found['variables']:,} folded, {found['rows']:,} rows; "

@@ -52,6 +52,7 @@ def bench_plan(
     ] = None,
     offload: Offload = "auto",
     per_microbatch: PerMicrobatch = None,
+    from_cache: Annotated[bool, typer.Option("--from-cache", help="where the plan is kept on disk already")] = False,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
@@ -66,6 +67,7 @@ def bench_plan(
         "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
         "layers": layers, "batch": batch, "seq": seq, "solver": solver, "memory_budget": memory_budget,
         "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
+        "from_cache": from_cache,
     }  # fmt: skip
     result = measure.run(spec, repeats, say)
     report(as_json, result, lambda: measure.table(result))

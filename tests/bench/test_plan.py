@@ -10,6 +10,7 @@ from autopar.errors import ArgumentError
 KEYS = {
     "model", "mesh", "cluster", "total_s", "phases", "variables", "variables_unfolded", "rows", "gap", "solver",
     "objective_s", "step_time_s", "peak_rss_bytes", "repeats", "raw", "certified", "ilp_calls",
+    "from_cache",
 }  # fmt: skip
 
 
@@ -43,6 +44,26 @@ def test_a_fresh_process_measures_a_toy():
     assert found["certified"] == (found["ilp_calls"] == 0)
     assert len(heard) == 1
     assert plan.table(found).startswith("mlp-toy on 2x4 of dgx-h100")
+
+
+def test_what_is_read_from_the_cache_is_not_solved_again():
+    heard: list[str] = []
+    found = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)
+    fresh = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1)
+    assert (found["from_cache"], fresh["from_cache"]) == (True, False)
+    assert len(heard) == 2
+    assert heard[0].startswith("kept: ")
+    assert found["step_time_s"] == fresh["step_time_s"]
+    assert (found["phases"]["graph"], found["phases"]["export"]) == (0.0, 0.0)
+    assert fresh["phases"]["graph"] > 0.0
+    assert "from the cache" in plan.table(found)
+
+
+def test_a_plan_that_is_not_kept_cannot_be_read(monkeypatch: pytest.MonkeyPatch):
+    unsettled = {"status": "feasible", "total_s": 60.0}
+    monkeypatch.setattr(plan.worker, "lines", lambda module, spec: iter([unsettled]))
+    with pytest.raises(ArgumentError, match="mlp-toy has a plan that is not kept: it is 'feasible'"):
+        plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1)
 
 
 def test_the_error_of_the_process_is_the_error():
