@@ -26,7 +26,7 @@ from autopar import api, plan_cache, targets
 from autopar.bench import worker
 from autopar.errors import ArgumentError
 
-PHASES = ("trace", "rules", "graph", "fold", "presolve", "bound", "ilp", "inter_op", "export")
+PHASES = ("trace", "cache", "rules", "graph", "fold", "presolve", "bound", "ilp", "inter_op", "export")
 
 Result = dict[str, Any]
 
