@@ -13,6 +13,7 @@ whole once, by the update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +40,10 @@ from autopar.stage_prices import stage_memory
 
 #: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
 RATES = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
+#: Share by which a plan that fits is dearer than one that does not, above which rates between theirs are tried.
+DEAR = 0.05
+#: How many of them at most.
+HALVINGS = 3
 #: Relative gap at which such a plan is taken.
 ENOUGH = 0.02
 
@@ -143,32 +148,39 @@ class Charges:
     def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: Limit) -> StagePlan:
         """The plan of a stage like this one, at the lowest rate at which it fits, looked for from that of the limit on.
 
-        With the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
+        First among `RATES`, then between the last one that fits and the first that does not, if that costs much. With
+        the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
         """
+        made: dict[float, StagePlan] = {}
+        over: dict[float, float] = {}
 
-        def tried(share: float) -> tuple[StagePlan, float]:
-            made = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
-            return made, stage_memory(made).peak(limit.in_flight) - limit.nbytes
+        def fits(share: float) -> bool:
+            made[share] = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
+            over[share] = stage_memory(made[share]).peak(limit.in_flight) - limit.nbytes
+            return over[share] <= 0
 
-        rising = sorted({limit.share, *(rate for rate in RATES if rate > limit.share)})
-        made, over = tried(rising[0])
-        falling = [rate for rate in reversed(RATES) if rate < limit.share] if over <= 0 else []
-        for share in rising[1:]:
-            if over <= 0:
+        def is_dear(share: float, least: float, by: float) -> bool:
+            return made[share].solution.objective > (1 + by) * least
+
+        rates = sorted({limit.share, *RATES})
+        start = rates.index(limit.share)
+        high = next((share for share in rates[start:] if fits(share)), None)
+        if high is None:
+            last, needs = made[rates[-1]], size(over[rates[-1]])
+            warning = f"stage {graph.stage} needs {needs} more than the {size(limit.nbytes)} that a device has for it"
+            return replace(last, solution=replace(last.solution, warnings=(*last.solution.warnings, warning)))
+        for share in reversed(rates[:start]):  # layers by themselves may have to be charged more than the whole stage
+            if high != limit.share or not is_dear(min(made), self.free.objective, ENOUGH) or not fits(share):
                 break
-            made, over = tried(share)
-        # layers by themselves may have to be charged more than the whole stage
-        for share in falling:
-            if made.solution.objective <= (1 + ENOUGH) * self.free.objective:
+        high = min(share for share, nbytes in over.items() if nbytes <= 0)
+        low = max((share for share in made if share < high), default=high)
+        for _ in range(HALVINGS):
+            if not is_dear(high, made[low].solution.objective, DEAR):
                 break
-            less, too_much = tried(share)
-            if too_much > 0:
-                break
-            made = min(made, less, key=lambda plan: plan.solution.objective)
-        if over <= 0:
-            return made
-        warning = f"stage {graph.stage} needs {size(over)} more than the {size(limit.nbytes)} that a device has for it"
-        return replace(made, solution=replace(made.solution, warnings=(*made.solution.warnings, warning)))
+            between = math.sqrt(max(low, high / 16) * high)
+            low, high = (low, between) if fits(between) else (between, high)
+        best = min((share for share, nbytes in over.items() if nbytes <= 0), key=lambda s: made[s].solution.objective)
+        return made[best]
 
     def at(self, share: float) -> Solution:
         """The solution at a rate, valued without the charge."""
@@ -225,7 +237,9 @@ def problem_of(
 
     Passes run one after another, so that nothing of one is there before the one in front of it has ended.
     """
-    clustering = clusters.cluster(graph.graph, rules, mesh, arguments, results)
+    position = {v: i for i, v in enumerate(graph.graph.inputs)}
+    handed = [position[v] for v in graph.received.values()]
+    clustering = clusters.cluster(graph.graph, rules, mesh, arguments, results, handed)
     model = intra_op.build(graph.graph, clustering, mesh)
     backend = replace(backend_of(mesh.device), runs_eagerly=False)
     given = sorted((graph.graph.carried or {}).values())  # updates take over the state that they replace

@@ -1,7 +1,8 @@
 """Layouts inside all stages of a step: every stage planned on its submesh, with an eye on its neighbours.
 
-    borders    what a forward pass hands over keeps its layout where both submeshes have one shape; what a backward
-               pass hands over is delivered as its reader wants it, for stages are planned in order -> _Planner.pinned
+    borders    what a forward pass hands over keeps its layout where both submeshes have one shape, though what reads it
+               may convert it (autopar/passes/clusters.py); what a backward pass hands over is delivered as its
+               reader wants it, for stages are planned in order                             -> _Planner.wishes
     alike      stages that are one program are traced once (autopar/stage_likeness.py), and those with equal graphs,
                meshes and pins planned once                                                    -> _Planner.plan
     runs       stages of a large step are planned in two runs, in two processes where there are two: those that hand

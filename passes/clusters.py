@@ -9,6 +9,8 @@ Three kinds of value:
 An operation follows an operand if all factors of its result live in that operand and none is reduced or kept: it then
 runs in whatever layout the operand has. Of several candidates the oldest cluster leads, which makes a residual stream
 one cluster, and the clusters of equal layers symmetric around it. Any other operation gets strategies of its own.
+Nothing follows an argument that does not divide, nor one that others hand over in a layout of theirs: a residual stream
+would be bound to it from end to end, where one conversion may do.
 
 Regions are planned in place: a loop's body counts as often as it runs. What enters a loop gets a cluster of its own
 (entering may reshard once); a carry leaves an iteration in the layout it entered with.
@@ -16,7 +18,7 @@ Regions are planned in place: a loop's body counts as often as it runs. What ent
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.compute import conv_flops, dot_flops
@@ -61,6 +63,7 @@ def cluster(
     mesh: LogicalMesh,
     pinned_arguments: Mapping[int, Layout] | None = None,
     pinned_results: Mapping[int, Layout] | None = None,
+    handed: Collection[int] = (),
 ) -> Clustering:
     """Clusters, homes and uses of a whole program.
 
@@ -69,6 +72,7 @@ def cluster(
         rules: rule of every leaf operation by signature.
         mesh: the mesh to plan for.
         pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
+        handed: positions of those pinned arguments that what reads them need not follow.
     """
     b = Builder(graph, rules, mesh, deferral.find(graph), slack.find(graph))
     often = graph.repeats or Repeats({}, {}, {})
@@ -79,7 +83,9 @@ def cluster(
             b.repeats = weight = float(often.inputs.get(value, 1))
             entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
             if pin is None and _undivided(b, shape):
-                b.undivided.add(entered)
+                b.loose[entered] = MOST_PADDING
+            elif pin is not None and position in handed:
+                b.loose[entered] = 1.0
     b.repeats = 1.0
     for value, _ in graph.constants:
         if graph.types[value].shape:
@@ -157,8 +163,8 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
     leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
-    if leader is not None and b.homes[_value(op.inputs[leader])].cluster in b.undivided:
-        _free_of_arguments(b, op, kind, weight)
+    if leader is not None and b.homes[_value(op.inputs[leader])].cluster in b.loose:
+        _apart(b, op, kind, leader, weight)
     elif leader is not None:
         _follow(b, op, kind, leader, weight)
     elif not _view_of_unary(b, op, kind):
@@ -188,13 +194,13 @@ _BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _const
 
 
 def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
-    """The candidate of the oldest cluster, of an argument that does not divide only if there is no other."""
+    """The candidate of the oldest cluster, of an argument that nothing follows only if there is no other."""
     best: tuple[bool, int, int] | None = None
     for k in kind.candidates:
         atom = op.inputs[k]
         home = b.homes.get(atom) if isinstance(atom, int) else None
         if home is not None and home.view is None:
-            rank = (home.cluster in b.undivided, home.cluster, k)
+            rank = (home.cluster in b.loose, home.cluster, k)
             best = rank if best is None else min(best, rank)
     return None if best is None else best[2]
 
@@ -223,10 +229,11 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[i
     return found
 
 
-def _free_of_arguments(b: Builder, op: Op, kind: Kind, weight: float) -> None:
-    """What would follow an argument that does not divide gets layouts of its own, uneven ones among them."""
+def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
+    """What would follow an argument that nothing follows gets layouts of its own, uneven ones if it does not divide."""
     rule, main = kind.rule, op.outputs[kind.main]
-    cluster = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape))
+    most = b.loose[b.homes[_value(op.inputs[leader])].cluster]
+    cluster = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
     position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
     for value, dims in zip(op.outputs, rule.results, strict=True):
         b.homes[value] = Home(cluster, value, tuple(position.get(f, WHOLE) for f in dims))
@@ -362,8 +369,8 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 def _charge_followers(b: Builder) -> None:
     """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read.
 
-    What is no state (the batch) arrives anew in every step and is written to memory first. An argument that does not
-    divide is read in the pieces of its reader.
+    What is no state (the batch) arrives anew in every step and is written to memory first. An argument that nothing
+    follows is read in the pieces of its reader.
     """
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
@@ -381,7 +388,7 @@ def _charge_followers(b: Builder) -> None:
 def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
     """Where a light operation's read of an argument is charged."""
     home, reader = b.homes[value], b.homes.get(op.outputs[0])
-    if home.cluster not in b.undivided or reader is None:
+    if home.cluster not in b.loose or reader is None:
         return home
     rule = b.rules[op.signature]
     factor_of = dict(zip(rule.results[0], reader.dims, strict=True))

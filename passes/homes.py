@@ -156,6 +156,7 @@ class Builder:
     """The growing clustering; local to one `cluster` call.
 
     `repeats`: executions per step of the top-level operation that is being visited; `pace`: of those visited, by index.
+    `loose`: clusters of arguments that nothing follows -> the most padding of what would follow them.
     """
 
     graph: Graph
@@ -171,7 +172,7 @@ class Builder:
     followers: list[Op] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
-    undivided: set[int] = field(default_factory=set)
+    loose: dict[int, float] = field(default_factory=dict)
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)

@@ -108,42 +108,48 @@ def optimize(
         left = small.problem.variables > largest
         outcome = replace(outcome, status="open") if left else _search(folded, small, outcome, clock, enough)
     else:
-        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock), clock)
+        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, enough), clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
 
 
-def _untie(problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Outcome:
+def _untie(
+    problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, enough: float
+) -> Outcome:
     """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
 
     A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at
     once, many only if few strategies are left.
     """
     if problem.variables <= FEW * folded.problem.variables:
-        return _unfolded(problem, _lifted(folded, outcome), clock)
-    tied = _tied(folded, core, ascent, outcome, clock)
-    core, _, found = narrow(folded.problem, core, tied, clock)
+        return _unfolded(problem, _lifted(folded, outcome), clock, enough)
+    tied = _tied(folded, core, ascent, outcome, clock, enough)
+    core, _, found = narrow(folded.problem, core, tied, clock, enough)
     known = _lifted(folded, found)
     if found.closed:
         return replace(known, status="certified", warnings=())
+    if found.within(enough):
+        return replace(known, status="near-optimal", warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(core.counts, core.problem.nodes, strict=True))
     if left > UNFOLDED_CORE or clock.left <= 0:
         return known
-    final = _unfolded(problem, replace(known, warnings=()), clock)
+    final = _unfolded(problem, replace(known, warnings=()), clock, enough)
     return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
 
 
-def _unfolded(problem: Problem, known: Outcome, clock: Clock) -> Outcome:
+def _unfolded(problem: Problem, known: Outcome, clock: Clock, enough: float) -> Outcome:
     """The whole problem, every node on its own, from a known plan."""
     whole = folding.identity(problem)
-    small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock)
-    return replace(found, status="certified") if found.closed else _search(whole, small, found, clock)
+    small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, enough)
+    if found.closed or found.within(enough):
+        return replace(found, status="certified" if found.closed else "near-optimal")
+    return _search(whole, small, found, clock, enough)
 
 
-def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Outcome:
+def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, enough: float) -> Outcome:
     """The optimum of the folded problem; the lower bound stays that of the unfolded one."""
     start = fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
     small, _, inner = narrow(folded.problem, start, outcome, clock)
-    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock)
+    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, enough)
     return replace(inner, lower=outcome.lower)
 
 

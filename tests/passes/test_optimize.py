@@ -202,6 +202,26 @@ def test_guesses_never_bound_above_brute_force(problem: Problem, enough: float) 
     assert best - 1e-12 <= found.objective <= best / (1 - enough) + 1e-12
 
 
+@pytest.mark.parametrize("rungs", [2, 4, 6])
+@pytest.mark.parametrize("enough", [0.02, 0.3])
+def test_a_gap_that_is_enough_for_layers_solved_as_one(rungs: int, enough: float) -> None:
+    """What is tied is optimized to the gap as well, and its plan is never said to be nearer than it is."""
+    problem = twisted_ring(rungs)
+    best, found = brute(problem), optimize(problem, enough=enough)
+    assert found.objective == problem.value(found.assignment)
+    assert found.lower_bound <= best <= found.objective
+    assert found.objective <= best + enough * found.objective
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), shift=st.integers(0, 1), enough=st.sampled_from([0.02, 0.3]))
+def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, enough: float) -> None:
+    problem = layered(seed, 3, shift)
+    best, found = brute(problem), optimize(problem, enough=enough)
+    assert found.lower_bound <= best + 1e-12
+    assert best - 1e-12 <= found.objective <= best / (1 - enough) + 1e-12
+
+
 def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = frustrated("petersen")
     exact = optimize(problem)
