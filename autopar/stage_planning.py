@@ -40,10 +40,10 @@ from autopar.stage_prices import stage_memory
 
 #: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
 RATES = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
-#: Share by which a plan that fits is dearer than one that does not, above which rates between theirs are tried.
+#: Share by which a plan that fits is dearer than one that does not, above which a rate between theirs is tried.
 DEAR = 0.05
-#: How many of them at most.
-HALVINGS = 3
+#: The rate between none and another is this one's share of it, squared.
+SPREAD = 16
 #: Relative gap at which such a plan is taken.
 ENOUGH = 0.02
 
@@ -129,6 +129,7 @@ class Charges:
         arguments, results: as for `plan_stage`.
         layers: as for `memory_row`.
         how: further keywords of `optimize`; `charged_how`: those with a charge alone.
+        rough: whether what the cheapest plan takes and holds, which rates go by, may be what bounds alone find.
     """
 
     graph: StageGraph
@@ -140,16 +141,19 @@ class Charges:
     layers: float = 1.0
     how: Mapping[str, Any] = field(default_factory=lambda: {"enough": ENOUGH, "rounds": 0})
     charged_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rough: bool = False
     solved: dict[float, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
 
     def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: Limit) -> StagePlan:
-        """The plan of a stage like this one, at the lowest rate at which it fits, looked for from that of the limit on.
+        """The plan of a stage like this one, at the lowest rate at which it fits, looked for about that of the limit.
 
-        First among `RATES`, then between the last one that fits and the first that does not, if that costs much. With
-        the last rate of `RATES` it is as small as such plans get; a warning says by how much it does not fit.
+        Layers by themselves may have to be charged more than the whole stage: the rate below that of the limit is the
+        first, then those below it or above. If the first that fits costs much more than the last that does not, one
+        between them is tried. With the last rate of `RATES` it is as small as such plans get; a warning says by how
+        much it does not fit.
         """
         made: dict[float, StagePlan] = {}
         over: dict[float, float] = {}
@@ -159,33 +163,29 @@ class Charges:
             over[share] = stage_memory(made[share]).peak(limit.in_flight) - limit.nbytes
             return over[share] <= 0
 
-        def is_dear(share: float, least: float, by: float) -> bool:
-            return made[share].solution.objective > (1 + by) * least
+        def seconds(share: float) -> float:
+            return made[share].solution.objective
 
         rates = sorted({limit.share, *RATES})
-        start = rates.index(limit.share)
-        high = next((share for share in rates[start:] if fits(share)), None)
-        if high is None:
-            last, needs = made[rates[-1]], size(over[rates[-1]])
+        first = max(rates.index(limit.share) - 1, 0)
+        if fits(rates[first]):
+            for share in reversed(rates[:first]):
+                if seconds(min(made)) <= (1 + ENOUGH) * self.base.objective or not fits(share):
+                    break
+        elif not any(map(fits, rates[first + 1 :])):
+            least, needs = made[rates[-1]], size(over[rates[-1]])
             warning = f"stage {graph.stage} needs {needs} more than the {size(limit.nbytes)} that a device has for it"
-            return replace(last, solution=replace(last.solution, warnings=(*last.solution.warnings, warning)))
-        for share in reversed(rates[:start]):  # layers by themselves may have to be charged more than the whole stage
-            if high != limit.share or not is_dear(min(made), self.free.objective, ENOUGH) or not fits(share):
-                break
+            return replace(least, solution=replace(least.solution, warnings=(*least.solution.warnings, warning)))
         high = min(share for share, nbytes in over.items() if nbytes <= 0)
         low = max((share for share in made if share < high), default=high)
-        for _ in range(HALVINGS):
-            if not is_dear(high, made[low].solution.objective, DEAR):
-                break
-            between = math.sqrt(max(low, high / 16) * high)
-            low, high = (low, between) if fits(between) else (between, high)
-        best = min((share for share, nbytes in over.items() if nbytes <= 0), key=lambda s: made[s].solution.objective)
-        return made[best]
+        if seconds(high) > (1 + DEAR) * seconds(low):
+            fits(math.sqrt(max(low, high / SPREAD) * high))
+        return made[min((share for share, nbytes in over.items() if nbytes <= 0), key=seconds)]
 
     def at(self, share: float) -> Solution:
         """The solution at a rate, valued without the charge."""
         if share not in self.solved:
-            found = self._solve(share * self.free.objective / self.peak) if share and self.peak else self.free
+            found = self._solve(share * self.base.objective / self.peak) if share and self.peak else self.free
             cost = self.model.problem.value(found.assignment)
             self.solved[share] = replace(found, objective=cost, lower_bound=0.0, gap=1.0)
         return self.solved[share]
@@ -193,21 +193,27 @@ class Charges:
     @cached_property
     def free(self) -> Solution:
         """Without a charge."""
-        return self._solve(0.0)
+        return self._solve(0.0) if not self.rough or self.base.status == "open" else self.base
+
+    @cached_property
+    def base(self) -> Solution:
+        """About the same, which rates go by."""
+        return self._solve(0.0, {"largest": 0}) if self.rough else self.free
 
     @cached_property
     def row(self) -> Row:
         """The bytes that are charged for."""
-        return memory_row(self.graph, self.liveness, self.free.assignment, self.layers)
+        return memory_row(self.graph, self.liveness, self.base.assignment, self.layers)
 
     @cached_property
     def peak(self) -> float:
-        """These bytes of the cheapest plan."""
-        return self.row.value(self.model.problem, self.free.assignment)
+        """These bytes of that plan."""
+        return self.row.value(self.model.problem, self.base.assignment)
 
-    def _solve(self, rate: float) -> Solution:
+    def _solve(self, rate: float, further: Mapping[str, Any] | None = None) -> Solution:
         problem = charged(self.model.problem, self.row, rate) if rate else self.model.problem
-        return optimize(problem, **{**self.options.keywords(), **self.how, **(self.charged_how if rate else {})})
+        how = {**self.how, **(self.charged_how if rate else {}), **(further or {})}
+        return optimize(problem, **{**self.options.keywords(), **how})
 
 
 def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:

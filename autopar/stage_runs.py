@@ -242,7 +242,7 @@ class _Planner:
         key = (program.hash, mesh, pinned)
         if self.limits:
             if key not in self.charges:
-                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results)
+                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results, rough=True)
             made = self.charges[key].within(graph, rules, self.limits[number])
         elif key not in self.known:
             made = self.known[key] = plan_stage(graph, mesh, rules, self.options, arguments, results)

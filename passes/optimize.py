@@ -104,9 +104,10 @@ def optimize(
         outcome = replace(outcome, status="certified")
     elif outcome.within(enough):
         outcome = replace(outcome, status="near-optimal")
+    elif small.problem.variables > largest:
+        outcome = replace(outcome, status="open")
     elif not folded.tied:
-        left = small.problem.variables > largest
-        outcome = replace(outcome, status="open") if left else _search(folded, small, outcome, clock, enough)
+        outcome = _search(folded, small, outcome, clock, enough)
     else:
         return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, enough), clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
