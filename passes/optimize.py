@@ -100,10 +100,8 @@ def optimize(
         small, outcome = aim(folded.problem, small, ascent, outcome, clock, enough)
     if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
-    elif outcome.closed:
-        outcome = replace(outcome, status="certified")
-    elif outcome.within(enough):
-        outcome = replace(outcome, status="near-optimal")
+    elif status := _proven(outcome, enough):
+        outcome = replace(outcome, status=status)
     elif small.problem.variables > largest:
         outcome = replace(outcome, status="open")
     elif not folded.tied:
@@ -111,6 +109,11 @@ def optimize(
     else:
         return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, enough), clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
+
+
+def _proven(outcome: Outcome, enough: float) -> str:
+    """What the bounds say of the plan, if they are near enough."""
+    return "certified" if outcome.closed else "near-optimal" if outcome.within(enough) else ""
 
 
 def _untie(
@@ -126,10 +129,8 @@ def _untie(
     tied = _tied(folded, core, ascent, outcome, clock, enough)
     core, _, found = narrow(folded.problem, core, tied, clock, enough)
     known = _lifted(folded, found)
-    if found.closed:
-        return replace(known, status="certified", warnings=())
-    if found.within(enough):
-        return replace(known, status="near-optimal", warnings=())
+    if status := _proven(found, enough):
+        return replace(known, status=status, warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(core.counts, core.problem.nodes, strict=True))
     if left > UNFOLDED_CORE or clock.left <= 0:
         return known
@@ -141,8 +142,8 @@ def _unfolded(problem: Problem, known: Outcome, clock: Clock, enough: float) -> 
     """The whole problem, every node on its own, from a known plan."""
     whole = folding.identity(problem)
     small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, enough)
-    if found.closed or found.within(enough):
-        return replace(found, status="certified" if found.closed else "near-optimal")
+    if status := _proven(found, enough):
+        return replace(found, status=status)
     return _search(whole, small, found, clock, enough)
 
 
