@@ -1,6 +1,6 @@
 """Gradient accumulation: a step that takes its batch in microbatches, traced once more and planned like any other.
 
-    trace -> split into `count` microbatches (`autopar.passes.microbatch`) -> one scan over them -> trace
+    trace -> split into `count` microbatches (`autopar.passes.microbatch.analysis`) -> one scan over them -> trace
 
 State, arguments and results stay those of the step. Examples are dealt so that each microbatch has its part of every
 piece that the batch is cut into over the devices, and none has to move; unless something is computed per microbatch:
@@ -17,7 +17,7 @@ import jax
 from autopar import jax_compat
 from autopar.jaxpr import build_graph
 from autopar.microbatches import Programs
-from autopar.passes.microbatch import split
+from autopar.passes.microbatch.analysis import split
 from autopar.trace import Traced
 
 
@@ -31,7 +31,7 @@ def accumulated(
         count: number of microbatches.
         batch: positions of the argument leaves that hold the batch.
         devices: over how many devices the batch may be cut.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.split`.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis.split`.
 
     Raises:
         MicrobatchError: the batch does not divide, or examples depend on each other.

@@ -27,12 +27,12 @@ from autopar.cluster import LogicalMesh
 from autopar.microbatches import Programs
 from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_indices import column
-from autopar.passes.microbatch_programs import Placed
-from autopar.passes.microbatch_regions import decide, state_of
-from autopar.passes.microbatch_sources import in_blocks
-from autopar.passes.microbatch_states import INVARIANT, Split
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.regions import decide, state_of
+from autopar.passes.microbatch.slice_pushdown import in_blocks
+from autopar.passes.microbatch.states import INVARIANT, Split
 from autopar.passes.problem import Floats
 from autopar.passes.remat import FULL, NONE
 from autopar.passes.stages import Pass, Stages, divide

@@ -29,10 +29,10 @@ from jax.extend.random import threefry2x32_p
 from autopar import control_flow, jax_compat
 from autopar.errors import ArgumentError, GraphError
 from autopar.graph import Atom, Graph, Op
-from autopar.passes.microbatch import Microbatches, split
-from autopar.passes.microbatch_programs import Placed, Sweep, Total
-from autopar.passes.microbatch_regions import Body, Flat, state_of
-from autopar.passes.microbatch_states import Invariant, Partial, Split, State, local_shape
+from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.programs import Placed, Sweep, Total
+from autopar.passes.microbatch.regions import Body, Flat, state_of
+from autopar.passes.microbatch.states import Invariant, Partial, Split, State, local_shape
 from autopar.trace import Traced
 
 #: Arrays by value.
@@ -183,7 +183,7 @@ def split_step(
         traced: the step.
         count: number of microbatches; the batch has to divide by it.
         batch_argnums: positional arguments that hold the batch in their first dimension, or "auto".
-        per_microbatch, sweeps, shards: see `autopar.passes.microbatch.split`.
+        per_microbatch, sweeps, shards: see `autopar.passes.microbatch.analysis.split`.
         unrolled: emit the loop's body once per microbatch.
 
     Raises:

@@ -28,7 +28,7 @@ from autopar.graph import Graph
 from autopar.meshes import Target
 from autopar.passes import layer_cuts, layers, remat, scan_cut
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.stages import Stages, divide
 from autopar.planning import Options
 from autopar.plans import Plan
@@ -61,7 +61,7 @@ class StageChoice:
         schedule: a name of `autopar.schedules.SCHEDULES`.
         microbatches: parts of the batch.
         batch: positions of the argument leaves that are cut so.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch`.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
         remat: what is recomputed of each layer, before layers are made finer; see `autopar.passes.remat`.
         notes: what a user should know.
     """

@@ -86,7 +86,7 @@ class Plan:
         flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
         schedule: of the pipeline, a name of `autopar.schedules.SCHEDULES`; "none" for one stage.
         num_microbatches: parts of the batch that run one after the other; batch: the argument leaves cut so.
-        per_microbatch: globs of what is computed per microbatch; see `autopar.passes.microbatch`.
+        per_microbatch: globs of what is computed per microbatch; see `autopar.passes.microbatch.analysis`.
         remat: what the backward pass recomputes: for each layer (`autopar.passes.layers`) one of
             `autopar.passes.remat.POLICIES`; empty if nothing.
         pieces: of a pipeline, how many shorter scans a scan over layers is cut into; 0: as many as there are stages.

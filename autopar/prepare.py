@@ -36,7 +36,7 @@ from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.meshes import Target
 from autopar.passes import remat
-from autopar.passes.microbatch import batch_leaves
+from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.state import match_state
 from autopar.pipelines import Pipelined
 from autopar.planning import Options, Parts, collector_paused, make_plan

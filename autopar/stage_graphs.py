@@ -30,8 +30,8 @@ from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Repeats
 from autopar.jaxpr import build_programs
 from autopar.microbatches import Programs
-from autopar.passes.microbatch_programs import Sweep, Total
-from autopar.passes.microbatch_states import local_shape
+from autopar.passes.microbatch.programs import Sweep, Total
+from autopar.passes.microbatch.states import local_shape
 from autopar.passes.stage_updates import Update
 from autopar.passes.stages import KINDS, Stages
 from autopar.passes.state import match_state

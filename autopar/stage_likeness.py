@@ -16,8 +16,8 @@ from typing import Any
 
 from autopar.graph import Atom
 from autopar.microbatches import Programs
-from autopar.passes.microbatch_cases import Outcome
-from autopar.passes.microbatch_programs import Placed
+from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.stages import KINDS, Stages
 from autopar.stage_graphs import Input, StageGraph, Tracer, carried_by, results_of, update_name
 

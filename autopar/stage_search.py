@@ -47,7 +47,7 @@ from autopar.passes import remat
 from autopar.passes.inter_op import Division, Placement, Question, placements, search
 from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import Microbatches, split
+from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
@@ -88,7 +88,7 @@ class Open:
         schedules: names.
         policies: of recomputation, each for all layers.
         memory: bytes per device; None: the device's own.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch`.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
     """
 
     batch: tuple[int, ...]

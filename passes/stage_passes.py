@@ -33,9 +33,9 @@ from autopar.errors import GraphError
 from autopar.graph import Op
 from autopar.passes.clusters import PRODUCTS
 from autopar.passes.layers import BARRIER, Layers, gradients
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_programs import Placed, Total
-from autopar.passes.microbatch_states import Partial
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.programs import Placed, Total
+from autopar.passes.microbatch.states import Partial
 from autopar.schedules.instructions import Kind
 
 Place = tuple[int, Kind]

@@ -3,7 +3,7 @@
 The first gives the totals that the second reads, such as the fractions of tokens per expert in a balance loss; they are
 arguments of the second, beside those of the step. What only spreads such a total over the batch stands before the
 second loop, so that the total is handed over and not what it was spread to. What the second repeats of the first is in
-its own loop already (`autopar.passes.microbatch`).
+its own loop already (`autopar.passes.microbatch.analysis`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.graph import Atom
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_programs import Placed
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.programs import Placed
 from autopar.passes.stage_passes import whole
 from autopar.passes.stage_updates import SPREAD
 

@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Atom
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_programs import Placed, Total
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.programs import Placed, Total
 from autopar.passes.stage_passes import KEPT, Passes, cone, held, values
 
 #: Operations that show a value in another shape or type, and may make more of it.

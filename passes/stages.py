@@ -26,8 +26,8 @@ from typing import NamedTuple
 from autopar.errors import ArgumentError, GraphError, MicrobatchError
 from autopar.passes import stage_passes, stage_sweeps, stage_updates
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_programs import Placed, Total
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.programs import Placed, Total
 from autopar.passes.stage_passes import Passes, Place
 from autopar.passes.stage_updates import Updates
 from autopar.schedules.instructions import Kind

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.extrapolation import ways_at
 from autopar.layer_prices import Ways
-from autopar.passes.microbatch import batch_leaves
+from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.planning import Options
 from autopar.stage_prices import StageMemory, StagePrices
 from autopar.stage_search import Hunt

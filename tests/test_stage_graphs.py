@@ -13,8 +13,8 @@ from autopar.graph import Repeats, verify
 from autopar.microbatches import Programs
 from autopar.passes import deferral
 from autopar.passes.layers import find
-from autopar.passes.microbatch import split
-from autopar.passes.microbatch_states import local_shape
+from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.states import local_shape
 from autopar.passes.stages import KINDS, Stages, divide
 from autopar.passes.work import model_flops
 from autopar.plans import graph_hash

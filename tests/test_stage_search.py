@@ -24,7 +24,7 @@ from autopar.graph import Graph
 from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes.inter_op import search
-from autopar.passes.microbatch import batch_leaves, split
+from autopar.passes.microbatch.analysis import batch_leaves, split
 from autopar.passes.optimize import optimize
 from autopar.passes.remat import FULL, NONE
 from autopar.planning import Options

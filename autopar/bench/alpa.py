@@ -26,7 +26,7 @@ from autopar.bench import worker
 from autopar.cluster import Cluster
 from autopar.passes.inter_op import Division, Part, Placement, Question
 from autopar.passes.layers import Layers
-from autopar.passes.microbatch import batch_leaves
+from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat import FULL
 from autopar.passes.work import work as flops_of
 from autopar.planning import Options, collector_paused

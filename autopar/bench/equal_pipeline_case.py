@@ -24,7 +24,7 @@ from autopar.bench.compile_only import PLANS
 from autopar.bench.equal_case import Single
 from autopar.bench.equal_pipeline import COUPLED, DEVICES
 from autopar.bench.worker import cpu_devices, serve
-from autopar.passes.microbatch import LEAST_SHARE
+from autopar.passes.microbatch.analysis import LEAST_SHARE
 from autopar.trace import trace
 
 BATCH = 16

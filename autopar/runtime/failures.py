@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import StageError
 from autopar.graph import Graph, Op
-from autopar.passes.microbatch_programs import Placed
+from autopar.passes.microbatch.programs import Placed
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 

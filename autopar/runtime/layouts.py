@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import Mesh, PartitionSpec
 
-from autopar.passes.microbatch import Microbatches
-from autopar.passes.microbatch_states import Split, local_shape
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.states import Split, local_shape
 
 #: (stage, value) -> how the value lies there. Of an argument that holds the batch, how one microbatch of it does.
 Layouts = Callable[[int, int], PartitionSpec]

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.microbatches import Accumulator, Programs
-from autopar.passes.microbatch_programs import Sweep, Total
+from autopar.passes.microbatch.programs import Sweep, Total
 from autopar.passes.stages import Stages
 from autopar.passes.state import match_state
 from autopar.runtime.layouts import Layouts

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import jax_compat
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.microbatches import Accumulator, Programs
-from autopar.passes.microbatch_programs import Total
+from autopar.passes.microbatch.programs import Total
 from autopar.passes.stages import Stages
 from autopar.runtime.layouts import Layouts
 from autopar.runtime.numbers import Keys, key_of, numbered, relisted

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import StageError
-from autopar.passes.microbatch_programs import Placed
+from autopar.passes.microbatch.programs import Placed
 from autopar.passes.stages import Hand
 from autopar.runtime.failures import failure
 from autopar.runtime.script import Source, Updating

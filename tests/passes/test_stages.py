@@ -14,12 +14,12 @@ from autopar import zoo
 from autopar.errors import ArgumentError, GraphError
 from autopar.passes import remat, stage_passes
 from autopar.passes.layers import Layers, find
-from autopar.passes.microbatch import Microbatches, split
+from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.stages import KINDS, Hand, Stages, divide
 from autopar.passes.state import match_state
 from autopar.trace import trace
 from autopar.zoo import build
-from tests.passes import batch_programs as programs
+from tests.passes.microbatch import batch_programs as programs
 
 COUNT = 4
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.passes.layers import find
-from autopar.passes.microbatch import split
+from autopar.passes.microbatch.analysis import split
 from autopar.passes.stages import divide
 from autopar.planning import Options
 from autopar.runtime import PipelineStep, build, data_parallel

@@ -16,13 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar import jax_compat
 from autopar.errors import ArgumentError, MeshError, StageError
 from autopar.passes.layers import find
-from autopar.passes.microbatch import split
+from autopar.passes.microbatch.analysis import split
 from autopar.passes.stages import divide
 from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
 from autopar.trace import trace
 from autopar.zoo import build as zoo
-from tests.passes import batch_programs as programs
+from tests.passes.microbatch import batch_programs as programs
 
 QUICK = dict(jax_compat.quick_compilation())
 

@@ -17,11 +17,11 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.graph import Graph
 from autopar.microbatches import Programs, split_step, take, untake
-from autopar.passes.microbatch import Microbatches, batch_leaves, split
-from autopar.passes.microbatch_states import Partial, Split, local_shape
+from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.trace import trace
 from autopar.zoo import TOYS, build
-from tests.passes import batch_programs as programs
+from tests.passes.microbatch import batch_programs as programs
 
 #: Zoo models whose examples depend on each other.
 COUPLED = ("wresnet-toy",)

@@ -1,4 +1,4 @@
-"""Train steps as people write them, by what they do to the batch: the cases of `tests/passes/test_microbatch.py`.
+"""Train steps as people write them, by what they do to the batch: the cases of `test_analysis.py`.
 
 Every entry of `EXACT` falls into microbatches; every entry of `REFUSED` lets examples depend on each other. A step is a
 function of (params, optimizer state, batch) or (params, optimizer state, batch, key), of `OCCUPIED` shapes.

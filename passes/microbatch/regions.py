@@ -24,10 +24,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
-from autopar.passes.microbatch_cases import Case, Column, Outcome, unknown
-from autopar.passes.microbatch_rules import invariant_results, outcome
-from autopar.passes.microbatch_sources import readers_of, sink
-from autopar.passes.microbatch_states import INVARIANT, ZERO, Invariant, Split, State, join
+from autopar.passes.microbatch.rule_types import Case, Column, Outcome, unknown
+from autopar.passes.microbatch.rules import invariant_results, outcome
+from autopar.passes.microbatch.slice_pushdown import readers_of, sink
+from autopar.passes.microbatch.states import INVARIANT, ZERO, Invariant, Split, State, join
 
 
 @dataclass(frozen=True, slots=True, eq=False)

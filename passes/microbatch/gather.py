@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.microbatch_cases import Case, Outcome, together
-from autopar.passes.microbatch_states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State, divided, fits
+from autopar.passes.microbatch.rule_types import Case, Outcome, together
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State, divided, fits
 
 
 def gather(case: Case) -> Outcome | None:

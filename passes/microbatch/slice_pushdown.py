@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from autopar import jax_compat
 from autopar.graph import Graph, Op
-from autopar.passes.microbatch_cases import Case, Outcome
-from autopar.passes.microbatch_rules import outcome, reshaped
-from autopar.passes.microbatch_states import INVARIANT, Split, State, divided, fits
+from autopar.passes.microbatch.rule_types import Case, Outcome
+from autopar.passes.microbatch.rules import outcome, reshaped
+from autopar.passes.microbatch.states import INVARIANT, Split, State, divided, fits
 
 #: (graph, scan, its outcome, result -> block, microbatches) -> its outcome with these blocks
 Narrow = Callable[[Graph, Op, Outcome, Mapping[int, Split], int], Outcome | None]

@@ -1,4 +1,4 @@
-"""How a value of a train step lies along the microbatches: the lattice of the analysis in `autopar.passes.microbatch`.
+"""How a value lies along the microbatches: the lattice of `autopar.passes.microbatch.analysis`.
 
 The batch is cut into m blocks. A value of the step is, seen by the program that runs once per block,
 

@@ -1,7 +1,7 @@
 """The programs of a split step: what stands before, in and after the loops over microbatches.
 
-Every operation has its stage (see `autopar.passes.microbatch`). From the results backwards, a program holds those of
-its stages that a later program or the results need:
+Every operation has its stage (see `autopar.passes.microbatch.analysis`). From the results backwards, a program holds
+those of its stages that a later program or the results need:
 
     after the last loop     what the results need of totals                                -> _Liveness.outside
     in the last loop        what those totals need, operations of the first loop repeated  -> _Liveness.loop
@@ -9,7 +9,7 @@ its stages that a later program or the results need:
     in the first loop       what those totals need
     before                  whole values that any of them reads                            -> _Liveness.before
 
-What loops then read in blocks only moves into them (`autopar.passes.microbatch_sources`), as do views -> _in_blocks
+What loops then read in blocks only moves into them (`slice_pushdown`), as do views                     -> _in_blocks
 What no loop reads at all moves behind them, so that none has to hold it                               -> _late
 """
 
@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from autopar.graph import Graph, Op
-from autopar.passes.microbatch_cases import Outcome
-from autopar.passes.microbatch_regions import Flat, narrowed
-from autopar.passes.microbatch_sources import readers_of, sink
-from autopar.passes.microbatch_states import Partial, Split, State
+from autopar.passes.microbatch.regions import Flat, narrowed
+from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.slice_pushdown import readers_of, sink
+from autopar.passes.microbatch.states import Partial, Split, State
 
 How = Literal["sum", "max", "min", "concatenate", "last"]
 

@@ -1,4 +1,4 @@
-"""One operation on blocks: what a rule of `autopar.passes.microbatch_rules` is asked, and what it answers."""
+"""One operation on blocks: what a rule of `autopar.passes.microbatch.rules` is asked, and what it answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from autopar.graph import Op
-from autopar.passes.microbatch_states import Invariant, Shape, Split, State
+from autopar.passes.microbatch.states import Invariant, Shape, Split, State
 
 #: (operand, component of its last dimension) -> the component's values, where they are known when planning.
 Column = Callable[[int, int], "NDArray[Any] | None"]
@@ -45,7 +45,7 @@ class Outcome:
         cuts: operand -> the cut that a value known whole gets before use.
         params: parameters that differ on a block.
         columns: operand -> (component of the last dimension, its values on any block).
-        body: the body of a loop on blocks, of type `autopar.passes.microbatch_regions.Body`.
+        body: the body of a loop on blocks, of type `autopar.passes.microbatch.regions.Body`.
         block: the operation reads nothing split; this block of what it makes is wanted.
     """
 

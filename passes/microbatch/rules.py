@@ -9,7 +9,7 @@ the operation cannot run block by block.
     reduction        over the split dimension: partial sum, maximum or minimum                      -> _reduction
     linear           f(sum_k x_k) = sum_k f(x_k): partial in, partial out                           -> _linear
     reshape          (outer, m, inner) by prefix products                                           -> _reshape
-    gather, scatter  see `autopar.passes.microbatch_gather`
+    gather, scatter  see `autopar.passes.microbatch.gather`
 
 Bound on blocks, an operation keeps its parameters but for those that hold sizes of the split dimension
 (`Outcome.params`). An operation without an entry never runs on blocks, so that any program stays correct.
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from autopar.graph import Op
-from autopar.passes.microbatch_cases import Case, Outcome, Rule, alone, cuts_of, together
-from autopar.passes.microbatch_gather import gather, scatter
-from autopar.passes.microbatch_states import (
+from autopar.passes.microbatch.gather import gather, scatter
+from autopar.passes.microbatch.rule_types import Case, Outcome, Rule, alone, cuts_of, together
+from autopar.passes.microbatch.states import (
     INVARIANT,
     SUM,
     ZERO,

@@ -1,7 +1,7 @@
 """Microbatches without markers: which operations of a step run once per block of the batch.
 
 The batch is cut into m blocks. One pass in program order gives every value a state (see
-`autopar.passes.microbatch_states`) and a stage:
+`autopar.passes.microbatch.states`) and a stage:
 
     0      before the loop over microbatches: parameters, and what little is taken from the whole batch
     1      inside it
@@ -33,7 +33,7 @@ total that is fed back is taken from the microbatch itself: m times its own sum,
 That is what frameworks that accumulate gradients do to batch statistics. Results outside the loop still get totals over
 all microbatches: running means are those of the whole batch, running variances average those within microbatches.
 
-Which operations each program then holds: `autopar.passes.microbatch_programs`.
+Which operations each program then holds: `autopar.passes.microbatch.programs`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from numpy.typing import NDArray
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.graph import Atom, Graph, Op
 from autopar.passes.clusters import PRODUCTS
-from autopar.passes.microbatch_cases import Outcome
-from autopar.passes.microbatch_indices import column
-from autopar.passes.microbatch_programs import Facts, Placed, Sweep, Total, place
-from autopar.passes.microbatch_regions import Flat, blocking, decide, flatten, is_zero
-from autopar.passes.microbatch_rules import invariant_results
-from autopar.passes.microbatch_states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
+from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.programs import Facts, Placed, Sweep, Total, place
+from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, is_zero
+from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.rules import invariant_results
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.state import match_state
 from autopar.passes.work import work
 
