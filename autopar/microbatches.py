@@ -230,6 +230,10 @@ class Accumulator:
         return None if self.zero is None else self.zero()
 
 
+#: (shape, dtype, state) of the whole -> how its parts come together.
+_Made = Callable[[tuple[int, ...], Any, State], Accumulator]
+
+
 def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
     wide = jnp.float32 if narrow else dtype
@@ -237,23 +241,36 @@ def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
 
 
-def _extreme(largest: bool) -> Callable[[tuple[int, ...], Any, State], Accumulator]:
-    better = jnp.maximum if largest else jnp.minimum
+def _folded(combine: Callable[[Any, Any], Any], neutral: Callable[[Any], Any]) -> _Made:
+    """Parts combined by an operation of which `neutral` gives the neutral element of a dtype."""
 
     def made(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-        worst = _worst(dtype, largest)
-        return Accumulator(partial(jnp.full, shape, worst, dtype), lambda c, p: (better(c, p), None), lambda c, _: c)
+        zero = partial(jnp.full, shape, neutral(dtype), dtype)
+        return Accumulator(zero, lambda c, p: (combine(c, p), None), lambda c, _: c)
 
     return made
 
 
-def _worst(dtype: Any, largest: bool) -> Any:
-    """What loses against everything."""
+def _least(dtype: Any) -> Any:
+    """What loses against everything as a maximum: -inf, or the least number where the dtype has none."""
+    return _extreme(dtype, -1)
+
+
+def _largest(dtype: Any) -> Any:
+    return _extreme(dtype, 1)
+
+
+def _extreme(dtype: Any, sign: int) -> Any:
     if dtype == jnp.bool_:
-        return not largest
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return -jnp.inf if largest else jnp.inf
-    return jnp.iinfo(dtype).min if largest else jnp.iinfo(dtype).max
+        return sign > 0
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.iinfo(dtype).min if sign < 0 else jnp.iinfo(dtype).max
+    infinity = np.asarray(sign * np.inf).astype(dtype)  # some of eight bits have no infinity, it becomes nan
+    return infinity if np.isinf(infinity) else sign * float(jnp.finfo(dtype).max)
+
+
+def _all_bits(dtype: Any) -> Any:
+    return np.invert(np.zeros((), dtype))
 
 
 def _stacked(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
@@ -267,10 +284,12 @@ def _last(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
     return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p: (p, None), lambda c, _: c)
 
 
-_ACCUMULATORS: Mapping[str, Callable[[tuple[int, ...], Any, State], Accumulator]] = {
+_ACCUMULATORS: Mapping[str, _Made] = {
     "sum": _summed,
-    "max": _extreme(True),
-    "min": _extreme(False),
+    "max": _folded(jnp.maximum, _least),
+    "min": _folded(jnp.minimum, _largest),
+    "and": _folded(jnp.bitwise_and, _all_bits),
+    "or": _folded(jnp.bitwise_or, lambda dtype: np.zeros((), dtype)),
     "concatenate": _stacked,
     "last": _last,
 }

@@ -23,9 +23,9 @@ from autopar.graph import Graph, Op
 from autopar.passes.microbatch.regions import Flat, narrowed
 from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.microbatch.slice_pushdown import readers_of, sink
-from autopar.passes.microbatch.states import Partial, Split, State
+from autopar.passes.microbatch.states import Kind, Partial, Split, State
 
-How = Literal["sum", "max", "min", "concatenate", "last"]
+How = Literal[Kind, "concatenate", "last"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,9 @@ def _by_stage(a: Facts) -> tuple[tuple[Placed, ...], tuple[Sweep, ...]]:
     # What the second loop reads of totals is found with all else after it; that may then shrink.
     alive = _Liveness(a, set(results))
     alive.outside((2, 4))
-    read = {v for p in alive.loop(3, alive.totals((1, 3))) for v in _outer_values(p) if a.values[v][1] == 2}
+    outer = {v for p in alive.loop(3, alive.totals((1, 3))) for v in _outer_values(p)}
+    # stage 1: a total of the first loop that is read as it is
+    read = {v for v in outer if a.values[v][1] in (1, 2) and v not in a.whole}
     early = _Liveness(a, read)
     middle = early.outside((2,))
     alive = _Liveness(a, results, set(early.taken))

@@ -6,7 +6,7 @@ the operation cannot run block by block.
 
     elementwise      all split operands alike, invariant ones cut where their extent is not 1       -> _elementwise
     contraction      the contracted dimension split: a partial sum                                -> _dot, _convolution
-    reduction        over the split dimension: partial sum, maximum or minimum                      -> _reduction
+    reduction        over the split dimension: partial sum, maximum, minimum, and, or             -> _reduction
     linear           f(sum_k x_k) = sum_k f(x_k): partial in, partial out                           -> _linear
     reshape          (outer, m, inner) by prefix products                                           -> _reshape
     gather, scatter  see `autopar.passes.microbatch.gather`
@@ -432,8 +432,8 @@ RULES: Mapping[str, Rule] = {
     "reduce_sum": _reduction("sum"),
     "reduce_max": _reduction("max"),
     "reduce_min": _reduction("min"),
-    "reduce_or": _reduction("max"),
-    "reduce_and": _reduction("min"),
+    "reduce_or": _reduction("or"),
+    "reduce_and": _reduction("and"),
     **dict.fromkeys(("reduce_prod", "reduce_xor", "argmax", "argmin"), _reduction(None)),
     **dict.fromkeys(
         (

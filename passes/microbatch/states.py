@@ -4,7 +4,7 @@ The batch is cut into m blocks. A value of the step is, seen by the program that
 
     Invariant            the same for every block
     Split(dim, outer)    block k of the whole: dimension `dim`, viewed as (outer, m, inner), at [:, k, :]
-    Partial(kind)        a part of the whole, which is the sum (maximum, minimum) over the blocks
+    Partial(kind)        a part of the whole, which is the sum (maximum, minimum, bitwise and, or) over the blocks
 
 `outer` is 1 for a batch in front; a batch of B examples flattened behind S positions, (S, B) -> (S B), is split with
 outer = S. The same three states describe what lies on a mesh axis (replicated, sharded, partial sum: GSPMD, Xu et al.,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Shape = tuple[int, ...]
-Kind = Literal["sum", "max", "min"]
+Kind = Literal["sum", "max", "min", "and", "or"]
 
 
 @dataclass(frozen=True, slots=True)

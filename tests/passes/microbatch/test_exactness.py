@@ -1,0 +1,86 @@
+"""Steps whose microbatches need care with bits, wrap-around, bounds and rounding equal the undivided step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.microbatches import Programs
+from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.trace import trace
+
+BITS = np.random.default_rng(0).integers(0, 1 << 20, (4, 3)).astype(np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def in_microbatches(step: Any, *args: Any, count: int = 2, least_share: float = 0.0) -> tuple[Microbatches, Any]:
+    """The analysis and the results of a step whose last argument is the batch."""
+    traced = trace(step, *args)
+    first = len(jax.tree.leaves(args[:-1]))
+    found = split(traced.graph, count, range(first, len(traced.in_avals)), least_share=least_share)
+    return found, jax.tree.unflatten(traced.out_tree, Programs(found).step(jax.tree.leaves(args)))
+
+
+def in_loop(found: Microbatches) -> set[str]:
+    """Names of the operations that run in loops over microbatches, in bodies of loops and branches as well."""
+    return {op.name for sweep in found.sweeps for placed in sweep.loop for op in placed.op.walk()}
+
+
+def scanned(body: Any) -> Any:
+    """A step that stacks the results of `body` over three iterations."""
+    return lambda x: jax.lax.scan(lambda c, i: (c, body(x, i)), 0, jnp.arange(3))[1]
+
+
+# Bits
+
+
+@pytest.mark.parametrize("name", ["reduce_or", "reduce_and"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+@pytest.mark.parametrize("looped", [False, True])
+def test_bits_of_the_batch_are_combined_as_bits(name: str, dtype: str, looped: bool) -> None:
+    def combined(x: Any, i: Any) -> Any:
+        return getattr(jax.lax, name)(jnp.where(i == 1, ~x, x), (0,))
+
+    step = scanned(combined) if looped else lambda x: combined(x, 0)
+    x = jnp.asarray(BITS.astype(dtype))
+    found, got = in_microbatches(step, x)
+    assert name in in_loop(found)
+    np.testing.assert_array_equal(got, step(x))
+
+
+# Two sweeps
+
+
+def test_the_second_loop_reads_a_total_of_the_first_itself() -> None:
+    def step(p: Any, x: Any) -> Any:
+        z = x @ p
+        return (z @ (z.T @ z)).sum()
+
+    p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
+    found, got = in_microbatches(step, p, x, least_share=0.99)
+    assert len(found.sweeps) == 2
+    np.testing.assert_allclose(got, step(p, x), 1e-12)
+
+
+def test_a_hessian_vector_product_along_the_steps_own_gradient() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p) ** 2)
+
+    def step(p: Any, x: Any) -> Any:
+        grad = jax.grad(loss)(p, x)
+        return jax.jvp(lambda p: jax.grad(loss)(p, x), (p,), (grad,))[1]
+
+    p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
+    found, got = in_microbatches(step, p, x, least_share=0.99)
+    assert len(found.sweeps) == 2
+    np.testing.assert_allclose(got, step(p, x), 1e-12)
