@@ -84,7 +84,7 @@ def _own_block(
         return None
     component = tuple(index_map).index(operand.dim)
     known = case.column(1, component)
-    if known is None:
+    if known is None or not known.size:
         return None
     extent, n = case.operands[0][operand.dim], case.count
     inner = extent // operand.outer // n

@@ -58,6 +58,22 @@ def test_bits_of_the_batch_are_combined_as_bits(name: str, dtype: str, looped: b
     np.testing.assert_array_equal(got, step(x))
 
 
+# Indices
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "bool"])
+def test_indices_wrap_as_their_type_does(dtype: str) -> None:
+    """Row 256 of an index in eight bits is row 0, which another microbatch holds."""
+
+    def step(batch: Any) -> Any:
+        x, labels = batch
+        return x[jnp.arange(x.shape[0]).astype(dtype).astype(jnp.int32), labels]
+
+    batch = jnp.arange(1024.0).reshape(512, 2), jnp.arange(512) % 2
+    _, got = in_microbatches(step, batch)
+    np.testing.assert_array_equal(got, step(batch))
+
+
 # Two sweeps
 
 
