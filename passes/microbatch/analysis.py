@@ -56,8 +56,8 @@ from autopar.passes.microbatch.constant_indices import column
 from autopar.passes.microbatch.programs import Facts, Placed, Sweep, Total, place
 from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, is_zero
 from autopar.passes.microbatch.rule_types import Outcome
-from autopar.passes.microbatch.rules import invariant_results
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
+from autopar.passes.microbatch.table import invariant_results
 from autopar.passes.state import match_state
 from autopar.passes.work import work
 

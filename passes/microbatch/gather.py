@@ -6,7 +6,8 @@
     rows that are known to point into    split with the operand, their index taken relative to the block: `x[arange(n),
     their own block                      labels]` and its transpose                            -> _own_block
 
-Dimension numbers are those of `jax.lax.GatherDimensionNumbers` and `jax.lax.ScatterDimensionNumbers`.
+Parts of a whole go through as `autopar.passes.microbatch.table` says. Dimension numbers are those of
+`jax.lax.GatherDimensionNumbers` and `jax.lax.ScatterDimensionNumbers`.
 """
 
 from __future__ import annotations
@@ -15,19 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.microbatch.rule_types import Case, Outcome, together
-from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State, divided, fits
+from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Kind, Split, State, divided, fits
 
 
 def gather(case: Case) -> Outcome | None:
     operand, indices = case.states
-    if isinstance(indices, Partial):
-        return None
-    if isinstance(operand, Partial):
-        return Outcome((operand,)) if isinstance(indices, Invariant) else None
     if isinstance(indices, Split):
         return _gather_rows(case, operand, indices)
     assert isinstance(operand, Split)
@@ -44,6 +42,16 @@ def gather(case: Case) -> Outcome | None:
         return None
     result = Split(numbers.offset_dims[windows.index(dim)], operand.outer)
     return Outcome((result,), params={"slice_sizes": divided(sizes, dim, case.count)})
+
+
+def fill_is_lost_in_sums(case: Case, kind: Kind) -> bool:
+    """True if as many fill values as there are parts combine to one: zero, nan and infinities in a sum."""
+    if kind != "sum" or case.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = case.params["fill_value"]
+    if fill is None:  # nan, or of integers the least or largest
+        return bool(jnp.issubdtype(case.result_dtypes[0], jnp.inexact))
+    return bool(fill == 0 or not np.isfinite(fill))
 
 
 def _starts_at_zero(case: Case, dim: int) -> bool:
@@ -108,11 +116,6 @@ def _block(array: NDArray[Any], state: Split, count: int) -> NDArray[Any]:
 def scatter(case: Case) -> Outcome | None:
     operand, indices, updates = case.states
     numbers = case.params["dimension_numbers"]
-    if isinstance(indices, Partial):
-        return None
-    if isinstance(updates, Partial):
-        linear = case.op.name == "scatter-add" and isinstance(indices, Invariant) and {operand, updates} <= {SUM, ZERO}
-        return Outcome((SUM,)) if linear else None
     rows = [d for d in range(len(case.operands[2])) if d not in numbers.update_window_dims]
     if isinstance(indices, Split):
         return _scatter_rows(case, indices, rows)
@@ -140,7 +143,7 @@ def _scatter_rows(case: Case, indices: Split, rows: Sequence[int]) -> Outcome | 
         target, columns = aligned
         found = together(target, operand, target, 0)
         return found and Outcome(found.results, {**cuts, **found.cuts}, columns=columns)
-    summed = case.op.name == "scatter-add" and operand in (ZERO, SUM)
+    summed = case.op.name == "scatter-add" and operand == ZERO
     return Outcome((SUM,), cuts) if summed else None
 
 

@@ -25,9 +25,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op, Region
 from autopar.passes.microbatch.rule_types import Case, Column, Outcome, unknown
-from autopar.passes.microbatch.rules import invariant_results, outcome
 from autopar.passes.microbatch.slice_pushdown import readers_of, sink
 from autopar.passes.microbatch.states import INVARIANT, ZERO, Invariant, Split, State, join
+from autopar.passes.microbatch.table import invariant_results, outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)

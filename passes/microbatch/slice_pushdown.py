@@ -21,8 +21,9 @@ from dataclasses import replace
 from autopar import jax_compat
 from autopar.graph import Graph, Op
 from autopar.passes.microbatch.rule_types import Case, Outcome
-from autopar.passes.microbatch.rules import outcome, reshaped
+from autopar.passes.microbatch.rules import reshaped
 from autopar.passes.microbatch.states import INVARIANT, Split, State, divided, fits
+from autopar.passes.microbatch.table import outcome
 
 #: (graph, scan, its outcome, result -> block, microbatches) -> its outcome with these blocks
 Narrow = Callable[[Graph, Op, Outcome, Mapping[int, Split], int], Outcome | None]

@@ -1,4 +1,4 @@
-"""How a value lies along the microbatches: the lattice of `autopar.passes.microbatch.analysis`.
+"""States of values along the microbatches: the lattice of `autopar.passes.microbatch.analysis`.
 
 The batch is cut into m blocks. A value of the step is, seen by the program that runs once per block,
 
@@ -7,18 +7,27 @@ The batch is cut into m blocks. A value of the step is, seen by the program that
     Partial(kind)        a part of the whole, which is the sum (maximum, minimum, bitwise and, or) over the blocks
 
 `outer` is 1 for a batch in front; a batch of B examples flattened behind S positions, (S, B) -> (S B), is split with
-outer = S. The same three states describe what lies on a mesh axis (replicated, sharded, partial sum: GSPMD, Xu et al.,
+outer = S. The same three states describe values on a mesh axis (replicated, sharded, partial sum: GSPMD, Xu et al.,
 2021); here the axis is time.
+
+A part of a sum in a float of less than 32 bits is computed and kept in float32, so that the total is rounded to its
+dtype once and not once per block                                                                     -> part_dtype
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
 
 Shape = tuple[int, ...]
 Kind = Literal["sum", "max", "min", "and", "or"]
+#: Kinds of which a value combined with itself is itself.
+IDEMPOTENT: tuple[Kind, ...] = ("max", "min", "and", "or")
+KINDS: tuple[Kind, ...] = ("sum", *IDEMPOTENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,12 @@ def local_shape(shape: Shape, state: State, count: int) -> Shape:
     return divided(shape, state.dim, count) if isinstance(state, Split) else shape
 
 
+def part_dtype(dtype: Any, state: State) -> Any:
+    """Dtype of a value within a microbatch: that of the whole, but for parts of sums in floats of less than 32 bits."""
+    narrow = state == SUM and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32) if narrow else dtype
+
+
 def divided(shape: Sequence[int], dim: int, count: int) -> Shape:
     """`shape` with one dimension divided by `count`."""
     return tuple(n // count if d == dim else n for d, n in enumerate(shape))
@@ -80,16 +95,23 @@ def only(states: Sequence[State]) -> State | None:
     return found[0] if len(found) == 1 else None
 
 
-def join(before: State, after: State) -> State | None:
-    """What a loop's carry is, that enters as `before` and leaves an iteration as `after`; None if nothing covers both.
+def neutral(state: State, kind: Kind) -> bool:
+    """True if a value that every microbatch has as it is, taken for its part, combines to itself."""
+    return isinstance(state, Invariant) and (kind in IDEMPOTENT or state.zero)
 
-    An invariant that enters a split carry is cut; a sum may start from zero only.
+
+def join(before: State, after: State) -> State | None:
+    """The state of a loop's carry that enters as `before` and leaves an iteration as `after`; None if none covers both.
+
+    An invariant that enters a split carry is cut; a sum may start from zero only, a maximum from anything.
     """
     if before == after:
         return before
     if isinstance(before, Invariant) and isinstance(after, Invariant):
         return INVARIANT
     for one, other in ((before, after), (after, before)):
-        if isinstance(one, Invariant) and (isinstance(other, Split) or (one.zero and other == SUM)):
+        if isinstance(other, Partial) and neutral(one, other.kind):
+            return other
+        if isinstance(one, Invariant) and isinstance(other, Split):
             return other
     return None

@@ -58,6 +58,25 @@ def test_bits_of_the_batch_are_combined_as_bits(name: str, dtype: str, looped: b
     np.testing.assert_array_equal(got, step(x))
 
 
+def test_bits_are_cut_along_dimensions_that_keep_their_extent() -> None:
+    """A conversion to a wider type takes in the last dimension: where that is cut, it waits for the whole."""
+
+    def step(x: Any) -> Any:
+        return jax.lax.bitcast_convert_type(x.T, jnp.uint32), jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+    x = jnp.asarray(np.arange(16, dtype=np.uint8).reshape(4, 4))
+    found, got = in_microbatches(step, x)
+    assert "bitcast_convert_type" in in_loop(found)
+    for a, b in zip(got, step(x), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_conversion_to_a_narrower_type_adds_a_dimension() -> None:
+    x = jnp.asarray(BITS)
+    _, got = in_microbatches(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8), x)
+    np.testing.assert_array_equal(got, jax.lax.bitcast_convert_type(x, jnp.uint8))
+
+
 # Indices
 
 
@@ -72,6 +91,38 @@ def test_indices_wrap_as_their_type_does(dtype: str) -> None:
     batch = jnp.arange(1024.0).reshape(512, 2), jnp.arange(512) % 2
     _, got = in_microbatches(step, batch)
     np.testing.assert_array_equal(got, step(batch))
+
+
+@pytest.mark.parametrize("region", ["scan", "while", "cond"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
+@pytest.mark.parametrize("fill", [None, 1, 0])
+def test_what_fills_a_gather_from_a_sum_counts_once(region: str, dtype: str, fill: int | None) -> None:
+    def taken(x: Any, i: Any) -> Any:
+        return jnp.take(x.sum(0, dtype=x.dtype), i + jnp.arange(4), mode="fill", fill_value=fill)
+
+    def step(x: Any) -> Any:
+        if region == "scan":
+            return scanned(taken)(x)
+        if region == "cond":
+            return jax.lax.cond(x.shape[0] > jnp.arange(3)[1], lambda: taken(x, 0), lambda: taken(x, 1))
+        none = jnp.zeros(4, dtype)
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, taken(x, c[0])), (0, none))[1]
+
+    x = jnp.asarray((BITS % 50).astype(dtype))
+    _, got = in_microbatches(step, x)
+    np.testing.assert_array_equal(got, step(x))
+
+
+# Sums
+
+
+@pytest.mark.parametrize("to", ["float32", "int32", "uint8", "uint16"])
+def test_a_sum_that_wraps_is_converted_whole(to: str) -> None:
+    step = scanned(lambda x, i: x.sum(0, dtype=jnp.int8).astype(to))
+    x = jnp.full((4, 3), 100, jnp.int8)
+    found, got = in_microbatches(step, x)
+    assert ("scan" in in_loop(found)) == (to == "uint8")
+    np.testing.assert_array_equal(got, step(x))
 
 
 # Two sweeps
