@@ -5,7 +5,8 @@
     outer  = after(outer, totals)                   once all microbatches are in
     leaves = outputs(outer)
 
-`split_step` composes them: automatic gradient accumulation. Sums are accumulated in float32 or wider. Rematerialised
+`split_step` composes them: automatic gradient accumulation. Sums are computed and accumulated in float32 or wider, and
+rounded to the step's own type at the end. Rematerialised
 bodies are put together again from those of their operations that run in the same program, so that the loop's backward
 pass recomputes what the user wanted recomputed. The shape of every value is checked against the analysis while it is
 emitted.
@@ -32,7 +33,9 @@ from autopar.graph import Atom, Graph, Op
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.programs import Placed, Sweep, Total
 from autopar.passes.microbatch.regions import Body, Flat, state_of
-from autopar.passes.microbatch.states import Invariant, Partial, Split, State, local_shape
+from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
+from autopar.passes.microbatch.table import RULES
 from autopar.trace import Traced
 
 #: Arrays by value.
@@ -235,8 +238,7 @@ _Made = Callable[[tuple[int, ...], Any, State], Accumulator]
 
 
 def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    wide = jnp.float32 if narrow else dtype
+    wide = part_dtype(dtype, SUM)
     zero = partial(jnp.zeros, shape, wide)
     return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
 
@@ -366,6 +368,8 @@ class _Scope:
                 results = _REGIONS[op.name](self, op, found.body, operands)
             elif found.block is not None:
                 results = [_SOURCES.get(op.name, _made_whole)(op, operands, found.block, self.count, self.index)]
+            elif _sums_in_single(op, found):
+                results = _summed_in_single(op, found, operands)
             else:
                 params = {**op.params, **found.params}
                 results = jax_compat.bind(op.equation.replace(params=params), operands)
@@ -377,8 +381,8 @@ class _Scope:
         if not isinstance(atom, int):
             return atom.value
         array = (self.outer if position in placed.outer else self.local)[atom]
-        if position in placed.own and self.states[atom] == Partial("sum"):
-            array = array * np.asarray(self.count, array.dtype)
+        if position in placed.own and self.states[atom] == SUM:
+            array = (array * np.asarray(self.count, array.dtype)).astype(jnp.dtype(self.graph.types[atom].dtype))
         if placed.outcome is None:
             return array
         cut = placed.outcome.cuts.get(position)
@@ -390,17 +394,18 @@ class _Scope:
 
     def _check(self, op: Op, value: int, array: Any) -> None:
         whole = self.graph.types[value].shape
-        state = self.states.get(value)
-        wanted = whole if state is None else local_shape(whole, state, self.count)
-        if tuple(array.shape) != wanted:
-            at = f" at {op.source}" if op.source else ""
-            raise GraphError(f"{op.name}{at} gives {array.shape} on a microbatch, its rule says {wanted} ({state})")
+        state = self.states.get(value, INVARIANT)
+        wanted = local_shape(whole, state, self.count)
+        kept = str(part_dtype(array.dtype, state)) == str(array.dtype)
+        if tuple(array.shape) != wanted or not kept:
+            at, got = f" at {op.source}" if op.source else "", f"{array.dtype}{array.shape}"
+            raise GraphError(f"{op.name}{at} gives {got} on a microbatch, its rule says {wanted} ({state})")
 
     # Bodies
 
     def _within(self, body: Body, arrays: Sequence[Any]) -> list[Any]:
         """Results of a body on blocks."""
-        local = dict(zip(body.region.inputs, arrays, strict=True))
+        local = dict(zip(body.region.inputs, entering(arrays, body.inputs), strict=True))
         local.update(body.flat.constants)
         scope = _Scope(self.graph, body.flat, body.states, self.count, {}, local, self.index)
         placed = [Placed(op, outcome=body.outcomes[op.index]) for op in body.flat.ops]
@@ -412,15 +417,17 @@ class _Scope:
         array = self.local[atom] if isinstance(atom, int) else atom.value
         if isinstance(wanted, Split) and isinstance(state_of(atom, self.states), Invariant):
             return take(jnp.asarray(array), wanted, self.count, self.index)
-        return array
+        return entering([array], [wanted])[0]
 
     def _running(self, body: Body) -> control_flow.Body:
         return lambda arrays: self._within(body, arrays)
 
     def scan(self, op: Op, body: Body, operands: Sequence[Any]) -> list[Any]:
-        return control_flow.scan(op, operands, self._running(body))
+        return control_flow.scan(op, entering(operands, body.inputs), self._running(body))
 
     def while_loop(self, op: Op, bodies: tuple[Body, Body], operands: Sequence[Any]) -> list[Any]:
+        first = op.params["cond_nconsts"]
+        operands = [*operands[:first], *entering(operands[first:], bodies[1].inputs)]
         test, body = map(self._running, bodies)
         return control_flow.while_loop(op, operands, test, body, batched=False)  # of others none runs on blocks
 
@@ -428,11 +435,77 @@ class _Scope:
         return control_flow.cond(operands, [self._running(body) for body in bodies])
 
 
+def entering(arrays: Sequence[Any], states: Sequence[State]) -> list[Any]:
+    """Arrays as a body takes them in these states: zeros that become sums of floats below 32 bits in float32."""
+    found = zip(arrays, states, strict=True)
+    return [_in_single(x) if s == SUM else x for x, s in found]
+
+
+def _in_single(array: Any) -> Any:
+    """A float of less than 32 bits in float32, anything else as it is."""
+    return jnp.asarray(array, jnp.float32) if _is_narrow(array) else array
+
+
+def _is_narrow(array: Any) -> bool:
+    dtype = jax.typeof(array).dtype
+    return part_dtype(dtype, SUM) != dtype
+
+
 _REGIONS: Mapping[str, Callable[[_Scope, Op, Any, Sequence[Any]], list[Any]]] = {
     "scan": _Scope.scan,
     "while": _Scope.while_loop,
     "cond": _Scope.cond,
 }
+
+
+# Parts of sums in floats of less than 32 bits
+
+
+def _sums_in_single(op: Op, found: Outcome) -> bool:
+    """True if the operation makes parts that are kept in float32, of operands that need not be."""
+    if found.results != (SUM,) or (op.name in RULES and RULES[op.name].each):
+        return False
+    (result,) = op.equation.outvars
+    return part_dtype(result.aval.dtype, SUM) != result.aval.dtype
+
+
+def _summed_in_single(op: Op, found: Outcome, operands: Sequence[Any]) -> list[Any]:
+    """The operation with its result in float32.
+
+    Products of two narrow operands stay such, with a wide result, where devices have them. Convolutions need not be
+    among these: they round each part.
+    """
+    parameter, params = _RESULT_DTYPE.get(op.name), {**op.params, **found.params}
+    narrow = all(map(_is_narrow, operands))
+    if op.name == "conv_general_dilated" and narrow:
+        return [_in_single(x) for x in jax_compat.bind(op.equation.replace(params=params), operands)]
+    if parameter is None or not narrow:
+        operands = [_in_single(x) for x in operands]
+    if op.name == "scatter-add":  # its parameters hold a jaxpr for the narrow type
+        return [_scatter_add(operands, params)]
+    wide = {} if parameter is None else {parameter: np.dtype(np.float32)}
+    return jax_compat.bind(op.equation.replace(params={**params, **wide}), operands)
+
+
+#: Parameter that holds the dtype of a result.
+_RESULT_DTYPE: Mapping[str, str] = {
+    "convert_element_type": "new_dtype",
+    "dot_general": "preferred_element_type",
+    "conv_general_dilated": "preferred_element_type",
+}
+
+
+def _scatter_add(operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
+    array, indices, updates = operands
+    return jax.lax.scatter_add(
+        array,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=params["unique_indices"],
+        mode=params["mode"],
+    )
 
 
 # Blocks of what reads nothing split

@@ -125,6 +125,31 @@ def test_a_sum_that_wraps_is_converted_whole(to: str) -> None:
     np.testing.assert_array_equal(got, step(x))
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("made", ["sum", "dot", "carry", "scatter"])
+def test_sums_in_a_loop_are_rounded_once(name: str, made: str) -> None:
+    """Parts are kept in single precision; only the total over all microbatches is rounded to the step's type."""
+
+    def body(x: Any, i: Any, dtype: Any) -> Any:
+        scaled = (x * (1 + i)).astype(name).astype(dtype)
+        if made == "dot":
+            return jax.lax.dot(jnp.ones((1, len(x)), dtype), scaled, preferred_element_type=jnp.dtype(dtype))
+        if made == "scatter":
+            return jnp.zeros(x.shape[1], dtype).at[jnp.zeros(len(x), int)].add(scaled[:, 0])
+        return scaled.sum(0)
+
+    def step(x: Any, dtype: Any = name) -> Any:
+        if made != "carry":
+            return scanned(lambda x, i: body(x, i, dtype))(x)
+        return jax.lax.scan(lambda c, i: (c + body(x, i, dtype), None), jnp.zeros(x.shape[1], dtype), jnp.arange(2))[0]
+
+    x = jnp.asarray(np.random.default_rng(1).random((16, 3)), jnp.float32)
+    found, got = in_microbatches(step, x, count=8)
+    assert "scan" in in_loop(found)
+    assert got.dtype == jnp.dtype(name)
+    np.testing.assert_array_equal(*(np.asarray(a.astype("float32")) for a in (got, step(x, "float64").astype(name))))
+
+
 # Two sweeps
 
 
