@@ -43,7 +43,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +53,7 @@ from autopar.errors import ArgumentError, MicrobatchError
 from autopar.graph import Atom, Graph, Op
 from autopar.passes.clusters import PRODUCTS
 from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.programs import Facts, Placed, Sweep, Total, place
 from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, is_zero
 from autopar.passes.microbatch.rule_types import Outcome
@@ -66,6 +67,8 @@ LEAST_SHARE = 0.99
 #: What may be computed from the whole batch before the loop, in bytes per byte of the batch, and in bytes besides.
 HOISTED_BYTES = 16.0
 HOISTED_FREELY = 1 << 16
+#: Arguments that a refusal names.
+MOST_NAMES = 6
 
 
 class Reason(NamedTuple):
@@ -240,8 +243,17 @@ def _refusal(found: Microbatches) -> MicrobatchError:
     return MicrobatchError(
         f"the step does not fall into {found.count} microbatches: {1 - found.share:.0%} of its FLOPs need more than one"
         f" of them: {reasons}. Use one microbatch, accept each microbatch's own totals with per_microbatch={lines!r} "
-        "or '*' for all, or rewrite the operation per example."
+        "or '*' for all, or rewrite the operation per example. What is cut is the first dimension of "
+        f"{_batch_names(found)}: if one of these holds no examples, say with batch_argnums which do."
     )
+
+
+def _batch_names(found: Microbatches) -> str:
+    """The arguments that are cut, the first few of many."""
+    paths = dict(zip(found.graph.inputs, found.graph.input_paths, strict=True))
+    names = [repr(paths[v]) for v in found.batch]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 # The analysis
@@ -270,6 +282,7 @@ class _Analysis:
         most: FLOPs that may need more than one microbatch; `lost` is how many do so far.
         whole: values of the loop that are known whole before it as well.
         heavy: values that take products, loops or totals to compute.
+        originals: recomputed values -> the values that they equal.
         roots: values outside of loops that come from the whole batch -> index of the operation that first read it.
     """
 
@@ -288,6 +301,7 @@ class _Analysis:
     heavy: set[int] = field(default_factory=set)
     roots: dict[int, int] = field(default_factory=dict)
     producers: dict[int, Op] = field(default_factory=dict)
+    originals: Mapping[int, int] = field(default_factory=dict)
     reads: Counter[Atom] = field(default_factory=Counter)
 
     def run(self) -> Microbatches:
@@ -297,8 +311,11 @@ class _Analysis:
         self.producers.update((v, op) for op in self.flat.ops for v in op.outputs)
         self.reads.update(a for op in self.flat.ops for a in op.inputs if isinstance(a, int))
         self.reads.update(a for a in self.flat.outputs if isinstance(a, int))
+        self.originals = first_equal(self.flat.ops)
         for op in self.flat.ops:
-            self._record(op, *self.place(op))
+            stage, placed, results = self.place(op)
+            self._record(placed.op, stage, placed, results)
+        self.flat = replace(self.flat, ops=tuple(self.places[op.index][1].op for op in self.flat.ops))
         return _result(self)
 
     # Operands
@@ -340,9 +357,10 @@ class _Analysis:
         """Its stage, how it reads its operands and runs there, and the states of its results."""
         views = [self.view(a) for a in op.inputs]
         if not self._absorbs(op, views):
+            op = self._reading_originals(op, views)
             views = [
                 self._total(op, a, v) if isinstance(v.state, Partial) else v
-                for a, v in zip(op.inputs, views, strict=True)
+                for a, v in ((a, self.view(a)) for a in op.inputs)
             ]
         if all(isinstance(v.state, Invariant) for v in views):
             stage = max((v.stage for v in views), default=0)
@@ -352,6 +370,18 @@ class _Analysis:
             if found is not None:
                 return found
         return self._gathered(op, views)
+
+    def _reading_originals(self, op: Op, views: Sequence[_View]) -> Op:
+        """The operation with parts whose totals it wants replaced by what they recompute, if that is known earlier."""
+
+        def original(atom: Atom, view: _View) -> Atom:
+            found = self.originals.get(atom) if isinstance(atom, int) and isinstance(view.state, Partial) else None
+            if found is None or isinstance(self.facts[found][0], Split) or self.facts[found][1] > view.stage:
+                return atom
+            self.reads.update({found: 1, atom: -1})
+            return found
+
+        return replace(op, inputs=tuple(map(original, op.inputs, views)))
 
     def _absorbs(self, op: Op, views: Sequence[_View]) -> bool:
         """True for a sum of partial sums that nothing else reads: one accumulator does for both."""

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.errors import MicrobatchError
 from autopar.microbatches import Programs
+from autopar.passes import layers, remat
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.trace import trace
+from tests.passes.microbatch import batch_programs as programs
 
 BITS = np.random.default_rng(0).integers(0, 1 << 20, (4, 3)).astype(np.int32)
 
@@ -176,3 +179,34 @@ def test_a_hessian_vector_product_along_the_steps_own_gradient() -> None:
     found, got = in_microbatches(step, p, x, least_share=0.99)
     assert len(found.sweeps) == 2
     np.testing.assert_allclose(got, step(p, x), 1e-12)
+
+
+@pytest.mark.parametrize(("name", "sweeps"), [("balanced experts in every layer", 2), ("masked mean", 1)])
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_recomputed_totals_are_those_of_the_forward_pass(name: str, sweeps: int, policy: str) -> None:
+    """A total that the backward pass computes again is known when the original is, and takes no loop of its own."""
+    step = programs.EXACT[name]
+    args = programs.arguments(name, step)
+    graph = trace(step, *args).graph
+    again = remat.rewrite(graph, [policy] * len(layers.find(graph).layers))
+    found = split(again, 2)
+    assert len(found.sweeps) == sweeps
+    got = Programs(found).step(jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, 1e-9, 1e-12)
+
+
+# Refused
+
+
+def test_a_refusal_says_what_was_taken_for_the_batch() -> None:
+    """A table as long as the batch is taken for a part of it, unless it is said what holds the batch."""
+
+    def step(w: Any, table: Any, b: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean((table[b["x"]] @ w) ** 2))(w)
+
+    args = jnp.ones((4, 4)), jnp.ones((8, 4)), {"x": jnp.arange(8) % 3}
+    graph = trace(step, *args).graph
+    with pytest.raises(MicrobatchError, match=r"first dimension of 'table', 'b/x'.*batch_argnums"):
+        split(graph, 2)
+    assert split(graph, 2, (2,)).share == 1.0
