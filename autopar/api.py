@@ -160,7 +160,7 @@ class Lowered:
             return Executable(self.plan, step.programs, out_tree, run)
         needed = codegen.compiler_options(self.plan, self._prepared.mesh().devices.flat[0].platform)
         options = {**needed, **(compiler_options or {})}
-        compiled = self.jax_lowered.compile(compiler_options=options or None)
+        compiled = jax_compat.compiled(self.jax_lowered, options)
         return Executable(self.plan, {"step": compiled}, out_tree, OneMesh(self.plan, compiled, self._shardings))
 
 

@@ -382,7 +382,8 @@ def _output_layout(
     pinned: Pinned,
     mesh: LogicalMesh,
 ) -> Layout:
-    """State comes back as it was given; other results stay where they are, if that divides them."""
+    """State comes back as it was given; other results stay where they are, if that divides them and they are not empty
+    (see `strategies.layouts_of`)."""
     if position in pinned.results:
         return pinned.results[position]
     if position in state:
@@ -390,7 +391,8 @@ def _output_layout(
     atom = graph.outputs[position]
     at_home = found.values.get(atom) if isinstance(atom, int) else None
     layout = found.uses.get(f"out{position}", at_home)
-    if layout is None or not divides(layout, graph.type_of(atom).shape, mesh.sizes) or -2 in layout:
+    shape = graph.type_of(atom).shape
+    if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
         return replicated(len(mesh.sizes))
     return layout
 

@@ -154,7 +154,8 @@ def account(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Account:
         total += work
         for piece in pieces:
             groups.setdefault((piece.kind, piece.why), _Group()).add(op, work, piece)
-    found = [group.excess(*key, total) for key, group in groups.items()]
+    # A program on empty arrays has no FLOPs of which a device could do more than its share.
+    found = [group.excess(*key, total) for key, group in groups.items()] if total else []
     found.sort(key=lambda e: (-e.ratio, e.kind, e.why))
     return Account(1.0 + sum(e.ratio for e in found), tuple(found), total)
 

@@ -63,8 +63,11 @@ def op_time(
 def product_efficiency(
     rows: ArrayLike, columns: ArrayLike, contracted: ArrayLike, device: Device
 ) -> NDArray[np.float64]:
-    """Share of the device's rate at which a product of rows x contracted by contracted x columns runs, 0 to 1."""
-    extents = (np.asarray(n, np.float64) for n in (rows, columns, contracted))
+    """Share of the device's rate at which a product of rows x contracted by contracted x columns runs, 0 to 1.
+
+    An empty extent counts as 1: the product has no FLOPs, and 0 of them at a rate of 0 would take nan seconds.
+    """
+    extents = (np.maximum(np.asarray(n, np.float64), 1.0) for n in (rows, columns, contracted))
     losses = [1.0 + half / n for n, half in zip(extents, device.half_rate_extents, strict=True)]
     return 1.0 / (losses[0] * losses[1] * losses[2])
 

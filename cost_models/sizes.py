@@ -73,7 +73,7 @@ def _padding(local: Sequence[Floats], tile: tuple[int, int], count: int, rows: b
 
     def longer(extent: Floats, to: int) -> Floats:
         step = np.minimum(to, 2 ** np.ceil(np.log2(np.maximum(extent, 1)))) if to == tile[0] else to
-        return np.ceil(extent / step) * step / extent
+        return np.ceil(extent / step) * step / np.maximum(extent, 1)  # an empty array has no tiles
 
     lanes = range(len(local) - 1 if rows else 0, len(local))
     pairs = [(i, j) for i in range(len(local)) for j in lanes if i != j]

@@ -89,9 +89,11 @@ class Work:
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
     """Every layout of a value of this shape: the strategies of a copy or of a region's border.
 
-    Arguments and results of the program must divide: `most_padding` 1.
+    Arguments and results of the program must divide: `most_padding` 1. An empty value is whole everywhere: it costs
+    nothing, and jaxlib 0.10 hands out pieces of the wrong shape of one that is cut.
     """
-    held = _product([REPLICATED, *(d for d, n in enumerate(shape) if n > 1)], len(mesh.sizes))
+    dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
+    held = _product([REPLICATED, *dims], len(mesh.sizes))
     held = held[_fits(held, shape, mesh.sizes, most_padding)]
     return StrategySet(index, held, held, np.zeros_like(held), np.zeros(len(held)), tuple(shape))
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autopar import jax_compat
 from autopar.microbatches import take
 from autopar.passes.stage_passes import Place
 from autopar.passes.stages import KINDS, Pass, Stages
@@ -84,7 +85,7 @@ def compile_programs(
     with ThreadPoolExecutor(THREADS) as pool:
 
         def compiled(lowered: Any) -> Future[Callable[..., Any]]:
-            return pool.submit(lowered.compile, options)
+            return pool.submit(jax_compat.compiled, lowered, options)
 
         begin = [compiled(emission.begin(s)) for s in range(count)]
         passes = {(s, k): compiled(emission.run(s, k)) for s, k in keys if _does(stages.stages[s].passes[k])}
