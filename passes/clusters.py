@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.cluster import LogicalMesh
+from autopar.cost_models.backends import backend_of
 from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.cost_models.reductions import combines
 from autopar.graph import Atom, Graph, Op, Repeats, Type
 from autopar.layout import Layout, divides
 from autopar.passes import deferral, slack
@@ -270,8 +272,9 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     even = _even(rule) if op.name in SCATTERS else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
     behind, dot = b.slack.sums(op), op.name == "dot_general"
-    total = flops(op, operands, results)
-    work = Work(total, operands, results, dtype, linear_sum, defers, even, product, behind, dot)
+    total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
+    combined = all(combines(backend, op.name, r.dtype) for r in results)
+    work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot)
     if op.index in b.deferral.sums:
         return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
     return strategies_of(rule, work, b.mesh, index)

@@ -66,6 +66,7 @@ class Work:
         flops: floating-point operations of the whole operation.
         operands, results: types of what it reads and writes.
         dtype: type that sets the peak rate.
+        combined: the backend can combine its partial results; otherwise what it reduces is not cut.
         linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
         deferrable: leaving partial sums to the consumers is of use.
         even: factors whose pieces must be even.
@@ -78,6 +79,7 @@ class Work:
     operands: tuple[Type, ...]
     results: tuple[Type, ...]
     dtype: str
+    combined: bool = True
     linear_sum: bool = True
     deferrable: bool = False
     even: tuple[int, ...] = ()
@@ -159,6 +161,8 @@ def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
             # A factor that results lack and that is not summed over cannot be cut: the result would be unknown.
             if factor in produced or not rule.results:
                 options.append((factor, NOTHING, REPLICATED))
+            continue
+        if not work.combined:
             continue
         options.append((factor, ALL_REDUCE, REPLICATED))
         # A vector's reduce-scatter stays an all-reduce in the compilers, so it is not offered.

@@ -42,7 +42,8 @@ OPAQUE = (
 )
 
 
-#: Operations whose partial results one all-reduce can combine. Any other reduced factor is kept whole.
+#: Operations whose partial results one all-reduce may combine (`autopar.cost_models.reductions` says of which types, on
+#: which backend). Any other reduced factor is kept whole.
 COMBINABLE = (
     "dot_general",
     "conv_general_dilated",
@@ -53,6 +54,7 @@ COMBINABLE = (
     "reduce_prod",
     "reduce_and",
     "reduce_or",
+    "reduce_xor",
     "gather",
     "scatter-add",
 )
