@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +22,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import codegen, explicit, jax_compat
+from autopar import arguments, codegen, explicit, jax_compat
+from autopar.arguments import Opened, opened
 from autopar.errors import ArgumentError
 from autopar.plans import Plan
 from autopar.prepare import Pin, Prepared, name_of, prepare
 from autopar.running import OneMesh, Staged
 from autopar.settings import Settings, settings
-from autopar.trace import flatten
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -80,7 +81,9 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
     if not callable(fn):
         raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
-    return prepare(fn, args, {}, settings(options), local=False).plan
+    chosen = settings(options)
+    with opened(args, {}, chosen.static_argnums) as given:
+        return prepare(fn, given.args, {}, chosen, local=False).plan
 
 
 def gather(tree: Any) -> Any:
@@ -126,11 +129,17 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run on the traced arguments (static ones left out)."""
-        return self.run(jax.tree.leaves((args, kwargs)))
+        with opened(args, kwargs) as given:
+            return self.run(given.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat argument leaves."""
-        return jax.tree.unflatten(self._out_tree, self._run(leaves))
+        """Run on flat argument leaves, inside `autopar.arguments.opened`."""
+        result = jax.tree.unflatten(self._out_tree, self._run(leaves))
+        return result if self._plain else arguments.closed(result, leaves)
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        return arguments.is_plain(self._out_tree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,19 +188,23 @@ class ParallelFunction:
         self._last: tuple[Any, Executable] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, tree, fixed = self._flat(args, kwargs)
-        if any(map(jax_compat.is_tracer, leaves)):
-            return self.__wrapped__(*args, **kwargs)
-        # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
-        avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in leaves]
-        now = (tree, fixed, jax_compat.trace_context(), avals)
-        if self._last is None or self._last[0] != now:
-            self._last = (now, self.compiled(*args, **kwargs))
-        return self._last[1].run(leaves)
+        with self._opened(args, kwargs) as given:
+            if any(map(jax_compat.is_tracer, given.leaves)):
+                return self.__wrapped__(*args, **kwargs)
+            # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
+            avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
+            now = (given.tree, self._fixed(args), jax_compat.trace_context(), avals)
+            if self._last is None or self._last[0] != now:
+                self._last = (now, self._compiled(given))
+            return self._last[1].run(given.leaves)
 
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """What a call with these arguments (arrays or ShapeDtypeStructs) runs, compiled once."""
-        prepared = self._prepare(args, kwargs)
+        with self._opened(args, kwargs) as given:
+            return self._compiled(given)
+
+    def _compiled(self, given: Opened) -> Executable:
+        prepared = self._prepare(given)
         found = self._executables.get(prepared)
         if found is None:
             found = self._executables[prepared] = self._lowered(prepared).compile()
@@ -199,11 +212,13 @@ class ParallelFunction:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ShapeDtypeStructs), made once per structure."""
-        return self._prepare(args, kwargs).plan
+        with self._opened(args, kwargs) as given:
+            return self._prepare(given).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments."""
-        return self._lowered(self._prepare(args, kwargs))
+        with self._opened(args, kwargs) as given:
+            return self._lowered(self._prepare(given))
 
     @jax_compat.automatic_axes()
     def _lowered(self, prepared: Prepared) -> Lowered:
@@ -224,8 +239,14 @@ class ParallelFunction:
         With a plan whose argument has this structure (call `plan` first), arrays get the plan's shardings; before any
         plan they are spread evenly over all devices, and the first step moves them.
         """
-        shapes, tree = jax.tree.flatten(jax.eval_shape(init_fn, *args))
-        homes = self._homes(jax.tree.unflatten(tree, shapes))
+        with opened(args, {}) as given:
+            made = self._created(functools.partial(arguments.called, init_fn), given.args)
+            return arguments.closed(made, given.leaves)
+
+    def _created(self, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        shapes = jax.eval_shape(init_fn, *args)
+        parts = (shapes.updates, shapes.out) if isinstance(shapes, arguments.Returned) else (shapes,)
+        homes = [home for part in parts for home in self._homes(part)]
         made: dict[int, Any] = {}
         for mesh in dict.fromkeys(home.mesh for home in homes):  # one program reaches the devices of one mesh
             mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
@@ -233,7 +254,7 @@ class ParallelFunction:
             some = jax.jit(lambda *given, mine=mine: _some(init_fn(*given), mine), out_shardings=where)
             whole = NamedSharding(mesh, PartitionSpec())
             made.update(zip(mine, some(*(_reached(x, whole) for x in args)), strict=True))
-        return jax.tree.unflatten(tree, [made[i] for i in range(len(shapes))])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(homes))])
 
     def _homes(self, shapes: Any) -> Sequence[NamedSharding]:
         """Where the leaves of a tree of this structure are to be held."""
@@ -247,11 +268,11 @@ class ParallelFunction:
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Prepared:
-        key = self._key(args, kwargs)
+    def _prepare(self, given: Opened) -> Prepared:
+        key = self._key(given)
         found = self._prepared.get(key) or self._fitting(key)
         if found is None:
-            found = prepare(self.__wrapped__, args, kwargs, self.settings, local=True)
+            found = prepare(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
         self._prepared[key] = found
         return found
 
@@ -262,20 +283,21 @@ class ParallelFunction:
         same = (prepared for (other, _), prepared in self._prepared.items() if other == structure)
         return next((prepared for prepared in same if prepared.keeps(pins, within)), None)
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
-        leaves, tree, fixed = self._flat(args, kwargs)
-        structure = tree, fixed, tuple(map(_leaf_key, leaves)), jax_compat.trace_context()
-        return structure, tuple(map(_pin, leaves))
+    def _key(self, given: Opened) -> _Key:
+        context = jax_compat.trace_context()
+        structure = given.tree, self._fixed(given.args), tuple(map(_leaf_key, given.leaves)), context
+        return structure, tuple(map(_pin, given.leaves))
 
-    def _flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any, tuple[Any, ...]]:
-        """Leaves and tree of the traced arguments, and the static ones."""
+    def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Opened]:
+        return opened(args, kwargs, self.settings.static_argnums)
+
+    def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The static arguments."""
         static = self.settings.static_argnums
-        dynamic = tuple(a for i, a in enumerate(args) if i not in static) if static else args
-        leaves, tree = flatten(dynamic, dict(kwargs), jax.tree.flatten)
         fixed = tuple(args[i] for i in static if i < len(args))
         for i, value in zip(static, fixed, strict=False):
             _check_hashable(name_of(self.__wrapped__), i, value)
-        return leaves, tree, fixed
+        return fixed
 
 
 #: Structure of the arguments, and how each leaf lies on an Explicit mesh.

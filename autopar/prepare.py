@@ -21,7 +21,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import codegen, jax_compat, meshes, offloading, pipeline_plan, pipelines, plan_cache, side_by_side
+from autopar import (
+    arguments,
+    codegen,
+    jax_compat,
+    meshes,
+    offloading,
+    pipeline_plan,
+    pipelines,
+    plan_cache,
+    side_by_side,
+)
 from autopar.accumulation import accumulated
 from autopar.cluster import Cluster
 from autopar.errors import (
@@ -432,13 +442,14 @@ def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, ran
 
 
 def _donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
+    kept = arguments.kept(traced.out_tree)
     if isinstance(s.donate_argnums, str):
-        return "auto"
+        return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
     ranges = _leaf_ranges(args, s.static_argnums)
     unknown = [n for n in s.donate_argnums if n not in ranges]
     if unknown:
         raise ArgumentError(f"donate_argnums={s.donate_argnums}: there is no traced argument {unknown[0]}")
-    return tuple(i for n in s.donate_argnums for i in ranges[n])
+    return tuple(i for n in s.donate_argnums for i in ranges[n] if i not in kept)
 
 
 def _check_batch(

@@ -17,7 +17,8 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar import explicit, jax_compat
+from autopar import arguments, explicit, jax_compat
+from autopar.arguments import flatten
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.graph import Graph
 from autopar.jaxpr import build_graph
@@ -52,7 +53,7 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
-    """Trace `fn` on arrays or ShapeDtypeStructs.
+    """Trace `fn` on arrays or ShapeDtypeStructs, or what `autopar.arguments` makes of other arguments.
 
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
@@ -62,7 +63,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     names = _argument_names(fn, len(args), static_argnums)
-    leaves, in_tree = flatten(dynamic, kwargs)
+    leaves, in_tree = flatten((dynamic, kwargs), tree_flatten_with_path)
     paths = tuple(_input_path(path, names) for path, _ in leaves)
     abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
     shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
@@ -72,20 +73,22 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
 
     def flat(*flat_args: Any) -> Any:
         alive.append(jax_compat.current_trace())
-        positional, keywords = jax.tree_util.tree_unflatten(in_tree, flat_args)
+        pure = jax.tree.unflatten(in_tree, flat_args)
+        positional, keywords = seen = arguments.inside(pure)
         rest = iter(positional)
         full = [args[i] if i in static_argnums else next(rest) for i in range(len(args))]
-        return _checked_results(fn(*full, **keywords), _name(fn))
+        result = fn(*full, **keywords)
+        return _checked_results(arguments.returned(pure, seen, result), _name(fn))
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, out_shape = _make_jaxpr(flat, typed, _name(fn))
     _check_leaks(jaxpr, alive[0], _name(fn))
     jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
-    out_leaves, out_tree = tree_flatten_with_path(out_shape)
-    out_paths = tuple(_simple(path) for path, _ in out_leaves)
+    out_leaves, out_tree = jax.tree.flatten(out_shape)
+    out_paths = _output_paths(out_shape, names)
     graph = build_graph(jax_compat.eliminate_dead_code(jaxpr), paths, out_paths)
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
-    out_avals = tuple(_typed(leaf, None) for _, leaf in out_leaves)
+    out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
 
 
@@ -212,16 +215,6 @@ def _argument_names(fn: Callable[..., Any], count: int, static: Sequence[int]) -
     return tuple(params[i] if i < len(params) else str(i) for i in range(count) if i not in static)
 
 
-def flatten(
-    dynamic: tuple[Any, ...], kwargs: Any, how: Callable[..., Any] = tree_flatten_with_path
-) -> tuple[list[Any], Any]:
-    """Leaves and tree of (positional, keyword) arguments; ArgumentError if they are no pytree."""
-    try:
-        return how((dynamic, kwargs))
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"the arguments are no pytree that JAX can flatten: {error.__cause__ or error}") from None
-
-
 def _simple(path: tuple[Any, ...]) -> str:
     return keystr(path, simple=True, separator="/")
 
@@ -231,6 +224,14 @@ def _input_path(path: tuple[Any, ...], names: tuple[str, ...]) -> str:
     group, which, *rest = path
     head = names[which.idx] if group.idx == 0 else str(which.key)
     return "/".join(part for part in (head, _simple(tuple(rest))) if part)
+
+
+def _output_paths(results: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths of the results; what an argument is after the step has the path that it has before."""
+    if not isinstance(results, arguments.Returned):
+        return tuple(_simple(path) for path, _ in tree_flatten_with_path(results)[0])
+    updates, out = (tree_flatten_with_path(tree)[0] for tree in (results.updates, results.out))
+    return tuple(_input_path(path, names) for path, _ in updates) + tuple(_simple(path) for path, _ in out)
 
 
 def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:

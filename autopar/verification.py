@@ -35,6 +35,7 @@ from autopar import (
     shardy,
     tpu_topology,
 )
+from autopar.arguments import opened
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.graph import Graph
@@ -105,10 +106,11 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn = getattr(fn, "__wrapped__", fn)
-    traced = trace(fn, *args, **kwargs)
-    check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
-    if plan.pipelined:
-        return _of_stages(plan, fn, args, kwargs, target)
+    with opened(args, kwargs) as given:
+        traced = trace(fn, *given.args, **given.kwargs)
+        check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+        if plan.pipelined:
+            return _of_stages(plan, fn, given.args, given.kwargs, target)
     traced = executed(traced, plan)
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
@@ -133,7 +135,8 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
     It sends the same bytes. Sums that the compiler combined have one source line for all of them, so that fewer pieces
     are matched by name.
     """
-    traced = executed(trace(getattr(fn, "__wrapped__", fn), *args, **kwargs), step.plan)
+    with opened(args, kwargs) as given:
+        traced = executed(trace(getattr(fn, "__wrapped__", fn), *given.args, **given.kwargs), step.plan)
     return _judged(step.plan, traced.graph, _read(step.programs["step"], step.plan), "cpu")
 
 

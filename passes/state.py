@@ -13,8 +13,9 @@ from autopar.graph import Graph
 def match_state(graph: Graph) -> Mapping[int, int]:
     """Results that carry an argument into the next step: output position -> input position.
 
-    First by equal path below the top of the result (position in the tuple and position of the argument), then by equal
-    path below the first component, each with equal type and each argument once. Unless the graph says which.
+    First by equal path, then by equal path below the top of the result (position in the tuple and position of the
+    argument), then by equal path below the first component, each with equal type and each argument once. Unless the
+    graph says which.
     """
     if graph.carried is not None:
         return graph.carried
@@ -37,7 +38,7 @@ def match_state(graph: Graph) -> Mapping[int, int]:
     for out, path in enumerate(graph.output_paths):
         head, _, tail = path.partition("/")
         names = [arguments[int(head)]] if head.isdigit() and int(head) < len(arguments) else []
-        tries = ["/".join(p for p in (name, tail) if p) for name in names]
+        tries = [path, *("/".join(p for p in (name, tail) if p) for name in names)]
         tries.extend(f"{name}/{path}" if path else name for name in arguments[:1])
         claim(out, [full.get(t) for t in tries])
     for out, path in enumerate(graph.output_paths):

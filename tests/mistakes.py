@@ -328,10 +328,10 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ),
     # Arguments that are no arrays
     (
-        "text among the arrays",
-        in_state("adam"),
+        "a set among the arrays",
+        in_state({1}),
         ArgumentError,
-        r"argument 'state/extra' is str 'adam', which is no array; pass arrays .*static_argnums",
+        r"argument 'state/extra' is set \{1\}, which is no array; pass arrays .*static_argnums",
     ),
     ("object among the arrays", in_state(NoPytree()), ArgumentError, r"argument 'state/extra' is NoPytree <.*"),
     (
@@ -435,9 +435,9 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ),
     (
         "result that is no array",
-        lambda: planned(lambda x: {"y": (x, "done")}, (X,)),
+        lambda: planned(lambda x: {"y": (x, NoPytree())}, (X,)),
         TraceError,
-        r"<lambda> returns str 'done' at 'y/1', which is no array; return arrays, numbers or None",
+        r"<lambda> returns NoPytree <.*> at 'y/1', which is no array; return arrays, numbers or None",
     ),
     (
         "a set of results",
