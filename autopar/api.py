@@ -15,20 +15,20 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar import arguments, codegen, explicit, jax_compat
+from autopar import arguments, explicit, jax_compat
 from autopar.arguments import Opened, opened
 from autopar.errors import ArgumentError
+from autopar.executables import Executable, Lowered, lower
 from autopar.plans import Plan
-from autopar.prepare import Pin, Prepared, name_of, prepare
-from autopar.running import OneMesh, Staged
+from autopar.prepare import Pin, Prepared, name_of, prepare, warn
 from autopar.settings import Settings, settings
+from autopar.trace import is_tracing
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -95,88 +95,11 @@ def _extended(x: jax.Array) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-# Running
-
-
-@dataclass(frozen=True, eq=False)
-class Executable:
-    """A compiled step.
-
-    `programs` maps names to JAX's compiled objects: a plan without stages has one, "step"; a pipeline has those of
-    every stage, "stage 0 F" and so on.
-    """
-
-    plan: Plan
-    programs: Mapping[str, Any]
-    _out_tree: Any
-    _run: Callable[[Sequence[Any]], Sequence[Any]]
-
-    def as_text(self) -> str:
-        """The compiled HLO."""
-        return "\n".join(p.as_text() for p in self.programs.values())
-
-    def memory_analysis(self) -> Any:
-        """XLA's memory statistics of the step (per device); of a pipeline, of every program by its name."""
-        return self._of_each(lambda program: program.memory_analysis())
-
-    def cost_analysis(self) -> Any:
-        """XLA's cost statistics of the step (per device); of a pipeline, of every program by its name."""
-        return self._of_each(lambda program: program.cost_analysis())
-
-    def _of_each(self, ask: Callable[[Any], Any]) -> Any:
-        found = {name: ask(program) for name, program in self.programs.items()}
-        return found if self.plan.pipelined else found["step"]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the traced arguments (static ones left out)."""
-        with opened(args, kwargs) as given:
-            return self.run(given.leaves)
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat argument leaves, inside `autopar.arguments.opened`."""
-        result = jax.tree.unflatten(self._out_tree, self._run(leaves))
-        return result if self._plain else arguments.closed(result, leaves)
-
-    @functools.cached_property
-    def _plain(self) -> bool:
-        return arguments.is_plain(self._out_tree)
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """A planned step before compilation, in JAX's ahead-of-time convention.
-
-    The programs of a pipeline are lowered when they are compiled: `jax_lowered` is None then.
-    """
-
-    plan: Plan
-    jax_lowered: Any
-    _prepared: Prepared
-    _shardings: tuple[NamedSharding, ...] = ()
-
-    def as_text(self) -> str:
-        """The StableHLO; of a pipeline, its stages."""
-        pipeline = self._prepared.pipeline
-        return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
-
-    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
-        """Compile for the devices at hand."""
-        out_tree = self._prepared.traced.out_tree
-        if self._prepared.pipeline is not None:
-            step = self._prepared.build(compiler_options)
-            weak = tuple(i for i, aval in enumerate(self._prepared.traced.out_avals) if aval.weak_type)
-            run = Staged(self.plan, step, step.homes, weak)
-            return Executable(self.plan, step.programs, out_tree, run)
-        needed = codegen.compiler_options(self.plan, self._prepared.mesh().devices.flat[0].platform)
-        options = {**needed, **(compiler_options or {})}
-        compiled = jax_compat.compiled(self.jax_lowered, options)
-        return Executable(self.plan, {"step": compiled}, out_tree, OneMesh(self.plan, compiled, self._shardings))
-
-
 class ParallelFunction:
     """A function that plans and compiles itself for the shapes it is called with.
 
-    Called while another function is being traced, it is inlined there, and the outermost `parallelize` plans it.
+    Called while another function is being traced, it is inlined there, and the outermost `parallelize` plans it; where
+    there is none, an `AutoparWarning` says so. As an attribute of a class it is a method (`BoundFunction`).
     """
 
     def __init__(self, fn: Callable[..., Any], chosen: Settings) -> None:
@@ -190,13 +113,27 @@ class ParallelFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._opened(args, kwargs) as given:
             if any(map(jax_compat.is_tracer, given.leaves)):
-                return self.__wrapped__(*args, **kwargs)
+                self._warn_of_the_outer()
+                return self.__wrapped__(*arguments.with_statics(args), **kwargs)
             # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
             avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
             now = (given.tree, self._fixed(args), jax_compat.trace_context(), avals)
             if self._last is None or self._last[0] != now:
                 self._last = (now, self._compiled(given))
             return self._last[1].run(given.leaves)
+
+    def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
+        return self if instance is None else BoundFunction(self, instance)
+
+    def _warn_of_the_outer(self) -> None:
+        if is_tracing() or jax_compat.traces_for_shapes():
+            return
+        warn(
+            f"{name_of(self.__wrapped__)} is parallelized, and traced into another function by jax.jit, grad, vmap, "
+            "nnx.jit or jax.export: there it runs as written, on the devices of that function. Parallelize the "
+            "outermost function: autopar.parallelize(outer) for jax.jit(outer), autopar.parallelize(jax.grad(fn)) for "
+            "jax.grad(autopar.parallelize(fn))."
+        )
 
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """What a call with these arguments (arrays or ShapeDtypeStructs) runs, compiled once."""
@@ -207,7 +144,7 @@ class ParallelFunction:
         prepared = self._prepare(given)
         found = self._executables.get(prepared)
         if found is None:
-            found = self._executables[prepared] = self._lowered(prepared).compile()
+            found = self._executables[prepared] = lower(prepared).compile()
         return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -218,20 +155,7 @@ class ParallelFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments."""
         with self._opened(args, kwargs) as given:
-            return self._lowered(self._prepare(given))
-
-    @jax_compat.automatic_axes()
-    def _lowered(self, prepared: Prepared) -> Lowered:
-        if prepared.pipeline is not None:
-            return Lowered(prepared.plan, None, prepared)
-        mesh = prepared.mesh()
-        built = codegen.program(prepared.traced.graph, prepared.plan, prepared.rules(), mesh)
-        own = prepared.traced.mesh
-        if own is not None and dict(own.shape) == prepared.target.logical.shape:
-            typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
-            built = replace(built, out_shardings=tuple(s.update(mesh=typed) for s in built.out_shardings))
-        lowered = built.jit().lower(*prepared.traced.in_avals)
-        return Lowered(prepared.plan, lowered, prepared, built.in_shardings)
+            return lower(self._prepare(given))
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Run `init_fn(*args)` so that each array is created in its place, never whole on one device.
@@ -300,11 +224,50 @@ class ParallelFunction:
         return fixed
 
 
+class BoundFunction:
+    """A parallelized method of one object, which is its first argument.
+
+    An object that is a pytree, or of Flax NNX, is an argument like others. Any other is structure: the method is
+    planned and compiled for this object, and sees its attributes as they are at the first call.
+    """
+
+    def __init__(self, function: ParallelFunction, instance: Any) -> None:
+        functools.update_wrapper(self, function.__wrapped__)
+        self.__wrapped__ = functools.partial(function.__wrapped__, instance)
+        self.__self__, self.__func__ = instance, function
+        self._owner = instance if 0 in function.settings.static_argnums else arguments.owner(instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._owner, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """As `ParallelFunction.plan`."""
+        return self.__func__.plan(self._owner, *args, **kwargs)
+
+    def compiled(self, *args: Any, **kwargs: Any) -> Executable:
+        """As `ParallelFunction.compiled`."""
+        return self.__func__.compiled(self._owner, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As `ParallelFunction.lower`."""
+        return self.__func__.lower(self._owner, *args, **kwargs)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """As `ParallelFunction.init`."""
+        return self.__func__.init(init_fn, *args)
+
+
 #: Structure of the arguments, and how each leaf lies on an Explicit mesh.
 _Key = tuple[Any, tuple[Pin | None, ...]]
 
 
 def _check_hashable(name: str, position: int, value: Any) -> None:
+    held = arguments.with_arrays(value)
+    if held is not None:
+        raise ArgumentError(
+            f"static argument {position} of {name} is {held}: its arrays would be constants of the program. Leave it "
+            "out of static_argnums; what is no array in it is structure anyway."
+        )
     try:
         hash(value)
     except TypeError as error:

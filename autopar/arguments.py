@@ -152,9 +152,9 @@ def flatten(dynamic: tuple[tuple[Any, ...], Any], how: Callable[..., Any] = jax.
 def closed(result: Any, leaves: Sequence[Any]) -> Any:
     """What the step returned, from the pytree that the program gave; `leaves` are those of the arguments it ran on."""
     if not isinstance(result, Returned):
-        return _with_nodes(_with_statics(result), None)
+        return _with_nodes(with_statics(result), None)
     filled = jax.tree.map(lambda x: leaves[x.leaf] if isinstance(x, Kept) else x, result, is_leaf=_is(Kept))
-    _, out = _with_nodes(_with_statics((filled.updates, filled.out)), _TAG, inner=False)
+    _, out = _with_nodes(with_statics((filled.updates, filled.out)), _TAG, inner=False)
     return out
 
 
@@ -180,7 +180,7 @@ def called(fn: Callable[..., Any], *args: Any) -> Any:
 
 def inside(args: Any) -> Any:
     """Arguments as the step sees them, from pytrees of traced values."""
-    return _with_nodes(_with_statics(args), _TAG, inner=True)
+    return _with_nodes(with_statics(args), _TAG, inner=True)
 
 
 def returned(before: Any, after: Any, out: Any) -> Any:
@@ -221,6 +221,12 @@ def _is_whole(x: Any) -> bool:
     """Whether it is not looked into: an `nnx.State` is a pytree of arrays, whatever holds them."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and (isinstance(x, nnx.State) or is_node(x))
+
+
+def is_opaque(x: Any) -> bool:
+    """Whether it is an object of a library that keeps account of its own changes."""
+    equinox = sys.modules.get("equinox")
+    return _is_whole(x) or (equinox is not None and isinstance(x, equinox.nn.State))
 
 
 def _has_nodes(dynamic: Any) -> bool:
@@ -265,7 +271,22 @@ def _value(variable: Any) -> Any:
 # Leaves that are no arrays
 
 
+def owner(instance: Any) -> Any:
+    """The first argument of a method: a pytree or an object of NNX as it is, any other object as structure."""
+    is_leaf = jax.tree.structure(instance) == jax.tree.structure(0) and not isinstance(instance, _ARRAY)
+    return Static(instance, by_identity=True) if is_leaf and not is_node(instance) else instance
+
+
+def with_arrays(x: Any) -> str | None:
+    """What an object is that holds arrays, in words; None if it holds none."""
+    if is_node(x):
+        return f"the object {type(x).__name__} of Flax NNX"
+    held = any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x))
+    return f"{type(x).__name__}, a pytree with arrays" if held else None
+
+
 def _without_statics(tree: Any) -> Any:
+    """Leaves that are no arrays as structure."""
     equinox = sys.modules.get("equinox")
     if equinox is not None:
         module = _is(equinox.Module)
@@ -278,7 +299,8 @@ def _of_module(module: Any) -> Any:
     return jax.tree.map(lambda x: Static(x) if isinstance(x, _NUMBER) else x, module)
 
 
-def _with_statics(tree: Any) -> Any:
+def with_statics(tree: Any) -> Any:
+    """Leaves that are structure as leaves again."""
     return jax.tree.map(lambda x: x.value if isinstance(x, Static) else x, tree, is_leaf=_is(Static))
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import os
 import sysconfig
+import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,7 +101,7 @@ def user_frame(source_info: Any) -> tuple[str, int]:
 def _frame(traceback: Any) -> tuple[str, int]:
     codes, positions = traceback.raw_frames() if traceback else ((), ())
     for code, position in zip(codes, positions, strict=True):
-        if _is_own(code.co_filename):
+        if is_own(code.co_filename):
             found = source_info_util.raw_frame_to_frame(code, position)
             return found.file_name, found.start_line
     frame = source_info_util.user_frame(traceback)
@@ -112,7 +114,7 @@ def _is_ours(filename: str) -> bool:
 
 
 @functools.cache
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
     """Whether code of this file is the user's, not of JAX, Python, an installed package or autopar."""
     installed = any(filename.startswith(path) for path in _INSTALLED)
     return not installed and not _is_ours(filename) and source_info_util.is_user_filename(filename)
@@ -214,6 +216,25 @@ def is_reference(aval: Any) -> bool:
 def is_tracer(value: Any) -> bool:
     """True for a value of a function that is being traced. Tried on 0.10.2 and 0.12.0."""
     return isinstance(value, jax_core.Tracer)
+
+
+def frames() -> list[types.FrameType]:
+    """Python's frames, from the caller outwards."""
+    frame = inspect.currentframe()
+    found: list[types.FrameType] = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[1:]
+
+
+def traces_for_shapes() -> bool:
+    """Whether what is being traced will not run: it is for `jax.eval_shape` or `jax.make_jaxpr`.
+
+    Tried on 0.10.2 and 0.12.0.
+    """
+    names = {f.f_code.co_name for f in frames() if f.f_globals.get("__name__", "").startswith("jax.")}
+    return not names.isdisjoint(("eval_shape", "make_jaxpr_f"))
 
 
 def current_trace() -> Callable[[], Any]:

@@ -7,7 +7,6 @@ check      a plan from elsewhere against this function and mesh               ->
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import sys
@@ -189,7 +188,7 @@ def _best(
     if best.plan.remat:
         best = replace(best, traced=executed(parts.step, best.plan))
     for warning in best.warnings:
-        warnings.warn(f"{name_of(fn)}: {warning}", AutoparWarning, stacklevel=_user_stacklevel())
+        warn(f"{name_of(fn)}: {warning}")
     return best
 
 
@@ -337,12 +336,16 @@ def _mesh(traced: Traced, s: Settings) -> Any:
     return traced.mesh if s.mesh is None and asked else s.mesh
 
 
+def warn(message: str) -> None:
+    """An AutoparWarning that points to the user's line."""
+    warnings.warn(message, AutoparWarning, stacklevel=_user_stacklevel())
+
+
 def _user_stacklevel() -> int:
     """The `stacklevel` at which a warning of the caller points to the user's line."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("autopar.", "contextlib")):
-        level, frame = level + 1, frame.f_back
-    return level
+    files = [frame.f_code.co_filename for frame in jax_compat.frames()]
+    # `warnings.warn` counts from `warn`, one frame above this one, as 1
+    return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)
 
 
 def _report(name: str, made: Plan) -> None:

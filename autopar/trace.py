@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar import arguments, explicit, jax_compat
+from autopar import arguments, explicit, jax_compat, mutation
 from autopar.arguments import flatten
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.graph import Graph
@@ -58,8 +58,8 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
         PinError: arguments lie on different Explicit meshes.
-        TraceError: the function has ordered side effects, leaks tracers, branches on traced values, or returns what is
-            no array.
+        TraceError: the function has ordered side effects, leaks tracers, branches on traced values, changes an
+            argument in a way that is lost, or returns what is no array.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     names = _argument_names(fn, len(args), static_argnums)
@@ -77,11 +77,15 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
         positional, keywords = seen = arguments.inside(pure)
         rest = iter(positional)
         full = [args[i] if i in static_argnums else next(rest) for i in range(len(args))]
+        found = mutation.before(seen)
         result = fn(*full, **keywords)
-        return _checked_results(arguments.returned(pure, seen, result), _name(fn))
+        _check_attributes(found, names, _name(fn))
+        written = {_input_path(path, names): x for path, x in mutation.written(found, seen).items()}
+        return _checked_results(arguments.returned(pure, seen, result), _name(fn)), written
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
-    jaxpr, out_shape = _make_jaxpr(flat, typed, _name(fn))
+    jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
+    jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
     _check_leaks(jaxpr, alive[0], _name(fn))
     jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
@@ -90,6 +94,37 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
     out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
+
+
+def _check_attributes(found: mutation.Before, names: tuple[str, ...], name: str) -> None:
+    changed = mutation.changed_attribute(found)
+    if changed is not None:
+        path, attribute = changed
+        owner = found.leaves[path]
+        raise TraceError(
+            f"{name} sets the attribute '{attribute}' of '{_input_path(path, names)}' ({type(owner).__name__}), which "
+            "happens once, while it is traced, and not at every step. Keep what changes in arrays that are passed in "
+            "and returned."
+        )
+
+
+def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) -> jex.ClosedJaxpr:
+    """The program without the values written into arguments, its last results; TraceError if one is lost."""
+    if not paths:
+        return jaxpr
+    count = len(jaxpr.jaxpr.outvars) - len(paths)
+    values = jaxpr.jaxpr.outvars[count:]
+    jaxpr = jex.ClosedJaxpr(jaxpr.jaxpr.replace(outvars=jaxpr.jaxpr.outvars[:count]), jaxpr.consts)
+    lost = mutation.lost(jaxpr, values)
+    if lost is not None:
+        made = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
+        file, line = jax_compat.user_frame(made.source_info)
+        raise TraceError(
+            f"{name} writes {lost.aval.str_short()} into its argument '{paths[values.index(lost)]}'"
+            f"{f' at {os.path.basename(file)}:{line}' if file else ''} and neither returns nor uses it. Containers "
+            "that it gets are copies, so the update is lost. Return it, and pass what was returned to the next step."
+        )
+    return jaxpr
 
 
 def _typed(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
@@ -113,6 +148,11 @@ def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[st
                 f"{dict(mesh.shape)}; move them to one mesh with jax.device_put"
             )
     return found[0][0] if found else within
+
+
+def is_tracing() -> bool:
+    """Whether `trace` is running a function: then what that calls is planned with it."""
+    return any(frame.f_code is _make_jaxpr.__code__ for frame in jax_compat.frames())
 
 
 def _name(fn: Callable[..., Any]) -> str:
@@ -242,7 +282,7 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     except TypeError as error:
         raise ArgumentError(
             f"argument '{path}' is {type(leaf).__name__} {leaf!r:.60}, which is no array; "
-            "pass arrays or numbers, or name the argument in static_argnums"
+            "pass arrays or numbers, register its class as a pytree, or name the argument in static_argnums"
         ) from error
     if jax_compat.is_reference(aval):
         raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")

@@ -121,7 +121,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
 
 
 class Compiled(Protocol):
-    """What `verify_compiled` reads of an `autopar.api.Executable`."""
+    """What `verify_compiled` reads of an `autopar.executables.Executable`."""
 
     @property
     def plan(self) -> Plan: ...

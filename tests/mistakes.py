@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -126,6 +128,28 @@ def closes_over_a_tracer() -> None:
 
 class NoPytree:
     pass
+
+
+class Counter:
+    """An object whose method counts its own calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @parallelize(mesh=(8,))
+    def step(self, x: jax.Array) -> Any:
+        self.count += 1
+        return x
+
+
+def drops_its_update(state: Any, x: jax.Array) -> Any:
+    state["w"] = state["w"] - x.sum()
+    return x.mean()
+
+
+def appends(history: list[Any], x: jax.Array) -> Any:
+    history.append(jnp.sin(x))
+    return x
 
 
 def in_state(value: Any) -> Any:
@@ -325,6 +349,37 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: planned(lambda w, sizes: w, (W, [1, 2]), static_argnums=1),
         ArgumentError,
         r"static argument 1 of <lambda> must be hashable, it is list \[1, 2\] \(unhashable type: 'list'\)",
+    ),
+    (
+        "static argument with arrays",
+        lambda: planned(lambda model, x: model(x), (eqx.nn.Linear(8, 8, key=jax.random.key(0)), X), static_argnums=0),
+        ArgumentError,
+        r"static argument 0 of <lambda> is Linear, a pytree with arrays: .* Leave it out of static_argnums; .*",
+    ),
+    (
+        "static module of NNX",
+        lambda: planned(lambda model, x: model(x), (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X), static_argnums=0),
+        ArgumentError,
+        r"static argument 0 of <lambda> is the object Linear of Flax NNX: .* Leave it out of static_argnums; .*",
+    ),
+    # Arguments that are changed
+    (
+        "an update that is not returned",
+        lambda: planned(drops_its_update, ({"w": W}, X)),
+        TraceError,
+        rf"drops_its_update writes float32\[8,8\] into its argument 'state/w' at {LINE} and neither .* Return it, .*",
+    ),
+    (
+        "a list that grows",
+        lambda: planned(appends, ([], X)),
+        TraceError,
+        rf"appends writes float32\[16,8\] into its argument 'history/0' at {LINE} and neither returns nor uses it\. .*",
+    ),
+    (
+        "an object that counts",
+        lambda: Counter().step(X),
+        TraceError,
+        r"step sets the attribute 'count' of 'self' \(Counter\), which happens once, while it is traced, .*",
     ),
     # Arguments that are no arrays
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +14,7 @@ from flax import nnx
 
 import autopar
 from autopar.api import parallelize
+from autopar.errors import AutoparWarning
 from tests.real_programs import array
 from tests.test_real_programs import assert_equal
 
@@ -176,3 +178,176 @@ def test_a_state_that_is_split_by_hand_stays_a_pytree() -> None:
     plan = autopar.plan(functional, state, X, **MESH)
     assert plan.input_paths == ("state/bias/value", "state/kernel/value", "x")
     assert plan.donated == (0, 1)
+
+
+def test_jit_of_nnx_inside_is_planned_and_outside_is_warned_of() -> None:
+    def halve(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        model.kernel[...] /= 2
+        return model(x).sum()
+
+    expected, model = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    inside = parallelize(nnx.jit(halve), **MESH)
+    assert_equal(inside(model, X), halve(expected, X))
+    assert_equal(model.kernel[...], expected.kernel[...])
+    with pytest.warns(AutoparWarning, match=r"halve is parallelized, .* another function .*parallelize\(outer\)"):
+        result = nnx.jit(parallelize(halve, **MESH))(model, X)
+    assert_equal(result, halve(expected, X))
+
+
+# Equinox, and leaves that are no arrays
+
+
+class Scaled(eqx.Module):
+    """Arrays, and what decides how the function runs: a number, a flag, a text, a function."""
+
+    layer: eqx.nn.Linear
+    act: Callable[..., Any]
+    times: int = 2
+    scale: float = 0.5
+    flag: bool = True
+    name: str = "scaled"
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.times):
+            x = self.act(self.layer(x)) * self.scale
+        return x if self.flag else -x
+
+
+def scaled() -> Any:
+    model = Scaled(eqx.nn.Linear(8, 8, key=jax.random.key(0)), jax.nn.gelu)
+    return model, ADAM.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def fit(model: Any, state: Any, x: jax.Array) -> Any:
+    loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean((jax.vmap(m)(x) - x) ** 2))(model)
+    updates, state = ADAM.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, updates), state, loss
+
+
+@pytest.mark.core
+def test_equinox_modules_come_and_go_whole() -> None:
+    fitted = parallelize(fit, **MESH)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, scaled())
+    plan = fitted.plan(*shapes, X)
+    assert autopar.verify(plan, fit, *shapes, X, target="shardy").ok
+    found = fitted.init(scaled)
+    expected = scaled()
+    for _ in range(2):
+        *found, loss = fitted(*found, X)
+        *expected, expected_loss = eqx.filter_jit(fit)(*expected, X)
+    assert (type(found[0]), found[0].act, found[0].times, found[0].flag) == (Scaled, jax.nn.gelu, 2, True)
+    assert_equal(eqx.filter((found, loss), eqx.is_array), eqx.filter((expected, expected_loss), eqx.is_array))
+    assert fitted.plan(*found, X) is plan
+    assert plan.donated == tuple(range(len(plan.inputs) - 1))
+
+
+def test_other_structure_is_another_program() -> None:
+    model, _ = scaled()
+    shown = parallelize(lambda model, x: jax.vmap(model)(x), **MESH)
+    other = eqx.tree_at(lambda m: (m.times, m.flag), model, (1, False))
+    assert shown.plan(model, X) is not shown.plan(other, X)
+    assert shown.plan(other, X) is shown.plan(eqx.tree_at(lambda m: m.times, other, 1), X)
+
+
+def test_state_of_equinox() -> None:
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+
+    def normalized(state: Any, x: jax.Array) -> Any:
+        y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return state, y
+
+    found, expected = parallelize(normalized, **MESH)(state, X), eqx.filter_jit(normalized)(state, X)
+    assert_equal(found, expected)
+
+
+def test_texts_and_functions_are_structure_in_any_tree_and_numbers_are_not() -> None:
+    def run(state: Any, x: jax.Array, mode: str, *, act: Callable[..., Any]) -> Any:
+        return {**state, "count": state["count"] + 1}, act(x) if mode == "train" else x, mode
+
+    step = parallelize(run, **MESH)
+    state, y, mode = step({"name": "a", "count": 0, "dtype": jnp.float32}, X, "train", act=jnp.tanh)
+    assert (state["name"], state["dtype"], mode, int(state["count"])) == ("a", jnp.float32, "train", 1)
+    assert_equal(y, jnp.tanh(X))
+    assert step.plan(state, X, "train", act=jnp.tanh).input_paths == ("state/count", "x")
+    assert_equal(step(state, X, "other", act=jnp.tanh)[1], X)
+
+
+# Changes that are kept and that are lost
+
+
+def test_a_step_may_use_its_containers_as_scratch() -> None:
+    def scratch(state: Any, batch: Any) -> Any:
+        batch["x"] = batch["x"] / 2
+        labels = batch.pop("y")
+        state["w"] = state["w"] - (batch["x"].T @ labels)
+        return state, batch["x"].sum()
+
+    plan = autopar.plan(scratch, {"w": array(8, 16)}, {"x": X, "y": Y}, **MESH)
+    assert plan.donated == (0,)
+
+
+# Methods
+
+
+class Trainer:
+    """An ordinary object: structure. It is counted how often its step is traced."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.traces: list[int] = []
+
+    @parallelize(mesh=(8,))
+    def step(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        self.traces.append(1)
+        return w - self.rate * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.total = nnx.Variable(jnp.zeros(()))
+
+    @parallelize(mesh=(8,))
+    def add(self, x: jax.Array) -> None:
+        self.total[...] += x.sum()
+
+
+@pytest.mark.core
+def test_a_method_is_planned_for_its_object() -> None:
+    first, second = Trainer(0.1), Trainer(0.2)
+    w = array(8, 8)
+    for trainer in (first, second, first):
+        assert_equal(trainer.step(w, X), w - trainer.rate * jax.grad(lambda w: jnp.sum((X @ w) ** 2))(w))
+    assert (len(first.traces), len(second.traces)) == (1, 1)
+    plan = first.step.plan(w, X)
+    assert plan.input_paths == ("w", "x")
+    assert autopar.verify(plan, first.step, w, X, target="shardy").ok
+    assert autopar.plan(first.step, w, X, mesh=(8,)).graph_hash == plan.graph_hash
+    assert first.step.__name__ == "step"
+
+
+def test_a_method_of_a_module_changes_it() -> None:
+    model = Model()
+    model.add(X)
+    assert_equal(model.total[...], X.sum())
+    assert model.add.plan(X).input_paths == ("self/total", "x")
+
+
+# Other transformations around it
+
+
+@pytest.mark.parametrize("outer", [jax.jit, jax.grad, jax.vmap, jax.linearize], ids=lambda f: f.__name__)
+def test_what_is_traced_into_another_function_is_warned_of(outer: Any) -> None:
+    def squared(x: jax.Array) -> jax.Array:
+        return jnp.sum(x**2)
+
+    step = parallelize(squared, mesh=(8,))
+    args = (squared, X) if outer is jax.linearize else ()
+    with pytest.warns(AutoparWarning, match="squared is parallelized, and traced into another function") as caught:
+        outer(step, *args[1:]) if args else outer(step)(X)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_what_is_traced_for_shapes_or_by_another_parallelize_is_not() -> None:
+    step = parallelize(evaluate, mesh=(8,))
+    assert jax.eval_shape(lambda x: step(jnp.sin, x), X).shape == ()
+    assert parallelize(lambda x: jax.jit(lambda x: step(jnp.sin, x))(x), mesh=(8,)).plan(X).input_paths == ("x",)

@@ -36,10 +36,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat, verification, zoo
-from autopar.api import Executable
 from autopar.bench import equal_flops
 from autopar.bench.worker import cpu_devices, serve
 from autopar.cluster import Cluster
+from autopar.executables import Executable
 
 STEPS = 3
 TOLERANCE_64 = 1e-9
