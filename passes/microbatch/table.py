@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from autopar.graph import Op
 from autopar.passes.microbatch import rules
@@ -67,7 +68,7 @@ def _split(entry: Entry, case: Case) -> Outcome | None:
     if entry.split is None or not all(entry.dtypes.holds(case.dtype(i)) for i in range(len(case.operands))):
         return None
     found = entry.split(case)
-    if found is None or not all(_makes(entry, s, d) for s, d in zip(found.results, case.result_dtypes, strict=True)):
+    if found is None or not all(map(partial(_makes, entry, case), found.results, case.result_dtypes)):
         return None
     whole = zip((*case.operands, *case.results), (*case.states, *found.results), strict=True)
     cut = ((case.operands[i], split) for i, split in found.cuts.items())
@@ -75,9 +76,12 @@ def _split(entry: Entry, case: Case) -> Outcome | None:
     return found if all(fits(shape, state, case.count) for shape, state in splits) else None
 
 
-def _makes(entry: Entry, state: State, dtype: object) -> bool:
-    """True if a result is no part of a whole, or one that the entry names."""
-    return not isinstance(state, Partial) or (state.kind in entry.makes and entry.makes[state.kind].holds(dtype))
+def _makes(entry: Entry, case: Case, state: State, dtype: object) -> bool:
+    """True if a result is no part of a whole, or one that the entry names. Integers of floats are rounded: none."""
+    if not isinstance(state, Partial):
+        return True
+    rounded = not INEXACT.holds(dtype) and any(INEXACT.holds(case.dtype(i)) for i in range(len(case.operands)))
+    return state.kind in entry.makes and entry.makes[state.kind].holds(dtype) and not rounded
 
 
 def _passed(entry: Entry, one: Passes, case: Case) -> Outcome | None:
@@ -155,7 +159,7 @@ _ELEMENTWISE = _words("""
     le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter not
     one_minus_square polygamma polynomial population_count
     pow reduce_precision regularized_incomplete_beta rem round rsqrt
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stage
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     tan tanh threefry2x32 xor zeta
 """)
 

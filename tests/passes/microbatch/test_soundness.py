@@ -1,0 +1,64 @@
+"""Every line of the table of the microbatch analysis is exercised, and a sample of it equals the whole operation.
+
+The rest is behind `python -m tests.passes.microbatch.soundness`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+import pytest
+
+from autopar.passes.microbatch import table
+from tests.passes.microbatch.samples import USES
+from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, differing, lines
+
+#: Between them these have all lines.
+DTYPES = ("float32", "int32", "bool", "complex64")
+#: dtypes and extents of which some are drawn for every use besides.
+OTHERS = [(d, e) for d in ("int8", "uint8", "bfloat16", "float16", "float64", *DTYPES) for e in ("even", "one", "none")]
+#: Cases that run in each place.
+CASES = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def doubles() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def found() -> Sequence[Accepted]:
+    """What the analysis accepts, for every use of some dtypes, and of one drawn at random."""
+    rng = np.random.default_rng(0)
+    drawn = [OTHERS[rng.integers(len(OTHERS))] for _ in USES]
+    pairs = [(use, dtype, "even") for dtype in DTYPES for use in enumerate(USES)]
+    pairs += [(use, *one) for use, one in zip(enumerate(USES), drawn, strict=True)]
+    return [case for pair in pairs for case in accepted(*pair)]
+
+
+def test_every_line_of_the_table_is_exercised(found: Sequence[Accepted]) -> None:
+    """Also those of primitives that this version of JAX calls otherwise, as far as it has them."""
+    known = {p.name for p in gc.get_objects() if isinstance(p, jex.Primitive)}
+    exercised = {line for case in found for line in case.lines}
+    missing = [line for line in lines() if line not in exercised and line[0] in known]
+    assert missing == []
+    assert [name for name in table.RULES if name not in known] == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_sample_in_microbatches_is_the_whole(found: Sequence[Accepted], place: str) -> None:
+    """Cases of lines that have had none yet come first, so that between them the places have all lines."""
+    assert differing(drawn(found, list(PLACES).index(place)), place) == []
+
+
+def drawn(found: Sequence[Accepted], place: int) -> list[Accepted]:
+    order = np.random.default_rng(place).permutation(len(found))
+    turn = {line: i % len(PLACES) for i, line in enumerate(lines())}
+    mine = [line for line, of in turn.items() if of == place]
+    first = {line: found[i] for i in order[::-1] for line in found[i].lines if line in mine}
+    return list({id(case): case for case in (*first.values(), *(found[i] for i in order[:CASES]))}.values())
