@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -100,6 +101,9 @@ class ParallelFunction:
 
     Called while another function is being traced, it is inlined there, and the outermost `parallelize` plans it; where
     there is none, an `AutoparWarning` says so. As an attribute of a class it is a method (`BoundFunction`).
+
+    Threads may share it. The first call for given shapes plans and compiles while others wait for what it makes, and
+    steps are handed to the devices one after the other (`autopar.running.DISPATCH`).
     """
 
     def __init__(self, fn: Callable[..., Any], chosen: Settings) -> None:
@@ -109,6 +113,7 @@ class ParallelFunction:
         self._prepared: dict[_Key, Prepared] = {}
         self._executables: dict[Prepared, Executable] = {}
         self._last: tuple[Any, Executable] | None = None
+        self._planning = threading.RLock()  # planning may call the function's own `plan`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._opened(args, kwargs) as given:
@@ -118,9 +123,10 @@ class ParallelFunction:
             # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
             avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
             now = (given.tree, self._fixed(args), jax_compat.trace_context(), avals)
-            if self._last is None or self._last[0] != now:
-                self._last = (now, self._compiled(given))
-            return self._last[1].run(given.leaves)
+            last = self._last
+            if last is None or last[0] != now:
+                last = self._last = (now, self._compiled(given))
+            return last[1].run(given.leaves)
 
     def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
         return self if instance is None else BoundFunction(self, instance)
@@ -141,10 +147,11 @@ class ParallelFunction:
             return self._compiled(given)
 
     def _compiled(self, given: Opened) -> Executable:
-        prepared = self._prepare(given)
-        found = self._executables.get(prepared)
-        if found is None:
-            found = self._executables[prepared] = lower(prepared).compile()
+        with self._planning:
+            prepared = self._prepare(given)
+            found = self._executables.get(prepared)
+            if found is None:
+                found = self._executables[prepared] = lower(prepared).compile()
         return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -194,10 +201,11 @@ class ParallelFunction:
 
     def _prepare(self, given: Opened) -> Prepared:
         key = self._key(given)
-        found = self._prepared.get(key) or self._fitting(key)
-        if found is None:
-            found = prepare(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
-        self._prepared[key] = found
+        with self._planning:
+            found = self._prepared.get(key) or self._fitting(key)
+            if found is None:
+                found = prepare(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
+            self._prepared[key] = found
         return found
 
     def _fitting(self, key: _Key) -> Prepared | None:

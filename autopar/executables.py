@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from autopar import arguments, codegen, jax_compat
 from autopar.plans import Plan
 from autopar.prepare import Prepared
-from autopar.running import OneMesh, Staged
+from autopar.running import DISPATCH, OneMesh, Staged
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,9 @@ class Executable:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat argument leaves, inside `autopar.arguments.opened`."""
-        result = jax.tree.unflatten(self._out_tree, self._run(leaves))
+        with DISPATCH:
+            results = self._run(leaves)
+        result = jax.tree.unflatten(self._out_tree, results)
         return result if self._plain else arguments.closed(result, leaves)
 
     @functools.cached_property

@@ -6,10 +6,15 @@ Arguments that are not in their place are put there, arguments that were donated
     Staged      a pipeline. Its updates take over the state that they replace (`autopar.runtime.donation`), after all
                 passes, so that arguments are as they were if a pass fails; once all is dispatched, what else was
                 donated is deleted. After an error in an update some of the state is gone
+
+Devices run what they are given in order. Where two threads hand over a step each at the same time, one device may get
+the first step first and another the second, and each then waits in a collective for the other. So threads take turns:
+a step is handed over whole before the next one is                                                       -> DISPATCH
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +26,9 @@ from autopar import jax_compat
 from autopar.errors import ArgumentError, DonatedError
 from autopar.plans import Plan
 from autopar.runtime import PipelineStep
+
+#: Held while a step is handed to the devices, not while they run it; of the process, as its devices are.
+DISPATCH = threading.RLock()
 
 
 def place(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
