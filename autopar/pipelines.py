@@ -24,7 +24,7 @@ from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.even import written_bytes
 from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
 from autopar.fitting import usable
-from autopar.graph import Graph
+from autopar.graph import Graph, Op
 from autopar.meshes import Target
 from autopar.passes import layer_cuts, layers, remat, scan_cut
 from autopar.passes.layers import Layers
@@ -213,8 +213,11 @@ def is_open(s: Settings, graph: Graph) -> bool:
     """Whether stages and microbatches are to be searched for.
 
     That is with "search", and with "auto" where links between hosts are slow, or a step is far too large as written.
+    A step with a `shard_map` is one stage: what it runs over is a mesh of the user's.
     """
     if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == offloading.ALL:
+        return False
+    if shard_map_of(graph) is not None:
         return False
     if s.stages == "search":
         return True
@@ -387,10 +390,23 @@ def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[
     return (m for m in order if extent % m == 0 and fits(m))
 
 
-def check_options(s: Settings, pinned: bool) -> None:
-    """ArgumentError for arguments whose types are pins: stages do not take any yet."""
+def shard_map_of(graph: Graph) -> Op | None:
+    """The first `shard_map` of a program; None without one."""
+    return next((op for op in graph.walk() if op.name == "shard_map"), None)
+
+
+def check_options(s: Settings, pinned: bool, graph: Graph) -> None:
+    """ArgumentError for what stages do not take yet: arguments whose types are pins, a `shard_map`."""
     if pinned:
         raise ArgumentError(
             f"arguments cut over an Explicit mesh are not available with stages={s.stages} in this version; "
             "put them on Auto axes, or leave out stages"
+        )
+    op = shard_map_of(graph)
+    if op is not None:
+        sizes = dict(op.params["mesh"].shape)
+        raise ArgumentError(
+            f"shard_map at {op.source or 'an unknown line'} runs over the mesh {sizes}, and a stage is on some of the "
+            f"devices only: it is not available with stages={s.stages}. Leave out stages, or write it without "
+            "shard_map: the devices of each stage then share it."
         )

@@ -266,7 +266,7 @@ def _in_stages(
     fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
 ) -> Prepared:
     """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
-    pipelines.check_options(s, bool(traced.pins))
+    pipelines.check_options(s, bool(traced.pins), traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=local)[0]
     found = pipelines.pipelined(traced.graph, _batch_leaves(args, s), target, s)
     return _staged(fn, traced, args, s, target, found, {"trace": trace_s})

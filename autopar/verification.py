@@ -15,7 +15,7 @@ passes when the bytes on the wire are within `TOLERANCE` of the plan's; on "shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -65,6 +65,7 @@ class Report:
         exceptions: what the target is known to do otherwise (`autopar.known_exceptions`) -> collectives so explained.
         accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
         predicted: what the plan predicts, as the target is known to convert it.
+        uncounted: what belongs to a `shard_map` of the user, whose collectives no plan predicts; not compared.
     """
 
     ok: bool
@@ -77,10 +78,11 @@ class Report:
     exceptions: Mapping[str, int] = field(default_factory=dict[str, int])
     accessed: float = 0.0
     predicted: tuple[Collective, ...] = ()
+    uncounted: tuple[Collective, ...] = ()
 
     @property
     def bytes(self) -> float:
-        """Bytes each device sends per step in what was emitted."""
+        """Bytes each device sends per step in what was emitted and is counted."""
         return self.comparison.emitted_wire_bytes
 
     def __str__(self) -> str:
@@ -91,7 +93,12 @@ class Report:
             f"predicted {c.predicted_wire_bytes:,.0f}"
         )
         known = [f"{count} x {name}" for name, count in self.exceptions.items()]
-        return "\n".join([head, *known, *self.mismatches])
+        return "\n".join([head, *known, *map(_not_counted, self.uncounted), *self.mismatches])
+
+
+def _not_counted(c: Collective) -> str:
+    where = f" at {c.source}" if c.source else ""
+    return f"not counted, in a shard_map: {c.count} x {c.kind} over {'+'.join(c.axes)}, {c.bytes:,} bytes{where}"
 
 
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
@@ -143,8 +150,10 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
 def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     platform = target.partition(":")[0]
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    predicted = conversions.converted(platform, plan, graph)
-    compared = comparison.compare(predicted, found.collectives, sizes)
+    whole = conversions.converted(platform, plan, graph)
+    predicted, _ = _apart(graph, whole)
+    emitted, uncounted = _apart(graph, found.collectives)
+    compared = comparison.compare(predicted, emitted, sizes)
     compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
     return Report(
         _holds(compared, target),
@@ -157,7 +166,15 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
         exceptions,
         found.accessed,
         predicted,
+        uncounted,
     )
+
+
+def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives of what autopar has planned, and those of `shard_map`: in it, and of its operands."""
+    tags = {op.tag for op in graph.walk() if op.name == "shard_map"}
+    ours = tuple(c for c in found if c.op.partition(".")[0] not in tags)
+    return ours, tuple(c for c in found if c.op.partition(".")[0] in tags)
 
 
 def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], target: str) -> Report:

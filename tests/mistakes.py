@@ -142,6 +142,12 @@ class Counter:
         return x
 
 
+def sums_over_its_mesh(w: jax.Array, x: jax.Array) -> Any:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    return w - mapped(w).sum(), x.sum()
+
+
 def drops_its_update(state: Any, x: jax.Array) -> Any:
     state["w"] = state["w"] - x.sum()
     return x.mean()
@@ -361,6 +367,12 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: planned(lambda model, x: model(x), (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X), static_argnums=0),
         ArgumentError,
         r"static argument 0 of <lambda> is the object Linear of Flax NNX: .* Leave it out of static_argnums; .*",
+    ),
+    (
+        "shard_map in stages",
+        lambda: planned(sums_over_its_mesh, stages=2),
+        ArgumentError,
+        rf"shard_map at {LINE} runs over the mesh \{{'x': 8\}}, .* is not available with stages=2\. Leave .*",
     ),
     # Arguments that are changed
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import replace
 
 import jax
@@ -45,6 +46,25 @@ def test_a_plan_on_two_axes_holds_without_devices(target: str) -> None:
     assert report.mismatches == ()
     assert report.comparison.ratio == pytest.approx(1.0)
     assert report.bytes > 1e6
+
+
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_what_a_shard_map_of_the_user_sends_is_not_counted_and_said(target: str) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    summed = jax.shard_map(
+        lambda x, w: jax.lax.psum(x @ w, "x"), mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P()
+    )
+
+    def mixed(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.sum(summed(x, w) ** 2), x.T @ x
+
+    plan = autopar.plan(mixed, WEIGHT, ROWS, mesh=(8,), pins={"w": P(), "x": P("x"), "out:1": P()})
+    report = autopar.verify(plan, mixed, WEIGHT, ROWS, target=target)
+    assert report.ok, str(report)
+    assert report.comparison.matched > 0
+    assert report.comparison.ratio == pytest.approx(1.0)
+    assert len(report.uncounted) < len(report.collectives)
+    assert re.search(r"not counted, in a shard_map: 1 x .* over x, .* at test_verification\.py:\d+", str(report))
 
 
 @pytest.mark.parametrize(
