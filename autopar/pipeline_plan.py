@@ -21,11 +21,13 @@ from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.graph import Graph
 from autopar.layout import Layout, replicated
+from autopar.layout_checks import check_layouts
 from autopar.meshes import Target
 from autopar.microbatches import Programs
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops, work
 from autopar.pipelines import Pipelined
+from autopar.plan_checks import check_all, mismatches, unlike
 from autopar.planning import Options
 from autopar.plans import Plan, Stage, graph_hash
 from autopar.rules import Reader
@@ -69,16 +71,33 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
     known, programs, reader = avals(traced, found), Programs(found.stages.split), Reader(registered)
-    plans: list[LaidOut] = []
+    plans: list[Kept] = []
     for number, stage in enumerate(plan.stages):
-        graph = stage_graph(found.stages, number, known, programs)
+        graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)
         if graph_hash(graph.graph) != stage.graph_hash:
             raise PlanMismatchError(
                 f"{stage.name} of the plan is another program than this autopar makes of it (planned with "
                 f"{plan.version}). Plan again."
             )
-        plans.append(Kept(graph, found.mesh(number), reader.of(graph.graph), stage))
+        with mismatches():
+            check_layouts(plan, number, graph.graph, mesh.sizes, registered)
+        plans.append(Kept(graph, mesh, reader.of(graph.graph), stage))
+    with mismatches():
+        _check(plan, traced.graph, found, plans)
     return StagePlans(found.stages, tuple(plans), len(plans))
+
+
+def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[Kept]) -> None:
+    """FieldError for the first field of a plan that is not what its stages make it."""
+    for number, stage in enumerate(plan.stages):
+        at = f"stages[{number}]"
+        check_all(
+            unlike(f"{at}.rank", stage.rank, found.schedule.pipeline.placement[number]),
+            unlike(f"{at}.layers", stage.layers, found.first[number : number + 2]),
+            unlike(f"{at}.arguments", stage.arguments, _arguments(found, number)),
+        )
+    inputs = _inputs(graph, found, [kept.arguments(kept.graph) for kept in plans], len(plan.mesh_sizes))
+    check_all(unlike("inputs", plan.inputs, inputs), unlike("outputs", plan.outputs, _outputs(graph, inputs)))
 
 
 def make_plan(
@@ -105,9 +124,7 @@ def make_plan(
     mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
     stages = tuple(_stage(found, plans, s, costs) for s in range(len(plans.plans)))
-    inputs = _inputs(graph, plans, len(mesh.sizes))
-    state = match_state(graph)
-    whole = replicated(len(mesh.sizes))
+    inputs = _inputs(graph, found, [plan.account.arguments for plan in plans.plans], len(mesh.sizes))
     solved = [plan.solution for plan in plans.plans]
     return Plan(
         graph_hash=graph_hash(graph),
@@ -116,7 +133,7 @@ def make_plan(
         cluster=target.cluster.name,
         stages=stages,
         inputs=inputs,
-        outputs=tuple(inputs[state[i]] if i in state else whole for i in range(len(graph.outputs))),
+        outputs=_outputs(graph, inputs),
         input_paths=graph.input_paths,
         output_paths=graph.output_paths,
         input_types=tuple(str(graph.types[v]) for v in graph.inputs),
@@ -154,8 +171,6 @@ def make_plan(
 
 def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: Prices) -> Stage:
     plan, first = plans.plans[number], found.first
-    graph = found.layers.graph
-    at = {v: i for i, v in enumerate(graph.inputs)}
     passes = costs.passes(found.schedule.pipeline.split)
     peak, kinds = _memory(found, plan, number)
     return replace(
@@ -165,7 +180,7 @@ def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: P
         memory=kinds,
         rank=found.schedule.pipeline.placement[number],
         layers=(first[number], first[number + 1]),
-        arguments=tuple(sorted(at[v] for v, home in found.stages.updates.homes.items() if home == number and v in at)),
+        arguments=_arguments(found, number),
         seconds={
             **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
             "once": float(costs.reduce[number] + costs.update[number]),
@@ -175,15 +190,30 @@ def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: P
     )
 
 
-def _inputs(graph: Graph, plans: StagePlans[Accounted], axes: int) -> tuple[Layout, ...]:
-    """Where the argument leaves lie on the submesh of the stage that holds them."""
-    found: list[Layout] = []
-    for value in graph.inputs:
-        plan = plans.plans[plans.stages.updates.homes.get(value, 0)]
-        layout = plan.account.arguments.get(value) if value in plans.stages.updates.homes else None
-        shape = graph.types[value].shape
-        found.append(replicated(axes) if layout is None else even(layout, shape, plan.mesh.sizes))
-    return tuple(found)
+def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
+    """Positions of the argument leaves that a stage holds between steps."""
+    homes = found.stages.updates.homes
+    return tuple(i for i, v in enumerate(found.layers.graph.inputs) if homes.get(v) == number)
+
+
+def _inputs(
+    graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
+) -> tuple[Layout, ...]:
+    """Where the argument leaves lie on the submesh of the stage that holds them; `layouts`: in every stage."""
+    homes = found.stages.updates.homes
+
+    def of(value: int) -> Layout:
+        layout = layouts[homes[value]].get(value) if value in homes else None
+        sizes = found.mesh(homes[value]).sizes if value in homes else ()
+        return replicated(axes) if layout is None else even(layout, graph.types[value].shape, sizes)
+
+    return tuple(of(value) for value in graph.inputs)
+
+
+def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
+    """State is handed out as it lies between steps, all else whole."""
+    state, whole = match_state(graph), replicated(len(inputs[0]))
+    return tuple(inputs[state[i]] if i in state else whole for i in range(len(graph.outputs)))
 
 
 # Prices

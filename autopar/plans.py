@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from autopar.collective import Collective
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.graph import Graph
 from autopar.layout import Layout, spec
+from autopar.plan_checks import check_all, check_consistent, mismatches, unlike
+from autopar.plan_schema import FieldError, Listed, Packed, form, parsed, shown
 
 FORMAT = 1
 
@@ -49,9 +51,9 @@ class Stage:
     name: str
     submesh: Mapping[str, int]
     devices: int
-    values: Mapping[int, Layout]
-    uses: Mapping[str, Layout]
-    copies: Mapping[int, Layout]
+    values: Mapping[int, Packed]
+    uses: Mapping[str, Packed]
+    copies: Mapping[int, Packed]
     peak_memory_bytes: int = 0
     memory: Mapping[str, int] = field(default_factory=dict)
     rank: int = 0
@@ -101,8 +103,8 @@ class Plan:
     mesh_sizes: tuple[int, ...]
     cluster: str
     stages: tuple[Stage, ...]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    inputs: tuple[Listed, ...]
+    outputs: tuple[Listed, ...]
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     input_types: tuple[str, ...]
@@ -141,6 +143,11 @@ class Plan:
         """It has several stages."""
         return self.schedule != "none"
 
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis name -> size, of the whole mesh."""
+        return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
+
     # For people
 
     def in_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
@@ -163,10 +170,9 @@ class Plan:
         Raises:
             ArgumentError: the tree's leaves are not those of the arguments, nor of one argument.
         """
-        by_path = dict(zip(self.input_paths, self.in_specs(), strict=True))
+        specs = self.in_specs()
         if tree is None:
-            return by_path
-        specs = list(by_path.values())
+            return dict(zip(self.input_paths, specs, strict=True))
         return jax.tree.unflatten(jax.tree.structure(tree), [specs[i] for i in self.positions(tree)])
 
     def positions(self, tree: Any) -> range:
@@ -194,8 +200,7 @@ class Plan:
         """Bytes each device sends per step; in a pipeline, inside the stage that sends most."""
         if self.pipelined:
             return max(sum(c.sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
-        sizes = dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
-        return float(sum(c.sent(sizes) for c in self.collectives))
+        return float(sum(c.sent(self.mesh) for c in self.collectives))
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as a table for a terminal; with the graph that is executed also its largest activations."""
@@ -210,82 +215,41 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; equal plans give equal text."""
-        return json.dumps(_jsonable(self), sort_keys=True, separators=(",", ":"))
+        return json.dumps(form(Plan).write(self), sort_keys=True, separators=(",", ":"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json())
+        """Write the plan as JSON. ArgumentError where the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_json())
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(f"the plan cannot be saved to {path!r}: {error}") from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan. PlanMismatchError if the file is no plan or of another format."""
+        """Read a plan. PlanMismatchError naming the field where the file is no plan, or one that contradicts itself."""
         try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, json.JSONDecodeError) as error:
+            data = parsed(Path(path).read_text(encoding="utf-8"))
+        except (OSError, TypeError, ValueError) as error:
             raise PlanMismatchError(f"{path} is no plan: {error}") from error
         return from_json(data, str(path))
 
 
-def _jsonable(plan: Plan) -> dict[str, Any]:
-    data: dict[str, Any] = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    data["stages"] = [_stage_json(s) for s in plan.stages]
-    data["collectives"] = [asdict(c) for c in plan.collectives]
-    return data
-
-
-def _stage_json(stage: Stage) -> dict[str, Any]:
-    data = {f.name: getattr(stage, f.name) for f in fields(stage)}
-    data["collectives"] = [asdict(c) for c in stage.collectives]
-    for name in ("values", "uses", "copies"):
-        data[name] = {str(k): _text(layout) for k, layout in data[name].items()}
-    return data
-
-
-def _text(layout: Layout) -> str:
-    return " ".join("-" if d == -1 else "+" if d == -2 else str(d) for d in layout)
-
-
-def _layout(text: str) -> Layout:
-    return tuple(-1 if d == "-" else -2 if d == "+" else int(d) for d in text.split())
-
-
-def from_json(data: Mapping[str, Any], where: str = "the data") -> Plan:
-    """The plan that `Plan.to_json` wrote. PlanMismatchError if it is none."""
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-        raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {found})")
+def from_json(data: Any, where: str = "the data") -> Plan:
+    """The plan that `Plan.to_json` wrote. PlanMismatchError naming the field if it is none, or contradicts itself."""
+    found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+    if not isinstance(data, Mapping) or type(found) is not int or found != FORMAT:
+        raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {shown(found)})")
     try:
-        return Plan(**_values(data))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanMismatchError(f"{where} is a damaged plan: {type(error).__name__} {error}") from error
+        plan: Plan = form(Plan).read(data)
+        check_consistent(plan)
+    except FieldError as error:
+        raise PlanMismatchError(f"{where} is a damaged plan: {error}. Plan again.") from None
+    return replace(plan, stages=tuple(_in_order(stage, plan.mesh_names) for stage in plan.stages))
 
 
-def _values(data: Mapping[str, Any]) -> dict[str, Any]:
-    tuples = {f.name for f in fields(Plan) if str(f.type).startswith("tuple")}
-    values: dict[str, Any] = {k: (_tuples(v) if k in tuples else v) for k, v in data.items()}
-    values["collectives"] = tuple(_collective(c) for c in data["collectives"])
-    values["stages"] = tuple(_stage(s) for s in data["stages"])
-    return values
-
-
-def _collective(data: Mapping[str, Any]) -> Collective:
-    parsed = dict(data)
-    parsed["axes"] = tuple(data["axes"])
-    return Collective(**parsed)
-
-
-def _stage(data: Mapping[str, Any]) -> Stage:
-    parsed = dict(data)
-    parsed["values"] = {int(k): _layout(v) for k, v in data["values"].items()}
-    parsed["copies"] = {int(k): _layout(v) for k, v in data["copies"].items()}
-    parsed["uses"] = {k: _layout(v) for k, v in data["uses"].items()}
-    parsed.update({name: tuple(data[name]) for name in ("layers", "arguments") if name in data})
-    parsed["collectives"] = tuple(_collective(c) for c in data.get("collectives", ()))
-    return Stage(**parsed)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def _in_order(stage: Stage, names: Sequence[str]) -> Stage:
+    """A stage with the axes of its submesh in the order of the mesh, which JSON does not keep."""
+    return replace(stage, submesh={name: stage.submesh[name] for name in names})
 
 
 def graph_hash(graph: Graph) -> str:
@@ -324,9 +288,24 @@ def _stable(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text or "\n" in text else text
 
 
+def _of_graph(graph: Graph) -> Mapping[str, tuple[Any, ...]]:
+    """Fields of a plan that say what the arguments and results of its program are."""
+    results = [graph.type_of(atom) for atom in graph.outputs]
+    arguments = [graph.types[v] for v in graph.inputs]
+    return {
+        "input_paths": graph.input_paths,
+        "output_paths": graph.output_paths,
+        "input_types": tuple(map(str, arguments)),
+        "input_shapes": tuple(t.shape for t in arguments),
+        "output_shapes": tuple(t.shape for t in results),
+    }
+
+
 def check_matches(plan: Plan, graph: Graph, name: str) -> None:
     """PlanMismatchError unless the plan was made for this graph; the message says what differs."""
     if plan.graph_hash == graph_hash(graph):
+        with mismatches():
+            check_all(*(unlike(field, getattr(plan, field), found) for field, found in _of_graph(graph).items()))
         return
     types = tuple(str(graph.types[v]) for v in graph.inputs)
     for path, theirs, ours in zip(plan.input_paths, plan.input_types, types, strict=False):

@@ -7,12 +7,13 @@ check      a plan from elsewhere against this function and mesh               ->
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from autopar.cluster import Cluster
 from autopar.errors import (
     ArgumentError,
     AutoparWarning,
+    GraphError,
     MicrobatchError,
     PinError,
     PlanMismatchError,
@@ -43,11 +45,14 @@ from autopar.errors import (
 )
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
+from autopar.layout_checks import check_arguments, check_layouts
 from autopar.meshes import Target
 from autopar.passes import remat
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.state import match_state
 from autopar.pipelines import Pipelined
+from autopar.plan_checks import mismatches
+from autopar.plan_schema import FieldError
 from autopar.planning import Options, Parts, collector_paused, make_plan
 from autopar.plans import Plan, check_matches, graph_hash
 from autopar.rules import Rule, rules_of
@@ -187,6 +192,9 @@ def _best(
         raise next(outcome for outcome in made if isinstance(outcome, PinError))
     if best.plan.remat:
         best = replace(best, traced=executed(parts.step, best.plan))
+    if changed := _changed(parts.step, best.traced):
+        (stage,) = best.plan.stages
+        best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
     for warning in best.warnings:
         warn(f"{name_of(fn)}: {warning}")
     return best
@@ -226,7 +234,8 @@ def _searched(
         kept = plan_cache.read(asked)
         if kept is not None:
             kept = replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin})
-            return _from_cache(fn, traced, replace(s, plan=kept), local)
+            with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
+                return _from_cache(fn, traced, replace(s, plan=kept), local)
     choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
     if choice is None or not choice.borders:
         count = s.num_microbatches if choice is None else choice.microbatches
@@ -258,7 +267,7 @@ def _from_cache(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool
     assert s.plan is not None
     if local:
         return _loaded(fn, traced, s)
-    (target,) = meshes.targets(dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True)), s.cluster, local=False)
+    (target,) = meshes.targets(s.plan.mesh, s.cluster, local=False)
     return Prepared(traced, s.plan, target, registered_rules())
 
 
@@ -351,8 +360,7 @@ def _user_stacklevel() -> int:
 def _report(name: str, made: Plan) -> None:
     """What planning for one mesh took, on stderr."""
     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
-    mesh = dict(zip(made.mesh_names, made.mesh_sizes, strict=True))
-    print(f"autopar: {name} on mesh {mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
+    print(f"autopar: {name} on mesh {made.mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -364,11 +372,10 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
     """A plan from elsewhere, checked against this function and, if one is given, this mesh."""
     assert s.plan is not None
     check_matches(s.plan, traced.graph, name_of(fn))
-    mesh = s.mesh if s.mesh is not None else dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))
-    (target,) = meshes.targets(mesh, s.cluster, local=True)
+    (target,) = meshes.targets(s.plan.mesh if s.mesh is None else s.mesh, s.cluster, local=True)
     if (target.logical.sizes, target.logical.names) != (s.plan.mesh_sizes, s.plan.mesh_names):
         raise PlanMismatchError(
-            f"the plan is for the mesh {dict(zip(s.plan.mesh_names, s.plan.mesh_sizes, strict=True))}, "
+            f"the plan is for the mesh {s.plan.mesh}, "
             f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
         )
     if s.plan.offloaded and jax_compat.HOST_MEMORY not in (kinds := _memory_kinds(target)):
@@ -376,20 +383,50 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
             f"the plan keeps state in memory of the kind '{jax_compat.HOST_MEMORY}', and the devices here have "
             f"{', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Plan again."
         )
+    rules = registered_rules()
     if s.plan.pipelined:
         found = _assembled(traced, s.plan, target)
-        run, rules = replace(traced, graph=found.layers.graph), registered_rules()
+        run = replace(traced, graph=found.layers.graph)
         layouts = pipeline_plan.kept(s.plan, run, found, rules)
         return Prepared(run, s.plan, target, rules, pipeline=found, layouts=layouts)
-    return Prepared(executed(traced, s.plan), s.plan, target, registered_rules())
+    return Prepared(carried_out(traced, s.plan, rules), s.plan, target, rules)
 
 
 def _assembled(traced: Traced, plan: Plan, target: Target) -> Pipelined:
     """The stages of a plan; PlanMismatchError where there are other layers."""
-    try:
+    with _as_mismatch("has other stages"):
         return pipelines.assemble(traced.graph, pipelines.choice_of(plan), target)
-    except (ArgumentError, MicrobatchError, ScheduleError) as error:
-        raise PlanMismatchError(f"the plan has other stages than this autopar finds: {error}. Plan again.") from None
+
+
+@contextlib.contextmanager
+def _as_mismatch(what: str) -> Iterator[None]:
+    """Errors about choices that a plan has made are about the plan."""
+    try:
+        yield
+    except (ArgumentError, MicrobatchError, ScheduleError, GraphError) as error:
+        raise PlanMismatchError(f"the plan {what} than this autopar finds: {error}. Plan again.") from None
+
+
+def carried_out(traced: Traced, plan: Plan, registered: Mapping[str, str]) -> Traced:
+    """The trace as a plan from elsewhere, one without stages, executes it.
+
+    Raises:
+        PlanMismatchError: the plan's layouts are of another program, or do not fit this one.
+    """
+    with _as_mismatch("recomputes other layers, or has other microbatches,"):
+        run = executed(traced, plan)
+    with mismatches():
+        if plan.stages[0].graph_hash != _changed(traced, run):
+            made = "that of the program that its remat, num_microbatches, batch and per_microbatch make"
+            raise FieldError(made, repr(plan.stages[0].graph_hash), "stages[0].graph_hash")
+        check_arguments(plan, run.graph)
+        check_layouts(plan, 0, run.graph, plan.mesh_sizes, registered)
+    return run
+
+
+def _changed(written: Traced, run: Traced) -> str:
+    """A hash of the program that is executed; "" if it is the one that was written."""
+    return "" if run.graph is written.graph else graph_hash(run.graph)
 
 
 def _microbatches(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, tuple[int, ...]]:
@@ -414,22 +451,13 @@ def _batch_leaves(args: Sequence[Any], s: Settings) -> list[int] | None:
 def executed(traced: Traced, plan: Plan) -> Traced:
     """The trace with what the plan recomputes, in the plan's microbatches; for a pipeline as it is.
 
-    PlanMismatchError if it was made for other layers.
+    Raises:
+        ArgumentError, MicrobatchError: it was made for other layers, or for another batch.
     """
     if plan.pipelined:
         return traced
-    devices = math.prod(plan.mesh_sizes)
-    return accumulated(_recomputing(traced, plan), plan.num_microbatches, plan.batch, devices, plan.per_microbatch)
-
-
-def _recomputing(traced: Traced, plan: Plan) -> Traced:
-    """The trace with what the plan recomputes."""
-    try:
-        return replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
-    except ArgumentError as error:
-        raise PlanMismatchError(
-            f"the plan recomputes other layers than this autopar finds: {error}. Plan again."
-        ) from None
+    run = replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
+    return accumulated(run, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes), plan.per_microbatch)
 
 
 def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:

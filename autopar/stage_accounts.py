@@ -73,7 +73,7 @@ def account(plan: StagePlan) -> Account:
         stage_memory(plan),
         tuple(c for c in plan.collectives if c.sent(plan.mesh.shape)),
         graph_hash(plan.graph.graph),
-        {v: plan.layout(inner) for v, inner in plan.graph.arguments.items()},
+        plan.arguments(plan.graph),
         plan.border,
     )
 
@@ -107,6 +107,10 @@ class Placed:
     def layout(self, value: int) -> Layout | None:
         """Where a value of the graph lives; None for scalars and what is made where it is read."""
         return self.layouts.values.get(value)
+
+    def arguments(self, graph: StageGraph) -> Mapping[int, Layout | None]:
+        """Arguments of the step that the stage reads, and how they lie there."""
+        return {v: self.layout(inner) for v, inner in graph.arguments.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,8 +40,9 @@ from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.graph import Graph
 from autopar.plans import Plan, check_matches
-from autopar.prepare import executed
+from autopar.prepare import carried_out, executed
 from autopar.rules import rules_of
+from autopar.rules.registry import registered_rules
 from autopar.trace import trace
 
 #: Emitted over predicted wire bytes up to which a plan counts as honoured.
@@ -118,7 +119,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
             return _of_stages(plan, fn, given.args, given.kwargs, target)
-    traced = executed(traced, plan)
+    traced = carried_out(traced, plan, registered_rules())
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
         mesh = backend.mesh(plan, topology)

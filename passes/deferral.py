@@ -92,7 +92,7 @@ def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) 
     op = body.producer.get(value) if isinstance(value, int) else None
     if op is None:
         return
-    operand = _linear_operand(body, op)
+    operand = linear_operand(body.graph, op)
     if op.index in sums:
         sums[op.index] = True
     elif _splits(body, op):
@@ -136,7 +136,7 @@ def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) ->
     elif op.name in SUMS:
         sums[op.index] = True
     else:
-        _mark(body, op.inputs[_linear_operand(body, op) or 0], products, sums)
+        _mark(body, op.inputs[linear_operand(body.graph, op) or 0], products, sums)
 
 
 def _is_sum(body: _Body, op: Op) -> bool:
@@ -152,21 +152,21 @@ def _partial(body: _Body, atom: Atom) -> bool:
         return False
     if atom not in body.known:
         op = body.producer[atom]
-        operand = _linear_operand(body, op)
+        operand = linear_operand(body.graph, op)
         body.known[atom] = (
             op.name in PRODUCTS or _is_sum(body, op) or (operand is not None and _partial(body, op.inputs[operand]))
         )
     return body.known[atom]
 
 
-def _linear_operand(body: _Body, op: Op) -> int | None:
+def linear_operand(graph: Graph, op: Op) -> int | None:
     """The operand in which an operation is linear, all others being scalars; None if there is no such."""
     if op.name not in LINEAR or len(op.outputs) != 1:
         return None
-    big = [k for k, a in enumerate(op.inputs) if body.graph.type_of(a).rank]
+    big = [k for k, a in enumerate(op.inputs) if graph.type_of(a).rank]
     if len(big) != 1 or (op.name == "div" and big != [0]):
         return None
-    before, after = body.graph.type_of(op.inputs[big[0]]), body.graph.types[op.outputs[0]]
+    before, after = graph.type_of(op.inputs[big[0]]), graph.types[op.outputs[0]]
     if after.size != before.size or after.itemsize < before.itemsize or "float" not in after.dtype:
         return None
     return big[0]
