@@ -1,11 +1,12 @@
 """Plans kept on disk: what one process has solved, the next one reads.
 
     question    program, mesh with all its figures, options, rules, versions       -> question
-    file        FOLDER/sha256(question).json, the plan's own JSON                  -> read, write
+    file        FOLDER/sha256(question)-sha256(text).json, text: the plan's JSON   -> read, write
     bounds      at most `MOST_FILES` files and `MOST_BYTES` bytes, oldest use first  -> _prune
 
 Only plans are kept whose proof does not hang on the clock (`settled`): what a time limit or a failing solver left
-behind may be better next time. A file that is damaged, or of another format, counts as missing and is written again.
+behind may be better next time. A file that is not as it was written, however little of it has changed, does not have
+the hash that its name says: it counts as missing and is written again.
 
 The folder is AUTOPAR_CACHE_DIR; else $XDG_CACHE_HOME/autopar; else ~/.cache/autopar. An empty AUTOPAR_CACHE_DIR turns
 the cache off, as an empty JAX_COMPILATION_CACHE_DIR does JAX's own.
@@ -27,8 +28,9 @@ from autopar import __version__, jax_compat
 from autopar.cluster import LogicalMesh
 from autopar.errors import AutoparWarning
 from autopar.graph import Graph
+from autopar.plan_schema import parsed
 from autopar.planning import Options
-from autopar.plans import Plan, graph_hash
+from autopar.plans import Plan, from_json, graph_hash
 from autopar.trace import Traced
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
@@ -128,26 +130,30 @@ def _sources() -> str:
 
 def read(asked: str) -> Plan | None:
     """The plan kept for this question, or None. A plan that is read counts as used now."""
-    place = _file(asked)
-    if place is None or not place.is_file():
-        return None
-    try:
-        found = Plan.load(place)
-        os.utime(place)
-    except (OSError, ValueError):  # PlanMismatchError is a ValueError, as is text that is no UTF-8
-        return None
-    return found if f"\nprogram: {found.graph_hash}\n" in asked else None
+    for place in _files(asked):
+        with contextlib.suppress(OSError, ValueError):  # PlanMismatchError is a ValueError
+            text = place.read_bytes()
+            if place == _file(asked, text):
+                found = from_json(parsed(text), str(place))
+                with contextlib.suppress(OSError):  # a folder that is only read
+                    os.utime(place)
+                return found
+    return None
 
 
 def write(asked: str, plan: Plan, time_limit: float) -> None:
-    """Keep a plan, if it is settled. A folder that cannot be written is a warning."""
-    place = _file(asked)
+    """Keep a plan, if it is settled, instead of any other of this question. A folder that cannot be written warns."""
+    text = plan.to_json().encode()
+    place = _file(asked, text)
     if place is None or not settled(plan, time_limit):
         return
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        _replace(place, plan.to_json())
+        _replace(place, text)
         with contextlib.suppress(FileNotFoundError):  # another process deletes as well
+            for other in _files(asked):
+                if other != place:
+                    other.unlink()
             _prune(place.parent)
     except OSError as error:
         warnings.warn(
@@ -164,16 +170,29 @@ def settled(plan: Plan, time_limit: float) -> bool:
     return plan.solver_status in PROVEN and spent < UNHURRIED * time_limit
 
 
-def _file(asked: str) -> Path | None:
+def _file(asked: str, text: bytes) -> Path | None:
     place = folder()
-    return None if place is None else place / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+    return None if place is None else place / f"{_hash(asked.encode())}-{_hash(text)}.json"
 
 
-def _replace(place: Path, text: str) -> None:
+def _files(asked: str) -> list[Path]:
+    """Files of a question, damaged ones among them."""
+    place = folder()
+    try:
+        return [] if place is None else sorted(place.glob(f"{_hash(asked.encode())}-*.json"))
+    except OSError:
+        return []
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
+
+
+def _replace(place: Path, text: bytes) -> None:
     """The file is there whole or not at all, also for processes that read or write it now."""
     handle, name = tempfile.mkstemp(dir=place.parent, suffix=".part")
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(text)
         os.replace(name, place)
     except OSError:
@@ -183,7 +202,7 @@ def _replace(place: Path, text: str) -> None:
 
 def _prune(place: Path) -> None:
     """Delete the plans that were not used for longest, beyond the bounds."""
-    stats = [(path, path.stat()) for path in sorted(place.glob(f"{'?' * 64}.json"))]
+    stats = [(path, path.stat()) for path in sorted(place.glob(f"{'?' * 64}*.json"))]
     total = 0
     for position, (path, stat) in enumerate(sorted(stats, key=lambda entry: entry[1].st_mtime, reverse=True)):
         total += stat.st_size

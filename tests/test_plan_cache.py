@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import HealthCheck, given, seed, settings
 from jax.sharding import PartitionSpec
 
 import autopar
@@ -25,6 +26,7 @@ from autopar.errors import AutoparWarning
 from autopar.planning import Options
 from autopar.plans import Plan
 from autopar.trace import trace
+from tests.plan_edits import edited
 from tests.processes import printed
 from tests.real_programs import array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal
@@ -110,8 +112,8 @@ print("cache" in plan.phases, without_phases(plan))
 
 def test_another_process_reads_it(folder: Path) -> None:
     told: list[list[str]] = []
-    for seed in ("1", "2"):
-        told.append(printed(PROCESS, seed, str(folder)).split(maxsplit=1))
+    for hashes in ("1", "2"):
+        told.append(printed(PROCESS, hashes, str(folder)).split(maxsplit=1))
     with plan_cache.off():
         here = without_phases(planned())
     assert told == [["False", f"{here}\n"], ["True", f"{here}\n"]]
@@ -226,6 +228,16 @@ def test_only_settled_plans_are_kept(folder: Path, status: str, spent: float, ke
     assert folder.exists() == kept
 
 
+def again_as(folder: Path, whole: Plan) -> None:
+    """The plan is made again, and kept in place of whatever there was."""
+    again = planned()
+    assert "cache" not in again.phases
+    assert without_phases(again) == without_phases(whole)
+    (file,) = folder.iterdir()
+    assert Plan.load(file) == again
+    assert "cache" in planned().phases
+
+
 @pytest.mark.parametrize("damage", ["empty", "cut off", "no text", "other format", "other program", "no plan"])
 def test_a_damaged_file_is_planned_again_and_replaced(folder: Path, damage: str) -> None:
     whole = planned()
@@ -240,11 +252,43 @@ def test_a_damaged_file_is_planned_again_and_replaced(folder: Path, damage: str)
         "no plan": b"[1, 2]",
     }
     file.write_bytes(content[damage])
+    again_as(folder, whole)
+
+
+def test_a_file_that_is_valid_and_wrong_is_planned_again(folder: Path) -> None:
+    whole = planned()
+    (file,) = folder.iterdir()
+
+    @seed(1)
+    @settings(max_examples=25, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(edited(file.read_text()))
+    def edits(edit: tuple[str, str]) -> None:
+        for kept in folder.iterdir():
+            kept.write_text(f" {edit[1]}")  # never what was written, also where the edit changes nothing
+        again_as(folder, whole)
+
+    edits()
+
+
+@pytest.mark.parametrize("place", ["x" * 5000, "a/" * 3000])
+def test_a_folder_with_a_name_too_long_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path / place))
+    with pytest.warns(AutoparWarning, match="plans cannot be kept in .*File name too long"):
+        assert planned().solver_status == "certified"
+
+
+def test_a_folder_that_is_only_read_serves_its_plans(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = planned()
+
+    def fail(*_: Any) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("autopar.plan_cache.os.utime", fail)
     again = planned()
-    assert "cache" not in again.phases
+    assert "cache" in again.phases
     assert without_phases(again) == without_phases(whole)
-    assert list(folder.iterdir()) == [file]
-    assert "cache" in planned().phases
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +313,8 @@ def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with plan_cache.off():
         plan = planned()
     asked = [f"\nprogram: {plan.graph_hash}\n{i}" for i in range(6)]
-    places = [folder / f"{hashlib.sha256(a.encode()).hexdigest()}.json" for a in asked]
+    text = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    places = [folder / f"{hashlib.sha256(a.encode()).hexdigest()}-{text}.json" for a in asked]
     folder.mkdir()
     (folder / "mine.json").write_text("not a plan of the cache")
 
