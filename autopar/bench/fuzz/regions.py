@@ -1,0 +1,408 @@
+"""Moves with bodies: scan, while, cond, switch, custom gradients, recomputation, jit and vmap.
+
+A body is a block of further moves. Loops carry up to three values: one with examples, a total that every iteration
+adds to, and a counter. What is added to a total goes through a chain of functions that are linear, or nearly so: a
+fill value, a constant added, a conversion that wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.bench.fuzz import totals
+from autopar.bench.fuzz.program import Block, Node, Type, jnp_name, tuple_form
+from autopar.bench.fuzz.scope import Scope, Value, batched, floating, integral, numeric, of_rank
+
+Move = Callable[[Scope], object]
+DEEPEST = 2
+TRIPS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Which moves a body may make, and how many."""
+
+    table: Sequence[Move]
+    least: int = 1
+    most: int = 4
+
+    def play(self, scope: Scope) -> None:
+        """Make some moves."""
+        for _ in range(scope.rng.randint(self.least, self.most)):
+            scope.rng.choice(self.table)(scope)
+
+
+# Making a value fit
+
+
+def fit(scope: Scope, value: Value, target: Value) -> Value | None:
+    """A value of the target's type that reads `value`; examples stay in their places."""
+    cast = "" if value.dtype == target.dtype else f".astype(jnp.{jnp_name(target.dtype)})"
+    bounded = "jnp.clip(jnp.nan_to_num({0}), -5, 5)" if value.kind == "f" and target.kind in "ib" else "{0}"
+    if target.kind == "i" and target.dtype[0] == "u" and value.kind == "f":
+        bounded = f"jnp.abs({bounded})"
+    if value.batch is None:
+        code = f"jnp.broadcast_to(jnp.sum({bounded}){cast}, {target.shape})"
+        code = f"{bounded}{cast}" if value.shape == target.shape else code
+    elif (value.shape, value.batch, value.folded) == (target.shape, target.batch, target.folded):
+        code = f"{bounded}{cast}"
+    elif target.batch is None or value.folded != (1, 1) or target.folded != (1, 1):
+        return None
+    else:
+        axes = tuple(value.free_dims())
+        lone = tuple(scope.names.batch if d == target.batch else 1 for d in range(target.rank))
+        over = "sum" if value.kind in "fi" else "any"
+        code = f"jnp.broadcast_to(jnp.{over}({bounded}, {axes}).reshape({lone}){cast}, {target.shape})"
+    if value.kind == "c":
+        code = code.replace("{0}", "jnp.real({0})")
+    facts: dict[str, Any] = {"batch": target.batch, "folded": target.folded, "stage": max(value.stage, target.stage)}
+    found = scope.emit(code, value, **facts)
+    return found if found is not None and found.type == target.type else None
+
+
+COMBINED = (
+    "0.5 * {0} + 0.5 * jnp.tanh({1})",
+    "{0} * jnp.cos({1})",
+    "jnp.maximum({0}, jnp.tanh({1}))",
+    "jnp.tanh({0} + {1})",
+)
+COMBINED_INTEGERS = ("{0} + {1}", "{0} ^ {1}", "{0} * 3 + {1}", "jnp.maximum({0}, {1})", "{0} | {1}")
+COMBINED_BOOLS = ("{0} | {1}", "{0} ^ {1}", "{0} & {1}")
+
+
+def merged(scope: Scope, carry: Value, values: Sequence[Value]) -> Value:
+    """A carry's next value: itself, with one of these values in it where one fits."""
+    table = {"f": COMBINED, "i": COMBINED_INTEGERS, "b": COMBINED_BOOLS}.get(carry.kind)
+    for value in scope.rng.sample(list(values), min(4, len(values))):
+        made = fit(scope, value, carry) if table and value.name != carry.name and value.kind != "k" else None
+        if made is None:
+            continue
+        found = scope.emit(scope.rng.choice(table or ()), carry, made)
+        if found is not None and found.type == carry.type:
+            return found
+    return carry
+
+
+#: Linear functions of a total, and some that are not: those must be told apart. {n}: extent, {i}: indices.
+CHAIN = (
+    "-{0}", "{0} * 2", "{0}[::-1]", "jnp.take({0}, jnp.array({i}), axis=0, mode='fill', fill_value=5)",
+    "jnp.take({0}, jnp.array({i}), axis=0)", "{0}.at[jnp.array({i})].get(mode='clip')",
+    "{0}.at[jnp.array({i})].get(mode='fill', fill_value=0)", "jnp.cumsum({0}, 0)", "lax.cummax({0}, axis=0)",
+    "jnp.concatenate([{0}, jnp.ones_like({0})])", "jnp.concatenate([{0}, jnp.zeros_like({0})])",
+    "jnp.pad({0}, [(1, 0)] + [(0, 0)] * ({0}.ndim - 1), constant_values=1)", "{0} + 1", "{0} * {0}",
+    "jnp.where(jnp.arange({n}).reshape((-1,) + (1,) * ({0}.ndim - 1)) > 0, {0}, 1)",
+    "jnp.where(jnp.arange({n}).reshape((-1,) + (1,) * ({0}.ndim - 1)) > 0, {0}, 0)",
+    "jnp.zeros_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')",
+    "jnp.ones_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')", "jnp.abs({0})", "jnp.sum({0}, 0)",
+    "jnp.maximum({0}, 0)", "lax.dynamic_slice_in_dim({0}, 1, 1, axis=0)", "lax.rev({0}, (0,))",
+)  # fmt: skip
+WIDER = {
+    "int8": ("float64", "int32", "uint8", "int64"), "uint8": ("float64", "int32", "uint32", "int8"),
+    "int16": ("float64", "int8", "int64"), "uint16": ("float64", "uint8", "uint64"),
+    "int32": ("float64", "int64", "int8"),
+    "uint32": ("float64", "uint64", "int64"), "int64": ("float64", "uint8"), "uint64": ("float64", "int16"),
+    "bool": ("float64", "int32", "uint8"), "bfloat16": ("float64",), "float16": ("float64",), "float32": ("float64",),
+    "float8_e4m3fn": ("float64",), "float8_e5m2": ("float64",),
+}  # fmt: skip
+
+
+def chained(scope: Scope, value: Value) -> Value:
+    """A total behind up to two more functions, and perhaps converted."""
+    for _ in range(scope.rng.choice((0, 1, 1, 2))):
+        if value.kind == "b" or not value.rank:
+            break
+        extent = value.shape[0]
+        picks = str(tuple(scope.rng.randrange(-1, extent + 2) for _ in range(scope.rng.choice((1, 2)))))
+        code = scope.rng.choice(CHAIN).replace("{n}", str(extent)).replace("{i}", picks)
+        value = scope.emit(code, value) or value
+    if value.dtype in WIDER and scope.chance(0.7):
+        value = scope.emit(f"{{0}}.astype(jnp.{scope.rng.choice(WIDER[value.dtype])})", value) or value
+    return value
+
+
+def chain(scope: Scope) -> None:
+    """A chain behind a total that is there, or a new one."""
+    found = scope.find(numeric, of_rank(0, 3), lambda v: v.batch is None and v.stage in (2, 4)) or totals.total(scope)
+    if found is not None:
+        chained(scope, scope.stopped(found))
+
+
+# Loops
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a loop carries: its value outside, its name inside, and whether iterations add totals to it."""
+
+    outside: Value
+    inside: Value
+    adds: bool = False
+
+
+ACCUMULATORS = ("float64", "float64", "int32", "int8", "uint8", "uint32", "int64", "bool")
+
+
+def _carries(scope: Scope) -> list[Carry]:
+    """One value with examples or none, perhaps a total, perhaps another value."""
+    found: list[Carry] = []
+    first = scope.find(batched, lambda v: v.kind in "bi" or v.dtype == "float64", lambda v: v.stage in (1, 3))
+    if first is not None and scope.chance(0.8):
+        found.append(_carry(scope, first))
+    if scope.chance(0.7):
+        type_ = Type(scope.rng.choice(ACCUMULATORS), scope.rng.choice(((), (), (2,), (3,))))
+        begin = type_.zeros() if scope.chance(0.8) else type_.zeros().replace("zeros", "ones")
+        zero = scope.emit(begin)
+        if zero is not None:
+            scope.values.remove(zero)
+            found.append(_carry(scope, zero, adds=True))
+    second = scope.find(numeric, lambda v: v.batch is None and v.stage == 0 and (v.kind == "i" or v.dtype == "float64"))
+    if second is not None and scope.chance(0.4):
+        found.append(_carry(scope, second))
+    return found
+
+
+def _carry(scope: Scope, value: Value, adds: bool = False) -> Carry:
+    return Carry(value, scope.within(value), adds)
+
+
+def _next(scope: Scope, carry: Carry, made: Sequence[Value]) -> Value:
+    """A carry behind one iteration."""
+    if not carry.adds:
+        fit_here = [v for v in made if (v.batch is None) <= (carry.inside.batch is None) or v.stage == 0]
+        fit_here = [v for v in fit_here if carry.inside.batch is not None or v.stage == 0]
+        return merged(scope, carry.inside, [v for v in fit_here if v.mixed <= carry.inside.mixed])
+    sources = [v for v in (*made, *scope.values) if v.batch is not None and v.stage == 1 and v.kind in "bif"]
+    if not sources:
+        return carry.inside
+    value = scope.rng.choice(sources[: max(1, len(made))])
+    whole = totals.total_of(scope, value) if value.kind != "f" or value.dtype == "float64" else None
+    if scope.chance(0.25):
+        before = len(scope.values)
+        scope.rng.choice((totals.narrow_total, totals.wrapped_total))(scope)
+        whole = scope.values[-1] if len(scope.values) > before and scope.values[-1].batch is None else whole
+    if whole is None:
+        return carry.inside
+    last = chained(scope, scope.stopped(whole))
+    made_fit = fit(scope, last, carry.inside)
+    if made_fit is None:
+        return carry.inside
+    form = (
+        "{0} | {1}" if carry.inside.kind == "b" else scope.rng.choice(("{0} + {1}",) * 6 + ("jnp.maximum({0}, {1})",))
+    )
+    found = scope.emit(form, carry.inside, made_fit)
+    return found if found is not None and found.type == carry.inside.type else carry.inside
+
+
+def _body(
+    scope: Scope, moves: Moves, carries: Sequence[Carry], slices: Sequence[Value], frozen: bool
+) -> tuple[Scope, list[Value]]:
+    """A loop's body: its scope, and the carries behind it."""
+    outside = [v for v in scope.values if not (frozen and v.smooth)]
+    visible = [c.inside for c in carries if not c.adds or scope.chance(0.05)]
+    inner = scope.inner([*outside, *visible, *slices], frozen)
+    before = len(inner.values)
+    moves.play(inner)
+    made = inner.values[before:]
+    made = [*slices, *made, *visible] if scope.chance(0.5) or not made else made
+    return inner, [_next(inner, c, made) for c in carries]
+
+
+def _facts(carry: Carry, last: Value) -> dict[str, Any]:
+    """What is known of a loop's result."""
+    if carry.adds:
+        return {"batch": None, "stage": max(2, last.stage), "folded": (1, 1), "smooth": False}
+    value = carry.outside
+    return {"batch": value.batch, "folded": value.folded, "stage": max(last.stage, value.stage), "mixed": last.mixed,
+            "smooth": last.smooth and value.smooth}  # fmt: skip
+
+
+def _facts_of(value: Value, by: int = 0) -> dict[str, Any]:
+    """What is known of a result that is stacked behind so many new dimensions."""
+    batch = None if value.batch is None else value.batch + by
+    return {"batch": batch, "folded": value.folded, "stage": value.stage, "mixed": value.mixed, "smooth": value.smooth}
+
+
+def _sliced(scope: Scope) -> tuple[list[Value], str, list[Value]]:
+    """What a scan goes along: the slice inside, an expression for the whole, and what that reads."""
+    if scope.chance(0.35):
+        return [], "None", []
+    if scope.chance(0.3) and not scope.closed:
+        stacked = scope.param((scope.rng.choice(TRIPS), scope.rng.choice((2, 3, 4))))
+        return [scope.within(stacked, type=Type(stacked.dtype, stacked.shape[1:]))], "{x}", [stacked]
+    value = scope.find(of_rank(1, 4), lambda v: v.kind in "bif", lambda v: bool(v.free_dims()))
+    if value is None:
+        return [], "None", []
+    d = scope.rng.choice(value.free_dims())
+    batch = None if value.batch is None else value.batch - (value.batch > d)
+    rest = tuple(n for i, n in enumerate(value.shape) if i != d)
+    return [scope.within(value, type=Type(value.dtype, rest), batch=batch)], f"jnp.moveaxis({{x}}, {d}, 0)", [value]
+
+
+def scan(scope: Scope, moves: Moves) -> None:
+    """A scan over a dimension without examples, over parameters, or over nothing."""
+    carries = _carries(scope)
+    if not carries:
+        return
+    slices, xs, reads = _sliced(scope)
+    inner, lasts = _body(scope, moves, carries, slices, False)
+    given = [v for v in inner.values if v not in scope.values and v.kind in "bif" and v.stage in (0, 1, 3)]
+    stacked = [scope.rng.choice(given)] if given and scope.chance(0.5) else []
+    carried = scope.names.fresh("s")
+    inner.unpack(carried, [c.inside.name for c in carries])
+    form = f"({tuple_form(len(carries))}, {f'{{{len(carries)}}}' if stacked else 'None'})"
+    body = inner.block("body", (carried, slices[0].name if slices else "_"), [*lasts, *stacked], form)
+    trips = "" if slices else f", length={scope.rng.choice(TRIPS)}"
+    reverse = ", reverse=True" if scope.chance(0.2) else ""
+    whole = xs.replace("{x}", f"{{{len(carries)}}}")
+    code = f"jax.tree.leaves(lax.scan({{b0}}, {tuple_form(len(carries))}, {whole}{trips}{reverse}))"
+    found = scope.emit_all(code, *(c.outside for c in carries), *reads, bodies=(body,))
+    for value, carry, last in zip(found, carries, lasts, strict=False):
+        scope.learn(value, **_facts(carry, last))
+    for value, last in zip(found[len(carries) :], stacked, strict=False):
+        scope.learn(value, **_facts_of(last, 1))
+
+
+TESTS = (
+    "{i} < 3", "{i} < jnp.minimum(2, {n})", "jnp.logical_and({i} < 4, {n} % 7 != 3)", "({i} < 2) | ({i} * {i} < 3)",
+)  # fmt: skip
+
+
+def while_loop(scope: Scope, moves: Moves) -> None:
+    """A loop whose test reads a counter, a value known before, or, where no products are in it, a total."""
+    counter = scope.find(integral, lambda v: v.rank == 0 and v.stage == 0 and v.dtype in ("int32", "int64"))
+    if counter is None or scope.closed:
+        return
+    carries = [replace(c, outside=scope.stopped(c.outside)) for c in _carries(scope)]
+    if not carries:
+        return
+    inner, lasts = _body(scope, moves, carries, [], True)
+    carried, step = scope.names.fresh("s"), scope.names.fresh("i")
+    scope.names.types[step] = Type("int64", ())
+    inner.unpack(carried, [step, *(c.inside.name for c in carries)])
+    names = tuple(v.name for v in lasts)
+    body = replace(inner.block("body", (carried,), lasts), results=(step, *names), form=_counted(len(names)))
+    test = scope.rng.choice(TESTS).replace("{i}", "{0}[0]").replace("{n}", "{1}")
+    made = Node((scope.names.fresh("t"),), test, (carried, counter.name))
+    block = Block(scope.names.fresh("test"), (carried,), (made,), made.outs)
+    begin = tuple_form(len(carries)).replace("(", "(jnp.int64(0), ", 1)
+    code = f"lax.while_loop({{b0}}, {{b1}}, {begin})[1:]"
+    found = scope.emit_all(code, *(c.outside for c in carries), bodies=(block, body))
+    for value, carry, last in zip(found, carries, lasts, strict=False):
+        scope.learn(value, **{**_facts(carry, last), "smooth": False})
+
+
+def _counted(count: int) -> str:
+    return tuple_form(count, 1).replace("(", "({0} + 1, ", 1)
+
+
+# Branches
+
+
+PREDICATES = ("{0} % 2 == 0", "{0} > 1", "{0} != 3")
+
+
+def cond(scope: Scope, moves: Moves) -> None:
+    """One of two or three bodies, by a counter, a parameter, or a total."""
+    result = scope.find(lambda v: v.kind in "bi" or v.dtype == "float64", lambda v: v.stage in (0, 1, 3))
+    chosen = scope.find(lambda v: v.rank == 0 and v.kind == "i" and v.stage in (0, 2))
+    if result is None or chosen is None or (chosen.stage == 2 and not scope.chance(0.3)):
+        return
+    count = scope.rng.choice((2, 2, 3))
+    lasts: list[Value] = []
+    blocks: list[Block] = []
+    for _ in range(count):
+        inside = scope.within(result)
+        inner = scope.inner([*scope.values, inside])
+        before = len(inner.values)
+        moves.play(inner)
+        last = merged(inner, inside, [v for v in inner.values[before:] if v.stage <= 1 or result.stage > 1])
+        lasts.append(last)
+        blocks.append(inner.block("branch", (inside.name,), [last]))
+    names = ", ".join(f"{{b{i}}}" for i in range(count))
+    code = f"lax.switch(({{0}} % {count}).astype(jnp.int32), [{names}], {{1}})"
+    if count == 2:
+        code = f"lax.cond({scope.rng.choice(PREDICATES)}, {names}, {{1}})"
+    stage = max(v.stage for v in (*lasts, *([chosen] if chosen.stage else [])))
+    facts = {"mixed": any(v.mixed for v in lasts) or chosen.stage > 0, "smooth": all(v.smooth for v in lasts)}
+    scope.emit(code, chosen, result, bodies=blocks, stage=stage, **facts)
+
+
+# Functions
+
+
+def _called(
+    scope: Scope, moves: Moves, closed: bool, frozen: bool = False
+) -> tuple[list[Value], Scope, Block, list[Value]] | None:
+    """A body that is called with a few values: what with, its scope, its block and its results."""
+    first = scope.find(floating, lambda v: v.stage in (0, 1)) or scope.find(floating)
+    if first is None:
+        return None
+    second = scope.find(lambda v: v.dtype == "float64", lambda v: v.stage in (0, 1))
+    given = [first] if second is None or second.name == first.name else [first, second]
+    insides = [scope.within(v) for v in given]
+    inner = scope.inner(insides if closed else [*scope.values, *insides], frozen, closed)
+    before = len(inner.values)
+    moves.play(inner)
+    results = [v for v in inner.values[before:] if v.dtype == "float64" and v.stage <= 1][-1:] or [insides[0]]
+    return given, inner, inner.block("body", [v.name for v in insides], results), results
+
+
+def _apply(scope: Scope, form: str, found: tuple[list[Value], Scope, Block, list[Value]] | None) -> None:
+    """The body behind a transformation, called."""
+    if found is not None:
+        given, _, block, results = found
+        operands = ", ".join(f"{{{i}}}" for i in range(len(given)))
+        scope.emit(f"{form}({operands})", *given, bodies=(block,), **_facts_of(results[0]))
+
+
+CHECKPOINTS = (
+    "jax.checkpoint({b0})", "jax.checkpoint({b0}, policy=jax.checkpoint_policies.dots_saveable)",
+    "jax.checkpoint({b0}, prevent_cse=False)", "jax.jit({b0})",
+)  # fmt: skip
+CUSTOM = (
+    "(lambda f: (f.defjvp(lambda p, t: jax.jvp({b0}, p, t)), f)[1])(jax.custom_jvp({b0}))",
+    "(lambda f: (f.defvjp(lambda *a: ({b0}(*a), a), lambda r, g: jax.vjp({b0}, *r)[1](g * 0.5)), f)[1])"
+    "(jax.custom_vjp({b0}))",
+    "(lambda f: (f.defvjp(lambda *a: ({b0}(*a), a), lambda r, g: jax.vjp({b0}, *r)[1](jnp.clip(g, -1.0, 1.0))), f)[1])"
+    "(jax.custom_vjp({b0}))",
+)  # fmt: skip
+
+
+def checkpoint(scope: Scope, moves: Moves) -> None:
+    """A body that is recomputed, or called."""
+    _apply(scope, scope.rng.choice(CHECKPOINTS), _called(scope, moves, closed=False))
+
+
+def custom(scope: Scope, moves: Moves) -> None:
+    """A body with its own derivative."""
+    _apply(scope, scope.rng.choice(CUSTOM), _called(scope, moves, closed=True))
+
+
+def mapped(scope: Scope, moves: Moves) -> None:
+    """A body for each example, or for each entry of another dimension."""
+    value = scope.find(of_rank(1, 4), lambda v: v.kind in "if" and v.stage in (0, 1), lambda v: v.folded == (1, 1))
+    if value is None:
+        return
+    d = value.batch if value.batch is not None and scope.chance(0.7) else scope.rng.randrange(value.rank)
+    rest = tuple(n for i, n in enumerate(value.shape) if i != d)
+    of_examples = d == value.batch
+    batch = None if value.batch is None or of_examples else value.batch - (value.batch > d)
+    inside = scope.within(value, type=Type(value.dtype, rest), batch=batch, stage=0 if of_examples else value.stage)
+    closures = [v for v in scope.values if v.batch is None and v.stage == 0]
+    inner = scope.inner([*closures, inside])
+    before = len(inner.values)
+    moves.play(inner)
+    made = [v for v in inner.values[before:] if v.kind in "bif" and v.stage <= 1 and v.folded == (1, 1)]
+    result = made[-1] if made else inside
+    out = scope.rng.randint(0, result.rank)
+    block = inner.block("each", (inside.name,), [result])
+    where = out if of_examples else None if result.batch is None else result.batch + (out <= result.batch)
+    facts = {**_facts_of(result), "batch": where, "stage": max(value.stage, result.stage)}
+    if not of_examples and where is None and value.batch is not None:
+        return
+    scope.emit(f"jax.vmap({{b0}}, in_axes={d}, out_axes={out})({{0}})", value, bodies=(block,), **facts)
+
+
+REGIONS: tuple[Callable[[Scope, Moves], None], ...] = (scan, scan, while_loop, cond, checkpoint, custom, mapped)

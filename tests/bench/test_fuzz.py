@@ -1,0 +1,213 @@
+"""bench fuzz: programs as data, what counts as equal, shrinking, and three hundred programs in microbatches."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.bench import worker
+from autopar.bench.fuzz import campaign, case, compare, shrink
+from autopar.bench.fuzz.generate import program
+from autopar.bench.fuzz.program import Block, Leaf, Node, Program, Type, load
+from autopar.errors import ArgumentError
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# Programs
+
+F8 = Type("float64", (8, 2))
+LEAVES = (
+    Leaf("w", "params", "np.ones(2)", Type("float64", (2,))),
+    Leaf("x", "batch", "rng.normal(size=(8, 2))", F8),
+)
+
+
+def step(*nodes, results=(("metrics/m", "m"),), batch=(1,)):
+    types = {"w": LEAVES[0].type, "x": F8, "a": F8, "b": F8, "c": F8}
+    return Program(0, LEAVES, Block("step", ("w", "x"), nodes, tuple(n for _, n in results)), results, batch, types)
+
+
+DOUBLED = step(
+    Node(("a",), "{0} * 2", ("x",)),
+    Node(("b",), "jax.jit({b0})({0})", ("a",), (Block("f", ("c",), (Node(("d",), "{0} + {1}", ("c", "w")),), ("d",)),)),
+    Node(("m",), "jnp.sum({0}, 0)", ("b",)),
+)
+
+
+def test_a_program_is_its_source():
+    assert DOUBLED.source() == (
+        "def step(state, batch):\n"
+        '    w = state["params"]["w"]\n'
+        '    x = batch["x"]\n'
+        "    a = x * 2\n"
+        "    def f(c):\n"
+        "        d = c + w\n"
+        "        return d\n"
+        "    b = jax.jit(f)(a)\n"
+        "    m = jnp.sum(b, 0)\n"
+        '    return {"params": {}, "counters": {}}, {"m": m}\n'
+        "\n\n"
+        "def arguments(rng):\n"
+        "    w = np.ones(2)  # float64[2]\n"
+        "    x = rng.normal(size=(8, 2))  # float64[8, 2]\n"
+        '    return {"params": {"w": w}, "counters": {}}, {"x": x}\n'
+    )
+
+
+def test_a_source_runs():
+    made = load(DOUBLED.source(), 3)
+    x = np.random.default_rng(3).normal(size=(8, 2))
+    np.testing.assert_allclose(made.function(*made.arguments)[1]["m"], (2 * x + 1).sum(0))
+
+
+def test_equal_seeds_give_equal_programs():
+    assert program(5) == program(5)
+    assert program(5).source() != program(6).source()
+
+
+def test_small_programs_are_part_of_what_seeds_give():
+    assert len(list(shrink.nodes(program(7, 1).block))) <= len(list(shrink.nodes(program(7, 3).block)))
+
+
+# Equal or not
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "difference"),
+    [
+        (np.array([1.0, 4.0]), np.array([1.0, 5.0]), 0.2),
+        (np.array([np.nan, 1.0]), np.array([np.nan, 1.0]), 0.0),
+        (np.array([np.inf, 1.0]), np.array([np.inf, 1.0]), 0.0),
+        (np.array([np.inf, 1.0]), np.array([-np.inf, 1.0]), np.inf),
+        (np.array([np.nan, 1.0]), np.array([0.0, 1.0]), np.inf),
+        (np.array([3]), np.array([4]), np.inf),
+        (np.array([True]), np.array([True]), 0.0),
+        (np.array([3], np.int32), np.array([3], np.int64), np.inf),
+        (np.zeros(2), np.zeros(3), np.inf),
+        (np.array([1j]), np.array([2j]), 0.5),
+    ],
+)
+def test_differences(ours, theirs, difference):
+    assert compare.difference(ours, theirs) == pytest.approx(difference)
+
+
+def test_keys_are_compared():
+    assert compare.difference(jax.random.key(0), jax.random.key(0)) == 0
+    assert compare.difference(jax.random.key(0), jax.random.key(1)) == np.inf
+
+
+def test_a_leaf_that_differs_from_itself_is_noise():
+    """The sign of what is zero but for rounding has no digits to agree in; its argument has."""
+
+    def steep(x):
+        return x, jax.numpy.sign(x.sum() - 1.5)
+
+    x = np.array([0.7, 0.3, 0.5])
+    found = compare.noise(jax.jit(steep), jax.make_jaxpr(steep)(x), (x,))
+    assert found.leaves[0] < 1e-13
+    assert found.leaves[1] >= 1
+    assert compare.unequal(("x", "sign"), (x + 1e-3, np.float64(1)), (x, np.float64(-1)), lambda: found) == {
+        "x": pytest.approx(1e-3 / 0.7)
+    }
+
+
+# Shrinking
+
+
+def test_shrinking_keeps_what_fails_alone():
+    found = shrink.shrunk(DOUBLED, lambda p: "jnp.sum" in p.source())
+    assert [node.code for node in shrink.nodes(found.block)] == [F8.zeros(), "jnp.sum({0}, 0)"]
+    assert [leaf.name for leaf in found.leaves] == ["x"]
+    assert found.batch == (1,)
+
+
+def test_shrinking_opens_bodies():
+    found = shrink.shrunk(DOUBLED, lambda p: "+" in p.source())
+    assert [node.code for node in shrink.nodes(found.block) if "zeros" not in node.code][:1] == ["{0} + {1}"]
+    assert "def f" not in found.source()
+
+
+def test_shrinking_ends_where_nothing_fails():
+    assert shrink.shrunk(DOUBLED, lambda p: False) == DOUBLED
+
+
+# A campaign
+
+
+def row(seed, **more):
+    return {"seed": seed, "ok": True, "failures": {}, "refusals": {}, "uncut": 0, "primitives": ["add"],
+            "equations": 3, "seconds": {"microbatches": 0.5}, **more}  # fmt: skip
+
+
+def test_a_campaign_resumes(monkeypatch, tmp_path):
+    asked = []
+
+    def lines(module, spec, env):
+        asked.append(spec["seeds"])
+        yield from (row(seed) for seed in list(spec["seeds"]))
+
+    monkeypatch.setattr(worker, "lines", lines)
+    kept = tmp_path / "rows.jsonl"
+    kept.write_text(json.dumps(row(1)) + "\n")
+    rows = campaign.run(campaign.Campaign(3, modes=("microbatches",)), kept, resume=True)
+    assert [r["seed"] for r in rows] == [0, 1, 2]
+    assert asked == [[]]
+    assert len(kept.read_text().splitlines()) == 3
+
+
+def test_a_worker_that_dies_costs_one_program(monkeypatch):
+    def lines(module, spec, env):
+        for seed in list(spec["seeds"]):
+            if seed == 1:
+                raise worker.WorkerError("Aborted")
+            yield row(seed)
+
+    monkeypatch.setattr(worker, "lines", lines)
+    heard = []
+    rows = campaign.run(campaign.Campaign(4), tell=heard.append)
+    assert [r["ok"] for r in rows] == [True, False, True, True]
+    assert heard == ["FAIL seed 1, worker: Aborted"]
+    assert "3 of 4 programs equal" in campaign.table(rows)
+
+
+def test_unknown_modes_are_refused():
+    with pytest.raises(ArgumentError, match=r"mode 'gpu' is not known\. Available: microbatches, stages, meshes"):
+        campaign.Campaign(modes=("gpu",))
+
+
+# Cases
+
+
+def test_a_program_that_is_right():
+    found = case.run(DOUBLED, ["microbatches"])
+    assert found.ok
+    assert not found.refusals
+    assert {"add", "mul", "reduce_sum"} <= set(found.primitives)
+
+
+def test_a_program_that_is_wrong(monkeypatch):
+    """Every microbatch's part counts twice."""
+    broken = {"2 microbatches": lambda case: jax.jit(lambda *args: jax.tree.map(lambda x: x * 2, case.plain(*args)))}
+    monkeypatch.setattr(case, "PARALLEL", broken)
+    assert case.outcome(DOUBLED, "2 microbatches") == "differs"
+
+
+def test_a_refusal_is_no_failure():
+    """A product of what is normalised over the batch."""
+    refused = step(
+        Node(("a",), "{0} / jnp.std({0}, 0) @ jnp.ones((2, 2))", ("x",)),
+        Node(("m",), "jnp.sum(jnp.tanh({0} @ {0}.T), 0)", ("a",)),
+    )
+    found = case.run(refused, ["microbatches"])
+    assert found.ok
+    assert [reason.split(":")[0] for reason in found.refusals.values()] == ["MicrobatchError"] * 2
