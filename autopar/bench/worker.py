@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,17 +30,54 @@ class WorkerError(AutoparError, RuntimeError):
     """A worker of a benchmark failed; the message is its own error, or its last words if it died."""
 
 
-def lines(module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """The objects that `python -m module` prints for this spec. WorkerError if it ends with another status than 0."""
+class Watch:
+    """Kills a child after so many seconds unless it is stopped before; without seconds, never."""
+
+    def __init__(self, child: subprocess.Popen[str], seconds: float | None) -> None:
+        self.killed = False
+        self._child = child
+        self._timer = None if seconds is None else threading.Timer(seconds, self._kill)
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _kill(self) -> None:
+        self.killed = True
+        self._child.kill()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def lines(
+    module: str, spec: Mapping[str, Any], env: Mapping[str, str] | None = None, patience: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects that `python -m module` prints for this spec.
+
+    `patience`: seconds without a line after which the worker is killed. WorkerError if it ends with another status
+    than 0.
+    """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **(env or {})}) as child:
+    # stderr goes to a file: a worker that writes more than a pipe holds would wait for a reader
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(command, stdout=pipe, stderr=errors, text=True, env={**os.environ, **(env or {})}) as child,
+    ):
         assert child.stdout is not None
-        assert child.stderr is not None
+        watch = Watch(child, patience)
         for line in child.stdout:
+            watch.stop()
             if line.startswith("{"):
                 yield json.loads(line)
-        words = child.stderr.read().strip().splitlines()
+            watch = Watch(child, patience)
+        child.wait()
+        watch.stop()
+        errors.seek(0)
+        words = errors.read().strip().splitlines()
+    if watch.killed:
+        raise WorkerError(f"{module} {json.dumps(spec)} was silent for {patience:.0f} s and was killed")
     if child.returncode == REFUSED:
         raise WorkerError(words[-1])
     if child.returncode != 0:

@@ -311,6 +311,27 @@ def bench_zero(
     raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
 
 
+@app.command("corpus")
+def bench_corpus(
+    programs: Annotated[str | None, typer.Option(help="names of the table, with commas between; default: all")] = None,
+    checks: Annotated[str | None, typer.Option(help="such as 'mesh 8,memory'; default: all")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="module with PROGRAMS; default: tests.corpus.table of this checkout")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps findings")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train steps as other people write them: equality, collectives, memory, FLOPs and times, a program at a time."""
+    from autopar.bench import corpus as measure
+    from autopar.bench import corpus_program
+
+    every = (*measure.SMALL, *measure.LARGE)
+    chosen = words(checks, every)
+    rows = measure.run(words(programs, ()), corpus or corpus_program.TABLE, chosen, resume, say)
+    report(as_json, {**measure.figures(rows), "rows": rows}, lambda: measure.table(rows))
+    raise typer.Exit(1 if any(row["state"] == measure.FAILED for row in rows) else 0)
+
+
 @app.command("ranking")
 def bench_ranking(
     models: Models = None,

@@ -1,0 +1,318 @@
+"""One program of `autopar bench corpus`, in a process of its own: a finding for each check.
+
+    mesh N       three steps on a mesh of virtual devices, each result against the step of one device
+    cpu N        the collectives of that plan against those of the compiled program     } `verification`
+    shardy N     and against those of Shardy's partitioner                              }
+    microbatches as `mesh`, the batch in two parts; or refused, with the line
+    stages       as `mesh`, in two stages; or refused, with the line
+    memory       predicted peak of a large step against the compiler's
+    cpu large    its collectives against those of the compiled program
+    flops        what of it runs replicated, and why
+    times        seconds of planning beside those that `jax.jit` compiles for
+
+Small steps are planned at the prices of `equal_case.dear`, at which even toys are cut, and run in float64 where the
+program can; large ones in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+from autopar import shares, verification
+from autopar.api import Executable
+from autopar.bench import corpus_compare, corpus_program, equal_case
+from autopar.bench.corpus import DEVICES, FAILED, OK, REFUSED
+from autopar.bench.corpus_program import Program
+from autopar.bench.worker import cpu_devices, serve
+from autopar.errors import AutoparError
+from autopar.prepare import executed
+from autopar.rules import rules_of
+from autopar.trace import trace
+
+STEPS = 3
+TOLERANCE = {True: 1e-9, False: 1e-5}  # relative, in float64 and in float32
+MEMORY = (-0.10, 0.25)  # lowest and highest error of the predicted peak
+SMALLEST = 32 * 2**20  # bytes per device from which a predicted peak is judged
+REPLICATED = 0.01  # part of the FLOPs that may run replicated
+LINE = re.compile(r"[\w.-]+\.py:\d+")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check of one program found.
+
+    Attributes:
+        program, check: which; `check` as in the module's table.
+        state: OK, REFUSED (with a reason and a line) or FAILED.
+        value: the largest difference, or the error of a prediction; what it is depends on the check.
+        text: the leaf, the reason or the error.
+        seconds: the check took.
+        figures: numbers beside it, by name.
+    """
+
+    program: str
+    check: str
+    state: str
+    value: float = 0.0
+    text: str = ""
+    seconds: float = 0.0
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A program built at one scale; what several checks need is computed once."""
+
+    program: Program
+    scale: int
+    x64: bool
+
+    @cached_property
+    def built(self) -> corpus_program.Built:
+        step, args = self.program.built(self.scale)
+        return step, jax.tree.map(_double, args) if self.x64 else args
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        return self.built[0]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Fresh arrays, since a step may take their memory."""
+        return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, self.built[1])
+
+    @cached_property
+    def single(self) -> list[corpus_compare.Leaves]:
+        """Results of the steps on one device."""
+        static = tuple(self.program.options.get("static_argnums", ()))
+        return results(jax.jit(self.step, static_argnums=static), self.arguments(), self.program.carried)
+
+    def parallel(self, **options: Any) -> Any:
+        """The parallel step."""
+        return autopar.parallelize(self.step, **{**self.program.options, **options})
+
+    @cached_property
+    def whole(self) -> Executable:
+        """The step compiled for `DEVICES` devices in a row."""
+        cluster = equal_case.dear((DEVICES,))
+        cluster = replace(cluster, device=replace(cluster.device, name="cpu"))
+        return self.parallel(mesh=(DEVICES,), cluster=cluster).compiled(*self.built[1])
+
+
+def _double(x: Any) -> Any:
+    """An argument of the step in float64; counters in int64, since JAX divides int32 in float32."""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype == jnp.float32:
+        return x.astype(jnp.float64)
+    return x.astype(jnp.int64) if dtype == jnp.int32 and shape == () else x
+
+
+def results(step: Callable[..., Any], args: tuple[Any, ...], carried: int) -> list[corpus_compare.Leaves]:
+    """Results of `STEPS` steps, of one where nothing is carried from one to the next."""
+    found: list[corpus_compare.Leaves] = []
+    for _ in range(STEPS if carried else 1):
+        out = step(*args)
+        found.append(corpus_compare.host(out))
+        first = out[:carried] if type(out) is tuple else (out,)
+        args = (*first, *args[carried:]) if carried else args
+    return found
+
+
+# Checks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finding without its names: see `Finding`."""
+
+    state: str
+    value: float = 0.0
+    text: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def on_mesh(one: Subject, mesh: Sequence[int]) -> Iterator[tuple[str, Outcome]]:
+    """Equality on a mesh, and the plan's collectives against both targets."""
+    name = "x".join(map(str, mesh))
+    step = one.parallel(mesh=tuple(mesh), cluster=equal_case.dear(mesh))
+    yield f"mesh {name}", _equal(one, step)
+    compiled = step.compiled(*one.built[1])
+    yield f"cpu {name}", verified(verification.verify_compiled(compiled, one.step, *one.built[1]), compiled.plan)
+    yield (
+        f"shardy {name}",
+        verified(autopar.verify(compiled.plan, one.step, *one.built[1], target="shardy"), compiled.plan),
+    )
+
+
+def in_microbatches(one: Subject) -> Outcome:
+    """Two microbatches on a mesh of all devices."""
+    step = one.parallel(mesh=(DEVICES,), cluster=equal_case.dear((DEVICES,)), num_microbatches=2)
+    return _unless_refused(lambda: _equal(one, step))
+
+
+def in_stages(one: Subject) -> Outcome:
+    """Two stages of half of the devices each."""
+    step = one.parallel(mesh={"devices": DEVICES}, cluster=equal_case.dear((DEVICES,)), stages=2)
+    found = _unless_refused(lambda: _equal(one, step))
+    if found.state != OK:
+        return found
+    notes = step.plan(*one.built[1]).notes
+    refusal = next((note for note in notes if note.startswith("one microbatch")), "")
+    return replace(found, text=f"{found.text}; {refusal}") if refusal else found
+
+
+def _equal(one: Subject, step: Callable[..., Any]) -> Outcome:
+    """The results of a step against those of one device."""
+    theirs = one.single
+    ours = results(step, one.arguments(), one.program.carried)
+    pairs = [corpus_compare.worst(corpus_compare.differences(x, y)) for x, y in zip(ours, theirs, strict=True)]
+    value, path = max(pairs)
+    return Outcome(OK if value <= TOLERANCE[one.x64] else FAILED, value, path)
+
+
+def _unless_refused(check: Callable[[], Outcome]) -> Outcome:
+    """What a check finds; where the step is refused with a line of its source, that."""
+    try:
+        return check()
+    except AutoparError as error:
+        text = f"{type(error).__name__}: {error}"
+        return Outcome(REFUSED if LINE.search(text) else FAILED, text=text)
+
+
+def verified(report: autopar.Report, plan: autopar.Plan) -> Outcome:
+    """A report; `value` is emitted over predicted bytes less 1."""
+    text = "; ".join(report.mismatches[:3]) if not report.ok else ""
+    value = report.comparison.ratio - 1 if math.isfinite(report.comparison.ratio) else math.inf
+    return Outcome(OK if report.ok else FAILED, value, text, {"wire_bytes": plan.wire_bytes()})
+
+
+def memory(one: Subject) -> Outcome:
+    """The predicted peak against the compiler's."""
+    stats = one.whole.memory_analysis()
+    found = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    found += stats.temp_size_in_bytes
+    predicted = one.whole.plan.stages[0].peak_memory_bytes
+    error = predicted / found - 1
+    ok = MEMORY[0] <= error <= MEMORY[1] and found >= SMALLEST
+    text = "" if found >= SMALLEST else f"too small to judge at scale {one.scale}: {found / 2**20:.1f} MiB"
+    return Outcome(OK if ok else FAILED, error, text, {"predicted": predicted, "compiled": float(found)})
+
+
+def replicated(one: Subject) -> Outcome:
+    """The part of the FLOPs that every device does for itself, and the reasons."""
+    plan = one.whole.plan
+    traced = executed(trace(one.step, *one.built[1], static_argnums=_static(one)), plan)
+    account = shares.account(traced.graph, rules_of(traced.graph), plan.stages[0])
+    whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
+    part = sum(excess.part for excess in whole)
+    uncut = sum(excess.part for excess in whole if excess.kind == "uncuttable")
+    ok = uncut <= REPLICATED
+    figures = {"ratio": account.ratio, "uncuttable": uncut, "total": account.total}
+    return Outcome(OK if ok else FAILED, part, " | ".join(account.lines()), figures)
+
+
+def _static(one: Subject) -> tuple[int, ...]:
+    return tuple(one.program.options.get("static_argnums", ()))
+
+
+def times(one: Subject) -> Outcome:
+    """Seconds of planning over those that the compiler takes for one device."""
+    planning = sum(one.whole.plan.phases.values())
+    begin = time.perf_counter()
+    lowered = jax.jit(one.step, static_argnums=_static(one)).lower(*one.built[1])
+    lowered_s = time.perf_counter() - begin
+    lowered.compile()
+    compiling = time.perf_counter() - begin - lowered_s
+    figures = {"plan_s": planning, "lower_s": lowered_s, "compile_s": compiling}
+    return Outcome(OK, planning / (lowered_s + compiling), figures=figures)
+
+
+Check = tuple[tuple[str, ...], Callable[[Subject], Iterator[tuple[str, Outcome]]]]
+
+
+def _one(name: str, check: Callable[[Subject], Outcome]) -> Check:
+    def only(one: Subject) -> Iterator[tuple[str, Outcome]]:
+        yield name, check(one)
+
+    return (name,), only
+
+
+def _mesh(sizes: Sequence[int]) -> Check:
+    name = "x".join(map(str, sizes))
+    return (f"mesh {name}", f"cpu {name}", f"shardy {name}"), lambda one: on_mesh(one, sizes)
+
+
+def _cpu_large(one: Subject) -> Outcome:
+    return verified(verification.verify_compiled(one.whole, one.step, *one.built[1]), one.whole.plan)
+
+
+#: The checks of a small and of a large step: the names of what each finds, and the check.
+SMALL: tuple[Check, ...] = (
+    _mesh((DEVICES,)),
+    _mesh((2, DEVICES // 2)),
+    _one("microbatches", in_microbatches),
+    _one("stages", in_stages),
+)
+LARGE: tuple[Check, ...] = (
+    _one("memory", memory),
+    _one("cpu large", _cpu_large),
+    _one("flops", replicated),
+    _one("times", times),
+)
+
+
+def findings(one: Subject, checks: Sequence[Check], wanted: Sequence[str]) -> Iterator[Finding]:
+    """A finding for each name that is wanted; an error is one for each name that is left of its check."""
+    for names, check in checks:
+        left = [name for name in names if name in wanted]
+        if not left:
+            continue
+        begin = time.perf_counter()
+        try:
+            for name, found in check(one):
+                seconds, begin = time.perf_counter() - begin, time.perf_counter()
+                if name in left:
+                    left.remove(name)
+                    yield Finding(
+                        one.program.name, name, found.state, found.value, found.text[:600], seconds, found.figures
+                    )
+        except Exception as error:
+            for name in left:
+                yield Finding(one.program.name, name, FAILED, math.inf, _told(error), time.perf_counter() - begin)
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, with the place in autopar that raised it."""
+    where, at = "", error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        where = f" at {code.co_filename.rpartition('/')[2]}:{at.tb_lineno}" if "autopar" in code.co_filename else where
+        at = at.tb_next
+    return f"{type(error).__name__}{where}: {' '.join(str(error).split())}"[:600]
+
+
+def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The findings of one program; see `worker`."""
+    cpu_devices(DEVICES)
+    warnings.simplefilter("ignore")
+    program = corpus_program.corpus(spec["table"])[spec["program"]]
+    large = spec["large"]
+    x64 = program.x64 and not large
+    jax.config.update("jax_enable_x64", x64)
+    one = Subject(program, program.large if large else 1, x64)
+    for found in findings(one, LARGE if large else SMALL, spec["checks"]):
+        yield asdict(found)
+
+
+if __name__ == "__main__":
+    serve(work)

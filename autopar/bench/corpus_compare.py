@@ -1,0 +1,86 @@
+"""How far the results of two runs are apart, leaf by leaf.
+
+    difference of a leaf = max |ours - theirs| / scale
+    scale                = max |theirs|, or the largest of its kind where the leaf has no digits of its own
+
+A leaf has no digits of its own if it is zero but for rounding: the bias of a key before a softmax, the bias before a
+normalisation. It is known by its magnitude beside the largest of its kind (parameters, first moments, second moments),
+as in `equal_case`. Integers, booleans and random keys are equal or infinitely far apart; so are values that are not
+finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.bench.equal_case import NOISE, NOISE_ELSEWHERE, kind
+
+Leaves = Mapping[str, np.ndarray[Any, Any]]
+
+
+def host(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Path -> value on the host; random keys by their bits."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): _value(leaf) for path, leaf in found}
+
+
+def _value(leaf: Any) -> np.ndarray[Any, Any]:
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def differences(ours: Leaves, theirs: Leaves) -> dict[str, float]:
+    """Path -> difference; infinite where a path, a shape or a dtype is another one."""
+    scales = _scales(theirs)
+    found = {path: _difference(ours[path], y, scales[path]) for path, y in theirs.items() if path in ours}
+    return found | {path: math.inf for path in [*theirs, *ours] if path not in found}
+
+
+def worst(found: Mapping[str, float]) -> tuple[float, str]:
+    """The largest difference and its path."""
+    return max(((v, path) for path, v in found.items()), default=(0.0, ""))
+
+
+def _scales(leaves: Leaves) -> dict[str, float]:
+    own = {path: _magnitude(x) for path, x in leaves.items()}
+    largest: dict[str, float] = {}
+    for path, size in own.items():
+        largest[kind(path)] = max(largest.get(kind(path), 0.0), size)
+    return {
+        path: size if size > NOISE.get(kind(path), NOISE_ELSEWHERE) * largest[kind(path)] else largest[kind(path)]
+        for path, size in own.items()
+    }
+
+
+def _inexact(x: np.ndarray[Any, Any]) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+def _wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)
+
+
+def _magnitude(x: np.ndarray[Any, Any]) -> float:
+    if not _inexact(x):
+        return 0.0
+    wide = np.abs(_wide(x))
+    return float(np.max(wide[np.isfinite(wide)], initial=0.0))
+
+
+def _difference(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], scale: float) -> float:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return math.inf
+    if not _inexact(y):
+        return 0.0 if np.array_equal(x, y) else math.inf
+    x, y = _wide(x), _wide(y)
+    finite = np.isfinite(y)
+    if not np.array_equal(np.isfinite(x), finite) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return math.inf
+    apart = float(np.max(np.abs(x - y)[finite], initial=0.0))
+    return apart / scale if apart and scale else apart
