@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,7 @@ _ORDER = (FAILED, REFUSED, ABSENT, OK)
 
 def table(rows: Sequence[Row]) -> str:
     """Findings that are not as they should be, a line for each program, worst first, then the figures."""
-    by_program: dict[str, list[Row]] = {}
-    for row in rows:
-        by_program.setdefault(row["program"], []).append(row)
+    by_program = _grouped(rows, lambda row: (row["program"],))
     names = sorted(by_program, key=lambda name: (-_count(by_program[name], FAILED), -_count(by_program[name], REFUSED)))
     wrong = sorted((row for row in rows if row["state"] in (FAILED, REFUSED)), key=lambda r: _ORDER.index(r["state"]))
     found = figures(rows)
@@ -113,12 +111,38 @@ def table(rows: Sequence[Row]) -> str:
             "",
             *(_summary(name, by_program[name]) for name in names),
             "",
+            *packages(rows),
+            "",
             f"{found['programs']} programs, {found['whole']} without a failure; of {len(rows)} checks "
             f"{found['failed']} failed, {found['refused']} were refused, {found['absent']} lacked their packages",
             f"memory: median {100 * found['memory_median']:.1f}%, worst {100 * found['memory_worst']:.1f}%, lowest "
             f"{100 * found['memory_lowest']:+.1f}%",
         ]
     )
+
+
+def _grouped(rows: Sequence[Row], keys: Callable[[Row], Iterable[str]]) -> dict[str, list[Row]]:
+    """Rows by each of their keys, in the order in which these come."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        for key in keys(row):
+            found.setdefault(key, []).append(row)
+    return found
+
+
+def packages(rows: Sequence[Row]) -> list[str]:
+    """A line for each package: its version, its programs, and what of them is refused or fails."""
+    by_package = _grouped(rows, lambda row: (f"{name} {version}" for name, version in row["versions"].items()))
+    return [f"{package:<28} {_of_package(some)}" for package, some in sorted(by_package.items())]
+
+
+def _of_package(rows: Sequence[Row]) -> str:
+    count = len(dict.fromkeys(row["program"] for row in rows))
+    parts = [f"{count} program{'s' if count > 1 else ''}"]
+    for state in (REFUSED, FAILED):
+        by_check = _grouped([row for row in rows if row["state"] == state], lambda row: (row["check"],))
+        parts += [f"{state}: {check} of {', '.join(r['program'] for r in some)}" for check, some in by_check.items()]
+    return "; ".join(parts)
 
 
 def _count(rows: Sequence[Row], state: str) -> int:

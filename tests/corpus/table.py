@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, Sequence[Row]] = {
     ),
     "nnx": (
         ("nnx_cnn", "MNIST tutorial: batch norm, dropout stream, metrics", "flax optax", 64, 1),
-        ("nnx_minigpt", "GPT that owns its dropout keys", "flax optax", 64, 3),
+        ("nnx_minigpt", "GPT that owns its dropout keys", "flax optax", 64, 3, {"x64": False}),
         ("nnx_lora", "LoRALinear, gradients of LoRAParam alone", "flax optax", 4096, 1),
         ("nnx_scan_over_layers", "layers by nnx.vmap and nnx.scan", "flax optax", 4096, 1),
     ),
