@@ -96,16 +96,6 @@ def _without(state: Split, dims: Sequence[int]) -> Split:
     return Split(state.dim - sum(d < state.dim for d in dims), state.outer)
 
 
-def expand_dims(case: Case) -> Outcome | None:
-    state = alone(case)
-    if state is None:
-        return None
-    dim = state.dim
-    for new in sorted(case.params["dimensions"]):
-        dim += new <= dim
-    return Outcome((Split(dim, state.outer),))
-
-
 def concatenate(case: Case) -> Outcome | None:
     state = only(case.states)
     if not isinstance(state, Split) or state.dim == case.params["dimension"]:

@@ -181,7 +181,7 @@ RULES: Mapping[str, Entry] = {
     "and": Entry(rules.elementwise, passes=_kept("and", BITS, "pp")),
     "or": Entry(rules.elementwise, passes=_kept("or", BITS, "pp")),
     "select_n": Entry(rules.elementwise, passes=_moves("ip*")),
-    **dict.fromkeys(_words("copy copy_p name stop_gradient"), Entry(rules.elementwise, passes=_moves("p"))),
+    **dict.fromkeys(_words("copy name stop_gradient"), Entry(rules.elementwise, passes=_moves("p"))),
     "bitcast_convert_type": Entry(rules.bitcast),
     **dict.fromkeys(("optimization_barrier", "sharding_constraint"), Entry(each=True)),
     # shapes
@@ -189,7 +189,6 @@ RULES: Mapping[str, Entry] = {
     "reshape": Entry(rules.reshape, passes=_moves("pi*")),
     "transpose": Entry(rules.transpose, passes=_moves("p")),
     "squeeze": Entry(rules.squeeze, passes=_moves("p")),
-    "expand_dims": Entry(rules.expand_dims, passes=_moves("p")),
     "concatenate": Entry(rules.concatenate, passes=_moves("p*")),
     "split": Entry(rules.split_apart, passes=_moves("p")),
     "unstack": Entry(rules.unstack, passes=_moves("p")),

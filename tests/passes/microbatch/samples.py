@@ -144,6 +144,8 @@ def _own_row(scatter: Callable[..., Any], x: Any, i: Any, u: Any, mode: str) -> 
 
 
 def _pooled(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError("differentiated")
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID")
 
 
@@ -187,6 +189,12 @@ def _dots() -> list[tuple[str, Callable[..., Any]]]:
     return found + [("ba bc", dot(((0,), (0,)), preferred_element_type=jnp.dtype(t))) for t in ("int32", "float32")]
 
 
+def _horner() -> list[Use]:
+    if not hasattr(lax, "polynomial"):
+        return []
+    return [Use("polynomial", ("ab", "ab"), lambda n, x, y: lax.polynomial(x, (y, y[:1], y)))]
+
+
 def _keyed(function: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     return "ac:k", lambda n, k: function(jax.random.wrap_key_data(k[..., :2]))
 
@@ -217,9 +225,11 @@ USES: tuple[Use, ...] = (
     *_named(_UNARY, "ab"),
     *_named(_BINARY, "ab ab"),
     Use("sharding_constraint", ("ab",), lambda n, x: lax.with_sharding_constraint(x, _one_device())),
+    *_named("log2 one_minus_square", "ab"),
+    *_horner(),
     *_named("select_n", "ab:p ab ab"),
     *_named("clamp regularized_incomplete_beta", "ab ab ab"),
-    *[Use("convert_element_type", ("ab",), lambda n, x, t=t: lax.convert_element_type(x, t)) for t in DTYPES],
+    *[Use("convert_element_type", ("ab",), lambda n, x, t=t: _converted(x, t)) for t in DTYPES],
     *[Use("bitcast_convert_type", (s,), lambda n, x, t=t: lax.bitcast_convert_type(x, t))
       for t in ("uint8", "uint16", "uint32", "int32", "float32") for s in ("ab", "ba", "bac", "bca")],
     *_uses(
@@ -316,6 +326,11 @@ USES: tuple[Use, ...] = (
 def _one_device() -> Any:
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("x",))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def _converted(x: Any, dtype: str) -> Any:
+    """Without jax.lax, which warns of imaginary parts that are lost."""
+    return primitives.convert_element_type_p.bind(x, new_dtype=jnp.dtype(dtype), weak_type=False, sharding=None)
 
 
 def _tame(x: Any) -> Any:

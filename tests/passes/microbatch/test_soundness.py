@@ -21,6 +21,8 @@ from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, differ
 DTYPES = ("float32", "int32", "bool", "complex64")
 #: dtypes and extents of which some are drawn for every use besides.
 OTHERS = [(d, e) for d in ("int8", "uint8", "bfloat16", "float16", "float64", *DTYPES) for e in ("even", "one", "none")]
+#: Primitives of JAX 0.12 that 0.10 lacks.
+NEWER = {"log2", "one_minus_square", "polynomial"}
 #: Cases that run in each place.
 CASES = 40
 
@@ -42,12 +44,12 @@ def found() -> Sequence[Accepted]:
 
 
 def test_every_line_of_the_table_is_exercised(found: Sequence[Accepted]) -> None:
-    """Also those of primitives that this version of JAX calls otherwise, as far as it has them."""
+    """As far as this version of JAX has the primitive."""
     known = {p.name for p in gc.get_objects() if isinstance(p, jex.Primitive)}
     exercised = {line for case in found for line in case.lines}
     missing = [line for line in lines() if line not in exercised and line[0] in known]
     assert missing == []
-    assert [name for name in table.RULES if name not in known] == []
+    assert {name for name in table.RULES if name not in known} <= NEWER
 
 
 @pytest.mark.parametrize("place", PLACES)
