@@ -18,6 +18,8 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "gather": "autopar.api",
+    "check": "autopar.checking",
+    "Check": "autopar.checking",
     "verify": "autopar.verification",
     "Report": "autopar.verification",
     "Cluster": "autopar.cluster",
@@ -39,16 +41,19 @@ _HOMES = {
     "ScheduleError": "autopar.errors",
     "StageError": "autopar.errors",
     "DonatedError": "autopar.errors",
+    "DifferenceError": "autopar.errors",
 }
 
 __all__ = [
     "AutoparError",
     "AutoparWarning",
+    "Check",
     "Cluster",
     "Plan",
     "Report",
     "Stage",
     "__version__",
+    "check",
     "gather",
     "parallelize",
     "plan",
@@ -58,6 +63,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from autopar.api import gather, parallelize, plan
+    from autopar.checking import Check, check
     from autopar.cluster import Cluster
     from autopar.errors import (
         ArgumentError as ArgumentError,
@@ -67,6 +73,7 @@ if TYPE_CHECKING:
         AutoparWarning,
     )
     from autopar.errors import ClusterError as ClusterError
+    from autopar.errors import DifferenceError as DifferenceError
     from autopar.errors import DonatedError as DonatedError
     from autopar.errors import MemoryBudgetError as MemoryBudgetError
     from autopar.errors import MeshError as MeshError

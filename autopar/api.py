@@ -171,7 +171,7 @@ class ParallelFunction:
         plan they are spread evenly over all devices, and the first step moves them.
         """
         with opened(args, {}) as given:
-            made = self._created(functools.partial(arguments.called, init_fn), given.args)
+            made = self._created(lambda *pure: arguments.called(init_fn, (pure, {})), given.args)
             return arguments.closed(made, given.leaves)
 
     def _created(self, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -244,6 +244,11 @@ class BoundFunction:
         self.__wrapped__ = functools.partial(function.__wrapped__, instance)
         self.__self__, self.__func__ = instance, function
         self._owner = instance if 0 in function.settings.static_argnums else arguments.owner(instance)
+
+    @property
+    def owner(self) -> Any:
+        """The first argument of the function."""
+        return self._owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self._owner, *args, **kwargs)

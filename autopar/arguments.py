@@ -137,8 +137,13 @@ def _opened(args: Sequence[Any], dynamic: Any, static: Sequence[int]) -> Opened:
     if not all(map(_is_surely_array, leaves)):
         dynamic = _without_statics(dynamic)
         leaves, tree = flatten(dynamic)
-    rest = iter(dynamic[0])
-    return Opened(tuple(a if i in static else next(rest) for i, a in enumerate(args)), dynamic[1], leaves, tree)
+    return Opened(merged(args, static, dynamic[0]), dynamic[1], leaves, tree)
+
+
+def merged(args: Sequence[Any], static: Sequence[int], traced: Sequence[Any]) -> tuple[Any, ...]:
+    """Positional arguments, the static ones of `args` and these traced ones."""
+    rest = iter(traced)
+    return tuple(arg if i in static else next(rest) for i, arg in enumerate(args))
 
 
 def flatten(dynamic: tuple[tuple[Any, ...], Any], how: Callable[..., Any] = jax.tree.flatten) -> tuple[list[Any], Any]:
@@ -171,11 +176,16 @@ def kept(tree: Any) -> frozenset[int]:
 # While tracing
 
 
-def called(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns as a pytree of arrays, for arguments that are such pytrees."""
-    pure = args, {}
+def called(fn: Callable[..., Any], pure: Any, place: Callable[[Any], Any] = tuple) -> Any:
+    """What a function returns as a pytree of arrays.
+
+    Args:
+        fn: as written.
+        pure: its (positional, keyword) arguments as pytrees of arrays.
+        place: from the traced positional arguments to all of them.
+    """
     seen = inside(pure)
-    return returned(pure, seen, fn(*seen[0]))
+    return returned(pure, seen, fn(*place(seen[0]), **seen[1]))
 
 
 def inside(args: Any) -> Any:

@@ -79,5 +79,9 @@ class DonatedError(AutoparError, RuntimeError):
     """An array was used after its buffer had been given to an earlier step."""
 
 
+class DifferenceError(AutoparError):
+    """A parallel step that does not give what the step as written gives, beyond rounding."""
+
+
 class AutoparWarning(UserWarning):
     """Something a user should know that did not stop the step: a fallback, an operation that runs replicated."""

@@ -52,10 +52,13 @@ class Executable:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat argument leaves, inside `autopar.arguments.opened`."""
-        with DISPATCH:
-            results = self._run(leaves)
-        result = jax.tree.unflatten(self._out_tree, results)
+        result = jax.tree.unflatten(self._out_tree, self.flat(leaves))
         return result if self._plain else arguments.closed(result, leaves)
+
+    def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Leaves of the results, for flat argument leaves."""
+        with DISPATCH:
+            return self._run(leaves)
 
     @functools.cached_property
     def _plain(self) -> bool:

@@ -43,6 +43,7 @@ from autopar.errors import (
     PlanMismatchError,
     ScheduleError,
 )
+from autopar.graph import Graph
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.layout_checks import check_arguments, check_layouts
@@ -433,8 +434,13 @@ def _microbatches(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int
     """The number of microbatches, and the argument leaves that they cut; one, and none, unless more are asked for."""
     if isinstance(s.num_microbatches, str) or s.num_microbatches == 1:
         return 1, ()
+    return s.num_microbatches, batch_positions(traced.graph, args, s, s.num_microbatches)
+
+
+def batch_positions(graph: Graph, args: Sequence[Any], s: Settings, count: int = 1) -> tuple[int, ...]:
+    """Positions of the argument leaves that hold the batch; MicrobatchError if it does not fall into `count` parts."""
     leaves = _batch_leaves(args, s)
-    return s.num_microbatches, batch_leaves(traced.graph, s.num_microbatches, "auto" if leaves is None else leaves)
+    return batch_leaves(graph, count, "auto" if leaves is None else leaves)
 
 
 def _batch_leaves(args: Sequence[Any], s: Settings) -> list[int] | None:

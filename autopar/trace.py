@@ -75,10 +75,8 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
         alive.append(jax_compat.current_trace())
         pure = jax.tree.unflatten(in_tree, flat_args)
         positional, keywords = seen = arguments.inside(pure)
-        rest = iter(positional)
-        full = [args[i] if i in static_argnums else next(rest) for i in range(len(args))]
         found = mutation.before(seen)
-        result = fn(*full, **keywords)
+        result = fn(*arguments.merged(args, static_argnums, positional), **keywords)
         _check_attributes(found, names, _name(fn))
         written = {_input_path(path, names): x for path, x in mutation.written(found, seen).items()}
         return _checked_results(arguments.returned(pure, seen, result), _name(fn)), written

@@ -39,6 +39,7 @@ from autopar import jax_compat, verification, zoo
 from autopar.bench import equal_flops
 from autopar.bench.worker import cpu_devices, serve
 from autopar.cluster import Cluster
+from autopar.differences import host
 from autopar.executables import Executable
 
 STEPS = 3
@@ -208,19 +209,13 @@ def of_params(ours: Any, theirs: Any) -> float:
     return math.sqrt(sum(float(d) for d, _ in squares) / sum(float(n) for _, n in squares))
 
 
-def _host(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
-
-
 def _magnitude(x: Any) -> float:
-    x = _host(x)
+    x = host(x)
     return float(np.max(np.abs(x), initial=0.0)) if np.issubdtype(x.dtype, np.floating) else 0.0
 
 
 def _difference(x: Any, y: Any) -> float:
-    x, y = _host(x), _host(y)
+    x, y = host(x), host(y)
     if not np.issubdtype(y.dtype, np.floating):
         return 0.0 if np.array_equal(x, y) else math.inf
     if not (np.isfinite(x).all() and np.isfinite(y).all()):

@@ -1,0 +1,65 @@
+"""How far two arrays are apart, and how much of that may be rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: dtype -> difference over the magnitude of a leaf that sums in another order make.
+TOLERANCES: Mapping[str, float] = {
+    "float64": 1e-9,
+    "complex128": 1e-9,
+    "float32": 1e-5,
+    "complex64": 1e-5,
+    "float16": 5e-3,
+    "bfloat16": 3e-2,
+}
+_OF_LESS_PRECISE = 0.25  # float8 and the like: two or three bits of mantissa
+
+
+def host(x: Any) -> np.ndarray:
+    """The values of an array; of random keys, their numbers."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether an array holds floating-point or complex numbers."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def magnitude(x: Any) -> float:
+    """The largest finite absolute value; 0 for what is exact."""
+    if not is_inexact(x):
+        return 0.0
+    values = np.abs(_wide(host(x)))
+    return float(np.max(values, initial=0.0, where=np.isfinite(values)))
+
+
+def absolute(ours: Any, theirs: Any) -> float:
+    """The largest difference of two arrays; infinite where one is nan, or infinite, and the other is not alike."""
+    x, y = host(ours), host(theirs)
+    if x.shape != y.shape:
+        return math.inf
+    same = (x == y) | ((x != x) & (y != y))  # nan is what differs from itself
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(_wide(x) - _wide(y)))
+    apart = np.nan_to_num(apart, nan=math.inf, posinf=math.inf)
+    least = 0.0 if same.all() or is_inexact(theirs) else 1.0  # large integers may differ by less than a float64 tells
+    return float(np.max(apart, initial=least))
+
+
+def tolerance(dtypes: Iterable[str]) -> float:
+    """Of what is computed in these types: that of the least precise one; 0 if all are exact."""
+    inexact = (name for name in dtypes if name.startswith(("float", "bfloat", "complex")))
+    return max((TOLERANCES.get(name, _OF_LESS_PRECISE) for name in inexact), default=0.0)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
