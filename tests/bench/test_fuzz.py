@@ -211,3 +211,25 @@ def test_a_refusal_is_no_failure():
     found = case.run(refused, ["microbatches"])
     assert found.ok
     assert [reason.split(":")[0] for reason in found.refusals.values()] == ["MicrobatchError"] * 2
+
+
+# Random programs
+
+SEEDS, PARTS = range(300), 6
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_in_microbatches(part):
+    """Small ones, each in 2 or in 4 microbatches, for time: compiling them is all that it takes."""
+    seeds = SEEDS[part::PARTS]
+    rows = [case.run(program(seed, 1), ["microbatches"], counts=(2 + 2 * (seed // PARTS % 2),)) for seed in seeds]
+    assert {r.seed: r.failures for r in rows if r.failures} == {}
+    assert sum(bool(r.refusals) for r in rows) <= len(rows) * 0.16  # of fifty; one in ten of many
+    assert len({name for r in rows for name in r.primitives}) >= 80
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_programs_in_stages_and_on_meshes(seed):
+    found = case.run(program(seed, 1), ["stages", "meshes"])
+    assert not found.failures
+    assert not found.uncut

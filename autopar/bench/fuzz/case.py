@@ -67,9 +67,10 @@ class Row:
 
 @dataclass(eq=False)
 class Case:
-    """A program with its plain step, computed once."""
+    """A program with its plain step, computed once; `counts`: numbers of microbatches."""
 
     program: Program
+    counts: Sequence[int] = COUNTS
     failures: dict[str, str] = field(default_factory=dict[str, str])
     refusals: dict[str, str] = field(default_factory=dict[str, str])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -192,10 +193,10 @@ CUT = tuple(name for name in PARALLEL if "mesh" in name)
 
 
 def microbatches(case: Case) -> None:
-    """The step in 2 and 4 microbatches, with the plain step in one program."""
+    """The step in its numbers of microbatches, with the plain step in one program."""
     batch: Any = case.program.batch or "auto"
     traced = trace(case.step.function, *case.arguments)
-    counts = {f"{n} microbatches": n for n in COUNTS}
+    counts = {f"{n} microbatches": n for n in case.counts}
     made = {name: case.attempt(name, lambda n=n: split_step(traced, n, batch)) for name, n in counts.items()}
     steps = {variant: step for variant, step in made.items() if step is not None}
     together = case.attempt("microbatches", lambda: _run_together(case, steps))
@@ -232,9 +233,9 @@ def meshes(case: Case) -> None:
 RUN: Mapping[str, Callable[[Case], None]] = {"microbatches": microbatches, "stages": stages, "meshes": meshes}
 
 
-def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0) -> Row:
-    """One program in these modes."""
-    case = Case(found)
+def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, counts: Sequence[int] = COUNTS) -> Row:
+    """One program in these modes; `generated_s`: processor time that drawing it took."""
+    case = Case(found, counts)
     case.seconds["generate"] = generated_s
     warnings.simplefilter("ignore")
     begin = time.process_time()
@@ -278,13 +279,6 @@ def shrunk_file(found: Program, variant: str, message: str) -> str:
     return shrink.standalone(shrink.shrunk(found, lambda p: outcome(p, variant) == kind), variant, message)
 
 
-def run_seed(seed: int, modes: Sequence[str] = MODES) -> Row:
-    """The program of a seed in these modes."""
-    begin = time.process_time()
-    found = program(seed)
-    return run(found, modes, time.process_time() - begin)
-
-
 def _equations(jaxpr: Any) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield equation
@@ -322,8 +316,9 @@ CLEARED = 25
 
 def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
     try:
+        begin = time.process_time()
         found = program(seed)
-        row = run(found, modes)
+        row = run(found, modes, time.process_time() - begin)
     except Exception as error:  # the plain step itself, or the generator
         return Row(seed, False, {"plain": failure(error)})
     for variant, message in list(row.failures.items())[:1] if failures else ():

@@ -17,10 +17,12 @@ from typing import Any
 from autopar.bench.fuzz import elementwise, indexing, regions, shapes, totals
 from autopar.bench.fuzz.program import KEY, STATE, Block, Node, Program, Type
 from autopar.bench.fuzz.regions import Move, Moves
-from autopar.bench.fuzz.scope import LARGEST_STAGE, Names, Scope, Value, floating, of_rank
+from autopar.bench.fuzz.scope import LARGEST_STAGE, Names, Scope, Value, batched, floating, of_rank, plain
 
 BATCHES = (8, 8, 8, 16)
 LARGE_BATCHES = (256, 512)
+#: Share of float arguments without elements.
+EMPTY = 0.01
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
 
 SMOOTH_MOVES: tuple[Move, ...] = (
@@ -29,7 +31,8 @@ SMOOTH_MOVES: tuple[Move, ...] = (
     shapes.normalise, shapes.transpose, shapes.transpose, shapes.fold, shapes.fold, shapes.extend, shapes.along,
     shapes.along, shapes.join, shapes.cumulate, shapes.order, shapes.reduce, shapes.reduce, indexing.embed,
     indexing.own_label, indexing.along_axis, indexing.columns, indexing.table, indexing.scatter_columns,
-    indexing.attend_by_table, indexing.slices_of_examples, elementwise.choose,
+    indexing.attend_by_table, indexing.slices_of_examples, elementwise.choose, shapes.decompose, shapes.decompose,
+    shapes.spectrum,
 )  # fmt: skip
 FROZEN_MOVES: tuple[Move, ...] = (
     *(elementwise.integer,) * 4, *(elementwise.integer_pair,) * 3, *(elementwise.convert,) * 5, elementwise.to_float,
@@ -69,7 +72,7 @@ def _drawn(seed: int, rng: Random, size: int) -> Program | None:
     scope = Scope(rng, names)
     batch_groups = _leaves(scope)
     _play(scope, rng.randint(1, 3 * size), FROZEN_MOVES, MIXED_BODY, 0.25)
-    results = _trained(scope, size)
+    results = (_by_hand if rng.random() < BY_HAND else _trained)(scope, size)
     if results is None:
         return None
     _play(scope, rng.randint(1, 3 * size), (*ACROSS_MOVES, *FROZEN_MOVES), MIXED_BODY, 0.2)
@@ -95,6 +98,7 @@ INTEGER_NUMBERS = {
     "uint32": ("rng.integers(0, 2**32, {shape}).astype(np.uint32)", "rng.integers(0, 6, {shape}).astype(np.uint32)"),
     "int64": ("rng.integers(-9, 9, {shape})", "rng.integers(-2**62, 2**62, {shape})"),
     "uint64": ("rng.integers(0, 2**63, {shape}).astype(np.uint64)",),
+    "int4": ("rng.integers(-8, 8, {shape}).astype(jnp.int4)",),
 }  # fmt: skip
 
 
@@ -111,7 +115,7 @@ def _numbers(scope: Scope, dtype: str) -> str:
 
 
 OTHERS = ("int32", "int32", "int32", "int64", "int8", "uint8", "uint32", "bool", "bool", "float64", "float32",
-          "bfloat16", "int16", "uint16", "uint64", "complex128")  # fmt: skip
+          "bfloat16", "int16", "uint16", "uint64", "complex128", "int4")  # fmt: skip
 
 
 def _leaves(scope: Scope) -> list[str]:
@@ -143,7 +147,9 @@ def _leaves(scope: Scope) -> list[str]:
 
 
 def _shape(rng: Random, batch: int) -> tuple[int, ...]:
-    """Examples in front, then one to three dimensions."""
+    """Examples in front, then one to three dimensions, now and then an empty one."""
+    if rng.random() < EMPTY:
+        return (batch, rng.choice(WIDTHS), 0)
     return (batch, *(rng.choice(WIDTHS[1:]) for _ in range(rng.choice((1, 1, 2)))), *rng.choice(((), (), (3,))))
 
 
@@ -166,6 +172,25 @@ def _play(scope: Scope, count: int, table: Sequence[Move], body: Moves, regions_
 
 
 # The loss and its gradient
+
+
+#: Share of programs whose gradient is written by hand: they are traced and compiled in half the time.
+BY_HAND = 0.4
+
+
+def _by_hand(scope: Scope, size: int) -> list[tuple[str, str]] | None:
+    """One layer behind some moves, its gradient a product over the examples."""
+    _play(scope, scope.rng.randint(0, 2 * size), SMOOTH_MOVES, BODY, 0.15)
+    x = scope.find(floating, plain, batched, of_rank(2, 4), lambda v: v.batch != v.rank - 1 and v.folded == (1, 1))
+    if x is None:
+        return None
+    w = scope.param((x.shape[-1], scope.rng.choice(WIDTHS)))
+    y = scope.emit("jnp.tanh({0} @ {1})", x, w)
+    axes = tuple(range(x.rank - 1))
+    total: dict[str, Any] = {"batch": None, "stage": 2, "folded": (1, 1)}
+    code = f"jnp.tensordot({{0}}, (1.0 - {{1}} * {{1}}) * ({{1}} - 0.5), ({axes}, {axes}))"
+    grad = None if y is None else scope.emit(code, x, y, **total, smooth=False)
+    return None if grad is None else _update(scope, [w.name], [grad])
 
 
 def _trained(scope: Scope, size: int) -> list[tuple[str, str]] | None:

@@ -281,6 +281,33 @@ def normalise(scope: Scope) -> None:
         scope.emit(scope.rng.choice(NORMS).replace("{1}", str(d)), value)
 
 
+#: Of {0}, of which every example has one or several, times itself and made positive definite.
+SQUARE = "jnp.einsum('...ij,...kj->...ik', {0}, {0}) + 2.0 * jnp.eye({n})"
+DECOMPOSED = (
+    "jnp.linalg.cholesky({s})", "jnp.linalg.slogdet({s})[1]", "jnp.linalg.eigvalsh({s})",
+    "jax.scipy.linalg.solve_triangular(jnp.tril({s}), {0}, lower=True)", "jnp.linalg.inv({s})", "jnp.linalg.det({s})",
+    "jnp.abs(jnp.linalg.qr({s})[1])", "jnp.linalg.solve({s}, {0})",
+)  # fmt: skip
+
+
+def decompose(scope: Scope) -> None:
+    """A decomposition of a small matrix of each example."""
+    value = scope.find(floating, plain, of_rank(2, 4), lambda v: v.batch is None or v.batch < v.rank - 2)
+    if value is None or not 0 < value.shape[-2] <= value.shape[-1]:
+        return
+    bounded = scope.emit("jnp.tanh({0})", value)
+    code = scope.rng.choice(DECOMPOSED).replace("{s}", f"({SQUARE})").replace("{n}", str(value.shape[-2]))
+    if bounded is not None:
+        scope.emit(code, bounded)
+
+
+def spectrum(scope: Scope) -> None:
+    """A Fourier transform along the last dimension, and back to floats."""
+    value = scope.find(floating, of_rank(1), lambda v: v.batch != v.rank - 1)
+    if value is not None and value.shape[-1]:
+        scope.emit(scope.rng.choice(("jnp.abs(jnp.fft.rfft({0})) ** 2", "jnp.real(jnp.fft.fft({0}))")), value)
+
+
 ACROSS = (
     "jnp.cumsum({0}, axis={1})", "jnp.sort({0}, axis={1})", "jnp.roll({0}, 1, axis={1})", "jnp.flip({0}, {1})",
     "lax.cummax({0}, axis={1})", "{0} - jnp.mean({0}, axis={1}, keepdims=True).astype({0}.dtype)",

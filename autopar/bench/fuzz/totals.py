@@ -16,7 +16,8 @@ INTEGERS = ("jnp.sum({0}, {1}, dtype={0}.dtype)", "jnp.sum({0}, {1})", "jnp.max(
             "jnp.sum({0} > 1, {1})", "jnp.prod({0}, {1}, dtype={0}.dtype)", "jnp.mean({0}, {1})")  # fmt: skip
 BOOLS = ("jnp.any({0}, {1})", "jnp.all({0}, {1})", "jnp.sum({0}, {1})", "jnp.mean({0}, {1})",
          "lax.reduce_xor({0}, {1})", "jnp.count_nonzero({0}, {1})")  # fmt: skip
-TABLE: Mapping[str, tuple[str, ...]] = {"f": FLOATS, "i": INTEGERS, "b": BOOLS}
+COMPLEX = ("jnp.sum({0}, {1})", "jnp.max({0}, {1})", "jnp.min({0}, {1})", "jnp.mean({0}, {1})")
+TABLE: Mapping[str, tuple[str, ...]] = {"f": FLOATS, "i": INTEGERS, "b": BOOLS, "c": COMPLEX}
 #: What is only there over one dimension.
 SINGLE = ("jnp.argmax({0}, {1})", "jnp.argmin({0}, {1})", "{0}[0]", "{0}[-1]", "jnp.var({0}, {1})",
           "jax.nn.logsumexp({0}, {1})")  # fmt: skip
@@ -34,7 +35,7 @@ def reducible(value: Value) -> bool:
 
 def total(scope: Scope) -> Value | None:
     """A reduction over the examples, and perhaps over more."""
-    value = scope.find(reducible, lambda v: v.kind in "bi" or v.dtype == "float64")
+    value = scope.find(reducible, lambda v: v.kind in "bi" or v.dtype in ("float64", "complex128"))
     if value is None:
         return None
     return total_of(scope, value)
