@@ -31,6 +31,7 @@ class Backend:
         merges_broadcasts: equal broadcasts are one.
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
+        cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of.
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
         products_absorb: a product's kernel does what is elementwise to its result, where that is all that reads it.
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
@@ -39,6 +40,7 @@ class Backend:
         stacks_first: what loops stack lies side by side, and what comes and goes around it.
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
+        hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
         sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and stands in for a reduce-scatter.
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
@@ -60,6 +62,7 @@ class Backend:
     merges_broadcasts: bool = False
     turns_operands: bool = False
     spreads_scalars: bool = False
+    cheap_repeats: bool = False
     products_repeat: bool = False
     products_absorb: bool = False
     scatters_fuse: bool = False
@@ -68,6 +71,7 @@ class Backend:
     stacks_first: bool = False
     merges_fetches: bool = False
     updates_read_pieces: bool = False
+    hashes_in_pairs: bool = False
     narrows: bool = False
     sums_in_place: bool = True
     gathers_turn: bool = False
@@ -86,6 +90,9 @@ CPU = Backend(
     turns_operands=True,
     spreads_scalars=True,
     sums_in_place=False,
+    cheap_repeats=True,
+    stores_early=True,
+    hashes_in_pairs=True,
     gathers_turn=True,
     fragmentation=1.05,
 )

@@ -27,7 +27,7 @@ from autopar.cost_models.copies import add_copies
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
-from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten
+from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten, hashes
 from autopar.graph import Graph
 from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
@@ -173,7 +173,12 @@ class _Values:
         return None if home is None else (home.cluster, home.dims, False)
 
     def home(self, v: int) -> Home | None:
-        """Where a value lives; of free values and views, where the first step that reads them does."""
+        """Where a value lives; of free values and views, where the first step that reads them does.
+
+        Random bits that are no hashes of counters live nowhere: every device makes all of them.
+        """
+        if self._is_drawn_whole(v):
+            return None
         home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
         if home is not None and home.view is None and not self._is_spread(v):
             return home
@@ -186,21 +191,25 @@ class _Values:
         maker = self.sizes.makers.get(v)
         return self.sizes.backend.has_library and maker is not None and maker.name == "broadcast_in_dim"
 
+    def _is_drawn_whole(self, v: int) -> bool:
+        maker = self.sizes.makers.get(v)
+        return maker is not None and maker.name == "random_bits" and not hashes(self.sizes.graph, maker.op)
+
     @cached_property
     def _borrowed(self) -> Mapping[int, Home]:
+        """Homes of what has none of its own or is a view, through any number of steps that keep the shape."""
         p, homes = self.sizes.program, self.sizes.model.clustering.homes
+        started: dict[int, Home] = {}
         found: dict[int, Home] = {}
-        for step in (s for frame in p.top.walk() for s in frame.steps if s.outputs):
-            found.update((v, homes[r]) for v, r in step.taken if r in homes and homes[r].view is None)
-            if step.kind == LOOP:
-                continue
+        for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
+            started.update((v, homes[r]) for v, r in step.taken if r in homes and homes[r].view is None)
             result = step.outputs[0]
             home = homes.get(p.like.get(result, result))
-            if home is not None and home.view is None:
+            home = home if home is not None and home.view is None else found.get(result)
+            if step.kind != LOOP and home is not None:
                 shape = p.type_of(result).shape
-                read = (v for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
-                found.update((v, home) for v in read if v not in found)
-        return found
+                found.update((v, home) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
+        return found | started
 
     def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
         """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""

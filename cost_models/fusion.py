@@ -4,7 +4,8 @@ Products, scatters, sorts, loops and reductions write their results to memory. A
 slice, transpose) is fused into whatever reads it, and then its operands are what is read there:
 
     v is written   if it leaves the program, or is read by a step that takes memory only,
-                   or several kernels read it and repeating it is dear, or reads more than it is    -> _Fusion.writes
+                   or several kernels read it and repeating it is dear, or (on some backends) reads more than it is
+                                                                                                    -> _Fusion.writes
     sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
     v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
                    way out, and writes its result instead                                           -> _Fusion.absorbs
@@ -183,7 +184,8 @@ class _Fusion:
             if any(number is not None for number in others) or (own is not None and value not in self.thin):
                 return bool(others)
         costs = step.name in COSTLY and not self.p.backend.products_repeat
-        return len(self._kernels(value)) > 1 and (costs or self.weight[value] > 1)
+        joins = self.weight[value] > 1 and not self.p.backend.cheap_repeats
+        return len(self._kernels(value)) > 1 and (costs or joins)
 
     def _sinks(self, value: int, step: Step) -> bool:
         """A loop that makes a thin value in its body; what it starts from is there before."""

@@ -11,6 +11,7 @@ A *step* is an operation, or what a loop or a backend does beside the operations
     operands of a product               on some backends turned into one order of dimensions first, once for all
                                         products that want it                                           -> _turned
     smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
+    random bits                         on some backends two words of a hash, joined where they are read  -> _hashed
 
 Values that no operation of the graph defines (tokens, turned and spread operands) are numbered behind the graph's;
 `Program.like` tells which value of the graph each has the type and layout of.
@@ -225,6 +226,9 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             barriers = _hold(p, op)
         elif _merged(p, frame, op, (after, barriers)):
             continue
+        elif p.backend.hashes_in_pairs and hashes(p.graph, op):
+            _hashed(p, frame, op, waits)
+            barriers = ()
         else:
             inputs = values([*_prepared(p, frame, op, p.operands(op))])
             frame.steps.append(Step(op, op.name, _kind(p, op), inputs, op.outputs, waits))
@@ -269,6 +273,18 @@ def _kind(p: Program, op: Op) -> str:
     ):
         return LIGHT
     return _KIND.get(op.name, HEAVY)
+
+
+def hashes(graph: Graph, op: Op) -> bool:
+    """Whether an operation draws random bits that are hashes of counters, which any device can make a part of."""
+    return op.name == "random_bits" and jax_compat.hashes_keys(graph.type_of(op.inputs[0]).dtype)
+
+
+def _hashed(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A loop makes the two words of every hash; joining them is elementwise."""
+    words = (p.new(op.outputs[0]), p.new(op.outputs[0]))
+    frame.steps.append(Step(op, "threefry2x32", HEAVY, values(p.operands(op)), words, after))
+    frame.steps.append(Step(op, "xor", LIGHT, words, op.outputs, after))
 
 
 # What a backend does with operands first
