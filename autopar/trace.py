@@ -10,6 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from autopar.arguments import flatten
 from autopar.errors import ArgumentError, PinError, TraceError
 from autopar.graph import Graph
 from autopar.jaxpr import build_graph
+from autopar.reachable import reaches
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
-    _check_leaks(jaxpr, alive[0], _name(fn))
+    _check_leaks(jaxpr, alive[0], fn)
     jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
@@ -213,15 +215,16 @@ def _checked_results(results: Any, name: str) -> Any:
     return results
 
 
-def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], name: str) -> None:
-    """TraceError if the function uses a traced value from elsewhere, or leaves one behind."""
+def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[..., Any]) -> None:
+    """TraceError if the function uses a traced value from elsewhere, or leaves one behind where it finds it again."""
+    name = _name(fn)
     for value in jaxpr.consts:
         if jax_compat.is_tracer(value):
             raise TraceError(
                 f"{name} uses a traced {jax.typeof(value).str_short()} that is no argument of it: it was kept from an "
                 "earlier trace, or belongs to a function around it. Pass it as an argument."
             )
-    leak = jax_compat.leaked_value(trace)
+    leak = jax_compat.leaked_value(trace, partial(reaches, fn))
     if leak is not None:
         type_, line = leak
         raise TraceError(

@@ -1,0 +1,92 @@
+"""What a function can reach without being called: where it can have kept a value beyond its end.
+
+    function    what it closes over, its defaults, and the globals that its code names
+    method      its object
+    class       its attributes
+    object      its attributes, and the elements of a container
+
+Functions and classes of installed packages are not looked into, nor are modules: what their own caches hold is theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+#: Objects that are looked at, at most: a bound on time, some tenths of a second.
+MOST = 100_000
+
+_PACKAGES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_ATOMS = (str, bytes, int, float, complex, type(None), types.ModuleType, types.CodeType)
+
+
+def reaches(root: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Whether an object that is wanted can be reached from another."""
+    return any(map(wanted, itertools.islice(_reachable(root), MOST)))
+
+
+def _reachable(root: Any) -> Iterator[Any]:
+    """The object and everything that it reaches, each once, the nearest first."""
+    waiting, seen = deque([root]), {id(root): root}
+    while waiting:
+        found = waiting.popleft()
+        yield found
+        for child in _children(found):
+            if not isinstance(child, _ATOMS) and id(child) not in seen:
+                seen[id(child)] = child
+                waiting.append(child)
+
+
+def _children(x: Any) -> Iterable[Any]:
+    if isinstance(x, types.FunctionType):
+        return [] if _is_installed(x.__module__) else _of_function(x)
+    if isinstance(x, type):
+        return [] if _is_installed(x.__module__) else list(vars(x).values())
+    if isinstance(x, types.MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, functools.partial):
+        return [x.func, *x.args, *x.keywords.values()]
+    if isinstance(x, Mapping):
+        return [*x.keys(), *x.values()] if type(x) is dict else list(getattr(x, "__dict__", {}).values())
+    inside = list(x) if isinstance(x, list | tuple | set | frozenset | deque) else []
+    return [*inside, *getattr(x, "__dict__", {}).values(), *_slots(x)]
+
+
+def _of_function(x: types.FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
+    named = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
+    defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    return [*cells, *named, *defaults, *vars(x).values()]
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # of a name that has no value yet
+        return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that a function's code, and that of functions inside it, may look up among the globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _slots(x: Any) -> list[Any]:
+    names = [name for kind in type(x).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [getattr(x, name) for name in names if isinstance(name, str) and hasattr(x, name)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(module: str | None) -> bool:
+    """Whether a module belongs to Python or to an installed package."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return module == "builtins" or (file is not None and file.startswith(_PACKAGES))
