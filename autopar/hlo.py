@@ -92,13 +92,19 @@ class _Module:
     frames: Mapping[int, str]
 
 
-def collectives(hlo_text: str, axis_names: Sequence[str], axis_sizes: Sequence[int]) -> tuple[Collective, ...]:
+def collectives(
+    hlo_text: str,
+    axis_names: Sequence[str],
+    axis_sizes: Sequence[int],
+    assumed: Mapping[str, int] = MappingProxyType({}),
+) -> tuple[Collective, ...]:
     """Every piece that a compiled program communicates, in program order.
 
     Args:
         hlo_text: `compiled.as_text()` of a program for one mesh.
         axis_names: mesh axes, major to minor: device i of the program has row-major coordinates i in the mesh.
         axis_sizes: devices along each of them.
+        assumed: tag of an operation -> trips that a plan assumes for its loop, whatever the text says of it.
 
     Returns:
         One `Collective` per piece: bytes per device, `count` executions per step, `op` the tag of codegen, `source`
@@ -113,7 +119,7 @@ def collectives(hlo_text: str, axis_names: Sequence[str], axis_sizes: Sequence[i
     sizes = dict(zip(axis_names, axis_sizes, strict=True))
     module = _module(hlo_text)
     found: list[Collective] = []
-    for at in _once_per_chain(_walk(module)):
+    for at in _once_per_chain(_walk(module, assumed)):
         axes = communicating_axes(at.instruction.rest, axis_names, axis_sizes)
         kind = _kind(at.instruction, at.computation)
         pieces = _piece_bytes(at.instruction, group_size(axes, sizes)) if axes else ()
@@ -139,16 +145,18 @@ class _Found:
     source: str
 
 
-def _walk(module: _Module) -> Iterator[_Found]:
+def _walk(module: _Module, assumed: Mapping[str, int]) -> Iterator[_Found]:
     def visit(computation: str, count: int, tag: str, source: str) -> Iterator[_Found]:
         channels: set[int] = set()
         for instruction in module.instructions.get(computation, ()):
-            op = last_tag(_quoted("op_name", instruction.rest)) or tag
+            own = last_tag(_quoted("op_name", instruction.rest))
+            op = own or tag
             line = _source(instruction.rest, module.frames) or source
             if instruction.kind:
                 yield _Found(instruction, computation, count, op, line)
             else:
-                trips = (_trips(instruction, module) or 1) if instruction.opcode == "while" else 1
+                loops = instruction.opcode == "while"
+                trips = (assumed.get(own) or _trips(instruction, module) or 1) if loops else 1
                 inner = chain.from_iterable(visit(callee, count * trips, op, line) for callee in instruction.callees)
                 yield from _unseen(inner, channels) if instruction.opcode == "fusion" else inner
 

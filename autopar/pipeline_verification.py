@@ -15,6 +15,7 @@ from typing import Any
 from autopar import comparison, conversions, hlo, known_exceptions
 from autopar.collective import Collective
 from autopar.errors import ArgumentError
+from autopar.passes.homes import assumed_trips
 from autopar.plans import Plan
 from autopar.prepare import Prepared, prepare
 from autopar.runtime.pipeline import FIRST_LOOP
@@ -117,7 +118,8 @@ def _stage(prepared: Prepared, programs: Mapping[str, Any], number: int) -> _Sta
     for name, program in programs.items():
         if name.startswith(f"stage {number} "):
             times = runs.get(name, 1)
-            found += [replace(c, count=times * c.count) for c in hlo.collectives(program.as_text(), names, sizes)]
+            emitted = hlo.collectives(program.as_text(), names, sizes, assumed_trips(graph))
+            found += [replace(c, count=times * c.count) for c in emitted]
             known = program.cost_analysis() or {}
             costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
     one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)

@@ -75,13 +75,14 @@ def partition(lowered: Lowered | ir.Module) -> ir.Module:
     return copy
 
 
-def collectives(module: ir.Module) -> tuple[Collective, ...]:
+def collectives(module: ir.Module, assumed: Mapping[str, int] = MappingProxyType({})) -> tuple[Collective, ...]:
     """Every collective of a module that `partition` returned, in program order.
 
-    Bytes are per device; `count` is the product of the trip counts of the loops around it (1 for a loop whose bound is
-    no constant); a branch counts as if it always ran. A gather over several axes is one `Collective` with all of them;
-    part of an axis is named as Shardy does, "y:(2)2". A collective that Shardy put at a place without a tag or a source
-    line takes those of the call or loop around it.
+    Bytes are per device. `count` is the product of the trip counts of the loops around it: what `assumed` has under the
+    tag of a loop's operation, else what the text says, 1 for a bound that is no constant. A branch counts as if it
+    always ran. A gather over several axes is one `Collective` with all of them; part of an axis is named as Shardy
+    does, "y:(2)2". One that Shardy put at a place without a tag or a source line takes those of the call or loop around
+    it.
     """
     with module.context:
         ops = [op.operation for op in module.body.operations]
@@ -89,13 +90,14 @@ def collectives(module: ir.Module) -> tuple[Collective, ...]:
         axis_sizes = {axis.name: axis.size for mesh in meshes for axis in map(sdy.MeshAxisAttr, mesh.axes)}
         functions = {_symbol(op, "sym_name"): op for op in ops if op.name == "func.func"}
         roots = [op for name, op in functions.items() if name == "main"] or list(functions.values())[:1]
-        return tuple(c for root in roots for c in _walk(root, _Program(functions, axis_sizes), _Place()))
+        return tuple(c for root in roots for c in _walk(root, _Program(functions, axis_sizes, assumed), _Place()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
     functions: Mapping[str, ir.Operation]
     axis_sizes: Mapping[str, int]  # in mesh order
+    assumed: Mapping[str, int]  # tag -> trips
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,14 @@ class _Place:
 
     def inside(self, op: ir.Operation, trips: int = 1) -> _Place:
         location = str(op.location)
-        name = re.search(r'loc\((?:fused(?:<.*?>)?\[)?"([^"]*)"', location)
         line = re.search(r'"([^"]+)":(\d+):\d+', location)  # the first of a chain of call sites is the innermost
         source = f"{line[1].rsplit('/', 1)[-1]}:{line[2]}" if line else self.source
-        return _Place(self.count * trips, last_tag(name[1] if name else "") or self.op, source)
+        return _Place(self.count * trips, _tag(location) or self.op, source)
+
+
+def _tag(location: str) -> str:
+    name = re.search(r'loc\((?:fused(?:<.*?>)?\[)?"([^"]*)"', location)
+    return last_tag(name[1] if name else "")
 
 
 def _walk(parent: ir.Operation, program: _Program, place: _Place) -> Iterator[Collective]:
@@ -121,7 +127,7 @@ def _walk(parent: ir.Operation, program: _Program, place: _Place) -> Iterator[Co
         elif op.name == "func.call":
             yield from _walk(program.functions[_symbol(op, "callee")], program, place.inside(op))
         elif len(op.regions):
-            yield from _walk(op, program, place.inside(op, _trips(op)))
+            yield from _walk(op, program, place.inside(op, _runs(op, program)))
 
 
 def _symbol(op: ir.Operation, attribute: str) -> str:
@@ -208,6 +214,12 @@ def _producer(value: ir.Value[Any]) -> ir.Operation:
 
 
 # --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def _runs(op: ir.Operation, program: _Program) -> int:
+    """How often the regions of an operation run."""
+    assumed = program.assumed.get(_tag(str(op.location))) if op.name == "stablehlo.while" else None
+    return assumed or _trips(op)
 
 
 def _trips(loop: ir.Operation) -> int:

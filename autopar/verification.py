@@ -39,11 +39,12 @@ from autopar.arguments import opened
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
 from autopar.graph import Graph
+from autopar.passes.homes import assumed_trips
 from autopar.plans import Plan, check_matches
 from autopar.prepare import carried_out, executed
 from autopar.rules import rules_of
 from autopar.rules.registry import registered_rules
-from autopar.trace import trace
+from autopar.trace import Traced, trace
 
 #: Emitted over predicted wire bytes up to which a plan counts as honoured.
 TOLERANCE = 1.10
@@ -122,9 +123,9 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     traced = carried_out(traced, plan, registered_rules())
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
-        mesh = backend.mesh(plan, topology)
+        mesh = backend.mesh(plan, traced.graph, topology)
         built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
-        found = backend.emit(built, traced.in_avals, plan)
+        found = backend.emit(built, traced, plan)
     return _judged(plan, traced.graph, found, target)
 
 
@@ -145,7 +146,7 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
     """
     with opened(args, kwargs) as given:
         traced = executed(trace(getattr(fn, "__wrapped__", fn), *given.args, **given.kwargs), step.plan)
-    return _judged(step.plan, traced.graph, _read(step.programs["step"], step.plan), "cpu")
+    return _judged(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
 
 
 def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
@@ -200,22 +201,30 @@ def _holds(c: comparison.Comparison, target: str) -> bool:
     return 1 / TOLERANCE <= c.ratio <= TOLERANCE
 
 
-def _abstract(plan: Plan, topology: str) -> Any:
-    return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
+def _abstract(plan: Plan, graph: Graph, topology: str) -> Any:
+    """No devices, unless an operation cannot be lowered without: a callback to Python."""
+    bound = next((op for op in graph.walk() if op.name in jax_compat.LOWERED_FOR_DEVICES), None)
+    if bound is None:
+        return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
+    return _of_local_devices(plan, f"for '{bound.name}'{f' at {bound.source}' if bound.source else ''}")
 
 
-def _local(plan: Plan, topology: str) -> Any:
+def _local(plan: Plan, graph: Graph, topology: str) -> Any:
+    return _of_local_devices(plan, "with target 'cpu'")
+
+
+def _of_local_devices(plan: Plan, why: str) -> Any:
     devices, count = jax.devices(), math.prod(plan.mesh_sizes)
     if len(devices) < count:
-        raise MeshError(f"target 'cpu' needs {count} devices for mesh {plan.mesh_sizes}, {len(devices)} are here")
+        raise MeshError(f"verify needs {count} devices for mesh {plan.mesh_sizes} {why}, {len(devices)} are here")
     return jax_compat.auto_mesh(np.array(devices[:count]).reshape(plan.mesh_sizes), plan.mesh_names)
 
 
-def _tpu(plan: Plan, topology: str) -> Any:
+def _tpu(plan: Plan, graph: Graph, topology: str) -> Any:
     return tpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
 
 
-def _gpu(plan: Plan, topology: str) -> Any:
+def _gpu(plan: Plan, graph: Graph, topology: str) -> Any:
     return gpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
 
 
@@ -229,17 +238,18 @@ class Emitted:
     accessed: float = 0.0
 
 
-def _partitioned(built: codegen.Program, avals: Any, plan: Plan) -> Emitted:
-    lowered = built.jit().trace(*avals).lower(lowering_platforms=("cpu",))
-    return Emitted(shardy.collectives(shardy.partition(lowered)))
+def _partitioned(built: codegen.Program, traced: Traced, plan: Plan) -> Emitted:
+    lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=("cpu",))
+    return Emitted(shardy.collectives(shardy.partition(lowered), assumed_trips(traced.graph)))
 
 
-def _compiled(built: codegen.Program, avals: Any, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
-    lowered = built.jit().trace(*avals).lower(lowering_platforms=(platform,))
-    return _read(lowered.compile(compiler_options=_joined(options, codegen.compiler_options(plan, platform))), plan)
+def _compiled(built: codegen.Program, traced: Traced, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
+    lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=(platform,))
+    compiled = lowered.compile(compiler_options=_joined(options, codegen.compiler_options(plan, platform)))
+    return _read(compiled, traced.graph, plan)
 
 
-def _read(compiled: Any, plan: Plan) -> Emitted:
+def _read(compiled: Any, graph: Graph, plan: Plan) -> Emitted:
     stats = compiled.memory_analysis()
     memory = {
         "arguments": stats.argument_size_in_bytes,
@@ -249,7 +259,7 @@ def _read(compiled: Any, plan: Plan) -> Emitted:
         "host arguments": stats.host_argument_size_in_bytes,
     }
     costs = compiled.cost_analysis() or {}
-    found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes)
+    found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes, assumed_trips(graph))
     return Emitted(found, memory, float(costs.get("flops", 0.0)), float(costs.get("bytes accessed", 0.0)))
 
 
@@ -264,12 +274,12 @@ class Backend:
     """How one kind of target is compiled for.
 
     Attributes:
-        mesh: (plan, topology) -> the mesh to compile for.
+        mesh: (plan, program, topology) -> the mesh to compile for.
         emit: what it makes of a program.
     """
 
-    mesh: Callable[[Plan, str], Any]
-    emit: Callable[[codegen.Program, Any, Plan], Emitted]
+    mesh: Callable[[Plan, Graph, str], Any]
+    emit: Callable[[codegen.Program, Traced, Plan], Emitted]
 
 
 def _without(*passes: str) -> Mapping[str, str]:

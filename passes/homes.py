@@ -247,3 +247,8 @@ def use(
     same = home is not None and home.view is None and home.cluster == consumer and home.dims == dims
     if not same or assigned:
         b.uses.append(Use(site, value, consumer, dims, assigned, weight, op))
+
+
+def assumed_trips(graph: Graph) -> Mapping[str, int]:
+    """Tags of the loops whose trips are only known at run time -> the trips that prices assume for them."""
+    return {op.tag: UNKNOWN_TRIPS for op in graph.walk() if op.regions and op.trips is None}

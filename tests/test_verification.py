@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import cli, comparison, gpu_topology, tpu_topology
+from autopar.bench.equal_case import dear
 from autopar.cluster import Cluster
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
@@ -46,6 +48,34 @@ def test_a_plan_on_two_axes_holds_without_devices(target: str) -> None:
     assert report.mismatches == ()
     assert report.comparison.ratio == pytest.approx(1.0)
     assert report.bytes > 1e6
+
+
+def iterated(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A loop whose trips depend on values, with a sum over rows in every round, and a callback to Python."""
+
+    def body(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y, rounds = carry
+        return jnp.tanh(y @ w) * jnp.sum((x * y).T @ x, 0), rounds + 1
+
+    y, rounds = jax.lax.while_loop(lambda c: (jnp.sum(c[0]) < 1e9) & (c[1] < 7.5), body, (x, jnp.zeros(())))
+    return y, jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((), jnp.float32), rounds)
+
+
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_a_loop_of_unknown_length_is_taken_to_run_as_often_as_planned(target: str) -> None:
+    arguments = jnp.ones((64, 64)), jnp.ones((128, 64))
+    plan = autopar.plan(iterated, *arguments, mesh=(8,), cluster=dear((8,)))
+    report = autopar.verify(plan, iterated, *arguments, target=target)
+    assert report.ok, str(report)
+    assert report.bytes == pytest.approx(report.comparison.predicted_wire_bytes)
+    assert {c.count for c in report.collectives if c.bytes > 64} == {10}
+
+
+def test_a_callback_is_verified_for_devices_at_hand_only() -> None:
+    arguments = jnp.ones((64, 64)), jnp.ones((128, 64))
+    plan = autopar.plan(iterated, *arguments, mesh=(16,))
+    with pytest.raises(MeshError, match=r"needs 16 devices .* for 'pure_callback' at test_verification\.py:\d+, 8 are"):
+        autopar.verify(plan, iterated, *arguments, target="shardy")
 
 
 @pytest.mark.parametrize("target", ["cpu", "shardy"])
