@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from autopar.bench.fuzz import elementwise, indexing, regions, shapes, totals
-from autopar.bench.fuzz.program import KEY, STATE, Block, Node, Program, Type
+from autopar.bench.fuzz import elementwise, indexing, library, regions, shapes, totals
+from autopar.bench.fuzz.program import KEY, KEYS, STATE, Block, Node, Program, Type
 from autopar.bench.fuzz.regions import Move, Moves
 from autopar.bench.fuzz.scope import LARGEST_STAGE, Names, Scope, Value, batched, floating, of_rank, plain
 
@@ -42,11 +42,11 @@ FROZEN_MOVES: tuple[Move, ...] = (
     shapes.fold, shapes.extend, shapes.along, shapes.join, shapes.cumulate, shapes.order, shapes.order, shapes.reduce,
     shapes.window, indexing.table, indexing.own_label, indexing.own_label, indexing.along_axis, indexing.columns,
     indexing.columns, indexing.scatter_columns, indexing.segments, indexing.slices_of_examples, totals.total,
-    totals.wrapped_total, totals.narrow_total, totals.flags,
+    totals.wrapped_total, totals.narrow_total, totals.flags, library.each, library.each, library.count,
 )  # fmt: skip
 ACROSS_MOVES: tuple[Move, ...] = (
     shapes.across, totals.single_total, indexing.gathered_total, regions.chain, regions.chain, totals.by_product,
-    indexing.segments, totals.total,
+    indexing.segments, totals.total, library.total, library.count, library.integer_product,
 )  # fmt: skip
 BODY = Moves(SMOOTH_MOVES, 1, 4)
 MIXED_BODY = Moves((*FROZEN_MOVES, *SMOOTH_MOVES[:12]), 1, 4)
@@ -139,7 +139,10 @@ def _leaves(scope: Scope) -> list[str]:
     if rng.random() < 0.5:
         _leaf(scope, "t", "counters", "float64", (), "np.float64(0.5)")
     if rng.random() < 0.6:
-        _leaf(scope, "k", rng.choice(("counters", "key")), KEY, (), f"jax.random.key({rng.randrange(9)})")
+        kind, impl = rng.choice((*[(KEY, KEYS[KEY])] * 5, *list(KEYS.items())[1:]))
+        _leaf(
+            scope, "k", rng.choice(("counters", "key")), kind, (), f'jax.random.key({rng.randrange(9)}, impl="{impl}")'
+        )
     if rng.random() < 0.3:
         extent = rng.choice((3, 5, 7))
         _leaf(scope, "q", "scale", rng.choice(("float64", "int32")), rng.choice(((), (extent,))))
@@ -242,7 +245,7 @@ def _loss(scope: Scope) -> Value | None:
         return None
     terms = fit[-scope.rng.choice((1, 1, 2)) :]
     total: dict[str, Any] = {"batch": None, "stage": 2, "folded": (1, 1)}
-    parts = [scope.emit(scope.rng.choice(LOSSES[: 6 if v.rank else 1]), v, **total) for v in terms]
+    parts = [scope.emit(_loss_of(scope, v), v, **total) for v in terms]
     if scope.chance(0.12):  # a balance loss: a product of two means over the batch
         value = fit[-1]
         mean = scope.emit(f"jnp.mean({{0}}, {value.batch})", value, **total)
@@ -257,6 +260,12 @@ def _loss(scope: Scope) -> Value | None:
     if len(known) < len(parts) or any(p.shape for p in known):
         return None
     return scope.emit(" + ".join(f"{{{i}}}" for i in range(len(known))), *known, smooth=True, **total)
+
+
+def _loss_of(scope: Scope, value: Value) -> str:
+    """A scalar of a value: losses over its last dimension where that has no examples."""
+    fit = LOSSES if value.rank and value.batch != value.rank - 1 and value.folded == (1, 1) else LOSSES[:1]
+    return scope.rng.choice(fit)
 
 
 def _second_order(scope: Scope, block: Block, leaves: Sequence[str], grads: Sequence[Value]) -> list[Value]:
@@ -329,7 +338,7 @@ def _counters(scope: Scope) -> list[tuple[str, str]]:
     for leaf in [x for x in scope.names.leaves if x.group == "counters"]:
         value = next(v for v in scope.values if v.name == leaf.name)
         other = scope.find(floating, of_rank(1), lambda v: v.stage == 1 and not v.mixed)
-        if leaf.type.dtype == KEY:
+        if leaf.type.dtype in KEYS:
             new = scope.emit("jax.random.fold_in({0}, 1)", value)
         elif other is None:
             new = value

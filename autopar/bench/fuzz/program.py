@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 KEY = "key<fry>"  # the dtype of JAX's typed keys, as it prints it
+KEYS = {KEY: "threefry2x32", "key<rbg>": "rbg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,14 @@ class Type:
 
     def abstract(self) -> jax.ShapeDtypeStruct:
         """As JAX has it."""
-        dtype: Any = jax.random.key(0).dtype if self.dtype == KEY else jnp.dtype(self.dtype)
+        dtype: Any = jax.random.key(0, impl=KEYS[self.dtype]).dtype if self.dtype in KEYS else jnp.dtype(self.dtype)
         return jax.ShapeDtypeStruct(self.shape, dtype)
 
     def zeros(self) -> str:
         """An expression for a value of this type that depends on nothing."""
-        if self.dtype == KEY:
-            return "jax.random.key(0)" if not self.shape else f"jax.random.split(jax.random.key(0), {self.shape})"
+        if self.dtype in KEYS:
+            key = f'jax.random.key(0, impl="{KEYS[self.dtype]}")'
+            return f"jax.random.split({key}, {self.shape})" if self.shape else key
         return f"jnp.zeros({self.shape}, jnp.{jnp_name(self.dtype)})"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.bench.fuzz.program import KEY, Block, Leaf, Node, Type, function, type_of
+from autopar.bench.fuzz.program import KEYS, Block, Leaf, Node, Type, function, type_of
 
 MOST_ELEMENTS = 4096
 LARGEST_STAGE = 4
@@ -65,7 +65,7 @@ class Value:
 
 def kind(dtype: str) -> str:
     """The kind of a dtype, see `Value.kind`."""
-    if dtype == KEY:
+    if dtype in KEYS:
         return "k"
     if dtype.startswith(("bfloat", "float")):
         return "f"

@@ -81,7 +81,7 @@ def _without_values(program: Program, chosen: Set[str]) -> Program:
 
 
 def _is_zero(node: Node) -> bool:
-    return not node.reads and not node.bodies and node.code.startswith(("jnp.zeros(", "jax.random.key(0)"))
+    return not node.reads and not node.bodies and node.code.startswith(("jnp.zeros(", "jax.random.key(0,"))
 
 
 def _zeros(types: Mapping[str, Type], node: Node) -> tuple[Node, ...] | None:
