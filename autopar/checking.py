@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from autopar import arguments, differences
 from autopar.api import BoundFunction, ParallelFunction
@@ -186,7 +188,18 @@ class Single:
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves of the results."""
-        return jax.tree.leaves(self.compiled(*(jax.device_put(x, self.device) for x in leaves)))
+        placed = [jax.device_put(x, self.device) for x in leaves]
+        with _alone(self.device):
+            return jax.tree.leaves(self.compiled(*placed))
+
+
+def _alone(device: Any) -> AbstractContextManager[Any]:
+    """In place of the mesh that is in force, if there is one, a mesh of one device with the same axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return nullcontext()
+    devices = np.array([device]).reshape((1,) * len(mesh.axis_names))
+    return jax.set_mesh(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
 def _single(fn: Callable[..., Any], given: Opened, leaves: Sequence[Any], static: Sequence[int]) -> Single:
@@ -198,7 +211,8 @@ def _single(fn: Callable[..., Any], given: Opened, leaves: Sequence[Any], static
     sharding = jax.sharding.SingleDeviceSharding(device)
     avals = [jax.typeof(x) for x in leaves]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type) for a in avals]
-    return Single(device, jax.jit(flat).lower(*shapes).compile())
+    with _alone(device):
+        return Single(device, jax.jit(flat).lower(*shapes).compile())
 
 
 def _fitted(fn: Callable[..., Any], given: Opened, s: Settings) -> tuple[list[Any], Single, tuple[str, ...]]:

@@ -15,6 +15,7 @@ a step is handed over whole before the next one is                              
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,21 @@ def _check_value(leaf: Any, path: str) -> None:
         )
 
 
+def unaliased(placed: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
+    """Arguments in their place, an array that is donated and occurs twice copied: no memory can be given up twice.
+
+    A target network that has been set to the model's values is one, or an average before its first step.
+    """
+    if len(set(map(id, placed))) == len(placed):
+        return placed
+    found, used = list(placed), Counter(map(id, placed))
+    for i in donated:
+        if used[id(placed[i])] > 1:
+            used[id(placed[i])] -= 1
+            found[i] = placed[i].copy()
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class OneMesh:
     """One compiled program.
@@ -91,7 +107,7 @@ class OneMesh:
             for i, (x, seen) in enumerate(zip(leaves, known, strict=True))
         ]
         self.in_place[:] = [x.sharding for x in placed]
-        return self.program(*placed)
+        return self.program(*unaliased(placed, self.plan.donated))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +132,7 @@ class Staged:
             self._batch(x, i) if sharding is None else place(x, sharding, i in donated, self.plan.input_paths[i])
             for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
         ]
-        results = self.step.results(placed)
+        results = self.step.results(unaliased(placed, self.plan.donated))
         for i in self.weak:
             results[i] = results[i] if results[i].weak_type else jax_compat.weakly_typed(results[i])
         self._delete([x for i, x in enumerate(leaves) if i in donated and x is placed[i]], results)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -168,6 +169,11 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
             f"{name} needs the value of a traced array{_user_line(error)}: {detail}. "
             "Use jax.lax control flow or jnp.where, or pass the argument in static_argnums."
         ) from error
+    except _flax_trace_errors() as error:
+        raise TraceError(
+            f"{name} changes an object of Flax that is no argument of it{_user_line(error)}: "
+            f"{str(error).partition(' (http')[0]}. Pass the module, the optimizer or the nnx.Rngs as an argument."
+        ) from error
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"{name} uses a traced value that was kept from an earlier trace{_user_line(error)}. "
@@ -184,6 +190,12 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
             "which JAX runs on one device only. Use ordered=False."
         )
     return jaxpr, out_shape
+
+
+def _flax_trace_errors() -> tuple[type[Exception], ...]:
+    """What Flax raises where an object from outside of a trace is changed inside; nothing if it is not loaded."""
+    flax = sys.modules.get("flax.errors")
+    return () if flax is None else (flax.TraceContextError,)
 
 
 #: What JAX raises where Python asks for the value of a traced array.
@@ -234,15 +246,12 @@ def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[
 
 
 def _user_line(error: BaseException) -> str:
-    """ " at file.py:12" for the innermost frame outside JAX and autopar, or nothing."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    jax_home = os.path.dirname(os.path.abspath(jax.__file__))
+    """ " at file.py:12" for the innermost frame of the user's code, outside of installed packages, or nothing."""
     found = ""
     tb = error.__traceback__
     while tb is not None:
-        file = os.path.abspath(tb.tb_frame.f_code.co_filename)
-        if not file.startswith((here + os.sep, jax_home + os.sep)) or os.sep + "zoo" + os.sep in file:
-            found = f" at {os.path.basename(file)}:{tb.tb_lineno}"
+        if jax_compat.is_own(tb.tb_frame.f_code.co_filename):
+            found = f" at {os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno}"
         tb = tb.tb_next
     return found
 

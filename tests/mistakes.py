@@ -126,6 +126,9 @@ def closes_over_a_tracer() -> None:
 # Arguments and plans
 
 
+DROPOUT = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+
 class NoPytree:
     pass
 
@@ -374,7 +377,13 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ArgumentError,
         rf"shard_map at {LINE} runs over the mesh \{{'x': 8\}}, .* is not available with stages=2\. Leave .*",
     ),
-    # Arguments that are changed
+    # Arguments that are changed, and what is none
+    (
+        "a module that is no argument",
+        lambda: planned(lambda x: DROPOUT(x), (X,)),
+        TraceError,
+        rf"<lambda> changes an object of Flax that is no argument of it at {LINE}: Cannot mutate RngCount .* Pass .*",
+    ),
     (
         "an update that is not returned",
         lambda: planned(drops_its_update, ({"w": W}, X)),

@@ -148,6 +148,20 @@ def test_donation_spares_what_had_to_be_moved(place: str) -> None:
     assert_equal(params, two_layers())
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2}], ids=["one mesh", "stages"])
+def test_an_array_may_occur_twice_in_the_state(options: Any) -> None:
+    def averaged(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        params = sgd(state["params"], grads)
+        return {"params": params, "mean": jax.tree.map(lambda m, p: (m + p) / 2, state["mean"], params)}, value
+
+    step = parallelize(averaged, mesh=(8,), **options)
+    placed, _ = step({"params": two_layers(), "mean": two_layers()}, array(16, 8))
+    params = gather(placed["params"])
+    expected = averaged({"params": params, "mean": params}, array(16, 8))
+    assert_equal(step({"params": placed["params"], "mean": dict(placed["params"])}, array(16, 8)), expected)
+
+
 def test_donation_can_be_chosen() -> None:
     for chosen, donated in (((), ()), (0, (0, 1)), ((0, 1), (0, 1, 2))):
         plan = autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,), donate_argnums=chosen)

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 import autopar
 from autopar import differences
@@ -102,6 +103,13 @@ def test_options_are_those_of_the_step_unless_some_are_given() -> None:
     step = parallelize(train, mesh=(8,), num_microbatches=2)
     assert autopar.check(step, state(), array(16, 8)).plan.num_microbatches == 2
     assert autopar.check(step, state(), array(16, 8), mesh=(2, 4)).plan.mesh_sizes == (2, 4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_inside_a_mesh_that_the_user_has_set(kind: AxisType) -> None:
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(kind,))):
+        report = autopar.check(train, state(), array(16, 8))
+    assert report.ok, str(report)
 
 
 def small(memory: int) -> Cluster:
