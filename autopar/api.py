@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import arguments, explicit, jax_compat
 from autopar.arguments import Opened, opened
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, DonatedError
 from autopar.executables import Executable, Lowered, lower
 from autopar.plans import Plan
 from autopar.prepare import Pin, Prepared, name_of, prepare, warn
@@ -88,8 +88,21 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
 
 def gather(tree: Any) -> Any:
-    """Whole host values (numpy arrays) of a tree of possibly sharded arrays; other leaves are kept."""
-    return jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) and not _extended(x) else x, tree)
+    """Whole host values (numpy arrays) of a tree of possibly sharded arrays; other leaves are kept.
+
+    Raises:
+        DonatedError: an array of the tree was donated to a step.
+    """
+    return jax.tree.map(lambda x: _whole(x) if isinstance(x, jax.Array) and not _extended(x) else x, tree)
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    if x.is_deleted():
+        raise DonatedError(
+            f"an array of shape {x.shape} was donated to an earlier step and its memory reused. "
+            "Gather the state that the step returned, or pass donate_argnums=()."
+        )
+    return np.asarray(x)
 
 
 def _extended(x: jax.Array) -> bool:
@@ -169,7 +182,12 @@ class ParallelFunction:
 
         With a plan whose argument has this structure (call `plan` first), arrays get the plan's shardings; before any
         plan they are spread evenly over all devices, and the first step moves them.
+
+        Raises:
+            ArgumentError: no function.
         """
+        if not callable(init_fn):
+            raise ArgumentError(f"init takes a function, got {type(init_fn).__name__} {init_fn!r:.60}")
         with opened(args, {}) as given:
             made = self._created(lambda *pure: arguments.called(init_fn, (pure, {})), given.args)
             return arguments.closed(made, given.leaves)
@@ -297,7 +315,7 @@ def _leaf_key(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype, bool(getattr(leaf, "weak_type", False))
     try:
         aval = jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, OverflowError):
         return type(leaf)  # no array: tracing says so, with its path
     return aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False))
 

@@ -22,8 +22,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from autopar.errors import ClusterError, MeshError
+from autopar.figures import (
+    FIGURE,
+    FLAG,
+    NAME,
+    RATE,
+    SHARE,
+    Row,
+    check,
+    each,
+    is_count,
+    is_figure,
+    is_integer,
+    is_name,
+    is_rates,
+)
 from autopar.links import NETWORKS, Level, Link, cut, inner_sizes, piece, slowest
 
 __all__ = ["DEFAULT_AXIS_NAMES", "NETWORKS", "Cluster", "Device", "Level", "Link", "LogicalMesh"]
@@ -72,9 +89,29 @@ class Device:
     host_bandwidth: float = 0.0
     host_memory_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        check(f"Device {self.name!r:.60}", self, DEVICE)
+
     def peak(self, dtype: str) -> float:
         """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
+
+
+#: Field of `Device` -> what it must be.
+DEVICE: Mapping[str, Row] = MappingProxyType(
+    {
+        "name": NAME,
+        "peak_flops": ("flop/s above 0 by dtype", is_rates),
+        **dict.fromkeys(("memory_bandwidth", "efficiency"), RATE),
+        **dict.fromkeys(("memory_bytes", "kernel_overhead", "bucket_bytes"), FIGURE),
+        **dict.fromkeys(("host_bandwidth", "host_memory_bytes"), FIGURE),
+        **dict.fromkeys(("reduce_scatter", "rounds_operands"), FLAG),
+        "overlap": SHARE,
+        "tile": ("two integers of 1 or more", each(is_count, 2)),
+        "half_rate_extents": ("three numbers of 0 or more", each(is_figure, 3)),
+        "combines": ("kinds of collectives", each(is_name)),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +194,7 @@ class Cluster:
     groups: tuple[Cluster, ...] = ()
 
     def __post_init__(self) -> None:
+        check(f"Cluster {self.name!r:.60}", self, CLUSTER)
         if any(level.size < 1 for level in self.levels):
             raise ClusterError(f"Cluster {self.name!r} has sizes {[v.size for v in self.levels]}; all must be >= 1.")
 
@@ -181,7 +219,7 @@ class Cluster:
         `names` defaults to the first of ("x", "y", "z", "w"). Raises `MeshError` where the sizes do not multiply to
         the number of devices, are not positive, or outnumber the default names.
         """
-        sizes = tuple(int(s) for s in shape)
+        sizes = integers("Mesh sizes", shape, MeshError)
         if math.prod(sizes) != self.num_devices or min(sizes, default=1) < 1:
             raise MeshError(
                 f"Mesh sizes {sizes} multiply to {math.prod(sizes)}, but cluster {self.name!r} has "
@@ -205,6 +243,7 @@ class Cluster:
         Inside one group of a cluster of several it has that group's device and links. Raises `ClusterError` where the
         devices are not whole groups of one level: a number of whole hosts, or devices of one host.
         """
+        first, count = integers("first device and count", (first, count), ClusterError)
         if self.groups:
             return self._part_of_groups(first, count)
         inner = inner_sizes(self.levels)
@@ -271,11 +310,11 @@ class Cluster:
         `alpha` (s) and `beta` (s/byte) are numbers or one number per axis; `peak_flops` (flop/s) is a number for
         every dtype or a mapping from dtype names. Raises `ClusterError` where the lengths differ.
         """
-        sizes = tuple(int(s) for s in mesh_shape)
+        sizes = integers("mesh_shape", mesh_shape, ClusterError)
         alphas, betas = _per_axis("alpha", alpha, sizes), _per_axis("beta", beta, sizes)
-        peaks = dict(peak_flops) if isinstance(peak_flops, Mapping) else {"float32": float(peak_flops)}
+        peaks = dict(peak_flops) if isinstance(peak_flops, Mapping) else {"float32": peak_flops}
         links = tuple(Link(a, b) for a, b in zip(alphas, betas, strict=True)) or (Link(0.0, 0.0),)
-        device = Device(f"{name} device", peaks, memory_bandwidth, int(memory_bytes), kernel_overhead)
+        device = Device(f"{name} device", peaks, memory_bandwidth, memory_bytes, kernel_overhead)
         levels = tuple(Level(s, link) for s, link in zip(sizes, links, strict=False))
         return Cluster(name, device, 1, math.prod(sizes), links[-1], links[0], levels or (Level(1, links[0]),))
 
@@ -287,6 +326,8 @@ class Cluster:
         """
         from autopar import heterogeneous
 
+        if not isinstance(groups, list | tuple):
+            raise ClusterError(f"Clusters are joined in a list, got {type(groups).__name__} {groups!r:.60}.")
         return heterogeneous.join(tuple(groups), inter, name)
 
     @staticmethod
@@ -330,8 +371,11 @@ class Cluster:
         return cluster_files.text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_toml()` to a file."""
-        Path(path).write_text(self.to_toml(), "utf-8")
+        """Write `to_toml()` to a file. ClusterError where it cannot be written."""
+        try:
+            Path(path).write_text(self.to_toml(), "utf-8")
+        except (OSError, TypeError, ValueError) as error:
+            raise ClusterError(f"Cluster {self.name!r} cannot be saved to {path!r:.60}: {error}.") from error
 
     @staticmethod
     def local() -> Cluster:
@@ -358,7 +402,27 @@ class Cluster:
 
 
 def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...]) -> tuple[float, ...]:
-    values = tuple(map(float, value)) if isinstance(value, Sequence) else (float(value),) * len(sizes)
+    values: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,) * len(sizes)
+    if not all(map(is_figure, values)):
+        raise ClusterError(f"{what}={value!r:.60} must be a number of 0 or more, or one for each mesh axis.")
     if len(values) != len(sizes):
         raise ClusterError(f"{what} has {len(values)} values {values} for {len(sizes)} mesh axes of sizes {sizes}.")
-    return values
+    return tuple(map(float, values))
+
+
+#: Field of `Cluster` -> what it must be.
+CLUSTER: Mapping[str, Row] = MappingProxyType(
+    {
+        "name": NAME,
+        "device": ("a Device", lambda value: isinstance(value, Device)),
+        **dict.fromkeys(("hosts", "devices_per_host"), ("an integer", is_integer)),
+        **dict.fromkeys(("intra", "inter"), ("a Link", lambda value: isinstance(value, Link))),
+    }
+)
+
+
+def integers(what: str, values: Any, error: type[ClusterError | MeshError]) -> tuple[int, ...]:
+    """Integers in a list or tuple; an error that names them otherwise."""
+    if not isinstance(values, list | tuple) or not all(map(is_integer, values)):
+        raise error(f"{what} {values!r:.60} must be integers, such as (2, 4).")
+    return tuple(map(int, values))

@@ -34,6 +34,7 @@ from typing import Any
 from autopar import heterogeneous, local_cluster
 from autopar.cluster import Cluster, Device, Level, Link
 from autopar.errors import ClusterError
+from autopar.figures import is_count, is_integer
 
 Table = Mapping[str, Any]
 
@@ -63,13 +64,13 @@ def load(path: str | os.PathLike[str], hosts: int | None = None) -> Cluster:
     """See `Cluster.from_toml`."""
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ClusterError(f"Cluster file {str(path)!r} cannot be read: {error}") from error
     return _from_table(table, str(path), hosts, None, 1)
 
 
 def _preset_table(name: str) -> dict[str, Any]:
-    if name not in presets():
+    if not isinstance(name, str) or name not in presets():
         raise ClusterError(f"Cluster preset {name!r} not found. Known presets: {', '.join(presets())}.")
     return tomllib.loads(resources.files("autopar.cost_models").joinpath("presets", f"{name}.toml").read_text("utf-8"))
 
@@ -81,16 +82,20 @@ def _kinds(table: Table) -> Sequence[str]:
 
 def _from_table(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> Cluster:
     body = next((key for key in BODIES if key in table), "hosts")
-    topology = topology or table.get("topology")
+    topology = topology if topology is not None else table.get("topology")
     if body != "torus" and (topology is not None or slices != 1):
         raise ClusterError(f"Cluster {where} is no torus, but topology={topology!r} and slices={slices} were given.")
-    if hosts is not None and hosts < 1:
-        raise ClusterError(f"Cluster {where}: hosts={hosts} must be at least 1.")
+    if hosts is not None and not is_count(hosts):
+        raise ClusterError(f"Cluster {where}: hosts={hosts!r:.60} must be at least 1.")
+    if not is_count(slices) or not isinstance(topology, str | None):
+        raise ClusterError(
+            f"Cluster {where}: topology={topology!r:.60} must be text such as '4x8', slices={slices!r:.60} at least 1."
+        )
     try:
         if body == "torus":
             return _of_torus(table, where, hosts, topology, slices)
         return BODIES.get(body, _of_hosts)(table, where, hosts)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         if isinstance(error, ClusterError):
             raise
         raise ClusterError(f"Cluster {where} is not complete: {type(error).__name__} {error}.") from error
@@ -263,7 +268,7 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{_quoted(str(k))} = {_value(v)}" for k, v in value.items()) + " }"
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return repr(value)
+    return repr(int(value) if is_integer(value) else float(value))
 
 
 def _quoted(text: str) -> str:

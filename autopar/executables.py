@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autopar import arguments, codegen, jax_compat
+from autopar.errors import ArgumentError
 from autopar.plans import Plan
 from autopar.prepare import Prepared
 from autopar.running import DISPATCH, OneMesh, Staged
@@ -83,7 +84,17 @@ class Lowered:
         return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
-        """Compile for the devices at hand."""
+        """Compile for the devices at hand. ArgumentError for options that the compiler does not know."""
+        if not isinstance(compiler_options, Mapping | None):
+            raise ArgumentError(f"compiler_options={compiler_options!r:.60} must be a dict from options to values")
+        try:
+            return self._compiled(compiler_options)
+        except jax.errors.JaxRuntimeError as error:
+            if compiler_options and "compile option" in str(error):
+                raise ArgumentError(f"compiler_options={compiler_options!r:.60}: {error}") from error
+            raise
+
+    def _compiled(self, compiler_options: Mapping[str, Any] | None) -> Executable:
         out_tree = self._prepared.traced.out_tree
         if self._prepared.pipeline is not None:
             step = self._prepared.build(compiler_options)

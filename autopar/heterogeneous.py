@@ -51,6 +51,9 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | None = None) -> Cluster:
     """One cluster of `groups`, its devices theirs one after the other; see `Cluster.joined`."""
+    for group in groups:
+        if not isinstance(group, Cluster):
+            raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
     if not groups:
         raise ClusterError(f"Cluster {name!r} has no groups; it needs at least one.")
     unit = math.gcd(*(_inside(g) for g in groups))

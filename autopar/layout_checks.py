@@ -123,8 +123,6 @@ def _values(p: _Program) -> Complaints:
     for value, layout in p.stage.values.items():
         if value not in p.makers:
             yield _complaint("values", value, layout, "no such field: the program has no such value")
-        elif not p.graph.types[value].rank:
-            yield _complaint("values", value, layout, "no such field: the value is a scalar")
         elif expected := p.misfit(layout, value):
             yield _complaint("values", value, layout, expected)
 

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import ClusterError
+from autopar.figures import is_figure
 
 NETWORKS = ("switch", "ring", "line", "mesh", "memory")
 NEIGHBOURS = ("ring", "line", "mesh")
@@ -52,7 +53,8 @@ class Link:
     pair: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.network not in NETWORKS or self.alpha < 0 or self.beta < 0 or self.pair < 0:
+        known = isinstance(self.network, str) and self.network in NETWORKS
+        if not (known and is_figure(self.alpha) and is_figure(self.beta) and is_figure(self.pair)):
             raise ClusterError(
                 f"{self} is no link: alpha, beta and pair are >= 0, network is one of {', '.join(NETWORKS)}."
             )

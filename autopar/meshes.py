@@ -17,6 +17,7 @@ from autopar.errors import MeshError
 
 #: The cluster that prices a mesh of devices that are not there, when none is named.
 DEFAULT_PRESET = "dgx-h100"
+MOST_DEVICES = 2**24  # of a mesh: a hundred times those of the largest clusters
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
         return _sizes(tuple(mesh), mesh), None, None
     if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
         devices = mesh.devices if jax_compat.is_concrete_mesh(mesh) else None
+        _sizes(tuple(mesh.axis_sizes), mesh)
         return tuple(mesh.axis_sizes), tuple(mesh.axis_names), devices
     raise MeshError(f"mesh={mesh!r} is no jax Mesh, AbstractMesh, tuple of sizes or {{name: size}}")
 
@@ -72,6 +74,8 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
 def _sizes(sizes: tuple[Any, ...], mesh: Any) -> tuple[int, ...]:
     if not sizes or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in sizes):
         raise MeshError(f"mesh={mesh!r}: sizes must be integers of at least 1")
+    if math.prod(sizes) > MOST_DEVICES:
+        raise MeshError(f"mesh={mesh!r:.60} has more than {MOST_DEVICES:,} devices")
     return sizes
 
 

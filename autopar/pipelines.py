@@ -256,6 +256,8 @@ def searched(
     graph = traced.graph
     if not _has_backward(graph):
         return None
+    if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
+        raise ScheduleError(_unfit(s.schedule, works=True))
     try:
         batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
     except MicrobatchError:
@@ -359,11 +361,15 @@ def _chunks(schedule: str) -> int:
 def _check_fits(name: str, stages: Stages) -> None:
     """A schedule with backward passes for a step that has some, and only for one."""
     works = any(stage.passes["B"].ops for stage in stages.stages)
-    if SCHEDULES[name].backward == works:
-        return
+    if SCHEDULES[name].backward != works:
+        raise ScheduleError(_unfit(name, works))
+
+
+def _unfit(name: str, works: bool) -> str:
+    """What to say of a schedule for a step that has backward passes, or has none."""
     others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
     has, step = ("no backward passes", "has") if works else ("backward passes", "has none")
-    raise ScheduleError(f"schedule '{name}' has {has} and the step {step}; use {others}")
+    return f"schedule '{name}' has {has} and the step {step}; use {others}"
 
 
 def _microbatches(

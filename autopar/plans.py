@@ -173,7 +173,11 @@ class Plan:
         specs = self.in_specs()
         if tree is None:
             return dict(zip(self.input_paths, specs, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(tree), [specs[i] for i in self.positions(tree)])
+        try:
+            structure = jax.tree.structure(tree)
+        except ValueError as error:  # keys of a dict that cannot be sorted
+            raise ArgumentError(f"the tree is none that JAX can flatten: {error}") from error
+        return jax.tree.unflatten(structure, [specs[i] for i in self.positions(tree)])
 
     def positions(self, tree: Any) -> range:
         """The argument leaves that a tree (the tuple of arguments, or one of them) has, by their shapes.
@@ -193,7 +197,7 @@ class Plan:
 
     def explain(self, name: str) -> str:
         """Layouts of the arguments and results whose path matches `name` (a glob)."""
-        lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, name)]
+        lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, str(name))]
         return "\n".join(lines) if lines else f"no argument matches '{name}'"
 
     def wire_bytes(self) -> float:

@@ -64,6 +64,8 @@ from autopar.settings import Settings
 from autopar.stage_runs import LaidOut, StagePlans
 from autopar.trace import Traced, trace
 
+MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
+
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
 
@@ -139,7 +141,7 @@ def prepare(
     with collector_paused():
         begin = time.perf_counter()
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
-        verify_graph(traced.graph)
+        _check_sizes(name_of(fn), verify_graph(traced.graph))
         trace_s = time.perf_counter() - begin
         with jax_compat.automatic_axes():
             if s.plan is not None:
@@ -149,6 +151,19 @@ def prepare(
             if not traced.pins and pipelines.is_open(s, traced.graph):
                 return _searched(fn, traced, args, s, local, trace_s)
             return _best(fn, traced, args, s, local, trace_s)
+
+
+def _check_sizes(name: str, graph: Graph) -> None:
+    """ArgumentError for the first value whose bytes cannot be counted."""
+    if max((t.nbytes for t in graph.types), default=0) <= MOST_BYTES:
+        return
+    paths = {v: f"argument '{path}'" for v, path in graph.names.items()}
+    made = {v: f"the result of {op.name} at {op.source}" for op in graph.walk() for v in op.outputs}
+    value = next(v for v, t in enumerate(graph.types) if t.nbytes > MOST_BYTES)
+    what = {**made, **paths}.get(value, "a value")
+    raise ArgumentError(
+        f"{what} of {name} is {graph.types[value]}, more than the {MOST_BYTES:.1e} bytes an array may have"
+    )
 
 
 def _best(

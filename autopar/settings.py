@@ -5,6 +5,7 @@ Each option has a row in `_CHECKS`: what it must be, in words and as a predicate
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from autopar import offloading
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PinError, ScheduleError
+from autopar.figures import is_rate
 from autopar.passes.optimize import SOLVERS
 from autopar.passes.pins import Pins
 from autopar.plans import Plan
@@ -52,12 +54,17 @@ class Settings:
         return isinstance(self.stages, int) and self.stages > 1
 
 
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+def _is_amount(value: Any) -> bool:
+    """A number above zero, infinity among them."""
+    return is_rate(value) or (isinstance(value, float) and value == math.inf)
+
+
+def _is_one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in choices
 
 
 def _is_count(value: Any) -> bool:
-    return value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    return _is_one_of("auto")(value) or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
 
 
 #: option -> (what it must be, the test of it, the error when it is not)
@@ -69,22 +76,22 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | Pin
     ),
     "pins": (
         "a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
-        lambda value: value is None or isinstance(value, Mapping),
+        lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
         PinError,
     ),
-    "solver": (" or ".join(map(repr, SOLVERS)), lambda value: value in SOLVERS, ArgumentError),
-    "time_limit": ("a number of seconds above zero", _is_seconds, ArgumentError),
-    "remat": (" or ".join(map(repr, CHOICES)), lambda value: value in CHOICES, ArgumentError),
-    "offload": (" or ".join(map(repr, offloading.CHOICES)), lambda value: value in offloading.CHOICES, ArgumentError),
+    "solver": (" or ".join(map(repr, SOLVERS)), _is_one_of(*SOLVERS), ArgumentError),
+    "time_limit": ("a number of seconds above zero", _is_amount, ArgumentError),
+    "remat": (" or ".join(map(repr, CHOICES)), _is_one_of(*CHOICES), ArgumentError),
+    "offload": (" or ".join(map(repr, offloading.CHOICES)), _is_one_of(*offloading.CHOICES), ArgumentError),
     "num_microbatches": ("'auto' or a number of microbatches", _is_count, ArgumentError),
     "stages": (
         "'auto', 'search' or a number of stages",
-        lambda value: value == "search" or _is_count(value),
+        lambda value: _is_one_of("search")(value) or _is_count(value),
         ArgumentError,
     ),
     "schedule": (
         f"'auto' or {' or '.join(map(repr, RUNNABLE))}",
-        lambda value: value == "auto" or value in RUNNABLE,
+        _is_one_of("auto", *RUNNABLE),
         ScheduleError,
     ),
     "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
@@ -150,9 +157,9 @@ _UNITS: Mapping[str, float] = {
 
 def budget(value: Any) -> float | str:
     """Bytes per device of a `memory_budget`, or "min". ArgumentError for anything else."""
-    if value == "min":
+    if _is_one_of("min")(value):
         return "min"
-    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+    if _is_amount(value):
         return float(value)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
@@ -183,4 +190,4 @@ def _positions(name: str, value: Any) -> tuple[int, ...] | str:
     numbers: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
         raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments, 0 or more")
-    return numbers
+    return tuple(dict.fromkeys(numbers))

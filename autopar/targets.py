@@ -11,6 +11,7 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ def load(
     """(step, arguments); the arguments of a zoo model are ShapeDtypeStructs.
 
     Raises:
-        ArgumentError: an unknown name, a file or function that is not there or returns something else, or sizes for a
-            file.
+        ArgumentError: an unknown name, a file or function that is not there, fails or returns something else, or sizes
+            for a file.
     """
     file, colon, name = target.rpartition(":")
     if not colon:
@@ -47,7 +48,7 @@ def _from_file(path: Path, name: str) -> Loaded:
     function = getattr(_module(path), name, None)
     if not callable(function):
         raise ArgumentError(f"{path} has no function {name!r}")
-    found = function()
+    found = _called(path, f"{name}()", function)
     if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple | list)):
         raise ArgumentError(f"{name}() of {path} must return (train_step, example_args), got {found!r:.100}")
     return found[0], tuple(found[1])
@@ -61,10 +62,18 @@ def _module(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))  # as `python file.py` would: the file may import its neighbours
     sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        _called(path, "importing it", partial(spec.loader.exec_module, module))
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def _called(path: Path, what: str, run: Callable[[], Any]) -> Any:
+    """What a user's file does without arguments; the cause of an ArgumentError is the file's own error."""
+    try:
+        return run()
+    except Exception as error:
+        raise ArgumentError(f"{path}: {what} fails: {type(error).__name__}: {error}") from error
 
 
 def cluster(name: str, hosts: int | None, mesh: Sequence[int] | None) -> Cluster:

@@ -289,7 +289,7 @@ def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         return _typed(leaf, None)
     try:
         aval = jax.typeof(leaf)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ArgumentError(
             f"argument '{path}' is {type(leaf).__name__} {leaf!r:.60}, which is no array; "
             "pass arrays or numbers, register its class as a pytree, or name the argument in static_argnums"

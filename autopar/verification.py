@@ -107,11 +107,15 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     """Compare a plan with what a target makes of it.
 
     Raises:
-        ArgumentError: an unknown target.
+        ArgumentError: an unknown target, no plan, or no function.
         PlanMismatchError: the plan is for another function or other shapes.
         MeshError: target "cpu" with fewer devices than the plan has.
     """
-    platform, _, topology = target.partition(":")
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"verify takes a Plan, then the function and its arguments; got {plan!r:.60}")
+    if not callable(fn):
+        raise ArgumentError(f"verify takes a function behind the plan, got {type(fn).__name__} {fn!r:.60}")
+    platform, _, topology = str(target).partition(":")
     if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn = getattr(fn, "__wrapped__", fn)

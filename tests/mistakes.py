@@ -176,6 +176,22 @@ def loaded(fn: Callable[..., Any] = product, args: Sequence[Any] = (W, X), **opt
     parallelize(fn, plan=planned(), **options).plan(*args)
 
 
+def gathered_after_donation() -> None:
+    step = parallelize(lambda state, x: ({"w": state["w"] * x.sum()}, 0), mesh=(8,))
+    state, _ = step({"w": W}, X)
+    step(state, X)
+    autopar.gather(state)
+
+
+def compiled_with(options: Any) -> None:
+    parallelize(product, mesh=(8,), donate_argnums=()).lower(W, X).compile(options)
+
+
+def cluster_with(**figures: Any) -> Cluster:
+    known = {"alpha": 1e-6, "beta": 1e-9, "peak_flops": 1e12, "memory_bandwidth": 1e11, "memory_bytes": 10**10}
+    return Cluster.custom(**{"mesh_shape": (2, 4), **known, **figures})
+
+
 def runs_on_too_few() -> None:
     parallelize(product, cluster=Cluster.preset("dgx-h100", hosts=2))(W, X)
 
@@ -249,6 +265,102 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         r"cluster='dgx-h100' must be a Cluster, such as Cluster\.preset\('dgx-h100'\) or Cluster\.local\(\)",
     ),
     ("unknown zoo name", lambda: build("gpt-9000"), ArgumentError, r".*'gpt-9000'.*gpt.*"),
+    (
+        "mesh of no axes",
+        lambda: planned(mesh=AbstractMesh((), ())),
+        MeshError,
+        r"mesh=.*: sizes must be integers of at least 1",
+    ),
+    (
+        "mesh of more devices than there are anywhere",
+        lambda: planned(mesh=(10**20,)),
+        MeshError,
+        r"mesh=\(100000000000000000000,\) has more than 16,777,216 devices",
+    ),
+    (
+        "mesh of letters on a cluster",
+        lambda: Cluster.preset("dgx-h100").logical_mesh("x"),
+        MeshError,
+        r"Mesh sizes 'x' must be integers, such as \(2, 4\)\.",
+    ),
+    (
+        "latency as text",
+        lambda: cluster_with(alpha="x"),
+        ClusterError,
+        "alpha='x' must be a number of 0 or more, or one for each mesh axis.",
+    ),
+    (
+        "latency that is no number",
+        lambda: cluster_with(alpha=(float("nan"), 0.0)),
+        ClusterError,
+        r"alpha=\(nan, 0\.0\) must be a number .*",
+    ),
+    (
+        "bandwidth below zero",
+        lambda: cluster_with(memory_bandwidth=-1.0),
+        ClusterError,
+        r"Device 'custom device': memory_bandwidth=-1\.0 must be a number above 0\.",
+    ),
+    (
+        "no bandwidth",
+        lambda: cluster_with(memory_bandwidth=None),
+        ClusterError,
+        r"Device 'custom device': memory_bandwidth=None must be a number above 0\.",
+    ),
+    (
+        "no rates",
+        lambda: cluster_with(peak_flops={}),
+        ClusterError,
+        r"Device 'custom device': peak_flops=\{\} must be flop/s above 0 by dtype\.",
+    ),
+    (
+        "infinite memory",
+        lambda: cluster_with(memory_bytes=float("inf")),
+        ClusterError,
+        r"Device 'custom device': memory_bytes=inf must be a number of 0 or more\.",
+    ),
+    (
+        "cluster shape as text",
+        lambda: cluster_with(mesh_shape="2x4"),
+        ClusterError,
+        r"mesh_shape '2x4' must be integers, such as \(2, 4\)\.",
+    ),
+    (
+        "cluster joined of names",
+        lambda: Cluster.joined(["dgx-h100"]),
+        ClusterError,
+        r"Cluster None is joined of clusters, got str 'dgx-h100'\.",
+    ),
+    (
+        "cluster joined of one",
+        lambda: Cluster.joined(Cluster.preset("dgx-h100")),
+        ClusterError,
+        r"Clusters are joined in a list, got Cluster Cluster\(.*\.",
+    ),
+    (
+        "hosts as text",
+        lambda: Cluster.preset("dgx-h100", hosts="2"),
+        ClusterError,
+        r"Cluster preset dgx-h100: hosts='2' must be at least 1\.",
+    ),
+    (
+        "no slices",
+        lambda: Cluster.preset("tpu-v5e", topology="2x4", slices=0),
+        ClusterError,
+        r"Cluster preset tpu-v5e: topology='2x4' must be text such as '4x8', slices=0 at least 1\.",
+    ),
+    (
+        "cluster from no file",
+        lambda: Cluster.from_toml(None),
+        ClusterError,
+        r"Cluster file 'None' cannot be read: .*",
+    ),
+    (
+        "cluster saved to a folder",
+        lambda: Cluster.preset("dgx-h100").save("/"),
+        ClusterError,
+        r"Cluster 'dgx-h100' cannot be saved to '/': .*",
+    ),
     # Pins
     (
         "pin that matches nothing",
@@ -297,6 +409,12 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: planned(pins=[("w", P("x"))]),
         PinError,
         r"pins=\[\('w', .* must be a dict .*",
+    ),
+    (
+        "pins by number",
+        lambda: planned(pins={0: P("x")}),
+        PinError,
+        r"pins=\{0: .* must be a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
     ),
     (
         "pin of an argument that is not there",
@@ -428,6 +546,36 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ArgumentError,
         r"'w' is ShapeDtypeStruct\(shape=\(8, 8\), dtype=float32\); a call needs arrays\. .* use \.plan.*",
     ),
+    (
+        "number that no array holds",
+        lambda: planned(args=(W, 10**30)),
+        ArgumentError,
+        r"argument 'x' is int 10{30}, which is no array; .*",
+    ),
+    (
+        "argument of more bytes than can be counted",
+        lambda: planned(lambda x: x * 2, (jax.ShapeDtypeStruct((2**60, 8), jnp.float32),)),
+        ArgumentError,
+        r"argument 'x' of <lambda> is f32\[1152921504606846976,8\], more than the 9\.0e\+15 bytes an array may have",
+    ),
+    (
+        "result of more bytes than can be counted",
+        lambda: planned(lambda x: jnp.sum(jnp.exp(x[:, None] + x)), (jax.ShapeDtypeStruct((2**31,), jnp.float32),)),
+        ArgumentError,
+        rf"the result of \w+ at {LINE} of <lambda> is f32\[2147483648,2147483648\], more than .*",
+    ),
+    (
+        "whole values of what was donated",
+        gathered_after_donation,
+        DonatedError,
+        r"an array of shape \(8, 8\) was donated to an earlier step and its memory reused\. Gather the state .*",
+    ),
+    (
+        "no function to create a state",
+        lambda: parallelize(product).init(None),
+        ArgumentError,
+        "init takes a function, got NoneType None",
+    ),
     # Functions
     ("no function", lambda: parallelize(3), ArgumentError, "parallelize takes a function, got int 3"),
     ("no function to plan", lambda: autopar.plan("f"), ArgumentError, "plan takes a function, got str 'f'"),
@@ -553,6 +701,43 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         ArgumentError,
         "time_limit='60' must be a number .*",
     ),
+    ("time without end", lambda: planned(time_limit=10**400), ArgumentError, "time_limit=10+ must be a number .*"),
+    (
+        "several solvers",
+        lambda: planned(solver=np.array(["cbc", "highs"])),
+        ArgumentError,
+        r"solver=array\(.* must be 'auto' or 'cbc' or 'highs'",
+    ),
+    (
+        "budget that no float holds",
+        lambda: planned(memory_budget=10**400),
+        ArgumentError,
+        "memory_budget=10+ must be bytes per device, .*",
+    ),
+    (
+        "budget per device",
+        lambda: planned(memory_budget=np.array([1e9, 1e9])),
+        ArgumentError,
+        r"memory_budget=array\(.* must be bytes per device, .*",
+    ),
+    (
+        "search for a step without its backward pass",
+        lambda: planned(mesh=None, stages="search", schedule="inference"),
+        ScheduleError,
+        "schedule 'inference' has no backward passes and the step has; use 'gpipe', '1f1b', .*",
+    ),
+    (
+        "unknown option of the compiler",
+        lambda: compiled_with({"fast": True}),
+        ArgumentError,
+        r"compiler_options=\{'fast': True\}: .*No such compile option: 'fast'.*",
+    ),
+    (
+        "options of the compiler that are none",
+        lambda: compiled_with("fast"),
+        ArgumentError,
+        "compiler_options='fast' must be a dict from options to values",
+    ),
     # Plans from elsewhere
     (
         "plan of another function",
@@ -595,6 +780,36 @@ CASES: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
         lambda: planned().shardings((W, W, W)),
         ArgumentError,
         r"no argument of the planned function has the 3 leaves given; it has 2: w, x",
+    ),
+    (
+        "shardings of a tree that is none",
+        lambda: planned().shardings({"w": W, 1: X}),
+        ArgumentError,
+        "the tree is none that JAX can flatten: .*",
+    ),
+    (
+        "plan saved to a folder",
+        lambda: planned().save("/"),
+        ArgumentError,
+        "the plan cannot be saved to '/': .*",
+    ),
+    (
+        "check of no plan",
+        lambda: autopar.verify(product, W, X),
+        ArgumentError,
+        r"verify takes a Plan, then the function and its arguments; got <function product .*",
+    ),
+    (
+        "check of no function",
+        lambda: autopar.verify(planned(), W, X),
+        ArgumentError,
+        r"verify takes a function behind the plan, got ArrayImpl .*",
+    ),
+    (
+        "no target",
+        lambda: autopar.verify(planned(), product, W, X, target=None),
+        ArgumentError,
+        r"target=None is not known\. Available: .*cpu.*",
     ),
     (
         "unknown target",

@@ -23,6 +23,9 @@ def example():
 
 def nothing():
     return None
+
+def needy(size):
+    return None
 """
 
 
@@ -99,6 +102,9 @@ def test_cluster_and_hosts_give_the_mesh_its_prices(autopar):
         (("verify", "mlp-toy", "--mesh", "2", "--target", "abacus"), "target='abacus' is not known"),
         (("bench", "equal", "--dtypes", "float8"), "dtype 'float8' is not known. Available: float32, float64"),
         (("bench", "equal", "--cluster", "abacus"), "cluster 'abacus' is not known. Available: dear, local"),
+        (("bench", "alpa", "--resume", "/"), "--resume '/' has no rows of a benchmark: [Errno 21] Is a directory"),
+        (("plan", "mlp-toy", "--mesh", "2", "--no-cache", "--output", "/"), "the plan cannot be saved to"),
+        (("plan", "mlp-toy", "--mesh", "2", "--batch", 10**20), "more than the 9.0e+15 bytes an array may have"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_1(autopar, arguments, message):
@@ -130,6 +136,7 @@ def test_a_file_is_a_target(autopar, example):
     [
         ("missing", (), "has no function 'missing'"),
         ("nothing", (), "nothing() of"),
+        ("needy", (), "needy() fails: TypeError: needy() missing 1 required positional argument: 'size'"),
         ("example", ("--batch", "3"), "change zoo models only"),
     ],
 )
@@ -137,6 +144,19 @@ def test_a_file_that_is_no_target(autopar, example, name, more, message):
     status, _, err = autopar("plan", f"{example}:{name}", "--mesh", "2", *more)
     assert status == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("import numpie\n", "ModuleNotFoundError: No module named 'numpie'"), ("def example(:\n", "SyntaxError: invalid")],
+)
+def test_a_file_that_cannot_be_imported(autopar, tmp_path, text, message):
+    path = tmp_path / "broken_target.py"
+    path.write_text(text)
+    status, _, err = autopar("plan", f"{path}:example", "--mesh", "2")
+    assert status == 1
+    assert f"broken_target.py: importing it fails: {message}" in err
+    assert "Traceback" not in err
 
 
 def test_rules_name_each_distinct_operation_once(autopar):

@@ -128,3 +128,9 @@ def test_another_format_is_refused(plan: Plan) -> None:
     data = {**json.loads(plan.to_json()), "format": 99}
     with pytest.raises(PlanMismatchError, match=r"old\.json is no plan of format 1 \(found 99\)"):
         from_json(data, "old.json")
+
+
+def test_positions_that_are_given_twice_count_once() -> None:
+    twice = autopar.plan(step, *ARGS, mesh=(8,), cluster=CLUSTER, donate_argnums=(0, 0))
+    assert twice.donated == (0, 1)
+    assert from_json(json.loads(twice.to_json())) == twice

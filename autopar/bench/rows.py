@@ -14,17 +14,24 @@ from autopar.errors import ArgumentError
 
 
 def read(resume: Path | None) -> list[dict[str, Any]]:
-    """The rows of a file; none if there is no file."""
+    """The rows of a file; none if there is no file. ArgumentError if it cannot be read."""
     if resume is None or not resume.exists():
         return []
-    return [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
+    try:
+        return [json.loads(text) for text in resume.read_text().splitlines() if text.strip()]
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--resume {str(resume)!r} has no rows of a benchmark: {error}") from error
 
 
 def keep(resume: Path | None, row: Mapping[str, Any]) -> None:
-    """Append a row, where rows are kept."""
-    if resume is not None:
+    """Append a row, where rows are kept. ArgumentError if it cannot be written."""
+    if resume is None:
+        return
+    try:
         with resume.open("a") as file:
             file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise ArgumentError(f"--resume {str(resume)!r} cannot be written: {error}") from error
 
 
 def check_words(what: str, given: Sequence[str], known: Sequence[str]) -> None:
