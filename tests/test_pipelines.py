@@ -251,6 +251,25 @@ def test_a_function_without_a_backward_pass(model: zoo.Model, inputs: tuple[Any,
     assert_equal(step(state["params"], batch), jax.jit(evaluate)(state["params"], batch))
 
 
+def test_gradients_that_no_microbatch_has_a_part_in_run_without_a_backward_schedule() -> None:
+    def fitted(parameters: jax.Array, points: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The marginal likelihood of a Gaussian process: all points are one example."""
+
+        def loss(p: jax.Array) -> jax.Array:
+            apart = (points[:, None] - points[None, :]) ** 2
+            factor = jnp.linalg.cholesky(p[0] * jnp.exp(-apart * p[1]) + 0.1 * jnp.eye(16))
+            return jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+        value, gradient = jax.value_and_grad(loss)(parameters)
+        return parameters - 0.1 * gradient, value
+
+    arguments = jnp.array([1.0, 2.0]), jnp.linspace(0.0, 1.0, 16)
+    step = autopar.parallelize(fitted, mesh=(2,), stages=2, donate_argnums=())
+    assert step.plan(*arguments).schedule == "inference"
+    assert_equal(step(*arguments), jax.jit(fitted)(*arguments))
+
+
+
 def test_a_failed_stage_is_named_and_leaves_the_state_usable() -> None:
     def positive(x: Any) -> Any:
         if (x < 0).any():

@@ -324,6 +324,17 @@ def test_json_keeps_no_order_of_axes() -> None:
     assert autopar.parallelize(SMALL.step, plan=loaded).plan(*inputs()) == plan
 
 
+def test_scalars_that_follow_an_array_may_have_layouts(tmp_path: Path) -> None:
+    def scaled(scale: jax.Array, x: jax.Array) -> Any:
+        return jnp.reshape(scale, ()) * x
+
+    args = jnp.ones(1), jnp.ones((16, 8))
+    plan = autopar.plan(scaled, *args, mesh=MESH, cluster=CLUSTER)
+    assert plan.stages[0].values[2] == (-1, -1)  # the scalar
+    plan.save(tmp_path / "plan.json")
+    np.testing.assert_array_equal(autopar.parallelize(scaled, plan=tmp_path / "plan.json")(*args), args[1])
+
+
 # Partial sums
 
 
