@@ -124,12 +124,22 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Set
     """
     choice = stage_choice(graph, leaves, target, s)
     try:
-        return assemble(graph, choice, target)
+        return _assembled(graph, choice, target, s)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
             raise
         note = f"one microbatch, so that no two stages work at a time: {error}"
-        return assemble(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target)
+        return _assembled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
+
+
+def _assembled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
+    """`assemble`; "auto" is "inference" too where no operation of the backward pass depends on a microbatch."""
+    try:
+        return assemble(graph, choice, target)
+    except ScheduleError:
+        if s.schedule != "auto":
+            raise
+        return assemble(graph, replace(choice, schedule="inference"), target)
 
 
 def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
