@@ -276,8 +276,12 @@ def _top(run: Function, arrays: Any) -> Any:
 
 def _scan(run: Function, arrays: Any) -> Any:
     """Stacked results and carries of two iterations."""
-    first = _zeros(run, arrays)
-    return jax.lax.scan(lambda c, _: (run(arrays), run(arrays)), first, None, length=2)
+
+    def iteration(carry: Any, _: Any) -> Any:
+        made = run(arrays)
+        return made, made
+
+    return jax.lax.scan(iteration, _zeros(run, arrays), None, length=2)
 
 
 def _while(run: Function, arrays: Any) -> Any:
@@ -285,9 +289,8 @@ def _while(run: Function, arrays: Any) -> Any:
 
 
 def _cond(run: Function, arrays: Any) -> Any:
-    """Either branch."""
-    branches = (lambda: run(arrays), lambda: _zeros(run, arrays))
-    return tuple(jax.lax.cond(jnp.arange(2)[i] > 0, *branches) for i in (0, 1))
+    """Its other branch gives zeros."""
+    return jax.lax.cond(jnp.arange(2)[1] > 0, lambda: run(arrays), lambda: _zeros(run, arrays))
 
 
 def _zeros(run: Function, arrays: Any) -> Any:
@@ -402,7 +405,7 @@ def _is_batch(case: Accepted) -> list[bool]:
 
 def _results(place: str, tree: Any) -> list[Any]:
     """The results of all cases, as often as a place gives them."""
-    if place in ("scan", "cond"):
+    if place == "scan":
         return list(tree)
     return [tree[0], *tree[1]] if place == "remat" else [tree]
 

@@ -24,7 +24,7 @@ OTHERS = [(d, e) for d in ("int8", "uint8", "bfloat16", "float16", "float64", *D
 #: Primitives of JAX 0.12 that 0.10 lacks.
 NEWER = {"log2", "one_minus_square", "polynomial"}
 #: Cases that run in each place.
-CASES = 40
+CASES = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
