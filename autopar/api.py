@@ -130,16 +130,19 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._opened(args, kwargs) as given:
-            if any(map(jax_compat.is_tracer, given.leaves)):
-                self._warn_of_the_outer()
-                return self.__wrapped__(*arguments.with_statics(args), **kwargs)
-            # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
-            avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
-            now = (given.tree, self._fixed(args), jax_compat.trace_context(), avals)
-            last = self._last
-            if last is None or last[0] != now:
-                last = self._last = (now, self._compiled(given))
-            return last[1].run(given.leaves)
+            if not any(map(jax_compat.is_tracer, given.leaves)):
+                return self._run(given)
+        self._warn_of_the_outer()
+        return self.__wrapped__(*map(arguments.plain, args), **kwargs)
+
+    def _run(self, given: Opened) -> Any:
+        # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
+        avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
+        now = (given.tree, self._fixed(given.args), jax_compat.trace_context(), avals)
+        last = self._last
+        if last is None or last[0] != now:
+            last = self._last = (now, self._compiled(given))
+        return last[1].run(given.leaves)
 
     def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
         return self if instance is None else BoundFunction(self, instance)

@@ -157,9 +157,9 @@ def flatten(dynamic: tuple[tuple[Any, ...], Any], how: Callable[..., Any] = jax.
 def closed(result: Any, leaves: Sequence[Any]) -> Any:
     """What the step returned, from the pytree that the program gave; `leaves` are those of the arguments it ran on."""
     if not isinstance(result, Returned):
-        return _with_nodes(with_statics(result), None)
+        return _with_nodes(_with_statics(result), None)
     filled = jax.tree.map(lambda x: leaves[x.leaf] if isinstance(x, Kept) else x, result, is_leaf=_is(Kept))
-    _, out = _with_nodes(with_statics((filled.updates, filled.out)), _TAG, inner=False)
+    _, out = _with_nodes(_with_statics((filled.updates, filled.out)), _TAG, inner=False)
     return out
 
 
@@ -190,7 +190,7 @@ def called(fn: Callable[..., Any], pure: Any, place: Callable[[Any], Any] = tupl
 
 def inside(args: Any) -> Any:
     """Arguments as the step sees them, from pytrees of traced values."""
-    return _with_nodes(with_statics(args), _TAG, inner=True)
+    return _with_nodes(_with_statics(args), _TAG, inner=True)
 
 
 def returned(before: Any, after: Any, out: Any) -> Any:
@@ -287,6 +287,11 @@ def owner(instance: Any) -> Any:
     return Static(instance, by_identity=True) if is_leaf and not is_node(instance) else instance
 
 
+def plain(arg: Any) -> Any:
+    """An argument as it was passed, from what `owner` has made of it."""
+    return arg.value if isinstance(arg, Static) else arg
+
+
 def with_arrays(x: Any) -> str | None:
     """What an object is that holds arrays, in words; None if it holds none."""
     if is_node(x):
@@ -309,9 +314,9 @@ def _of_module(module: Any) -> Any:
     return jax.tree.map(lambda x: Static(x) if isinstance(x, _NUMBER) else x, module)
 
 
-def with_statics(tree: Any) -> Any:
+def _with_statics(tree: Any) -> Any:
     """Leaves that are structure as leaves again."""
-    return jax.tree.map(lambda x: x.value if isinstance(x, Static) else x, tree, is_leaf=_is(Static))
+    return jax.tree.map(plain, tree, is_leaf=_is(Static))
 
 
 _NUMBER = (bool, int, float, complex)
