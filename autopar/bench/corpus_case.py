@@ -215,12 +215,16 @@ def _above(found: Mapping[str, float], hand: Mapping[str, float]) -> list[tuple[
 
 
 def _unless_refused(check: Callable[[], Outcome]) -> Outcome:
-    """What a check finds; where the step is refused with a line of its source, that."""
+    """What a check finds; where the step is refused with a line of its source, that.
+
+    A step in which no argument holds a batch has no line to name.
+    """
     try:
         return check()
     except AutoparError as error:
         text = f"{type(error).__name__}: {error}"
-        return Outcome(REFUSED if LINE.search(text) else FAILED, text=text)
+        told = LINE.search(text) or "batch_argnums" in text
+        return Outcome(REFUSED if told else FAILED, text=text)
 
 
 def verified(report: autopar.Report, plan: autopar.Plan) -> Outcome:

@@ -77,7 +77,7 @@ def lines(
         errors.seek(0)
         words = errors.read().strip().splitlines()
     if watch.killed:
-        raise WorkerError(f"{module} {json.dumps(spec)} was silent for {patience:.0f} s and was killed")
+        raise WorkerError(f"{module} {json.dumps(spec)} was silent for {patience:g} s and was killed")
     if child.returncode == REFUSED:
         raise WorkerError(words[-1])
     if child.returncode != 0:

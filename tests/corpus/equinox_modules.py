@@ -223,7 +223,7 @@ def neural_ode(scale=1):
     mlp = eqx.nn.MLP(2, 2, 32, 2, activation=jax.nn.softplus, key=jax.random.key(0))
     optimizer = optax.adabelief(3e-3)
     params, static, opt_state = _trained(Field(mlp), optimizer)
-    ts, ys = jnp.linspace(0.0, 2.0, 8), normal(8 * scale, 8, 2, scale=0.5)
+    ts, ys = jnp.linspace(0.0, 2.0, 10), normal(8 * scale, 10, 2, scale=0.5)
 
     def make_step(params, opt_state, ts, ys):
         def solve(field, y0):

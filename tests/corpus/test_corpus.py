@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.bench import corpus, corpus_case, corpus_compare, corpus_program, equal_case
+from autopar.bench import corpus, corpus_case, corpus_compare, corpus_program, equal_case, worker
 from autopar.errors import ArgumentError
 from tests.corpus.table import PROGRAMS
 
@@ -121,3 +121,28 @@ def test_findings_are_resumed_and_an_absent_package_is_no_failure(tmp_path):
     found = corpus.figures([*rows, {**row, "program": "other", "state": "absent", "figures": {}}])
     assert (found["programs"], found["failed"], found["absent"], found["memory_worst"]) == (2, 0, 1, 0.1)
     assert "muon" in corpus.table(rows)
+
+
+def test_where_a_worker_dies_its_check_fails_and_another_goes_on(monkeypatch):
+    asked = []
+
+    def lines(module, spec, env, patience):
+        asked.append(spec["checks"])
+        for check in spec["checks"]:
+            if check == "cpu 8" and len(asked) == 1:
+                raise worker.WorkerError("killed")
+            row = {"program": "muon", "check": check, "state": "ok", "value": 0.0, "text": "", "seconds": 0.0}
+            yield {**row, "figures": {}}
+
+    monkeypatch.setattr(worker, "lines", lines)
+    rows = corpus.run(("muon",), checks=("mesh 8", "cpu 8", "stages"))
+    assert [(row["check"], row["state"]) for row in rows] == [("mesh 8", "ok"), ("cpu 8", "failed"), ("stages", "ok")]
+    assert asked == [["mesh 8", "cpu 8", "stages"], ["stages"]]
+    assert rows[1]["text"] == "killed"
+
+
+def test_a_program_without_its_package_is_absent_and_runs_nothing(monkeypatch):
+    program = corpus_program.Program("p", "of no package", "nowhere:build", ("no-such-distribution",), 1)
+    monkeypatch.setattr(corpus_program, "corpus", lambda table: {"p": program})
+    (row,) = corpus.run(checks=("memory",))
+    assert (row["state"], row["text"]) == ("absent", "not installed: no-such-distribution")
