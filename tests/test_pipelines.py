@@ -269,7 +269,6 @@ def test_gradients_that_no_microbatch_has_a_part_in_run_without_a_backward_sched
     assert_equal(step(*arguments), jax.jit(fitted)(*arguments))
 
 
-
 def test_a_failed_stage_is_named_and_leaves_the_state_usable() -> None:
     def positive(x: Any) -> Any:
         if (x < 0).any():
