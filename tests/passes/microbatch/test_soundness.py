@@ -6,7 +6,9 @@ The rest is behind `python -m tests.passes.microbatch.soundness`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -14,8 +16,10 @@ import numpy as np
 import pytest
 
 from autopar.passes.microbatch import table
+from autopar.passes.microbatch.rule_types import NUMBER, Passes
+from autopar.passes.microbatch.states import Partial
 from tests.passes.microbatch.samples import USES
-from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, differing, lines
+from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, cases, differing, lines
 
 #: Between them these have all lines.
 DTYPES = ("float32", "int32", "bool", "complex64")
@@ -64,3 +68,31 @@ def drawn(found: Sequence[Accepted], place: int) -> list[Accepted]:
     mine = [line for line, of in turn.items() if of == place]
     first = {line: found[i] for i in order[::-1] for line in found[i].lines if line in mine}
     return list({id(case): case for case in (*first.values(), *(found[i] for i in order[:CASES]))}.values())
+
+
+# A wrong table is found
+
+
+def _convert_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.setattr(table, "homomorphic", lambda kind, before, after: True)
+    return "convert_element_type", "int8"
+
+
+def _fill_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    lines_of_gather = tuple(replace(one, holds=lambda case, kind: True) for one in table.RULES["gather"].passes)
+    wrong = {**table.RULES, "gather": replace(table.RULES["gather"], passes=lines_of_gather)}
+    monkeypatch.setattr(table, "RULES", wrong)
+    return "gather", "int32"
+
+
+def _divide_integers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    wrong = {**table.RULES, "div": replace(table.RULES["div"], passes=(Passes("pi", ("sum",), NUMBER),))}
+    monkeypatch.setattr(table, "RULES", wrong)
+    return "div", "int32"
+
+
+@pytest.mark.parametrize("mistake", [_convert_anything, _fill_anything, _divide_integers])
+def test_a_wrong_line_is_found(mistake: Callable[[pytest.MonkeyPatch], tuple[str, str]], monkeypatch: Any) -> None:
+    primitive, dtype = mistake(monkeypatch)
+    found = (case for case in cases([dtype], [primitive]) if case.extents == "even")
+    assert differing([case for case in found if Partial("sum") in case.states][:30], "scan") != []
