@@ -167,7 +167,7 @@ class ParallelFunction:
             prepared = self._prepare(given)
             found = self._executables.get(prepared)
             if found is None:
-                found = self._executables[prepared] = lower(prepared).compile()
+                found = self._executables[prepared] = lower(prepared, name_of(self.__wrapped__)).compile()
         return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -178,7 +178,7 @@ class ParallelFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments."""
         with self._opened(args, kwargs) as given:
-            return lower(self._prepare(given))
+            return lower(self._prepare(given), name_of(self.__wrapped__))
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Run `init_fn(*args)` so that each array is created in its place, never whole on one device.

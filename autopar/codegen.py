@@ -100,13 +100,32 @@ def _moved(array: Any, home: NamedSharding, memory: str) -> Any:
         return jax.device_put(array, home.with_memory_kind(memory))
 
 
-def compiler_options(plan: Plan, platform: str) -> Mapping[str, str]:
-    """What a plan's program must be compiled with.
+#: Operations that run in kernels of LAPACK on CPU, or hold such.
+KERNELS = (
+    *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
+    *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),
+)
+
+
+def compiler_options(plan: Plan, graph: Graph, platform: str) -> Mapping[str, str]:
+    """What the program of a plan without stages must be compiled with.
 
     XLA's CPU compiler takes barriers out before it decides in which order to run, and then recomputes at once what was
     to be recomputed late; without that pass it keeps them. Tried on jaxlib 0.10.2.
     """
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if plan.remat and platform == "cpu" else {}
+    barriers = {"xla_disable_hlo_passes": "cse_barrier_expander"} if plan.remat and platform == "cpu" else {}
+    return {**barriers, **kernel_options(graph, platform)}
+
+
+def kernel_options(graph: Graph, platform: str) -> Mapping[str, str]:
+    """What the programs of a step must be compiled with for the sake of LAPACK.
+
+    On CPU its kernels share a batch out to the threads that all devices have together, and wait for them in one of
+    these. Run breadth first, kernels of several devices come to wait in all of the threads, and the step never ends. In
+    the order that takes the least memory they do not wait side by side. Tried on jaxlib 0.10.2 and 0.12.0.
+    """
+    waits = platform == "cpu" and any(op.name in KERNELS for op in graph.walk())
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if waits else {}
 
 
 def partial_axes(layout: Layout | None) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from autopar.errors import ArgumentError
 from autopar.plans import Plan
 from autopar.prepare import Prepared
 from autopar.running import DISPATCH, OneMesh, Staged
+from autopar.runtime.watch import patience, watched
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,8 @@ class Executable:
     programs: Mapping[str, Any]
     _out_tree: Any
     _run: Callable[[Sequence[Any]], Sequence[Any]]
+    _watched_as: str = ""  # what a first run that does not answer is called; empty: it is not watched
+    _ran: threading.Event = field(default_factory=threading.Event)
 
     def as_text(self) -> str:
         """The compiled HLO."""
@@ -59,7 +63,14 @@ class Executable:
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves of the results, for flat argument leaves."""
         with DISPATCH:
+            return self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
+
+    def _first_run(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        self._ran.set()
+        seconds = patience() if self._watched_as else 0.0
+        if seconds <= 0:
             return self._run(leaves)
+        return watched(lambda: self._run(leaves), self._watched_as, seconds)
 
     @functools.cached_property
     def _plain(self) -> bool:
@@ -76,6 +87,7 @@ class Lowered:
     plan: Plan
     jax_lowered: Any
     _prepared: Prepared
+    _name: str = "the step"
     _shardings: tuple[NamedSharding, ...] = ()
 
     def as_text(self) -> str:
@@ -95,23 +107,26 @@ class Lowered:
             raise
 
     def _compiled(self, compiler_options: Mapping[str, Any] | None) -> Executable:
-        out_tree = self._prepared.traced.out_tree
+        out_tree, mesh = self._prepared.traced.out_tree, self._prepared.mesh()
+        platform = mesh.devices.flat[0].platform
+        watched_as = f"{self._name} on {mesh.size} CPU devices" if platform == "cpu" and mesh.size > 1 else ""
         if self._prepared.pipeline is not None:
             step = self._prepared.build(compiler_options)
             weak = tuple(i for i, aval in enumerate(self._prepared.traced.out_avals) if aval.weak_type)
             run = Staged(self.plan, step, step.homes, weak)
-            return Executable(self.plan, step.programs, out_tree, run)
-        needed = codegen.compiler_options(self.plan, self._prepared.mesh().devices.flat[0].platform)
+            return Executable(self.plan, step.programs, out_tree, run, watched_as)
+        needed = codegen.compiler_options(self.plan, self._prepared.traced.graph, platform)
         options = {**needed, **(compiler_options or {})}
         compiled = jax_compat.compiled(self.jax_lowered, options)
-        return Executable(self.plan, {"step": compiled}, out_tree, OneMesh(self.plan, compiled, self._shardings))
+        run = OneMesh(self.plan, compiled, self._shardings)
+        return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as)
 
 
 @jax_compat.automatic_axes()
-def lower(prepared: Prepared) -> Lowered:
-    """Lower a planned step for the devices at hand."""
+def lower(prepared: Prepared, name: str) -> Lowered:
+    """Lower a planned step, which is called so, for the devices at hand."""
     if prepared.pipeline is not None:
-        return Lowered(prepared.plan, None, prepared)
+        return Lowered(prepared.plan, None, prepared, name)
     mesh = prepared.mesh()
     built = codegen.program(prepared.traced.graph, prepared.plan, prepared.rules(), mesh)
     own = prepared.traced.mesh
@@ -119,4 +134,4 @@ def lower(prepared: Prepared) -> Lowered:
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
         built = replace(built, out_shardings=tuple(s.update(mesh=typed) for s in built.out_shardings))
     lowered = built.jit().lower(*prepared.traced.in_avals)
-    return Lowered(prepared.plan, lowered, prepared, built.in_shardings)
+    return Lowered(prepared.plan, lowered, prepared, name, built.in_shardings)

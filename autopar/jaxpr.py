@@ -1,6 +1,7 @@
 """From a jaxpr to a Graph.
 
     calls (jit, custom_jvp_call, ...)     inlined with fresh values: one jaxpr may be called often    -> _inline
+    what only steers differentiation      no operation: its result is its operand                     -> SAME_VALUES
     scan, while, cond, rematerialisation  operations with regions                                     -> _regions
     anything else                         one operation; an unknown higher-order primitive keeps its body opaque
 
@@ -23,6 +24,10 @@ import numpy as np
 from autopar import jax_compat
 from autopar.errors import TraceError
 from autopar.graph import Atom, Constant, Graph, Op, Phase, Region, Type
+
+#: Primitives whose result is their operand once a program is differentiated. Two names for one value would have it
+#: moved twice.
+SAME_VALUES = ("stop_gradient",)
 
 
 @dataclass
@@ -152,6 +157,8 @@ def _emit(
         inner = jax_compat.callee(equation)
         if inner is not None:
             _inline(b, equation, inner, operands, env, records, stack, callers)
+        elif equation.primitive.name in SAME_VALUES:
+            env.update(zip(equation.outvars, operands, strict=True))
         else:
             records.append(_record(b, equation, operands, env, stack, callers))
 

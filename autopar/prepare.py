@@ -117,13 +117,15 @@ class Prepared:
         with jax_compat.automatic_axes():
             # what fails on the host fails later than its call, unless that is waited for
             blocking = any(op.name in CALLBACKS for op in self.traced.graph.walk())
+            submeshes = self.submeshes()
+            needed = codegen.kernel_options(self.traced.graph, submeshes[0].devices.flat[0].platform)
             options: Any = {
                 "layouts": self.layouts,
-                "compiler_options": compiler_options,
+                "compiler_options": {**needed, **(compiler_options or {})},
                 "blocking": blocking,
                 "donated": self.plan.donated,
             }
-            return build(self.traced, found.stages, found.schedule, self.submeshes(), **options)
+            return build(self.traced, found.stages, found.schedule, submeshes, **options)
 
     def keeps(self, pins: Sequence[Pin | None], within: bool) -> bool:
         """True if the plan keeps the types of these arguments; `within`: they, or the call, are on an Explicit mesh."""

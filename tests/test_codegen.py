@@ -65,6 +65,38 @@ def test_any_plan_gives_the_same_numbers(title: str, seed: int, monkeypatch: pyt
     assert_equal(parallelize(fn, mesh=((2, 4), (2, 2, 2))[seed % 2], donate_argnums=())(*args), jax.jit(fn)(*args))
 
 
+# What it is compiled with
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("fn", "platform", "count"),
+    [
+        (jnp.linalg.cholesky, "cpu", 1),
+        (lambda x: jax.lax.map(jnp.linalg.inv, x), "cpu", 1),
+        (jnp.linalg.cholesky, "gpu", 0),
+        (jnp.matmul, "cpu", 0),
+    ],
+)
+def test_kernels_of_lapack_on_cpu_run_in_another_order(fn: Any, platform: str, count: int) -> None:
+    x = jax.ShapeDtypeStruct((16, 4, 4), jnp.float32)
+    graph = trace(fn, *[x] * (2 if fn is jnp.matmul else 1)).graph
+    options = codegen.kernel_options(graph, platform)
+    assert len(options) == count
+    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=dict(options) or None)  # this release knows them
+
+
+def test_what_only_steers_differentiation_is_no_value_of_its_own() -> None:
+    def twice(x: jax.Array) -> Any:
+        return jnp.cumsum(x, 0), jnp.flip(jnp.cumsum(jax.lax.stop_gradient(x), 0), 1)
+
+    x = array(16, 8)
+    run = parallelize(twice, mesh=(8,), pins={"x": P("x")}, donate_argnums=())
+    assert [op.name for op in trace(twice, x).graph.ops] == ["cumsum", "cumsum", "rev"]
+    assert len([c for c in run.plan(x).collectives if c.kind == "all-to-all"]) <= 1
+    assert_equal(run(x), jax.jit(twice)(x))
+
+
 # What is emitted
 
 

@@ -232,7 +232,8 @@ def compiled(planned: Planned, avals: Sequence[Any], target: str) -> Any:
         else:
             mesh = tpu_topology.mesh(topology, sizes, names)
         lowered = codegen.program(planned.graph, planned.plan, planned.rules, mesh).jit().lower(*avals)
-        return lowered.compile(compiler_options=codegen.compiler_options(planned.plan, platform) or None)
+        options = codegen.compiler_options(planned.plan, planned.graph, platform)
+        return lowered.compile(compiler_options=dict(options) or None)
 
 
 def rows(spec: Mapping[str, Any]) -> Iterator[Row]:
