@@ -41,6 +41,8 @@ class Backend:
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
+        widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
+            all-gathers make float32; what is rounded to bfloat16 is not repeated.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
         sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and stands in for a reduce-scatter.
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
@@ -72,6 +74,7 @@ class Backend:
     merges_fetches: bool = False
     updates_read_pieces: bool = False
     hashes_in_pairs: bool = False
+    widens: bool = False
     narrows: bool = False
     sums_in_place: bool = True
     gathers_turn: bool = False
@@ -93,6 +96,7 @@ CPU = Backend(
     cheap_repeats=True,
     stores_early=True,
     hashes_in_pairs=True,
+    widens=True,
     gathers_turn=True,
     fragmentation=1.05,
 )

@@ -167,7 +167,7 @@ class _Values:
     def _placed(self, v: int) -> tuple[int, tuple[int, ...], bool] | None:
         """The cluster that decides where a value lies, its factors for the value's dimensions, assigned or held."""
         piece = cast(End | None, self.sizes.program.pieces.get(v))
-        if piece is not None and self.sizes.graph.types[piece[0]] == self.sizes.program.type_of(v):
+        if piece is not None and self.sizes.graph.types[piece[0]].shape == self.sizes.program.type_of(v).shape:
             return piece[1:]
         home = self.home(v)
         return None if home is None else (home.cluster, home.dims, False)
@@ -213,7 +213,7 @@ class _Values:
 
     def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
         """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""
-        b, home = self.sizes, self.sizes.model.clustering.homes.get(v)
+        b, home = self.sizes, self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
         if home is None or home.view is not None:
             return
         cluster = b.model.clustering.clusters[home.cluster]

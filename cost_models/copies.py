@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.sizes import End, Kind, Sizes
+from autopar.cost_models.steps import HALVES
 from autopar.cost_models.waiting import Waiting
 from autopar.passes.homes import projection
 from autopar.passes.problem import Floats, Ints
@@ -248,9 +249,10 @@ class _Link:
         self._add(what, birth, death, True, of_target)
 
     def gathered(self, birth: int, death: int) -> None:
-        """What an all-gather makes before it is turned."""
+        """What an all-gather makes before it is turned or rounded."""
         if birth <= death:
-            at = self.sizes.at(("gathered", self.number), self._gathered)
+            wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
+            at = self.sizes.at(("gathered", self.number, wide), lambda: self._gathered(wide))
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
     def longer_than(self, least: float, seconds: Floats, nbytes: float, birth: int, death: int) -> None:
@@ -286,9 +288,10 @@ class _Link:
             )
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
-    def _gathered(self) -> Floats:
-        """What an all-gather makes before it is turned, where it gathers other dimensions than the first."""
-        return np.where(self.gathers(1), self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
+    def _gathered(self, wide: bool) -> Floats:
+        """What an all-gather makes in float32, or else before it is turned: of other dimensions than the first."""
+        kind = self.kind._replace(itemsize=4.0) if wide else self.kind
+        return np.where(self.gathers(0 if wide else 1), self.sizes.pieces(self.targets, kind)[None, :], 0.0)
 
     def gathers(self, first: int) -> NDArray[np.bool_]:
         """Where dimensions from this one on are gathered, shape (sources, targets)."""

@@ -24,7 +24,7 @@ from functools import cache, cached_property
 
 from autopar.cost_models.library import kernels
 from autopar.cost_models.narrowing import narrowed
-from autopar.cost_models.steps import COSTLY, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, Program, Step
+from autopar.cost_models.steps import COSTLY, ELEMENTWISE, HEAVY, LIGHT, LOOP, PRODUCTS, REDUCTION, ROUND, Program, Step
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
@@ -127,8 +127,7 @@ class _Fusion:
                 made_of = [x for i in inputs for x in leaves.get(i, (i,))]
                 found = frozenset([x for x in made_of if nbytes(x) >= least])
                 self.weight[v] = len(found)
-                dear = step.name in COSTLY and not self.p.backend.products_repeat
-                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or dear)
+                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or self._is_dear(step))
                 leaves[v] = frozenset((v,)) if shared else found
 
     def decide(self) -> None:
@@ -183,9 +182,15 @@ class _Fusion:
             others = [number for number in map(self.library.get, map(id, readers)) if number != own]
             if any(number is not None for number in others) or (own is not None and value not in self.thin):
                 return bool(others)
-        costs = step.name in COSTLY and not self.p.backend.products_repeat
         joins = self.weight[value] > 1 and not self.p.backend.cheap_repeats
-        return len(self._kernels(value)) > 1 and (costs or joins)
+        return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
+
+    def _is_dear(self, step: Step) -> bool:
+        """A step that is not repeated: arithmetic that costs, or what is rounded to bfloat16."""
+        if step.name in COSTLY:
+            return not self.p.backend.products_repeat
+        rounds = step.name in ELEMENTWISE or step.name == ROUND
+        return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
 
     def _sinks(self, value: int, step: Step) -> bool:
         """A loop that makes a thin value in its body; what it starts from is there before."""

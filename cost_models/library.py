@@ -79,7 +79,7 @@ class _Growth:
     def _is_known(self, step: Step) -> bool:
         if step.name in _CENTRES:
             return True
-        if step.kind != LIGHT or step.name not in _KNOWN:
+        if step.kind != LIGHT or step.name not in _KNOWN or any(map(self.p.is_half, (*step.inputs, *step.outputs))):
             return False
         return step.name not in ELEMENTWISE or self.p.type_of(step.outputs[0]).size >= _LEAST * self.p.devices
 

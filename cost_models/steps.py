@@ -11,6 +11,7 @@ A *step* is an operation, or what a loop or a backend does beside the operations
     operands of a product               on some backends turned into one order of dimensions first, once for all
                                         products that want it                                           -> _turned
     smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
+    products and sums of half floats    on some backends made in float32, of copies in float32         -> _computed
     random bits                         on some backends two words of a hash, joined where they are read  -> _hashed
 
 Values that no operation of the graph defines (tokens, turned and spread operands) are numbered behind the graph's;
@@ -58,6 +59,8 @@ MOVES = (
 )  # fmt: skip
 
 ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+#: Floats that some backends compute in float32, and the name of a step that rounds to one of them.
+HALVES, ROUND = ("bfloat16", "float16"), "round to half"
 
 #: All other operations stand on their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {
@@ -123,7 +126,8 @@ class Program:
         views: values that show another; a copy of one is a copy of what it shows, and made into a view again.
         top: the outermost frame.
         alias: value -> the atom whose buffer it is, where that is another.
-        like: value made here -> value of the graph with its type and layout.
+        like: value made here -> value of the graph with its shape and layout.
+        made: value made here -> its type.
         tokens: value that is a copy -> (value copied, key).
         pieces: value made here of a copy -> the copy's key.
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
@@ -139,6 +143,7 @@ class Program:
     top: Frame = field(default_factory=Frame)
     alias: dict[int, Atom] = field(default_factory=dict)
     like: dict[int, int] = field(default_factory=dict)
+    made: dict[int, Type] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
@@ -154,17 +159,22 @@ class Program:
 
     def type_of(self, value: int) -> Type:
         """Type of a value, of those made here as well."""
-        return self.graph.types[self.like.get(value, value)]
+        return self.made[value] if value in self.made else self.graph.types[value]
 
     def behind(self, value: int) -> int:
         """The value that a token copies; any other value itself."""
         return self.tokens[value][0] if value in self.tokens else value
 
-    def new(self, like: int) -> int:
-        """A value of the type and layout of another."""
+    def new(self, like: int, kind: Type | None = None) -> int:
+        """A value of the layout of another, and of its type if no other is given."""
         value = len(self.graph.types) + len(self.like)
+        self.made[value] = self.type_of(like) if kind is None else kind
         self.like[value] = self.like.get(like, like)
         return value
+
+    def is_half(self, value: int) -> bool:
+        """A value that the backend computes in float32 and keeps in half the bytes."""
+        return self.backend.widens and self.type_of(value).dtype in HALVES
 
     def read(self, site: str, atom: Atom) -> Atom:
         """What is read at a site: the value, or a token for a copy of it."""
@@ -230,9 +240,12 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             _hashed(p, frame, op, waits)
             barriers = ()
         else:
-            inputs = values([*_prepared(p, frame, op, p.operands(op))])
-            frame.steps.append(Step(op, op.name, _kind(p, op), inputs, op.outputs, waits))
-            barriers = barriers if frame.steps[-1].kind == LIGHT else ()
+            inputs, kind = values([*_prepared(p, frame, op, p.operands(op))]), _kind(p, op)
+            if op.name in (*PRODUCTS, *REDUCTIONS):
+                _computed(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
+            else:
+                frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
+            barriers = barriers if kind == LIGHT else ()
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 
@@ -273,6 +286,32 @@ def _kind(p: Program, op: Op) -> str:
     ):
         return LIGHT
     return _KIND.get(op.name, HEAVY)
+
+
+def _computed(p: Program, frame: Frame, step: Step) -> None:
+    """A product or a reduction, in float32 if it is one of half floats: of copies, and its result is rounded."""
+    inputs = tuple(_widened(p, frame, step.op, v) if p.is_half(v) else v for v in step.inputs)
+    rounded = tuple(v for v in step.outputs if p.is_half(v))
+    wide = {v: p.new(v, _wide(p.type_of(v))) for v in rounded}
+    outputs = tuple(wide.get(v, v) for v in step.outputs)
+    frame.steps.append(Step(step.op, step.name, step.kind, inputs, outputs, step.after))
+    frame.steps.extend(Step(step.op, ROUND, LIGHT, (wide[v],), (v,)) for v in rounded)
+
+
+def _widened(p: Program, frame: Frame, op: Op, value: int) -> int:
+    """A value in float32, once for all that reads it so."""
+    key = ("widened", p.behind(value))
+    if key not in frame.made:
+        frame.made[key] = p.new(value, _wide(p.type_of(value)))
+        piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
+        if piece is not None:
+            p.pieces[frame.made[key]] = piece
+        frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.made[key],)))
+    return frame.made[key]
+
+
+def _wide(half: Type) -> Type:
+    return Type(half.shape, "float32", 4)
 
 
 def hashes(graph: Graph, op: Op) -> bool:
@@ -372,6 +411,7 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     first = constants + carries
     p.alias.update(zip(region.inputs[:constants], operands[:constants], strict=True))
     p.alias.update(zip(region.inputs[constants:first], op.outputs[:carries], strict=True))
+    operands = (*operands[:first], *(_sliced(p, frame, op, atom) for atom in operands[first:]))
     body = Frame()
     for value, atom in zip(region.inputs[first:], operands[first:], strict=True):
         body.steps.append(Step(op, "slice", LIGHT, values([atom]), (value,)))
@@ -383,6 +423,13 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     body.leaving = values(results[:carries])
     taken = _taken(operands[constants:first], op.outputs, (*operands[:constants], *operands[first:]))
     frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,), taken))
+
+
+def _sliced(p: Program, frame: Frame, op: Op, atom: Atom) -> Atom:
+    """What a loop takes slices of: in bfloat16 a copy in float32, which is made before the loop."""
+    if isinstance(atom, int) and p.is_half(atom) and p.type_of(atom).dtype == "bfloat16":
+        return _widened(p, frame, op, atom)
+    return atom
 
 
 def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:

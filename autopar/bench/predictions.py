@@ -1,4 +1,5 @@
-"""`autopar bench predictions`: predicted peak memory against what the compiler reports, over the zoo.
+"""`autopar bench predictions`: predicted peak memory against what the compiler reports, over the zoo
+and programs with dropout, batch norm in half floats and padding masks (`autopar.bench.memory_programs`).
 
     compiled   = arguments + results - aliased + temporaries of `memory_analysis()`, bytes per device
     predicted  = `Stage.peak_memory_bytes` of the plan on the target's backend
@@ -37,6 +38,7 @@ import numpy as np
 
 from autopar import codegen, jax_compat, tpu_topology, zoo
 from autopar.bench import worker
+from autopar.bench.memory_programs import PROGRAMS
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.backends import backend_of
 from autopar.errors import ArgumentError
@@ -75,6 +77,11 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "flax-nnx-toy": ((8,), {"batch": 8192}),
         "flax-linen-toy": ((2, 4), {"batch": 65536}),
         "equinox-toy": ((8,), {"batch": 524288}),
+        "dropout-gpt": ((8,), {"layers": 2, "batch": 64, "seq": 128}),
+        "dropout-gpt-rbg": ((2, 4), {"layers": 1, "batch": 64, "seq": 128}),
+        "padded-encoder": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
+        "half-gpt": ((8,), {"layers": 2, "batch": 128, "seq": 128}),
+        "half-wresnet": ((8,), {"batch": 4096}),
     },
     "tpu": {
         "mlp-toy": ((8,), {"layers": 4, "batch": 8388608}),
@@ -193,9 +200,14 @@ def _peak(planned: Planned) -> float:
     return planned.plan.stages[0].peak_memory_bytes
 
 
+def build(model: str, sizes: Mapping[str, Any]) -> zoo.Model:
+    """A model of the zoo, or one of `PROGRAMS`, with these sizes."""
+    return PROGRAMS[model](**sizes) if model in PROGRAMS else zoo.build(model, **sizes)
+
+
 def subject(model: str, sizes: Mapping[str, Any], mesh: Sequence[int], platform: str) -> _Subject:
-    """A model of the zoo on a mesh of devices that the target's compiler is for."""
-    built = zoo.build(model, **sizes)
+    """A model on a mesh of devices that the target's compiler is for."""
+    built = build(model, sizes)
     name = CLUSTERS[platform]
     logical = Cluster.preset(name, hosts=max(1, math.prod(mesh) // 8)).logical_mesh(mesh)
     if backend_of(logical.device).name != platform:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from autopar import zoo
 from autopar.bench import predictions
 from autopar.cost_models.backends import backend_of
 from autopar.errors import ArgumentError
@@ -43,10 +42,10 @@ def test_unknown_targets_and_models_are_named() -> None:
         predictions.run("cpu", ["gpt-39b"])
 
 
-def test_every_target_names_models_of_the_zoo_with_sizes_they_take() -> None:
+def test_every_target_names_models_with_sizes_they_take() -> None:
     for cases in predictions.CASES.values():
         for model, (mesh, sizes) in cases.items():
-            assert zoo.build(model, **sizes).name.startswith(model)
+            assert predictions.build(model, sizes).name.startswith(model)
             assert len(mesh) in (1, 2)
 
 
