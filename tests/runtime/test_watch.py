@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import api
+from autopar import executables
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
 from autopar.runtime.watch import PATIENCE, VARIABLE, patience, watched
@@ -89,7 +89,7 @@ def test_only_a_first_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((what, seconds))
         return run()
 
-    monkeypatch.setattr(api, "watched", counted)
+    monkeypatch.setattr(executables, "watched", counted)
 
     def doubled(x: jax.Array) -> jax.Array:
         return 2 * x

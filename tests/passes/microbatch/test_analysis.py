@@ -259,7 +259,7 @@ def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(absorb: boo
 
 
 def test_metrics_come_back_as_what_they_are() -> None:
-    assert {total.how for total in placed("metrics").totals} == {"sum", "max", "min", "concatenate"}
+    assert {total.how for total in placed("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
 
 
 def test_values_of_the_batchs_size_are_not_held_by_the_loop() -> None:
