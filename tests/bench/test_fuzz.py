@@ -14,6 +14,7 @@ from autopar.bench.fuzz import campaign, case, compare, shrink
 from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.program import Block, Leaf, Node, Program, Type, load
 from autopar.errors import ArgumentError
+from tests.bench.fuzz_faults import FAULTS, put_back
 
 
 @pytest.fixture(autouse=True)
@@ -233,3 +234,18 @@ def test_random_programs_in_stages_and_on_meshes(seed):
     found = case.run(program(seed, 1), ["stages", "meshes"])
     assert not found.failures
     assert not found.uncut
+
+
+@pytest.mark.parametrize(
+    ("title", "seed"),
+    [
+        ("the second loop does not see a total that it reads as it is", 5),
+        ("or and and of integers over the batch are max and min", 48),
+        ("known indices do not wrap in their type", 65),
+    ],
+)
+def test_faults_put_back_are_found(title, seed):
+    """The quickest of `tests.bench.fuzz_faults`; the seeds are the first that find them there."""
+    (fault,) = [fault for fault in FAULTS if fault.title == title]
+    with put_back(fault):
+        assert case.run(program(seed, 1), [fault.mode]).failures

@@ -36,7 +36,8 @@ SMOOTH_MOVES: tuple[Move, ...] = (
 )  # fmt: skip
 FROZEN_MOVES: tuple[Move, ...] = (
     *(elementwise.integer,) * 4, *(elementwise.integer_pair,) * 3, *(elementwise.convert,) * 5, elementwise.to_float,
-    elementwise.narrow_chain, elementwise.bitcast, elementwise.bitcast, elementwise.fold_bits, elementwise.compare,
+    elementwise.narrow_chain, elementwise.bitcast, elementwise.bitcast, elementwise.fold_bits,
+    elementwise.fold_bits, elementwise.compare,
     elementwise.compare, elementwise.logic, elementwise.choose, elementwise.steps, elementwise.complex_chain,
     elementwise.of_complex, elementwise.random_bits, elementwise.keys, elementwise.special, shapes.transpose,
     shapes.fold, shapes.extend, shapes.along, shapes.join, shapes.cumulate, shapes.order, shapes.order, shapes.reduce,
@@ -132,7 +133,7 @@ def _leaves(scope: Scope) -> list[str]:
         shape = rng.choice(shapes_of) if rng.random() < 0.3 else shape
         dtype = rng.choice(OTHERS)
         _leaf(scope, "y", rng.choice(groups), dtype, shape, batch=0, stage=1)
-    if rng.random() < 0.3:
+    if rng.random() < 0.5:
         half = "np.repeat([1.0, -1.0], {shape}[0] // 2)"
         _leaf(scope, "signs", groups[0], "float64", (batch,), half, batch=0, stage=1)
     _leaf(scope, "n", "counters", "int32", (), f"np.int32({rng.randrange(5)})")

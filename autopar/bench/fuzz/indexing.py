@@ -45,6 +45,15 @@ def table(scope: Scope) -> None:
     scope.emit(form.format(index, mode, fill), source, labels, batch=labels.batch)
 
 
+#: The rows that examples read: their own, unless a type wraps, or those of others; {n} examples, {h} half of them.
+ROWS = (
+    "jnp.arange({n})", "jnp.arange({n}, dtype=jnp.int32)", "jnp.arange({n})[::-1][::-1]", "jnp.arange({n}) * 0",
+    "jnp.arange({n}).astype(jnp.uint8)", "jnp.arange({n}).astype(jnp.int8)", "jnp.arange({n}).astype(jnp.int16)",
+    "jnp.arange({n}).astype(jnp.uint32)", "jnp.arange({n}).astype(bool).astype(jnp.int32)",
+    "jnp.where(jnp.arange({n}) < {h}, jnp.arange({n}) + {h}, jnp.arange({n}) - {h})",
+)  # fmt: skip
+
+
 def own_label(scope: Scope) -> None:
     """x[arange(n), labels] in several ways, and adding to what it reads."""
     value = scope.find(batched, numeric, of_rank(2, 3), lambda v: v.batch == 0 and _whole(v))
@@ -53,9 +62,7 @@ def own_label(scope: Scope) -> None:
     if value is None or column is None:
         return
     n, width = value.shape[:2]
-    rows = scope.rng.choice((f"jnp.arange({n})", f"jnp.arange({n}, dtype=jnp.int32)", f"jnp.arange({n})[::-1][::-1]",
-                             f"jnp.arange({n}).astype(jnp.{scope.rng.choice(('uint8', 'int16', 'uint32', 'int8'))})",
-                             f"jnp.arange({n}).astype(bool).astype(jnp.int32)"))  # fmt: skip
+    rows = scope.rng.choice(ROWS).replace("{n}", str(n)).replace("{h}", str(n // 2))
     mode = scope.rng.choice(READS[:3])
     label = f"jnp.abs({{1}} % {width}).astype(jnp.int32)" if scope.chance(0.6) else _index(scope, column, width, mode)
     if "uint8" in rows or "int8" in rows or "bool" in rows:

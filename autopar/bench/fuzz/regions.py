@@ -85,19 +85,24 @@ def merged(scope: Scope, carry: Value, values: Sequence[Value]) -> Value:
     return carry
 
 
-#: Linear functions of a total, and some that are not: those must be told apart. {n}: extent, {i}: indices.
-CHAIN = (
-    "-{0}", "{0} * 2", "{0}[::-1]", "jnp.take({0}, jnp.array({i}), axis=0, mode='fill', fill_value=5)",
-    "jnp.take({0}, jnp.array({i}), axis=0)", "{0}.at[jnp.array({i})].get(mode='clip')",
-    "{0}.at[jnp.array({i})].get(mode='fill', fill_value=0)", "jnp.cumsum({0}, 0)", "lax.cummax({0}, axis=0)",
-    "jnp.concatenate([{0}, jnp.ones_like({0})])", "jnp.concatenate([{0}, jnp.zeros_like({0})])",
-    "jnp.pad({0}, [(1, 0)] + [(0, 0)] * ({0}.ndim - 1), constant_values=1)", "{0} + 1", "{0} * {0}",
-    "jnp.where(jnp.arange({n}).reshape((-1,) + (1,) * ({0}.ndim - 1)) > 0, {0}, 1)",
+#: Linear functions of a total, for which it need not be complete. {n}: extent, {i}: indices.
+LINEAR = (
+    "-{0}", "{0} * 2", "{0}[::-1]", "{0}.at[jnp.array({i})].get(mode='clip')", "jnp.cumsum({0}, 0)",
+    "{0}.at[jnp.array({i})].get(mode='fill', fill_value=0)", "jnp.concatenate([{0}, jnp.zeros_like({0})])",
     "jnp.where(jnp.arange({n}).reshape((-1,) + (1,) * ({0}.ndim - 1)) > 0, {0}, 0)",
-    "jnp.zeros_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')",
-    "jnp.ones_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')", "jnp.abs({0})", "jnp.sum({0}, 0)",
-    "jnp.maximum({0}, 0)", "lax.dynamic_slice_in_dim({0}, 1, 1, axis=0)", "lax.rev({0}, (0,))",
+    "jnp.zeros_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')", "jnp.sum({0}, 0)",
+    "lax.dynamic_slice_in_dim({0}, 1, 1, axis=0)", "lax.rev({0}, (0,))",
 )  # fmt: skip
+#: Functions that are nearly linear: a constant added, a fill value, a sign.
+AFFINE = (
+    "{0} + 1", "jnp.take({0}, jnp.array({i}), axis=0, mode='fill', fill_value=5)", "1 - {0}", "{0} * {0}",
+    "jnp.take({0}, jnp.array({i}), axis=0)", "{0}.at[jnp.array({i})].get(mode='fill', fill_value=-1)",
+    "lax.cummax({0}, axis=0)", "jnp.concatenate([{0}, jnp.ones_like({0})])", "jnp.abs({0})", "jnp.maximum({0}, 0)",
+    "jnp.pad({0}, [(1, 0)] + [(0, 0)] * ({0}.ndim - 1), constant_values=1)", "lax.div({0}, jnp.full_like({0}, 3))",
+    "jnp.where(jnp.arange({n}).reshape((-1,) + (1,) * ({0}.ndim - 1)) > 0, {0}, 1)",
+    "jnp.ones_like({0}).at[jnp.array({i})].add({0}[0], mode='drop')",
+)  # fmt: skip
+SCALARS = ("-{0}", "{0} * 2", "{0} + 1", "{0} * {0}", "lax.div({0}, jnp.full_like({0}, 3))", "jnp.maximum({0}, 0)")
 WIDER = {
     "int8": ("float64", "int32", "uint8", "int64"), "uint8": ("float64", "int32", "uint32", "int8"),
     "int16": ("float64", "int8", "int64"), "uint16": ("float64", "uint8", "uint64"),
@@ -110,12 +115,13 @@ WIDER = {
 
 def chained(scope: Scope, value: Value) -> Value:
     """A total behind up to two more functions, and perhaps converted."""
-    for _ in range(scope.rng.choice((0, 1, 1, 2))):
-        if value.kind == "b" or not value.rank:
+    for _ in range(scope.rng.choice((0, 1, 1, 1, 2))):
+        if value.kind == "b":
             break
-        extent = value.shape[0]
+        extent = value.shape[0] if value.rank else 1
         picks = str(tuple(scope.rng.randrange(-1, extent + 2) for _ in range(scope.rng.choice((1, 2)))))
-        code = scope.rng.choice(CHAIN).replace("{n}", str(extent)).replace("{i}", picks)
+        table = scope.rng.choice((LINEAR, AFFINE)) if value.rank else SCALARS
+        code = scope.rng.choice(table).replace("{n}", str(extent)).replace("{i}", picks)
         value = scope.emit(code, value) or value
     if value.dtype in WIDER and scope.chance(0.7):
         value = scope.emit(f"{{0}}.astype(jnp.{scope.rng.choice(WIDER[value.dtype])})", value) or value
@@ -178,7 +184,7 @@ def _next(scope: Scope, carry: Carry, made: Sequence[Value]) -> Value:
         return carry.inside
     value = scope.rng.choice(sources[: max(1, len(made))])
     whole = totals.total_of(scope, value) if value.kind != "f" or value.dtype == "float64" else None
-    if scope.chance(0.25):
+    if scope.chance(0.35):
         before = len(scope.values)
         scope.rng.choice((totals.narrow_total, totals.wrapped_total))(scope)
         whole = scope.values[-1] if len(scope.values) > before and scope.values[-1].batch is None else whole
@@ -405,4 +411,20 @@ def mapped(scope: Scope, moves: Moves) -> None:
     scope.emit(f"jax.vmap({{b0}}, in_axes={d}, out_axes={out})({{0}})", value, bodies=(block,), **facts)
 
 
-REGIONS: tuple[Callable[[Scope, Moves], None], ...] = (scan, scan, while_loop, cond, checkpoint, custom, mapped)
+def accumulate(scope: Scope, moves: Moves) -> None:
+    """A loop that hardly does more than add up totals: it is quickly compiled, and what adds up there is delicate."""
+    scope.rng.choice((scan, scan, while_loop))(scope, replace(moves, least=0, most=1))
+
+
+REGIONS: tuple[Callable[[Scope, Moves], None], ...] = (
+    accumulate,
+    accumulate,
+    accumulate,
+    scan,
+    scan,
+    while_loop,
+    cond,
+    checkpoint,
+    custom,
+    mapped,
+)
