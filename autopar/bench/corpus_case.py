@@ -12,8 +12,8 @@
 
 Small steps are planned at the prices of `equal_case.dear`, at which even toys are cut, and run in float64 where the
 program can: every leaf is equal to 1e-9 of its magnitude. Where something computes in float32 whatever it is given, a
-leaf is equal to 1e-5, or to ten times what a data-parallel step written by hand differs by (Adam divides rounding by
-rounding where a gradient is nearly zero). Large steps are in float32.
+leaf is equal to 1e-5 (in float16 to 1e-3), or to ten times what a data-parallel step written by hand differs by (Adam
+divides rounding by rounding where a gradient is nearly zero). Large steps are in float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from autopar.rules import rules_of
 from autopar.trace import trace
 
 STEPS = 3
-TOLERANCE = {True: 1e-9, False: 1e-5}  # relative, in float64 and in float32
+#: Relative difference of a leaf that is allowed, by the narrowest dtype of a program; of float16 one rounding.
+TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
 MEMORY = (-0.10, 0.25)  # lowest and highest error of the predicted peak
 SMALLEST = 32 * 2**20  # bytes per device from which a predicted peak is judged
 REPLICATED = 0.01  # part of the FLOPs that may run replicated
@@ -80,7 +81,12 @@ class Subject:
 
     program: Program
     scale: int
-    x64: bool
+    x64: bool = False
+
+    @property
+    def precision(self) -> str:
+        """Of the results."""
+        return self.program.precision if self.x64 or self.program.precision != "float64" else "float32"
 
     @cached_property
     def built(self) -> corpus_program.Built:
@@ -200,17 +206,20 @@ def _equal(one: Subject, step: Callable[..., Any]) -> Outcome:
     ours = results(step, one.arguments(), one.program.carried)
     found = [corpus_compare.differences(x, y) for x, y in zip(ours, one.single, strict=True)]
     value, path = max(map(corpus_compare.worst, found))
-    if value <= TOLERANCE[one.x64]:
+    tolerance = TOLERANCE[one.precision]
+    if value <= tolerance:
         return Outcome(OK, value, path)
-    excess = [] if one.x64 else [(v, p) for f, hand in zip(found, one.by_hand, strict=True) for v, p in _above(f, hand)]
-    if not one.x64 and not excess:
-        return Outcome(OK, value, f"{path}, by hand {max(hand[path] for hand in one.by_hand):.1e}")
-    return Outcome(FAILED, *max(excess, default=(value, path)))
+    if one.precision == "float64":
+        return Outcome(FAILED, value, path)
+    excess = [above for f, hand in zip(found, one.by_hand, strict=True) for above in _above(f, hand, tolerance)]
+    if excess:
+        return Outcome(FAILED, *max(excess))
+    return Outcome(OK, value, f"{path}, by hand {max(hand[path] for hand in one.by_hand):.1e}")
 
 
-def _above(found: Mapping[str, float], hand: Mapping[str, float]) -> list[tuple[float, str]]:
-    """The leaves that differ by more than rounding can explain in float32."""
-    allowed = {path: max(TOLERANCE[False], equal_case.TIMES_BY_HAND * v) for path, v in hand.items()}
+def _above(found: Mapping[str, float], hand: Mapping[str, float], tolerance: float) -> list[tuple[float, str]]:
+    """The leaves that differ by more than rounding can explain."""
+    allowed = {path: max(tolerance, equal_case.TIMES_BY_HAND * v) for path, v in hand.items()}
     return [(v, path) for path, v in found.items() if not v <= allowed[path]]
 
 
@@ -345,7 +354,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     warnings.simplefilter("ignore")
     program = corpus_program.corpus(spec["table"])[spec["program"]]
     large = spec["large"]
-    x64 = program.x64 and not large
+    x64 = program.precision == "float64" and not large
     jax.config.update("jax_enable_x64", x64)
     one = Subject(program, program.large if large else 1, x64)
     for found in findings(one, LARGE if large else SMALL, spec["checks"]):

@@ -35,7 +35,8 @@ class Program:
         packages: distributions that it needs besides JAX.
         large: a scale at which one of eight devices needs 32 MiB or more.
         carried: how many of the step's first results are the first arguments of the next step; 0: there is none.
-        x64: False if something in it computes in float32 whatever its arguments are.
+        precision: the narrowest dtype in which something of it computes, whatever the dtype of its arguments is;
+            "float64" if it follows them.
         options: of `autopar.parallelize`, where its author would have to give some.
     """
 
@@ -45,7 +46,7 @@ class Program:
     packages: tuple[str, ...]
     large: int
     carried: int = 1
-    x64: bool = True
+    precision: str = "float64"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def versions(self) -> dict[str, str]:

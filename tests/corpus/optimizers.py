@@ -148,7 +148,7 @@ class Scaled(NamedTuple):
 
 def dynamic_loss_scaling(scale=1):
     """Half precision with a scale that doubles after good steps and halves after an overflow."""
-    tx = optax.adamw(1e-3)
+    tx = optax.sgd(0.1, momentum=0.9)
     params = _mlp((32, 64, 64, 8))
     state = Scaled(params, tx.init(params), jnp.float32(2.0**14), jnp.zeros((), jnp.int32))
 

@@ -51,7 +51,7 @@ def test_a_program_is_planned(name):
 
 def test_a_program_equals_the_single_device():
     program = BY_NAME["muon"]
-    one = corpus_case.Subject(program, 1, False)
+    one = corpus_case.Subject(program, 1)
     found = dict(corpus_case.on_mesh(one, (8,)))
     assert {name: (outcome.state, outcome.text) for name, outcome in found.items() if outcome.state != "ok"} == {}
     assert set(found) == set(corpus.SMALL[:3])
@@ -59,13 +59,13 @@ def test_a_program_equals_the_single_device():
 
 def test_a_wrong_step_is_found():
     program = BY_NAME["muon"]
-    one = corpus_case.Subject(program, 1, False)
+    one = corpus_case.Subject(program, 1)
     step, args = one.built
     theirs = corpus_case.results(jax.jit(step), one.arguments(), program.carried)
     params, opt_state, x, y = args
     ours = corpus_case.results(jax.jit(step), (params, opt_state, x * 1.001, y), program.carried)
     value, path = corpus_compare.worst(corpus_compare.differences(ours[-1], theirs[-1]))
-    assert value > corpus_case.TOLERANCE[False]
+    assert value > corpus_case.TOLERANCE["float32"]
     assert path
 
 
