@@ -403,7 +403,9 @@ class Scope:
         result = {f: d for d, f in enumerate(rule.results[position])}
         layout = [PARTIAL if axis in lead else REPLICATED for axis in range(len(self.context.names))]
         for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
-            for axis, dim in enumerate(self._layout_at(atom, f"{op.tag}.in{k}") or ()):
+            site = f"{op.tag}.in{k}"
+            read = self._layout_at(atom, site) or self.context.stage.uses.get(site, ())  # of a free value as it is made
+            for axis, dim in enumerate(read):
                 if dim >= 0:
                     layout[axis] = PARTIAL if dims[dim] in rule.reduced else result.get(dims[dim], layout[axis])
         return tuple(layout)

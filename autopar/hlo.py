@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 
+from autopar import jax_compat
 from autopar.collective import Collective
 from autopar.comparison import Comparison, compare, group, group_size
 from autopar.errors import MeshError
@@ -258,15 +259,17 @@ def _field(key: str, text: str) -> int:
 
 
 def _place(location: str, files: Mapping[int, str]) -> str:
-    return _file_line(files.get(_field("file_name_id", location), "").strip('"'), _field("line", location))
+    return file_line(files.get(_field("file_name_id", location), "").strip('"'), _field("line", location))
 
 
-def _file_line(path: str, line: int) -> str:
-    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}" if path and line else ""
+def file_line(path: str, line: int) -> str:
+    """ "file.py:line"; nothing where none is known, or it is one of autopar's own, which no user wrote."""
+    known = bool(path and line) and not jax_compat.is_ours(path)
+    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}" if known else ""
 
 
 def _source(text: str, frames: Mapping[int, str]) -> str:
-    inline = _file_line(_quoted("source_file", text), _field("source_line", text))
+    inline = file_line(_quoted("source_file", text), _field("source_line", text))
     return inline or frames.get(_field("stack_frame_id", text), "")
 
 

@@ -105,10 +105,10 @@ def _frame(traceback: Any) -> tuple[str, int]:
             found = source_info_util.raw_frame_to_frame(code, position)
             return found.file_name, found.start_line
     frame = source_info_util.user_frame(traceback)
-    return ("", 0) if frame is None or _is_ours(frame.file_name) else (frame.file_name, frame.start_line)
+    return ("", 0) if frame is None or is_ours(frame.file_name) else (frame.file_name, frame.start_line)
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
     """Whether it is one of autopar's files; the zoo is written as users write, and counts as theirs."""
     return filename.startswith(_AUTOPAR) and not filename.startswith(_ZOO)
 
@@ -117,7 +117,7 @@ def _is_ours(filename: str) -> bool:
 def is_own(filename: str) -> bool:
     """Whether code of this file is the user's, not of JAX, Python, an installed package or autopar."""
     installed = any(filename.startswith(path) for path in _INSTALLED)
-    return not installed and not _is_ours(filename) and source_info_util.is_user_filename(filename)
+    return not installed and not is_ours(filename) and source_info_util.is_user_filename(filename)
 
 
 @contextlib.contextmanager

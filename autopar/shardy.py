@@ -32,7 +32,7 @@ from jax.stages import Lowered
 from autopar.collective import Collective
 from autopar.comparison import group_size
 from autopar.errors import TraceError
-from autopar.hlo import last_tag
+from autopar.hlo import file_line, last_tag
 
 PASSES = (
     "builtin.module(sdy-propagation-pipeline)",
@@ -111,7 +111,7 @@ class _Place:
     def inside(self, op: ir.Operation, trips: int = 1) -> _Place:
         location = str(op.location)
         line = re.search(r'"([^"]+)":(\d+):\d+', location)  # the first of a chain of call sites is the innermost
-        source = f"{line[1].rsplit('/', 1)[-1]}:{line[2]}" if line else self.source
+        source = file_line(line[1], int(line[2])) if line else self.source
         return _Place(self.count * trips, _tag(location) or self.op, source)
 
 

@@ -15,8 +15,9 @@ passes when the bytes on the wire are within `TOLERANCE` of the plan's; on "shar
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -156,15 +157,14 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
 def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     platform = target.partition(":")[0]
     sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    whole = conversions.converted(platform, plan, graph)
-    predicted, _ = _apart(graph, whole)
-    emitted, uncounted = _apart(graph, found.collectives)
+    predicted, _ = _apart(graph, conversions.converted(platform, plan, graph))
+    emitted, uncounted = _apart(graph, [_sourced(c, graph) for c in found.collectives])
     compared = comparison.compare(predicted, emitted, sizes)
     compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
     return Report(
         _holds(compared, target),
         target,
-        found.collectives,
+        emitted,
         compared,
         found.memory,
         found.flops,
@@ -181,6 +181,13 @@ def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective,
     tags = {op.tag for op in graph.walk() if op.name == "shard_map"}
     ours = tuple(c for c in found if c.op.partition(".")[0] not in tags)
     return ours, tuple(c for c in found if c.op.partition(".")[0] in tags)
+
+
+def _sourced(c: Collective, graph: Graph) -> Collective:
+    """A collective with the line of the operation that it is tagged with, where the target names none."""
+    number = re.match(r"op(\d+)\b", c.op)
+    op = graph.by_index.get(int(number[1])) if number and not c.source else None
+    return c if op is None else replace(c, source=op.source)
 
 
 def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], target: str) -> Report:

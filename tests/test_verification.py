@@ -142,6 +142,37 @@ def test_what_a_dot_reads_where_it_lies_is_exchanged_as_planned(axis: int) -> No
     assert report.comparison.matched == 1
 
 
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_a_scatter_into_zeros_stays_cut_while_its_sums_are_added_up(target: str) -> None:
+    """The gradient of a table cut over x, of tokens cut over y: the zeros that it starts from have no layout."""
+
+    def fn(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return jax.grad(lambda table: jnp.sum(table[tokens] ** 2))(table)
+
+    table, tokens = jax.ShapeDtypeStruct((256, 64), jnp.float32), jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    pins = {"table": P("x"), "tokens": P("y"), "out:0": P("x")}
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    plan = autopar.plan(fn, table, tokens, mesh=(2, 4), cluster=cluster, pins=pins, donate_argnums=())
+    report = autopar.verify(plan, fn, table, tokens, target=target)
+    assert report.mismatches == ()
+
+
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_what_has_no_line_of_the_users_names_none_of_ours(target: str) -> None:
+    """An argument that is handed back in another layout is nobody's line; a result is the line that makes it."""
+
+    def fn(kept: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kept, jnp.tanh(x)
+
+    pins = {"kept": P("x"), "out:0": P("y"), "x": P("x"), "out:1": P("y")}
+    cluster = Cluster.preset("tpu-v5e", topology="2x4")
+    plan = autopar.plan(fn, ROWS, ROWS, mesh=(2, 4), cluster=cluster, pins=pins, donate_argnums=())
+    report = autopar.verify(plan, fn, ROWS, ROWS, target=target)
+    found = {c.op: c.source.partition(":")[0] for c in report.collectives}
+    assert found["out0"] == ""
+    assert found["out1"] == "test_verification.py"
+
+
 def test_what_differs_is_told_in_a_line_for_equal_pieces() -> None:
     pieces = [Collective("all-reduce", ("x", "y"), 1024, 1 + (k == 0), f"op{k}", "model.py:7") for k in range(5)]
     found = comparison.compare([*pieces, Collective("all-gather", ("x",), 4096)], [], {"x": 2, "y": 4})
