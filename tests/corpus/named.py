@@ -33,7 +33,7 @@ def haliax_transformer(scale=1):
             return Block(
                 hnn.LayerNorm.init(Embed),
                 hnn.LayerNorm.init(Embed),
-                hnn.Linear.init(Embed, (three, Heads, HeadSize), key=keys[0]),
+                hnn.Linear.init(Embed, (three, Heads, HeadSize), key=keys[0], use_bias=False),
                 hnn.Linear.init((Heads, HeadSize), Embed, key=keys[1]),
                 hnn.Linear.init(Embed, Mlp, key=keys[2]),
                 hnn.Linear.init(Mlp, Embed, key=keys[3]),
