@@ -140,7 +140,7 @@ def check(fn: Callable[..., Any], *args: Any, **options: Any) -> Check:
         moved = single([_moved(x, i) for i, x in enumerate(leaves)])
         positional, _ = jax.tree.unflatten(given.tree, leaves)
         prepared = prepare(written, arguments.merged(given.args, chosen.static_argnums, positional), {}, chosen, True)
-        ours = lower(prepared).compile().flat([_copied(x) for x in leaves])
+        ours = lower(prepared, name_of(written)).compile().flat([_copied(x) for x in leaves])
     within = differences.tolerance(t.dtype for t in prepared.traced.graph.types)
     found = map(partial(_leaf, within), prepared.plan.output_paths, ours, theirs, moved)
     by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
