@@ -48,8 +48,9 @@ def watched(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequ
 
 
 def _smallest(results: Sequence[Any]) -> Sequence[jax.Array]:
-    """The array that costs least to keep: all results of a program are there at the same time."""
-    arrays = [x for x in results if isinstance(x, jax.Array)]
+    """The array that costs least to keep: all results of a program are there at the same time. Arrays of random keys
+    cannot say on every JAX whether they are there."""
+    arrays = [x for x in results if isinstance(x, jax.Array) and hasattr(x, "is_ready")]
     return sorted(arrays, key=lambda x: x.nbytes)[:1]
 
 
