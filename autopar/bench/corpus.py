@@ -74,7 +74,8 @@ def _worked(program: Program, table: str, large: bool, checks: Sequence[str]) ->
             left.remove(row["check"])
             yield row
     except worker.WorkerError as error:
-        yield _row(program, left[0], FAILED, str(error))
+        if left:  # with all findings there, it died while it ended
+            yield _row(program, left[0], FAILED, str(error))
 
 
 def _row(program: Program, check: str, state: str, text: str) -> Row:

@@ -23,6 +23,11 @@ PLANNED = ("nnx_lora", "cnn", "mlp_regularised", "penzai_mlp", "moe_ragged_dot")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other people's packages warn of is theirs
 
 
+def finding(check, **more):
+    row = {"program": "muon", "check": check, "state": "ok", "value": 0.0, "text": "", "seconds": 0.0, "figures": {}}
+    return {**row, "versions": {}, **more}
+
+
 def _needs(program):
     if missing := program.missing():
         pytest.skip(f"not installed: {', '.join(missing)} (pip install autopar[corpus])")
@@ -131,14 +136,22 @@ def test_where_a_worker_dies_its_check_fails_and_another_goes_on(monkeypatch):
         for check in spec["checks"]:
             if check == "cpu 8" and len(asked) == 1:
                 raise worker.WorkerError("killed")
-            row = {"program": "muon", "check": check, "state": "ok", "value": 0.0, "text": "", "seconds": 0.0}
-            yield {**row, "figures": {}}
+            yield finding(check)
 
     monkeypatch.setattr(worker, "lines", lines)
     rows = corpus.run(("muon",), checks=("mesh 8", "cpu 8", "stages"))
     assert [(row["check"], row["state"]) for row in rows] == [("mesh 8", "ok"), ("cpu 8", "failed"), ("stages", "ok")]
     assert asked == [["mesh 8", "cpu 8", "stages"], ["stages"]]
     assert rows[1]["text"] == "killed"
+
+
+def test_a_worker_that_dies_when_all_is_found_fails_nothing(monkeypatch):
+    def lines(module, spec, env, patience):
+        yield finding("stages")
+        raise worker.WorkerError("killed")
+
+    monkeypatch.setattr(worker, "lines", lines)
+    assert [row["state"] for row in corpus.run(("muon",), checks=("stages",))] == ["ok"]
 
 
 def test_a_program_without_its_package_is_absent_and_runs_nothing(monkeypatch):
