@@ -247,7 +247,8 @@ class Tracer:
                 found[v] = known["totals", v]
             else:
                 self.marked[v] = name
-                found[v] = _open(known["local", v])
+                # what ends the sum reads its parts alone; those of narrow floats are in float32
+                found[v] = _open(known["local", v]).astype(self.whole_type(v).dtype)
         return found
 
     @property

@@ -181,7 +181,7 @@ RULES: Mapping[str, Entry] = {
     "and": Entry(rules.elementwise, passes=_kept("and", BITS, "pp")),
     "or": Entry(rules.elementwise, passes=_kept("or", BITS, "pp")),
     "select_n": Entry(rules.elementwise, passes=_moves("ip*")),
-    **dict.fromkeys(_words("copy name stop_gradient"), Entry(rules.elementwise, passes=_moves("p"))),
+    **dict.fromkeys(_words("copy name"), Entry(rules.elementwise, passes=_moves("p"))),
     "bitcast_convert_type": Entry(rules.bitcast),
     **dict.fromkeys(("optimization_barrier", "sharding_constraint"), Entry(each=True)),
     # shapes

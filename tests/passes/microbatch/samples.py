@@ -49,7 +49,7 @@ def _plain(shapes: str, function: Callable[..., Any]) -> tuple[str, Callable[...
 
 _UNARY = """abs acos acosh asin asinh atan atanh bessel_i0e cbrt ceil clz conj cos cosh digamma erf erf_inv erfc exp
     exp2 expm1 floor imag is_finite lgamma log log1p logistic neg population_count real round rsqrt sign sin sinh sqrt
-    square stop_gradient tan tanh"""
+    square tan tanh"""
 _BINARY = """add atan2 complex div eq ge gt igamma igammac le lt max min mul mulhi ne nextafter pow rem
     shift_left shift_right_arithmetic shift_right_logical sub"""
 
