@@ -41,6 +41,7 @@ class Backend:
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
+        expands_pools: the gradient of a maximum over windows finds the places of the maxima and scatters to them.
         widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
             all-gathers make float32; what is rounded to bfloat16 is not repeated.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
@@ -74,6 +75,7 @@ class Backend:
     merges_fetches: bool = False
     updates_read_pieces: bool = False
     hashes_in_pairs: bool = False
+    expands_pools: bool = False
     widens: bool = False
     narrows: bool = False
     sums_in_place: bool = True
@@ -96,6 +98,7 @@ CPU = Backend(
     cheap_repeats=True,
     stores_early=True,
     hashes_in_pairs=True,
+    expands_pools=True,
     widens=True,
     gathers_turn=True,
     fragmentation=1.05,

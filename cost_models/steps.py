@@ -12,6 +12,7 @@ A *step* is an operation, or what a loop or a backend does beside the operations
                                         products that want it                                           -> _turned
     smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
     products and sums of half floats    on some backends made in float32, of copies in float32         -> _computed
+    gradients of maxima over windows    on some backends a scatter to places that are found first       -> _pooled
     random bits                         on some backends two words of a hash, joined where they are read  -> _hashed
 
 Values that no operation of the graph defines (tokens, turned and spread operands) are numbered behind the graph's;
@@ -236,8 +237,8 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             barriers = _hold(p, op)
         elif _merged(p, frame, op, (after, barriers)):
             continue
-        elif p.backend.hashes_in_pairs and hashes(p.graph, op):
-            _hashed(p, frame, op, waits)
+        elif (rewritten := _rewritten(p, op)) is not None:
+            rewritten(p, frame, op, waits)
             barriers = ()
         else:
             inputs, kind = values([*_prepared(p, frame, op, p.operands(op))]), _kind(p, op)
@@ -317,6 +318,35 @@ def _wide(half: Type) -> Type:
 def hashes(graph: Graph, op: Op) -> bool:
     """Whether an operation draws random bits that are hashes of counters, which any device can make a part of."""
     return op.name == "random_bits" and jax_compat.hashes_keys(graph.type_of(op.inputs[0]).dtype)
+
+
+def _rewritten(p: Program, op: Op) -> Callable[[Program, Frame, Op, tuple[int, ...]], None] | None:
+    """What makes the steps that a backend runs instead of an operation; None if it runs the operation."""
+    if p.backend.hashes_in_pairs and hashes(p.graph, op):
+        return _hashed
+    return _pooled if p.backend.expands_pools and op.name == "select_and_scatter_add" else None
+
+
+def _pooled(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """The gradient of a maximum over windows: the places of the maxima, by arrays of all places, and a scatter to them.
+
+    (openxla/xla, xla/service/select_and_scatter_expander.cc.)
+    """
+    source, operand = values(p.operands(op))
+    shape, pooled = p.type_of(operand).shape, p.type_of(source).shape
+    places: list[int] = []
+    for dim in range(len(shape)):
+        key = ("place", shape, dim)
+        if key not in frame.made:
+            frame.made[key] = p.new(operand, Type(shape, "int32", 4))
+            frame.steps.append(Step(op, "iota", HEAVY, (), (frame.made[key],)))
+        places.append(frame.made[key])
+    zeros, greatest = p.new(operand), p.new(source)
+    found, indices = (tuple(p.new(source, Type(pooled, "int32", 4)) for _ in shape) for _ in range(2))
+    frame.steps.append(Step(op, "zeros", HEAVY, (), (zeros,)))
+    frame.steps.append(Step(op, "reduce_window", HEAVY, (operand, *places), (greatest, *found), after))
+    frame.steps.append(Step(op, "concatenate", HEAVY, found, indices))
+    frame.steps.append(Step(op, "scatter-add", HEAVY, (zeros, *indices, source), op.outputs, after))
 
 
 def _hashed(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Half floats on XLA's CPU compiler, which computes them in float32; programs small enough to count."""
+"""What XLA's CPU compiler makes of half floats and of maxima over windows; programs small enough to count."""
 
 from __future__ import annotations
 
@@ -62,3 +62,20 @@ def test_a_loop_slices_a_copy_of_a_bfloat16_stack_in_float32(dtype: str, stacks:
 
     found = kept(fn, (array(dtype, 64, 64), array(dtype, 4, 64, 64)))
     assert found["f32[4,64,64]"] == stacks
+
+
+def test_the_gradient_of_a_maximum_over_windows_finds_places_first() -> None:
+    """An array of places per dimension, made once for both; the scatter goes into zeros, which it takes over."""
+
+    def pooled(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
+
+    def fn(x: Any, y: Any) -> Any:
+        return jax.grad(lambda x, y: (pooled(x) ** 2).sum() + (pooled(y) ** 3).sum(), (0, 1))(x, y)
+
+    args = array("float32", 128, 128), array("float32", 128, 128)
+    found = kept(fn, args)
+    assert found["i32[128,128]"] == 2
+    assert found["f32[128,128]"] == 2 * 2
+    assert found["i32[64,64]"] == 2 * (2 + 2)
+    assert not any(name.startswith("i32") for name in kept(fn, args, GPU))
