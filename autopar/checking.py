@@ -104,7 +104,7 @@ class Check:
 
     def __str__(self) -> str:
         wrong = sum(not leaf.ok for leaf in self.leaves)
-        mesh = ", ".join(f"{n}={s}" for n, s in zip(self.plan.mesh_names, self.plan.mesh_sizes, strict=True))
+        mesh = ", ".join(f"{n}={s}" for n, s in self.plan.mesh.items())
         found = f"{wrong} of {len(self.leaves)} leaves DIFFER" if wrong else f"{len(self.leaves)} leaves are equal"
         rows = [
             (leaf.path or "(result)", leaf.type, *leaf.numbers, "" if leaf.ok else "DIFFERS")

@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import control_flow, jax_compat
 from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import PARTIAL, REPLICATED, Layout, replicated, route, spec, steps
+from autopar.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, route, spec, steps
 from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
@@ -126,11 +126,6 @@ def kernel_options(graph: Graph, platform: str) -> Mapping[str, str]:
     """
     waits = platform == "cpu" and any(op.name in KERNELS for op in graph.walk())
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if waits else {}
-
-
-def partial_axes(layout: Layout | None) -> list[int]:
-    """Mesh axes along which a value in this layout is a partial sum: each is a leading dimension of its array."""
-    return [axis for axis, dim in enumerate(layout or ()) if dim == PARTIAL]
 
 
 def of_parts(layout: Layout) -> Layout:

@@ -183,13 +183,11 @@ _REMATTED = "rematted_computation"
 
 
 def hashes_keys(dtype: str) -> bool:
-    """True if random bits of keys of a type are hashes of counters, two words at once. Tried on 0.10.2."""
-    return dtype == "key<fry>" and counts_random_bits()
+    """True if random bits of keys of a type are hashes of counters, two words at once: bit i is a hash of i alone.
 
-
-def counts_random_bits() -> bool:
-    """True if bit i of a threefry stream is a hash of i alone, which is JAX's default. Tried on 0.10.2."""
-    return jax_config.threefry_partitionable.value
+    That is JAX's default for threefry keys. Tried on 0.10.2.
+    """
+    return dtype == "key<fry>" and jax_config.threefry_partitionable.value
 
 
 def trace_context() -> Hashable:

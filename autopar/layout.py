@@ -58,6 +58,11 @@ def replicated(axes: int) -> Layout:
     return (REPLICATED,) * axes
 
 
+def partial_axes(layout: Layout | None) -> list[int]:
+    """Mesh axes along which a value in this layout is a partial sum: each is a leading dimension of its array."""
+    return [axis for axis, dim in enumerate(layout or ()) if dim == PARTIAL]
+
+
 def spec(layout: Layout, rank: int, names: Sequence[str]) -> jax.sharding.PartitionSpec:
     """The PartitionSpec of a layout without partial sums; trailing unsharded dimensions are left out."""
     dims: list[list[str]] = [[] for _ in range(rank)]

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from autopar import jax_compat
 from autopar.graph import Atom, Graph, Op
-from autopar.layout import PARTIAL, Layout, cuts, replicated
+from autopar.layout import PARTIAL, Layout, cuts, partial_axes, replicated
 from autopar.passes import deferral
 from autopar.passes.offload import waiting
 from autopar.passes.strategies import MOST_PADDING
@@ -111,11 +111,6 @@ def _complaint(field: str, key: int | str, layout: Layout | None, expected: str)
     return FieldError(expected, "missing" if layout is None else shown(layout), f"{field}[{key!r}]")
 
 
-def partial(layout: Layout) -> tuple[int, ...]:
-    """Mesh axes along which a layout is partial."""
-    return tuple(axis for axis, dim in enumerate(layout) if dim == PARTIAL)
-
-
 # Values, uses, copies
 
 
@@ -154,7 +149,7 @@ def _uses(p: _Program) -> Complaints:
             yield _complaint("uses", site, layout, "no such field: no value with dimensions is read there")
             continue
         expected = p.misfit(layout, atom)
-        if not expected and not {*partial(layout)} <= {*partial(p.stage.values.get(atom, ()))}:
+        if not expected and not {*partial_axes(layout)} <= {*partial_axes(p.stage.values.get(atom, ()))}:
             expected = "sums along axes only along which the value is partial"
         if expected:
             yield _complaint("uses", site, layout, expected)
@@ -163,7 +158,7 @@ def _uses(p: _Program) -> Complaints:
 def _copies(p: _Program) -> Complaints:
     for value, layout in p.stage.copies.items():
         expected = "no such field: the value has no layout" if value not in p.stage.values else p.misfit(layout, value)
-        if expected or partial(layout):
+        if expected or partial_axes(layout):
             yield _complaint("copies", value, layout, expected or "a layout without sums")
 
 
@@ -175,7 +170,7 @@ def _sums(p: _Program) -> Complaints:
     if not any(PARTIAL in layout for layout in p.stage.values.values()):
         return
     for value, op in p.makers.items():
-        if op is None and partial(p.stage.values.get(value, ())) and value not in _handed_out(p):
+        if op is None and partial_axes(p.stage.values.get(value, ())) and value not in _handed_out(p):
             yield _complaint("values", value, p.stage.values[value], "a layout without sums")
     for op in p.graph.walk():
         yield from _region_sums(p, op) if op.regions else _leaf_sums(p, op)
@@ -187,18 +182,18 @@ def _handed_out(p: _Program) -> frozenset[int]:
 
 
 def _leaf_sums(p: _Program, op: Op) -> Complaints:
-    leads = [partial(p.at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
-    lead = max(leads, key=len, default=())
+    leads = [partial_axes(p.at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
+    lead = max(leads, key=len, default=[])
     for k in _unfit_reads(p, op, leads):
         site = f"{op.tag}.in{k}"
         yield _complaint("uses", site, p.at(op.inputs[k], site), f"what {op.name} {op.source} can read: no such sums")
     for value in op.outputs:
         layout = p.stage.values.get(value, ())
-        if not {*partial(layout)} <= {*(lead or _left(p, op))}:
+        if not {*partial_axes(layout)} <= {*(lead or _left(p, op))}:
             yield _complaint("values", value, layout, f"sums as {op.name} {op.source} leaves them")
 
 
-def _unfit_reads(p: _Program, op: Op, leads: Sequence[tuple[int, ...]]) -> Iterator[int]:
+def _unfit_reads(p: _Program, op: Op, leads: Sequence[Sequence[int]]) -> Iterator[int]:
     """Operands that are partial where the operation is not linear in them."""
     linear, joins = deferral.linear_operand(p.graph, op), op.index in p.deferral.sums
     yield from (k for k, lead in enumerate(leads) if (lead != leads[0] if joins else lead and k != linear))
@@ -224,18 +219,18 @@ def _region_sums(p: _Program, op: Op) -> Complaints:
     """Bodies read no sums; those that are recomputed, and scans where they stack, hand out what their bodies leave."""
     for k, atom in enumerate(op.inputs):
         site = f"{op.tag}.in{k}"
-        if partial(p.at(atom, site)):
+        if partial_axes(p.at(atom, site)):
             yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
     first = 0 if op.name in jax_compat.REMAT else len(op.outputs)
     first = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else first
     for region in op.regions:
         for j, atom in enumerate(region.outputs):
             site = f"{op.tag}.{region.name}.out{j}"
-            inner = partial(p.at(atom, site))
+            inner = partial_axes(p.at(atom, site))
             if inner and j < first:
                 yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
     for j, value in enumerate(op.outputs):
         atom, layout = op.regions[0].outputs[j] if j >= first else None, p.stage.values.get(value, ())
-        inner = () if atom is None else partial(p.at(atom, f"{op.tag}.{op.regions[0].name}.out{j}"))
-        if partial(layout) != inner:
+        inner = [] if atom is None else partial_axes(p.at(atom, f"{op.tag}.{op.regions[0].name}.out{j}"))
+        if partial_axes(layout) != inner:
             yield _complaint("values", value, layout, f"sums as the body of {op.name} {op.source} leaves them")

@@ -124,22 +124,20 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Set
     """
     choice = stage_choice(graph, leaves, target, s)
     try:
-        return _assembled(graph, choice, target, s)
+        return _scheduled(graph, choice, target, s)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
             raise
         note = f"one microbatch, so that no two stages work at a time: {error}"
-        return _assembled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
+        return _scheduled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
 
 
-def _assembled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
+def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
     """`assemble`; "auto" is "inference" too where no operation of the backward pass depends on a microbatch."""
-    try:
-        return assemble(graph, choice, target)
-    except ScheduleError:
-        if s.schedule != "auto":
-            raise
-        return assemble(graph, replace(choice, schedule="inference"), target)
+    divided = _divided(graph, choice)
+    if s.schedule == "auto" and not _has_backward_passes(divided[1]):
+        choice = replace(choice, schedule="inference")
+    return _assembled(choice, *divided, target)
 
 
 def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
@@ -180,10 +178,19 @@ def layers_for(
 
 def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
     """The step in stages that a choice describes; errors as of `pipelined`."""
+    return _assembled(choice, *_divided(graph, choice), target)
+
+
+def _divided(graph: Graph, choice: StageChoice) -> tuple[Layers, Stages]:
+    """The layers of a step, and the stages that a choice makes of them."""
     found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
     own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # the totals of one microbatch are all there is
     parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
-    stages = divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
+    return found, divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
+
+
+def _assembled(choice: StageChoice, found: Layers, stages: Stages, target: Target) -> Pipelined:
+    """Stages under the schedule of the choice, on their submeshes."""
     _check_fits(choice.schedule, stages)
     size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
     return Pipelined(choice, found, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice))
@@ -368,9 +375,13 @@ def _chunks(schedule: str) -> int:
     return CHUNKS if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
 
 
+def _has_backward_passes(stages: Stages) -> bool:
+    return any(stage.passes["B"].ops for stage in stages.stages)
+
+
 def _check_fits(name: str, stages: Stages) -> None:
     """A schedule with backward passes for a step that has some, and only for one."""
-    works = any(stage.passes["B"].ops for stage in stages.stages)
+    works = _has_backward_passes(stages)
     if SCHEDULES[name].backward != works:
         raise ScheduleError(_unfit(name, works))
 

@@ -46,7 +46,7 @@ class Context:
     @property
     def sizes(self) -> Mapping[str, int]:
         """Mesh axis -> devices along it."""
-        return dict(zip(self.plan.mesh_names, self.plan.mesh_sizes, strict=True))
+        return self.plan.mesh
 
     def along(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Axes in mesh order."""

@@ -13,16 +13,16 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from autopar import jax_compat
+
 #: Objects that are looked at, at most: a bound on time, some tenths of a second.
 MOST = 100_000
 
-_PACKAGES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _ATOMS = (str, bytes, int, float, complex, type(None), types.ModuleType, types.CodeType)
 
 
@@ -45,9 +45,9 @@ def _reachable(root: Any) -> Iterator[Any]:
 
 def _children(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):
-        return [] if _is_installed(x.__module__) else _of_function(x)
+        return _of_function(x) if _is_own(x) else []
     if isinstance(x, type):
-        return [] if _is_installed(x.__module__) else list(vars(x).values())
+        return list(vars(x).values()) if _is_own(x) else []
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, functools.partial):
@@ -85,8 +85,6 @@ def _slots(x: Any) -> list[Any]:
     return [getattr(x, name) for name in names if isinstance(name, str) and hasattr(x, name)]
 
 
-@functools.lru_cache(maxsize=1024)
-def _is_installed(module: str | None) -> bool:
-    """Whether a module belongs to Python or to an installed package."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return module == "builtins" or (file is not None and file.startswith(_PACKAGES))
+def _is_own(x: Any) -> bool:
+    """Whether a function or a class is of the user's modules, not of Python's, of installed packages or of autopar."""
+    return jax_compat.is_own(getattr(sys.modules.get(x.__module__), "__file__", None) or "")

@@ -33,7 +33,7 @@ from autopar.rules import Rule
 MOVES = (
     *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad", "concatenate", "iota"),
     *("slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "copy", "optimization_barrier"),
-    *("convert_element_type", "bitcast_convert_type", "stop_gradient", "sharding_constraint"),
+    *("convert_element_type", "bitcast_convert_type", "sharding_constraint"),
 )
 
 SHOWN = 8  # lines of an account

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from autopar import codegen
 from autopar.graph import Graph, Op
-from autopar.layout import PARTIAL, REPLICATED, Layout, divides, replicated, spec
+from autopar.layout import PARTIAL, REPLICATED, Layout, divides, partial_axes, replicated, spec
 from autopar.passes.stages import KINDS
 from autopar.stage_graphs import BEGIN
 from autopar.stage_runs import LaidOut
@@ -81,12 +81,12 @@ class Emitter:
 
     def lead(self, key: Key) -> tuple[int, ...]:
         """Extents of the leading dimensions of an array of partial sums."""
-        return tuple(self.plan.mesh.sizes[axis] for axis in codegen.partial_axes(self.layout(key)))
+        return tuple(self.plan.mesh.sizes[axis] for axis in partial_axes(self.layout(key)))
 
     def sharding(self, key: Key) -> NamedSharding:
         """The sharding of an array of this key."""
         layout = self.layout(key)
-        rank = self.graph.types[key[0]].rank + len(codegen.partial_axes(layout))
+        rank = self.graph.types[key[0]].rank + len(partial_axes(layout))
         return NamedSharding(self.mesh, spec(codegen.of_parts(layout), rank, self.plan.mesh.names))
 
     def result_layout(self, position: int) -> Layout:

@@ -39,7 +39,7 @@ from autopar import (
 from autopar.arguments import opened
 from autopar.collective import Collective
 from autopar.errors import ArgumentError, MeshError
-from autopar.graph import Graph
+from autopar.graph import Graph, Op
 from autopar.passes.homes import assumed_trips
 from autopar.plans import Plan, check_matches
 from autopar.prepare import carried_out, executed
@@ -156,10 +156,9 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
 
 def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     platform = target.partition(":")[0]
-    sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     predicted, _ = _apart(graph, conversions.converted(platform, plan, graph))
     emitted, uncounted = _apart(graph, [_sourced(c, graph) for c in found.collectives])
-    compared = comparison.compare(predicted, emitted, sizes)
+    compared = comparison.compare(predicted, emitted, plan.mesh)
     compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
     return Report(
         _holds(compared, target),
@@ -178,16 +177,24 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
 
 def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Collectives of what autopar has planned, and those of `shard_map`: in it, and of its operands."""
-    tags = {op.tag for op in graph.walk() if op.name == "shard_map"}
-    ours = tuple(c for c in found if c.op.partition(".")[0] not in tags)
-    return ours, tuple(c for c in found if c.op.partition(".")[0] in tags)
+
+    def is_users(c: Collective) -> bool:
+        op = _operation(c, graph)
+        return op is not None and op.name == "shard_map"
+
+    return tuple(c for c in found if not is_users(c)), tuple(filter(is_users, found))
 
 
 def _sourced(c: Collective, graph: Graph) -> Collective:
     """A collective with the line of the operation that it is tagged with, where the target names none."""
-    number = re.match(r"op(\d+)\b", c.op)
-    op = graph.by_index.get(int(number[1])) if number and not c.source else None
+    op = None if c.source else _operation(c, graph)
     return c if op is None else replace(c, source=op.source)
+
+
+def _operation(c: Collective, graph: Graph) -> Op | None:
+    """The operation that a collective is tagged with, in a body as well; None for results and for what has no tag."""
+    number = re.match(r"op(\d+)\b", c.op)
+    return graph.by_index.get(int(number[1])) if number else None
 
 
 def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], target: str) -> Report:

@@ -19,6 +19,8 @@ import jax
 import numpy as np
 
 from autopar.bench.equal_case import NOISE, NOISE_ELSEWHERE, kind
+from autopar.differences import absolute, is_inexact, magnitude
+from autopar.differences import host as value
 
 Leaves = Mapping[str, np.ndarray[Any, Any]]
 
@@ -26,13 +28,7 @@ Leaves = Mapping[str, np.ndarray[Any, Any]]
 def host(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Path -> value on the host; random keys by their bits."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): _value(leaf) for path, leaf in found}
-
-
-def _value(leaf: Any) -> np.ndarray[Any, Any]:
-    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): value(leaf) for path, leaf in found}
 
 
 def differences(ours: Leaves, theirs: Leaves) -> dict[str, float]:
@@ -48,7 +44,7 @@ def worst(found: Mapping[str, float]) -> tuple[float, str]:
 
 
 def _scales(leaves: Leaves) -> dict[str, float]:
-    own = {path: _magnitude(x) for path, x in leaves.items()}
+    own = {path: magnitude(x) for path, x in leaves.items()}
     largest: dict[str, float] = {}
     for path, size in own.items():
         largest[kind(path)] = max(largest.get(kind(path), 0.0), size)
@@ -58,29 +54,8 @@ def _scales(leaves: Leaves) -> dict[str, float]:
     }
 
 
-def _inexact(x: np.ndarray[Any, Any]) -> bool:
-    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
-
-
-def _wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return x.astype(np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64)
-
-
-def _magnitude(x: np.ndarray[Any, Any]) -> float:
-    if not _inexact(x):
-        return 0.0
-    wide = np.abs(_wide(x))
-    return float(np.max(wide[np.isfinite(wide)], initial=0.0))
-
-
 def _difference(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], scale: float) -> float:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return math.inf
-    if not _inexact(y):
-        return 0.0 if np.array_equal(x, y) else math.inf
-    x, y = _wide(x), _wide(y)
-    finite = np.isfinite(y)
-    if not np.array_equal(np.isfinite(x), finite) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return math.inf
-    apart = float(np.max(np.abs(x - y)[finite], initial=0.0))
-    return apart / scale if apart and scale else apart
+    apart = absolute(x, y) if x.dtype == y.dtype else math.inf
+    if not is_inexact(y):
+        return math.inf if apart else 0.0
+    return apart / scale if scale else apart

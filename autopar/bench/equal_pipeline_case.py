@@ -109,8 +109,7 @@ def options(model: zoo.Model, stages: int, inner: str) -> Mapping[str, Any]:
 def _share(one: Single, plan: autopar.Plan) -> float:
     """Part of the FLOPs in the loop over microbatches."""
     graph = trace(one.given.model.step, one.given.state, one.given.batches[0]).graph
-    mesh = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
-    found = pipelines.assemble(graph, pipelines.choice_of(plan), meshes.targets(mesh, None, local=True)[0])
+    found = pipelines.assemble(graph, pipelines.choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
     return found.stages.split.share
 
 

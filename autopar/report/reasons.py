@@ -34,7 +34,7 @@ def placed(layout: Layout, shape: Sequence[int], plan: Plan) -> str:
     if found:
         where = [f"dim {d} over {_axes(layout, d, plan)}{_padding(shape[d], n)}" for d, n in found]
         return f"{', '.join(where)}: 1/{math.prod(n for _, n in found)} a device"
-    real = {n: s for n, s in zip(plan.mesh_names, plan.mesh_sizes, strict=True) if s > 1}
+    real = {n: s for n, s in plan.mesh.items() if s > 1}
     if shape and real and not any(extent % s == 0 for extent in shape for s in real.values()):
         return f"whole: no dimension divides by {', '.join(f'{n}={s}' for n, s in real.items())}"
     return "whole on every device"

@@ -55,7 +55,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> str:
 
 
 def _head(plan: Plan) -> str:
-    mesh = ", ".join(f"{n}={s}" for n, s in zip(plan.mesh_names, plan.mesh_sizes, strict=True))
+    mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
     head = f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
     if not plan.pipelined:
         return head
@@ -222,10 +222,9 @@ def _result(plan: Plan, c: Collective) -> str:
 
 def _sent(plan: Plan) -> list[tuple[Collective, float]]:
     """Every collective with the bytes that a device sends for it per step."""
-    sizes = dict(zip(plan.mesh_names, plan.mesh_sizes, strict=True))
     if plan.pipelined:
         return [(c, c.sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
-    return [(c, c.sent(sizes)) for c in plan.collectives]
+    return [(c, c.sent(plan.mesh)) for c in plan.collectives]
 
 
 def _foot(plan: Plan) -> list[str]:

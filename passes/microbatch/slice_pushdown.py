@@ -141,7 +141,7 @@ def _iota(graph: Graph, case: Case, state: Split) -> Outcome | None:
 
 def _random_bits(graph: Graph, case: Case, state: Split) -> Outcome | None:
     (key,) = case.op.inputs
-    by_counter = graph.type_of(key).dtype == "key<fry>" and jax_compat.counts_random_bits()
+    by_counter = jax_compat.hashes_keys(graph.type_of(key).dtype)
     if case.operands[0] or not by_counter or graph.types[case.op.outputs[0]].size >= 1 << 32:
         return None
     return Outcome((state,), block=state)

@@ -30,10 +30,11 @@ import autopar
 from autopar import codegen, jax_compat
 from autopar.bench.equal_case import dear
 from autopar.bench.fuzz import shrink
-from autopar.bench.fuzz.compare import Noise, difference, differences, host, noise, unequal
+from autopar.bench.fuzz.compare import Noise, difference, differences, noise, unequal
 from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.program import Block, Program, Step
 from autopar.bench.worker import cpu_devices, serve
+from autopar.differences import host
 from autopar.errors import AutoparError, MicrobatchError, ScheduleError
 from autopar.microbatches import split_step
 from autopar.trace import trace

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from numpy.typing import NDArray
+
+from autopar.differences import absolute, is_inexact, magnitude
 
 TOLERANCE = 1e-9
 #: A difference counts as noise up to so many times what the plain step differs from itself by.
@@ -27,34 +28,12 @@ EPSILON = 2.0**-47
 WIDE = ("float64", "complex128")
 
 
-def host(value: Any) -> NDArray[Any]:
-    """A leaf as numpy has it, in a dtype that numpy computes with."""
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        value = jax.random.key_data(value)
-    found = np.asarray(value)
-    if found.dtype.kind in "fc" and found.dtype.itemsize >= 4:
-        return found
-    return found.astype(np.float32) if jnp.issubdtype(found.dtype, jnp.floating) else found
-
-
 def difference(ours: Any, theirs: Any) -> float:
     """Largest difference over the largest finite magnitude; infinite where types or integers differ."""
-    x, y = host(ours), host(theirs)
-    if x.shape != y.shape or ours.dtype != theirs.dtype:
-        return np.inf
-    if y.dtype.kind not in "fc":
-        try:
-            return 0.0 if np.array_equal(x, y) else np.inf
-        except TypeError:  # int4 and its like
-            return 0.0 if np.array_equal(x.astype(int), y.astype(int)) else np.inf
-    with np.errstate(all="ignore"):
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-        if same.all():
-            return 0.0
-        if not (np.isfinite(x[~same]).all() and np.isfinite(y[~same]).all()):
-            return np.inf
-        size = float(np.max(np.abs(y[np.isfinite(y)]), initial=0.0))
-        return float(np.max(np.abs(x[~same].astype(y.dtype) - y[~same]))) / (size or 1.0)
+    apart = absolute(ours, theirs) if ours.dtype == theirs.dtype else np.inf
+    if not is_inexact(theirs):
+        return np.inf if apart else 0.0
+    return apart / (magnitude(theirs) or 1.0)
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:

@@ -54,13 +54,20 @@ ROWS = (
 )  # fmt: skip
 
 
-def own_label(scope: Scope) -> None:
-    """x[arange(n), labels] in several ways, and adding to what it reads."""
+def _rows_and_column(scope: Scope) -> tuple[Value, Value] | None:
+    """A value with a row for each example, and an integer for each."""
     value = scope.find(batched, numeric, of_rank(2, 3), lambda v: v.batch == 0 and _whole(v))
     labels = scope.find(integral, batched, _whole)
     column = labels and _columns(scope, labels)
-    if value is None or column is None:
+    return None if value is None or column is None else (value, column)
+
+
+def own_label(scope: Scope) -> None:
+    """x[arange(n), labels] in several ways, and adding to what it reads."""
+    found = _rows_and_column(scope)
+    if found is None:
         return
+    value, column = found
     n, width = value.shape[:2]
     rows = scope.rng.choice(ROWS).replace("{n}", str(n)).replace("{h}", str(n // 2))
     mode = scope.rng.choice(READS[:3])
@@ -161,11 +168,10 @@ def scatter_columns(scope: Scope) -> None:
 
 def slices_of_examples(scope: Scope) -> None:
     """A slice of each example that begins where the example says."""
-    value = scope.find(batched, numeric, of_rank(2, 3), lambda v: v.batch == 0 and _whole(v))
-    labels = scope.find(integral, batched, _whole)
-    column = labels and _columns(scope, labels)
-    if value is None or column is None:
+    found = _rows_and_column(scope)
+    if found is None:
         return
+    value, column = found
     size = max(1, value.shape[1] - 1)
     form = scope.rng.choice((
         f"jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i.astype(jnp.int32), {size}, axis=0))({{0}}, {{1}})",
