@@ -7,6 +7,7 @@ Every equation is bound again inside `jax.jit`, with
 - a product that only a transpose reads made the other way round, in place of both (`autopar.turned_products`);
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
+- operations that XLA would gather bound to the pieces of each device (`autopar.rules.LOCAL`);
 - loops and rematerialised bodies rebuilt around the same treatment of their bodies;
 - state that waits in the host's memory copied to the device where the program begins, and back where it ends. When the
   copies run is the compiler's choice: libtpu fetches as far ahead as memory lasts.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from autopar.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated
 from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
-from autopar.rules import Rule
+from autopar.rules import LOCAL, Rule
 from autopar.turned_products import permuted, turned
 
 AnyMesh = Mesh | AbstractMesh
@@ -351,7 +352,26 @@ class Scope:
         if op.name == "sharding_constraint":
             return list(operands)  # A pin: the plan's own constraint says the same.
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-            return jax_compat.bind(op.equation, operands)
+            bind = self._on_pieces(op) if op.name in LOCAL else partial(jax_compat.bind, op.equation)
+            return list(bind(operands))
+
+    def _on_pieces(self, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Binds an operation to what each device has, where that is a piece; XLA would gather the operands."""
+        whole, names = replicated(len(self.context.names)), self.context.names
+        given = [self._layout_at(atom, f"{op.tag}.in{k}") or whole for k, atom in enumerate(op.inputs)]
+        made = [self._unsummed(op, position, ()) for position in range(len(op.outputs))]
+        bind = partial(jax_compat.bind, op.equation)
+        if all(layout == whole for layout in made):
+            return bind
+        ranks = [self.context.graph.type_of(atom).rank for atom in op.inputs]
+        into = tuple(spec(layout, rank, names) for layout, rank in zip(given, ranks, strict=True))
+        out = tuple(
+            spec(layout, self.context.graph.types[v].rank, names) for layout, v in zip(made, op.outputs, strict=True)
+        )
+        local = jax.shard_map(
+            lambda *pieces: tuple(bind(pieces)), mesh=self.context.mesh, in_specs=into, out_specs=out, check_vma=False
+        )
+        return lambda operands: local(*operands)
 
     def _store(self, op: Op, results: Sequence[Any], lead: Sequence[int] = ()) -> None:
         """Keep results in their layouts; `lead` are the axes that are leading dimensions of the arrays."""

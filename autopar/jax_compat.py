@@ -58,10 +58,24 @@ REMAT = ("remat2", "checkpoint", "remat")
 
 def callee(equation: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
     """The jaxpr an inlinable call equation runs, closed; None if the equation is no such call."""
+    if equation.primitive.name == "call_hi_primitive":
+        return _expanded(equation)
     parameter = INLINED_CALLS.get(equation.primitive.name)
     if parameter is None:
         return None
     return close(equation.params[parameter])
+
+
+def _expanded(equation: jex.JaxprEqn) -> jex.ClosedJaxpr:
+    """What an operation that JAX expands before it lowers stands for, such as `jnp.searchsorted`; at its line.
+
+    Tried on 0.12.0; 0.10.2 has no such operations.
+    """
+    primitive: Any = equation.primitive
+    with source_info_util.user_context(equation.source_info.traceback):
+        return jax.make_jaxpr(functools.partial(primitive.to_lojax, **equation.params))(
+            *(variable.aval for variable in equation.invars)
+        )
 
 
 def close(jaxpr: Any) -> jex.ClosedJaxpr:

@@ -34,6 +34,7 @@ from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
 from autopar.recomputation import Effort, Outcome
 from autopar.rules import Rule, rules_of
+from autopar.rules.inherent import reason
 from autopar.trace import Traced
 
 
@@ -418,14 +419,14 @@ def _notes(
 
 
 def _replicated_operations(graph: Graph, clustering: Clustering) -> list[str]:
-    """Operations whose rule lets no dimension be cut."""
+    """Operations whose rule lets no dimension be cut, and why."""
     whole: dict[str, tuple[int, str]] = {}
     for c in clustering.clusters:
         if c.op >= 0 and graph.types[c.value].size > 1 and not clustering.rules[graph.by_index[c.op].signature].free:
             op = graph.by_index[c.op]
             count, line = whole.get(op.name, (0, op.source))
             whole[op.name] = (count + 1, line)
-    return [f"{name} runs replicated ({n} times, first at {line})" for name, (n, line) in whole.items()]
+    return [f"{name} runs replicated ({n} times, first at {line}): {reason(name)}" for name, (n, line) in whole.items()]
 
 
 def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:

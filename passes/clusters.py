@@ -45,7 +45,7 @@ from autopar.passes.pins import constraint
 from autopar.passes.regions import REGIONS, region_kind
 from autopar.passes.state import match_state
 from autopar.passes.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
-from autopar.rules import Rule
+from autopar.rules import LOCAL, Rule
 
 #: Operations that always have strategies of their own, however their factors lie.
 ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
@@ -127,7 +127,7 @@ def _kind(b: Builder, op: Op) -> Kind:
         kind = b.kinds[op.signature] = Kind(
             rule,
             main,
-            _candidates(rule, main) if results and op.name not in ANCHORS else (),
+            _candidates(rule, main) if results and op.name not in (*ANCHORS, *LOCAL) else (),
             op.name not in NEVER_FREE and not rule.reduced and not op.equation.effects,
             op.name == "broadcast_in_dim",
         )
@@ -258,7 +258,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     if light:
         b.followers.append(op)
     for k, atom in enumerate(op.inputs):
-        if isinstance(atom, int):
+        if isinstance(atom, int) and k not in rule.unread:
             if not light:
                 b.heavy_reads.add(atom)
             use(b, f"{op.tag}.in{k}", atom, cluster, tuple(rule.operands[k]), True, weight, op.index)
@@ -269,7 +269,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    even = _even(rule) if op.name in SCATTERS else ()
+    even = rule.free if op.name in LOCAL else _even(rule) if op.name in SCATTERS else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
     behind, dot = b.slack.sums(op), op.name == "dot_general"
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name

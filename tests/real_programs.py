@@ -545,10 +545,22 @@ def user_constraint() -> Any:
 
 KEPT: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("prints and callbacks", prints_and_callbacks, "side effect kept as it is: Debug"),
-    ("pure callback", pure_callback, r"pure_callback runs replicated \(1 times, first at real_programs.py:\d+\)"),
+    (
+        "pure callback",
+        pure_callback,
+        r"pure_callback runs replicated \(1 times, first at real_programs.py:\d+\): it runs on the host",
+    ),
     ("unordered io callback", unordered_io_callback, "side effect kept as it is: IO"),
-    ("shard_map", shard_map_inside, r"shard_map runs replicated \(3 times, first at real_programs.py:\d+\)"),
-    ("pallas_call", pallas_kernel, r"pallas_call runs replicated \(1 times, first at real_programs.py:\d+\)"),
+    (
+        "shard_map",
+        shard_map_inside,
+        r"shard_map runs replicated \(3 times, first at real_programs.py:\d+\): it is cut by the program's own .*",
+    ),
+    (
+        "pallas_call",
+        pallas_kernel,
+        r"pallas_call runs replicated \(1 times, first at real_programs.py:\d+\): no rule says how it may be cut; .*",
+    ),
     ("with_sharding_constraint", user_constraint, ""),
 )
 

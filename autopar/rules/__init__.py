@@ -16,11 +16,11 @@ from typing import Any
 from autopar.errors import RuleError
 from autopar.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
-from autopar.rules.own import OWN_RULES
+from autopar.rules.own import LOCAL, OWN_RULES
 from autopar.rules.registry import registered_rules
 from autopar.rules.shardy import read_rules
 
-__all__ = ["Reader", "Rule", "parse", "rules_of", "whole"]
+__all__ = ["LOCAL", "Reader", "Rule", "parse", "rules_of", "whole"]
 
 #: Leaf primitives whose lowering is opaque, or that must not be lowered alone; replicate-only unless registered.
 OPAQUE = (
@@ -60,8 +60,8 @@ COMBINABLE = (
 )
 
 
-#: Operations that XLA gathers whole, whatever the sharding: for operands of these element sizes (bytes), or any.
-NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,), "fft": (), "top_k": ()}
+#: Operations that XLA gathers whole, whatever the sharding, for operands of these element sizes (bytes).
+NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
 
 
 def _combinable(op: Op, rule: Rule) -> Rule:
@@ -169,7 +169,7 @@ def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Ru
     if name is not None:
         return _parse_registered(name, registered[name], op, operands, results)
     if op.name in OWN_RULES:
-        return parse(OWN_RULES[op.name](operands, results), operands, results, "autopar")
+        return parse(OWN_RULES[op.name](operands, results, op.params), operands, results, "autopar")
     opaque = op.name in OPAQUE or op.equation.effects or _gathered(graph, op)
     return whole(operands, results) if opaque else None
 
@@ -189,7 +189,7 @@ def _gathered(graph: Graph, op: Op) -> bool:
         kernel = graph.type_of(op.inputs[1]).shape
         return kernel[op.params["dimension_numbers"].rhs_spec[1]] > 1  # only depthwise groups are partitioned
     sizes = NOT_PARTITIONED.get(op.name)
-    return sizes is not None and (not sizes or any(graph.type_of(a).itemsize in sizes for a in op.inputs))
+    return sizes is not None and any(graph.type_of(a).itemsize in sizes for a in op.inputs)
 
 
 def _read_all(graph: Graph, ops: Sequence[Op], avals: Sequence[Sequence[Any]]) -> dict[int, Rule]:

@@ -34,6 +34,7 @@ class Rule:
         reduced: factors summed over: the operation leaves partial sums along them.
         kept: factors along which the operation cannot be cut at all.
         origin: "shardy", "autopar", or "user".
+        unread: positions of operands that the operation does not read, whatever their layout.
     """
 
     operands: tuple[Dims, ...]
@@ -42,6 +43,7 @@ class Rule:
     reduced: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     origin: str = "shardy"
+    unread: tuple[int, ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:

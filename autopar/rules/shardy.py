@@ -10,6 +10,7 @@ fill, argsort, cumsum); their factors are then unified along the values that flo
     reduced / kept                   if any of the StableHLO operations says so                  -> _Reader
     matched by nothing               whole: a Cholesky factor's (i, j) -> (k, l) cannot be cut    -> _unmatched
     the bits of a random key         dimensions that only the lowered form has, kept whole       -> _Reader.logical
+    operands without a reader        such as the matrix of a linear solve, that has its factors  -> _Reader.unread
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tup
         reader = _Reader(module)
         arguments = reader.arguments("main")
         results = reader.visit("main", arguments)
+        unread = reader.unread("main")
     arguments = reader.logical(arguments, [len(a.shape) for a in flat])
     results = reader.logical(results, [len(v.aval.shape) for op in ops for v in op.equation.outvars])
-    return _cut_apart(reader, arguments, results, counts, result_counts)
+    return _cut_apart(reader, arguments, results, counts, result_counts, unread)
 
 
 def _lower(ops: Sequence[Op], flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, list[int]]:
@@ -114,6 +116,11 @@ class _Reader:
         """A fresh factor for every dimension of the arguments of one function."""
         block = self._functions[name].regions[0].blocks[0]
         return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
+
+    def unread(self, name: str) -> list[bool]:
+        """For each argument of one function whether nothing in it has that as an operand."""
+        block = self._functions[name].regions[0].blocks[0]
+        return [next(iter(argument.uses), None) is None for argument in block.arguments]
 
     def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
         """Values with the dimensions that JAX shows; further ones hold the bits of a random key and are kept whole."""
@@ -236,6 +243,7 @@ def _cut_apart(
     results: Sequence[list[int]],
     counts: Sequence[int],
     result_counts: Sequence[int],
+    unread: Sequence[bool],
 ) -> tuple[Rule, ...]:
     find = reader.unify.find
     reduced = {find(f) for f in reader.reduced}
@@ -254,6 +262,7 @@ def _cut_apart(
                 sizes,
                 tuple(n for f, n in names.items() if f in reduced and f not in kept),
                 tuple(n for f, n in names.items() if f in kept),
+                unread=tuple(k for k in range(n_in) if unread[a + k]),
             )
         )
         a, r = a + n_in, r + n_out

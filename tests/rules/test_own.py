@@ -22,7 +22,7 @@ from autopar import hlo, jax_compat
 from autopar.graph import Op
 from autopar.layout import spec
 from autopar.rules import Rule, rules_of
-from autopar.rules.own import OWN_RULES
+from autopar.rules.own import LOCAL, OWN_RULES
 from autopar.trace import trace
 from tests.real_programs import array
 from tests.test_real_programs import values
@@ -50,7 +50,12 @@ KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(1), 8)
 RBG = jax.random.key(0, impl="rbg")
 X, SQUARES, IMAGES = array(8, 16), array(8, 4, 4), array(8, 8, 8, 8)
 TOKENS, COUNTS = array(8, 4, dtype=jnp.int32), jnp.arange(8)
+DIAGONAL, POSITIVE = SQUARES + 4 * jnp.eye(4), jnp.abs(array(8)) + 0.1
 CONV = "conv_general_dilated"
+
+#: Operations that have no result for just any numbers.
+LINEAR_SYSTEMS = ("triangular_solve", "custom_linear_solve")
+WITHIN_ONE = ("igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")
 
 #: title -> (primitive, function, arguments); all operations of the function with that primitive are tested
 CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Any]]] = {
@@ -81,8 +86,20 @@ CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Any]]] = {
     "window": ("reduce_window_sum", lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"), (X,)),
     "cholesky": ("cholesky", lambda x: lax.linalg.cholesky(jnp.eye(4) + 0 * x), (SQUARES,)),
     "eigenvalues": ("eigh", lambda x: jnp.linalg.eigvalsh(x), (SQUARES,)),
+    "lu": ("lu", lax.linalg.lu, (SQUARES,)),
+    "pivots": ("lu_pivots_to_permutation", lambda p: lax.linalg.lu_pivots_to_permutation(p % 4, 4), (TOKENS,)),
+    "qr": ("qr", lambda x: lax.linalg.qr(x, full_matrices=False), (SQUARES,)),
+    "singular values": ("svd", lambda x: lax.linalg.svd(x, compute_uv=False), (SQUARES,)),
+    "triangles": ("triangular_solve", lambda x: lax.linalg.triangular_solve(x, x, left_side=True), (DIAGONAL,)),
+    "systems": ("custom_linear_solve", lambda x: jnp.linalg.solve(x, x), (DIAGONAL,)),
+    "symmetric products": ("symmetric_product", lambda x: lax.linalg.symmetric_product(x, x), (SQUARES,)),
     "fft": ("fft", jnp.fft.fft, (X,)),
+    "real fft": ("fft", lambda x: jnp.fft.irfft2(jnp.fft.rfft2(x)), (SQUARES,)),
     "top_k": ("top_k", lambda x: lax.top_k(x, 3), (X,)),
+    "series": ("igamma", lambda x: lax.igamma(x, x), (POSITIVE,)),
+    "series from above": ("igammac", lambda x: lax.igammac(x, x), (POSITIVE,)),
+    "gradient of a series": ("igamma_grad_a", lambda x: lax.igamma_grad_a(x, x), (POSITIVE,)),
+    "continued fraction": ("regularized_incomplete_beta", lambda x: lax.betainc(x, x, x), (POSITIVE,)),
     "conv": (CONV, convolution(), (IMAGES, array(3, 3, 8, 16))),
     "depthwise conv": (CONV, convolution(8, 2), (IMAGES, array(3, 3, 1, 16))),
     "grouped conv": (CONV, convolution(4), (IMAGES, array(3, 3, 2, 8))),
@@ -123,18 +140,26 @@ def _check(op: Op, rule: Rule, factor: int, axis: int, mesh: Any) -> None:
         return tuple(jax_compat.bind(op.equation, operands))
 
     avals = [v.aval for v in op.equation.invars]
-    operands = [_numbers(aval) for aval in avals]
+    operands = [_numbers(op, aval) for aval in avals]
     into = [sharding(dims, aval) for dims, aval in zip(rule.operands, avals, strict=True)]
     out = tuple(sharding(dims, v.aval) for dims, v in zip(rule.results, op.equation.outvars, strict=True))
-    compiled = jax.jit(run, in_shardings=into, out_shardings=out).lower(*avals).compile()
+    specs: Any = {"in_specs": tuple(s.spec for s in into), "out_specs": tuple(s.spec for s in out)}
+    emitted_as = jax.shard_map(run, mesh=mesh, check_vma=False, **specs) if op.name in LOCAL else run
+    compiled = jax.jit(emitted_as, in_shardings=into, out_shardings=out).lower(*avals).compile()
     what = f"{op.name} '{rule}', factor {factor} over {NAMES[axis]}"
     for got, expected in zip(compiled(*map(jax.device_put, operands, into)), jax.jit(run)(*operands), strict=True):
         np.testing.assert_allclose(values(got), values(expected), rtol=1e-4, atol=1e-4, err_msg=what)
-    emitted = [c.kind for c in hlo.collectives(compiled.as_text(), NAMES, SIZES)]
+    emitted = [c.kind for c in hlo.collectives(str(compiled.as_text()), NAMES, SIZES)]
     assert emitted == ["all-reduce"] * (factor in rule.reduced), what
 
 
-def _numbers(aval: Any) -> Any:
+def _numbers(op: Op, aval: Any) -> Any:
+    if op.name in LINEAR_SYSTEMS and aval.shape == DIAGONAL.shape:
+        return DIAGONAL
+    if op.name in WITHIN_ONE:
+        return jnp.abs(array(*aval.shape, dtype=aval.dtype)) % 0.8 + 0.1
+    if op.name == "lu_pivots_to_permutation" or (op.name in LINEAR_SYSTEMS and aval.dtype == jnp.int32):
+        return array(*aval.shape, dtype=aval.dtype) % aval.shape[-1]
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         seeds = jnp.arange(aval.size).reshape(aval.shape)
         impl = "rbg" if "rbg" in str(aval.dtype) else "threefry2x32"
@@ -150,9 +175,15 @@ def test_every_rule_of_our_own_is_tested() -> None:
     assert set(OWN_RULES) - tested <= {"copy_p"}  # the same primitive under another release's name
 
 
-@pytest.mark.parametrize("title", ["fft", "top_k", "grouped conv"])
-def test_what_the_compiler_gathers_has_no_free_dimension(title: str) -> None:
-    assert [rule.free for _, rule in operations(title)] == [()]
+def test_what_the_compiler_gathers_has_no_free_dimension() -> None:
+    assert [rule.free for _, rule in operations("grouped conv")] == [()]
+
+
+def test_what_a_linear_solve_does_not_read_has_no_layout() -> None:
+    ((op, rule),) = operations("systems")
+    read = [k for k in range(len(op.inputs)) if k not in rule.unread]
+    assert 1 < len(read) < len(op.inputs)
+    assert {rule.operands[k][0] for k in read} == {rule.results[0][0]}
 
 
 @pytest.mark.parametrize("title", ["conv gradient", "depthwise conv gradient", "grouped conv gradient"])
