@@ -133,9 +133,6 @@ def _leaves(scope: Scope) -> list[str]:
         shape = rng.choice(shapes_of) if rng.random() < 0.3 else shape
         dtype = rng.choice(OTHERS)
         _leaf(scope, "y", rng.choice(groups), dtype, shape, batch=0, stage=1)
-    if rng.random() < 0.5:
-        half = "np.repeat([1.0, -1.0], {shape}[0] // 2)"
-        _leaf(scope, "signs", groups[0], "float64", (batch,), half, batch=0, stage=1)
     _leaf(scope, "n", "counters", "int32", (), f"np.int32({rng.randrange(5)})")
     if rng.random() < 0.5:
         _leaf(scope, "t", "counters", "float64", (), "np.float64(0.5)")

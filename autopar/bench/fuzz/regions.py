@@ -157,7 +157,9 @@ def _carries(scope: Scope) -> list[Carry]:
     if first is not None and scope.chance(0.8):
         found.append(_carry(scope, first))
     if scope.chance(0.7):
-        type_ = Type(scope.rng.choice(ACCUMULATORS), scope.rng.choice(((), (), (2,), (3,))))
+        alike = [v.dtype for v in scope.values if v.batch is not None and (v.kind == "i" or v.dtype == "float64")]
+        dtype = scope.rng.choice(alike if alike and scope.chance(0.75) else ACCUMULATORS)
+        type_ = Type(dtype, scope.rng.choice(((), (), (2,), (3,))))
         begin = type_.zeros() if scope.chance(0.8) else type_.zeros().replace("zeros", "ones")
         zero = scope.emit(begin)
         if zero is not None:
@@ -175,30 +177,40 @@ def _carry(scope: Scope, value: Value, adds: bool = False) -> Carry:
 
 def _next(scope: Scope, carry: Carry, made: Sequence[Value]) -> Value:
     """A carry behind one iteration."""
+    inside = carry.inside
     if not carry.adds:
-        fit_here = [v for v in made if (v.batch is None) <= (carry.inside.batch is None) or v.stage == 0]
-        fit_here = [v for v in fit_here if carry.inside.batch is not None or v.stage == 0]
-        return merged(scope, carry.inside, [v for v in fit_here if v.mixed <= carry.inside.mixed])
+        fit_here = [v for v in made if v.stage == 0 or (inside.batch is not None and v.batch is not None)]
+        return merged(scope, inside, [v for v in fit_here if v.mixed <= inside.mixed])
+    whole = _total_for(scope, inside, made)
+    added = whole and fit(scope, chained(scope, scope.stopped(whole)), inside)
+    if added is None:
+        return inside
+    form = "{0} | {1}" if inside.kind == "b" else scope.rng.choice(SUMS)
+    found = scope.emit(form, inside, added)
+    return found if found is not None and found.type == inside.type else inside
+
+
+#: How a total is added to a carry; sums may stay parts, extremes of sums may not.
+SUMS = (*("{0} + {1}",) * 6, "jnp.maximum({0}, {1})")
+
+
+def _total_for(scope: Scope, carry: Value, made: Sequence[Value]) -> Value | None:
+    """A total over the batch to add to a carry, of what was made or of its own type."""
     sources = [v for v in (*made, *scope.values) if v.batch is not None and v.stage == 1 and v.kind in "bif"]
     if not sources:
-        return carry.inside
-    value = scope.rng.choice(sources[: max(1, len(made))])
-    whole = totals.total_of(scope, value) if value.kind != "f" or value.dtype == "float64" else None
+        return None
+    alike = [v for v in sources if v.dtype == carry.dtype]
+    value = scope.rng.choice(alike if alike and scope.chance(0.8) else sources[: max(1, len(made))])
+    if value in alike and scope.chance(0.7):  # of the carry's own type, that sums may stay parts
+        code = f"jnp.sum({{0}}, {value.batch}, dtype={{0}}.dtype)"
+        whole = scope.emit(code, value, batch=None, stage=totals.after(value), folded=(1, 1))
+    else:
+        whole = totals.total_of(scope, value) if value.kind != "f" or value.dtype == "float64" else None
     if scope.chance(0.35):
         before = len(scope.values)
         scope.rng.choice((totals.narrow_total, totals.wrapped_total))(scope)
         whole = scope.values[-1] if len(scope.values) > before and scope.values[-1].batch is None else whole
-    if whole is None:
-        return carry.inside
-    last = chained(scope, scope.stopped(whole))
-    made_fit = fit(scope, last, carry.inside)
-    if made_fit is None:
-        return carry.inside
-    form = (
-        "{0} | {1}" if carry.inside.kind == "b" else scope.rng.choice(("{0} + {1}",) * 6 + ("jnp.maximum({0}, {1})",))
-    )
-    found = scope.emit(form, carry.inside, made_fit)
-    return found if found is not None and found.type == carry.inside.type else carry.inside
+    return whole
 
 
 def _body(
