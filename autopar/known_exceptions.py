@@ -4,6 +4,7 @@ An exception has a name that reports print, and no discount: bytes on the wire s
 collectives that are left over from a comparison away, and counts them:
 
     a kind of collective in place of another, axes and bytes alike       -> _instead
+    a piece of the same operation that counts or names less              -> _like
     a gather of data that is gathered for a reader nearby                -> _gathered_already
     a gather of what the plan computes anew in each layout               -> _computed_once
 """
@@ -15,9 +16,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from autopar.collective import Collective
-from autopar.comparison import Comparison
+from autopar.comparison import Comparison, group_size
 from autopar.graph import Graph
 from autopar.planned_moves import Context
 from autopar.plans import Plan
@@ -73,6 +75,32 @@ def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
     return c.axes, c.bytes, c.count
 
 
+def _like(alike: Callable[[Context, Collective, Collective], bool], left: Left, context: Context, _: Any) -> Left:
+    """What is planned and emitted for one operation, equal in kind and number, and alike."""
+    mine, theirs = list(left.predicted), list(left.emitted)
+    for c in left.predicted:
+        same = (o for o in theirs if (o.kind, o.op, o.count) == (c.kind, c.op, c.count))
+        other = next((o for o in same if alike(context, c, o)), None)
+        if other is not None:
+            mine.remove(c)
+            theirs.remove(other)
+    return Left(tuple(mine), tuple(theirs))
+
+
+def _padded(context: Context, planned: Collective, emitted: Collective) -> bool:
+    """Whether the plan counts the padding of uneven pieces, less than half of them, besides."""
+    value = context.values.get(planned.op)
+    extents = context.graph.types[value].shape if value is not None else ()
+    uneven = any(extent % size for extent in extents for size in context.sizes.values())
+    return uneven and planned.axes == emitted.axes and emitted.bytes < planned.bytes < 2 * emitted.bytes
+
+
+def _among_as_many(context: Context, planned: Collective, emitted: Collective) -> bool:
+    """Whether two collectives run among equally many devices, along different axes or parts of them."""
+    sizes = (group_size(c.axes, context.sizes) for c in (planned, emitted))
+    return planned.bytes == emitted.bytes and len(set(sizes)) == 1
+
+
 def _gathered_already(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
     """Gathers of what an earlier one gathers too, but for dimensions of extent 1: a kernel of 1 x 1 and its reverse.
 
@@ -108,6 +136,15 @@ def _computed_once(left: Left, context: Context, predicted: Sequence[Collective]
 #: Platform -> name -> what it takes away, in this order.
 EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
     {
+        # Shardy scatters a sum exactly where one slice follows it; XLA goes by the operation (-> autopar.passes.sums).
+        "shardy": {
+            "sum scattered that XLA leaves whole and slices": partial(_instead, "all-reduce", "reduce-scatter"),
+            "sum left whole that XLA scatters, its slices being in two places": partial(
+                _instead, "reduce-scatter", "all-reduce"
+            ),
+            "padding of uneven pieces, which Shardy leaves to XLA": partial(_like, _padded),
+            "exchange along other axes of as many devices": partial(_like, _among_as_many),
+        },
         "tpu": {
             "gather of equal data shared, as the readers are near": _gathered_already,
             "broadcast made in one layout and gathered for another": _computed_once,

@@ -66,8 +66,8 @@ def narrow_total(scope: Scope) -> None:
     value = scope.find(reducible, floating, lambda v: v.folded == (1, 1))
     if value is None or value.batch is None:
         return
-    dtype, large = scope.rng.choice((("bfloat16", 512), ("float16", 4096), ("float8_e4m3fn", 32),
-                                     ("float8_e5m2", 16)))  # fmt: skip
+    # eight bits JAX does not widen: what XLA makes of such a sum depends on the order of its terms
+    dtype, large = scope.rng.choice((("bfloat16", 512), ("float16", 4096)))
     shape = tuple(-1 if d == value.batch else 1 for d in range(value.rank))
     place = f"jnp.arange({scope.names.batch}).reshape({shape})"
     few = "jnp.round(jnp.clip(jnp.nan_to_num({0}), 0, 1))"
