@@ -242,7 +242,8 @@ class ParallelFunction:
         return structure, tuple(map(_pin, given.leaves))
 
     def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Opened]:
-        return opened(args, kwargs, self.settings.static_argnums)
+        last = self._last
+        return opened(args, kwargs, self.settings.static_argnums, None if last is None else last[0][0])
 
     def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The static arguments."""

@@ -21,6 +21,8 @@ Flax and Equinox are never imported here: an argument can only be theirs if thei
 from __future__ import annotations
 
 import contextlib
+import enum
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -117,13 +119,24 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = ()) -> Iterator[Opened]:
+def opened(
+    args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = (), known: Any = None
+) -> Iterator[Opened]:
     """Arguments as pytrees of arrays. Trace, run and close inside; positions in `static` are left alone.
+
+    Args:
+        args, kwargs: as passed.
+        static: positions that are not traced.
+        known: the tree of earlier arguments when opened: those of this very tree are not looked through for objects.
 
     Raises:
         ArgumentError: the arguments are no pytree.
     """
     dynamic = tuple(arg for i, arg in enumerate(args) if i not in static), dict(kwargs)
+    leaves, tree = flatten(dynamic)
+    if known is not None and tree == known and all(map(_is_surely_array, leaves)):
+        yield Opened(merged(args, static, dynamic[0]), dynamic[1], leaves, known)
+        return
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not _has_nodes(dynamic):
         yield _opened(args, dynamic, static)
@@ -223,14 +236,34 @@ def _only_changes(before: Any, updates: Any) -> Any:
 
 def is_node(x: Any) -> bool:
     """Whether it is an object of Flax NNX: a module, an optimizer, random streams, a metric, a Variable."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and nnx.graph.is_graph_node(x) and not isinstance(x, jax.Ref)
+    return _kind(type(x)) is _Kind.NODE
 
 
 def _is_whole(x: Any) -> bool:
     """Whether it is not looked into: an `nnx.State` is a pytree of arrays, whatever holds them."""
+    return _kind(type(x)) is not _Kind.OTHER
+
+
+class _Kind(enum.Enum):
+    """What Flax NNX has a type for."""
+
+    NODE = enum.auto()
+    STATE = enum.auto()
+    OTHER = enum.auto()
+
+
+def _kind(of: type) -> _Kind:
     nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and (isinstance(x, nnx.State) or is_node(x))
+    return _Kind.OTHER if nnx is None else _kind_in(nnx, of)
+
+
+@functools.cache  # asked for every node of the arguments at every call
+def _kind_in(nnx: Any, of: type) -> _Kind:
+    if issubclass(of, nnx.State):
+        return _Kind.STATE
+    if issubclass(of, nnx.Variable) or of in nnx.graph.GRAPH_REGISTRY:
+        return _Kind.NODE
+    return _Kind.OTHER
 
 
 def is_opaque(x: Any) -> bool:
