@@ -324,6 +324,7 @@ def quick_compilation() -> Mapping[str, str | bool | int]:
     0.10 and no more in 0.12. Tried on 0.10.2 and 0.12.0.
     """
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    quick |= {"xla_cpu_parallel_codegen_split_count": 1}  # small programs are one piece of work for LLVM
     simple = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
     return {**quick, **simple}
 

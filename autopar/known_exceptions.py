@@ -153,6 +153,6 @@ EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
             ),
             "sum scattered although its pieces have few rows": partial(_instead, "all-reduce", "reduce-scatter"),
             "small gather done as a sum of pieces in buffers of zeros": partial(_instead, "all-gather", "all-reduce"),
-        }
+        },
     }
 )

@@ -1,4 +1,4 @@
-"""Every zoo toy on one mesh, every mesh for several toys: the cases of `autopar bench equal` that the suite runs.
+"""A toy of every kind on one mesh, every mesh for one or two toys: the cases of `autopar bench equal` in the suite.
 
 Each runs in a worker, as the benchmark does it: three steps, donation, tracing, replanning, bytes on the wire.
 """
@@ -12,15 +12,21 @@ import pytest
 from autopar import zoo
 from autopar.bench import equal
 
+#: One model of every kind; all of them are the benchmark's.
+MODELS = (
+    *("mlp-toy", "gpt-toy-scan", "moe-toy", "wresnet-toy", "vit-toy"),
+    *("unet-toy", "rnn-toy", "flax-nnx-toy", "gpt-toy-remat", "equinox-toy"),
+)
 CASES = tuple(
     (model, mesh, "float64" if i % 3 == 1 else "float32")
-    for i, (model, mesh) in enumerate(zip(zoo.TOYS, itertools.cycle(equal.MESHES), strict=False))
+    for i, (model, mesh) in enumerate(zip(MODELS, itertools.cycle(equal.MESHES), strict=False))
 )
 
 
-def test_the_cover_has_every_model_mesh_and_dtype():
+def test_the_cover_has_every_mesh_and_dtype():
     models, meshes, dtypes = (tuple(dict.fromkeys(column)) for column in zip(*CASES, strict=True))
-    assert (models, meshes, sorted(dtypes)) == (zoo.TOYS, equal.MESHES, sorted(equal.DTYPES))
+    assert {*models} <= {*zoo.TOYS}
+    assert (meshes, sorted(dtypes)) == (equal.MESHES, sorted(equal.DTYPES))
 
 
 @pytest.mark.parametrize(

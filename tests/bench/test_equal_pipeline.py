@@ -16,7 +16,7 @@ from autopar.bench.equal_pipeline_case import Row
 from autopar.errors import ArgumentError
 
 #: One model of every kind; all of them are the benchmark's.
-MODELS = ("unet-toy", "gpt-toy-scan", "gpt-toy-tied", "moe-toy", "gpt-toy", "flax-linen-toy", "equinox-toy", "vit-toy")
+MODELS = ("equinox-toy", "gpt-toy-tied", "gpt-toy-scan", "moe-toy", "gpt-toy", "flax-linen-toy", "unet-toy", "vit-toy")
 PAIRS = tuple(itertools.product(equal_pipeline.SCHEDULES, equal_pipeline.STAGES))
 CASES = tuple(
     (model, *PAIRS[(3 * i) % len(PAIRS)], equal_pipeline.INNER[i // 2 % 2], "float64" if i % 3 == 1 else "float32")

@@ -239,9 +239,9 @@ def test_random_programs_in_stages_and_on_meshes(seed):
 @pytest.mark.parametrize(
     ("title", "seed"),
     [
-        ("the second loop does not see a total that it reads as it is", 5),
-        ("or and and of integers over the batch are max and min", 48),
-        ("known indices do not wrap in their type", 65),
+        ("a sum that wraps is converted before it is complete", 17),
+        ("or and and of integers over the batch are max and min", 44),
+        ("the second loop does not see a total that it reads as it is", 64),
     ],
 )
 def test_faults_put_back_are_found(title, seed):

@@ -91,7 +91,7 @@ def _chunks(seeds: Sequence[int], workers: int) -> list[list[int]]:
 
 def flags() -> str:
     """XLA's flags: quick to compile, and every conversion to a narrow float rounds."""
-    return f"{quick_flags()} --xla_allow_excess_precision=false --xla_cpu_parallel_codegen_split_count=1"
+    return f"{quick_flags()} --xla_allow_excess_precision=false"
 
 
 def _chunk(campaign: Campaign, seeds: Sequence[int], keep: Callable[[Row], None]) -> None:
