@@ -28,7 +28,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar import arguments, differences
-from autopar.api import BoundFunction, ParallelFunction
 from autopar.arguments import Opened
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, DifferenceError
@@ -36,7 +35,7 @@ from autopar.executables import lower
 from autopar.plans import Plan
 from autopar.prepare import batch_positions, name_of, prepare
 from autopar.report.text import size, table
-from autopar.settings import Settings, settings
+from autopar.settings import Settings, settings, written
 from autopar.trace import trace
 
 TIMES_MOVED = 4.0  # both are maxima of the same kind of noise: seen up to 2 on Adam's first steps
@@ -131,20 +130,19 @@ def check(fn: Callable[..., Any], *args: Any, **options: Any) -> Check:
     Raises:
         ArgumentError: an argument has no value, or the step does not fit one device even with one example.
     """
-    fn, args = (fn.__func__, (fn.owner, *args)) if isinstance(fn, BoundFunction) else (fn, args)
-    written = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
-    chosen = fn.settings if isinstance(fn, ParallelFunction) and not options else settings(options)
+    step, args, own = written(fn, args)
+    chosen = own if own is not None and not options else settings(options)
     with arguments.opened(args, {}, chosen.static_argnums) as given:
-        leaves, single, notes = _fitted(written, given, chosen)
+        leaves, single, notes = _fitted(step, given, chosen)
         theirs = single(leaves)
         moved = single([_moved(x, i) for i, x in enumerate(leaves)])
         positional, _ = jax.tree.unflatten(given.tree, leaves)
-        prepared = prepare(written, arguments.merged(given.args, chosen.static_argnums, positional), {}, chosen, True)
-        ours = lower(prepared, name_of(written)).compile().flat([_copied(x) for x in leaves])
+        prepared = prepare(step, arguments.merged(given.args, chosen.static_argnums, positional), {}, chosen, True)
+        ours = lower(prepared, name_of(step)).compile().flat([_copied(x) for x in leaves])
     within = differences.tolerance(t.dtype for t in prepared.traced.graph.types)
     found = map(partial(_leaf, within), prepared.plan.output_paths, ours, theirs, moved)
     by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
-    return Check(name_of(written), tuple(by_excess), prepared.plan, notes)
+    return Check(name_of(step), tuple(by_excess), prepared.plan, notes)
 
 
 def _leaf(within: float, path: str, ours: Any, theirs: Any, moved: Any) -> Leaf:

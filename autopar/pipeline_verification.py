@@ -63,13 +63,19 @@ class Stagewise:
 
 
 def emitted(
-    plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], target: str, options: Any
+    plan: Plan,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: tuple[int, ...],
+    target: str,
+    options: Any,
 ) -> Stagewise:
     """Compile the programs of a plan's stages and read what they communicate.
 
     Args:
         plan: the plan of a pipeline.
-        fn, args, kwargs: what it is of.
+        fn, args, kwargs: what it is of; `static`: positions that are not traced.
         target: must be "cpu".
         options: of the compiler.
 
@@ -79,7 +85,7 @@ def emitted(
     """
     if target != "cpu":
         raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
-    prepared = prepare(fn, args, kwargs, Settings(plan=plan), local=True)
+    prepared = prepare(fn, args, kwargs, Settings(plan=plan, static_argnums=static), local=True)
     programs = prepared.build(options).programs
     stages = [_stage(prepared, programs, number) for number in range(len(plan.stages))]
     first = sum(name.startswith(FIRST_LOOP) for name in programs)

@@ -147,7 +147,7 @@ def prepare(
         trace_s = time.perf_counter() - begin
         with jax_compat.automatic_axes():
             if s.plan is not None:
-                return _loaded(fn, traced, s)
+                return _loaded(fn, traced, replace(s, plan=_donating_no_more(s.plan, args, s)))
             if s.pipelined:
                 return _in_stages(fn, traced, args, s, local, trace_s)
             if not traced.pins and pipelines.is_open(s, traced.graph):
@@ -496,14 +496,27 @@ def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, ran
 
 
 def _donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
-    kept = arguments.kept(traced.out_tree)
-    if isinstance(s.donate_argnums, str):
+    kept, named = arguments.kept(traced.out_tree), _named_to_donate(args, s)
+    if named is None:
         return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
+    return tuple(i for i in named if i not in kept)
+
+
+def _donating_no_more(plan: Plan, args: Sequence[Any], s: Settings) -> Plan:
+    """A plan from elsewhere that donates of its arguments those alone that `donate_argnums` names, if it is given."""
+    named = _named_to_donate(args, s)
+    return plan if named is None else replace(plan, donated=tuple(i for i in plan.donated if i in named))
+
+
+def _named_to_donate(args: Sequence[Any], s: Settings) -> tuple[int, ...] | None:
+    """The leaves of the arguments in `donate_argnums`; None for "auto"."""
+    if isinstance(s.donate_argnums, str):
+        return None
     ranges = _leaf_ranges(args, s.static_argnums)
     unknown = [n for n in s.donate_argnums if n not in ranges]
     if unknown:
         raise ArgumentError(f"donate_argnums={s.donate_argnums}: there is no traced argument {unknown[0]}")
-    return tuple(i for n in s.donate_argnums for i in ranges[n] if i not in kept)
+    return tuple(i for n in s.donate_argnums for i in ranges[n])
 
 
 def _check_batch(

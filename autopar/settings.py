@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,19 @@ def settings(options: Mapping[str, Any]) -> Settings:
     found = Settings(**{name: _checked(name, value) for name, value in options.items()})
     _check_stages(found)
     return found
+
+
+def written(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], Settings | None]:
+    """The function behind a parallelized one or a parallelized method, all of its arguments, and its options.
+
+    Any other function is as it was written, whatever it wraps, and has no options.
+    """
+    outer: Any = getattr(fn, "__func__", fn)
+    chosen = getattr(outer, "settings", None)
+    if not isinstance(chosen, Settings):
+        return fn, tuple(args), None
+    owner = () if outer is fn else (getattr(fn, "owner", None),)
+    return outer.__wrapped__, (*owner, *args), chosen
 
 
 #: Options that a step in stages does not take yet -> their value when they are not given.

@@ -45,6 +45,7 @@ from autopar.plans import Plan, check_matches
 from autopar.prepare import carried_out, executed
 from autopar.rules import rules_of
 from autopar.rules.registry import registered_rules
+from autopar.settings import written
 from autopar.trace import Traced, trace
 
 #: Emitted over predicted wire bytes up to which a plan counts as honoured.
@@ -107,6 +108,12 @@ def _not_counted(c: Collective) -> str:
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
     """Compare a plan with what a target makes of it.
 
+    Args:
+        plan: of `fn`.
+        fn: the function as it is written, or the parallelized one, whose `static_argnums` hold here too.
+        args, kwargs: arrays or ShapeDtypeStructs.
+        target: one of `TARGETS`.
+
     Raises:
         ArgumentError: an unknown target, no plan, or no function.
         PlanMismatchError: the plan is for another function or other shapes.
@@ -119,12 +126,13 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
     platform, _, topology = str(target).partition(":")
     if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
-    fn = getattr(fn, "__wrapped__", fn)
-    with opened(args, kwargs) as given:
-        traced = trace(fn, *given.args, **given.kwargs)
+    fn, args, chosen = written(fn, args)
+    static = chosen.static_argnums if chosen else ()
+    with opened(args, kwargs, static) as given:
+        traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
-            return _of_stages(plan, fn, given.args, given.kwargs, target)
+            return _of_stages(plan, fn, given.args, given.kwargs, static, target)
     traced = carried_out(traced, plan, registered_rules())
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
@@ -149,8 +157,10 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
     It sends the same bytes. Sums that the compiler combined have one source line for all of them, so that fewer pieces
     are matched by name.
     """
-    with opened(args, kwargs) as given:
-        traced = executed(trace(getattr(fn, "__wrapped__", fn), *given.args, **given.kwargs), step.plan)
+    fn, args, chosen = written(fn, args)
+    static = chosen.static_argnums if chosen else ()
+    with opened(args, kwargs, static) as given:
+        traced = executed(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
     return _judged(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
 
 
@@ -197,8 +207,10 @@ def _operation(c: Collective, graph: Graph) -> Op | None:
     return graph.by_index.get(int(number[1])) if number else None
 
 
-def _of_stages(plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], target: str) -> Report:
-    found = pipeline_verification.emitted(plan, fn, args, kwargs, target, _ON_CPU)
+def _of_stages(
+    plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], static: tuple[int, ...], target: str
+) -> Report:
+    found = pipeline_verification.emitted(plan, fn, args, kwargs, static, target, _ON_CPU)
     return Report(
         all(_holds(c, target) for c in found.comparisons),
         target,

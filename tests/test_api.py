@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 import autopar
 from autopar.api import gather, parallelize
 from autopar.cluster import Cluster
-from autopar.errors import AutoparWarning
+from autopar.errors import ArgumentError, AutoparWarning
 from autopar.plans import Plan
 from tests.real_programs import array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal
@@ -168,6 +169,17 @@ def test_donation_can_be_chosen() -> None:
         assert plan.donated == donated
 
 
+def test_less_than_a_plan_donates_may_be_donated() -> None:
+    plan = autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,))
+    assert plan.donated
+    params = jax.tree.map(jnp.asarray, two_layers())
+    step = parallelize(plain, plan=plan, donate_argnums=())
+    assert_equal(step(params, array(16, 8)), step(params, array(16, 8)))
+    assert step.plan(params, array(16, 8)).donated == ()
+    with pytest.raises(ArgumentError, match="there is no traced argument 7"):
+        parallelize(plain, plan=plan, donate_argnums=7)(params, array(16, 8))
+
+
 # Meshes
 
 
@@ -297,7 +309,7 @@ def test_a_plan_goes_through_a_file(counted: Any, tmp_path: Path) -> None:
     assert loaded == plan
     for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
         other = parallelize(plain, plan=given, donate_argnums=())
-        assert other.plan(*args) == plan
+        assert other.plan(*args) == replace(plan, donated=())
     assert_equal(other(*args), jax.jit(plain)(*args))
 
 

@@ -31,8 +31,11 @@ def layout(text: str) -> Layout:
 
 def planned(lines: Sequence[str]) -> tuple[Collective, ...]:
     """ "2 x all-gather y 1024 op0.in1": twice, over y, 1024 bytes per device, for operand 1 of operation 0."""
-    found = [re.fullmatch(r"(?:(\d+) x )?(\S+) (\w+) (\d+) (\S+)", line) for line in lines]
-    return tuple(Collective(m[2], tuple(m[3]), int(m[4]), int(m[1] or 1), m[5]) for m in found if m)
+    found = [re.fullmatch(r"(?:(\d+) x )?(\S+) (\S+) (\d+) (\S+)", line) for line in lines]
+    axes = [re.findall(r"\w(?::\(\d+\)\d+)?", m[3]) for m in found if m]
+    return tuple(
+        Collective(m[2], tuple(over), int(m[4]), int(m[1] or 1), m[5]) for m, over in zip(found, axes, strict=True) if m
+    )
 
 
 def text(collectives: Sequence[Collective]) -> list[str]:
@@ -334,6 +337,28 @@ def test_known_exceptions_are_named_and_cost_what_they_cost() -> None:
     assert [count for _, count in names] == [1, 1]
     assert (predicted, emitted) == (mine[2:], theirs[2:])
     assert explained("cpu", fn, (ROWS, WEIGHT), mine, theirs) == (mine, theirs, [])
+
+
+def test_what_shardy_does_otherwise_has_a_name() -> None:
+    """Sums scattered or left whole, padding of 7 rows over 4 devices, an exchange along half of another axis."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    uneven = jax.ShapeDtypeStruct((7, 512), jnp.float32)
+    mine = [
+        "reduce-scatter y 4096 op0",
+        "all-reduce x 512 op1",
+        "all-gather y 2048 op0.in0",
+        "all-to-all x 640 op0.in1",
+    ]
+    theirs = ["all-reduce y 4096 op0", "reduce-scatter x 512 op1", "all-gather y 1792 op0.in0"]
+    theirs = [*theirs, "all-to-all y:(2)2 640 op0.in1"]
+    predicted, emitted, names = explained("shardy", fn, (uneven, WEIGHT), mine, theirs)
+    assert (predicted, emitted, [count for _, count in names]) == ([], [], [1, 1, 1, 1])
+    others = ["all-gather y 1792 op0.in0", "all-gather y 896 op1", "all-to-all y 640 op0.in1"]
+    predicted, emitted, _ = explained("shardy", fn, (ROWS, WEIGHT), mine[2:], others)
+    assert (predicted, emitted) == (mine[2:], others)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,34 @@ def test_a_plan_on_two_axes_holds_without_devices(target: str) -> None:
     assert report.bytes > 1e6
 
 
+def scaled(w: jax.Array, x: jax.Array, power: int) -> jax.Array:
+    return jnp.sum((x @ w) ** power)
+
+
+def test_what_is_verified_is_the_function_that_was_planned() -> None:
+    """Static arguments are those of the parallelized function; a gradient is not the function that it is of."""
+    parallel = autopar.parallelize(scaled, mesh=(8,), cluster=dear((8,)), static_argnums=2)
+    args = (jnp.ones((16, 16)), jnp.ones((32, 16)), 3)
+    assert autopar.verify(parallel.plan(*args), parallel, *args, target="shardy").ok
+    gradient = jax.grad(lambda w, x: scaled(w, x, 2))
+    plan = autopar.plan(gradient, *args[:2], mesh=(8,), cluster=dear((8,)))
+    assert autopar.verify(plan, gradient, *args[:2], target="shardy").ok
+
+
+class Model:
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    @autopar.parallelize(mesh=(8,), cluster=dear((8,)))
+    def loss(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        return scaled(w, x, self.power)
+
+
+def test_methods_are_verified() -> None:
+    loss, args = Model(2).loss, (jnp.ones((16, 16)), jnp.ones((32, 16)))
+    assert autopar.verify(loss.plan(*args), loss, *args, target="shardy").ok
+
+
 def iterated(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A loop whose trips depend on values, with a sum over rows in every round, and a callback to Python."""
 

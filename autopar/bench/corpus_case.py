@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import autopar
 from autopar import jax_compat, shares, verification
 from autopar.api import Executable
+from autopar.arguments import opened
 from autopar.bench import corpus_compare, corpus_program, equal_case
 from autopar.bench.corpus import DEVICES, FAILED, OK, REFUSED
 from autopar.bench.corpus_program import Program
@@ -91,7 +92,7 @@ class Subject:
     @cached_property
     def built(self) -> corpus_program.Built:
         step, args = self.program.built(self.scale)
-        return step, jax.tree.map(_double, args) if self.x64 else args
+        return step, self._mapped(_double, args) if self.x64 else args
 
     @property
     def step(self) -> Callable[..., Any]:
@@ -99,13 +100,29 @@ class Subject:
 
     def arguments(self) -> tuple[Any, ...]:
         """Fresh arrays, since a step may take their memory."""
-        return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, self.built[1])
+        return self._mapped(lambda x: x.copy() if isinstance(x, jax.Array) else x, self.built[1])
+
+    def _mapped(self, function: Callable[[Any], Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments with each leaf changed; objects that share something still do."""
+        if not self.program.in_place:
+            return jax.tree.map(function, args)
+        from flax import nnx
+
+        structure, state = nnx.split(args)
+        return nnx.merge(structure, jax.tree.map(function, state))
+
+    def jitted(self) -> Any:
+        """The step as its author compiles it."""
+        if self.program.in_place:
+            from flax import nnx
+
+            return nnx.jit(self.step)
+        return jax.jit(self.step, static_argnums=_static(self))
 
     @cached_property
     def single(self) -> list[corpus_compare.Leaves]:
         """Results of the steps on one device."""
-        step = jax.jit(self.step, static_argnums=_static(self))
-        return results(step, self.arguments(), self.program.carried)
+        return results(self.jitted(), self.arguments(), self.program)
 
     @cached_property
     def by_hand(self) -> list[dict[str, float]]:
@@ -114,7 +131,7 @@ class Subject:
         args = self.arguments()
         cut = _rows_over(mesh, args[self.program.carried :])
         args = (*args[: self.program.carried], *cut)
-        ours = results(jax.jit(self.step, static_argnums=_static(self)), args, self.program.carried)
+        ours = results(self.jitted(), args, self.program)
         return [corpus_compare.differences(x, y) for x, y in zip(ours, self.single, strict=True)]
 
     def parallel(self, **options: Any) -> Any:
@@ -147,12 +164,14 @@ def _rows_over(mesh: Any, args: Any) -> Any:
     return jax.tree.map(placed, args)
 
 
-def results(step: Callable[..., Any], args: tuple[Any, ...], carried: int) -> list[corpus_compare.Leaves]:
+def results(step: Callable[..., Any], args: tuple[Any, ...], program: Program) -> list[corpus_compare.Leaves]:
     """Results of `STEPS` steps, of one where nothing is carried from one to the next."""
-    found: list[corpus_compare.Leaves] = []
+    found, carried = list[corpus_compare.Leaves](), program.carried
     for _ in range(STEPS if carried else 1):
         out = step(*args)
-        found.append(corpus_compare.host(out))
+        found.append(corpus_compare.host((args[:carried], out) if program.in_place else out))
+        if program.in_place:
+            continue
         first = out[:carried] if type(out) is tuple else (out,)
         args = (*first, *args[carried:]) if carried else args
     return found
@@ -203,7 +222,7 @@ def in_stages(one: Subject) -> Outcome:
 
 def _equal(one: Subject, step: Callable[..., Any]) -> Outcome:
     """The results of a step against those of one device."""
-    ours = results(step, one.arguments(), one.program.carried)
+    ours = results(step, one.arguments(), one.program)
     found = [corpus_compare.differences(x, y) for x, y in zip(ours, one.single, strict=True)]
     value, path = max(map(corpus_compare.worst, found))
     tolerance = TOLERANCE[one.precision]
@@ -258,7 +277,8 @@ def memory(one: Subject) -> Outcome:
 def replicated(one: Subject) -> Outcome:
     """The part of the FLOPs that every device does for itself, and the reasons."""
     plan = one.whole.plan
-    traced = executed(trace(one.step, *one.built[1], static_argnums=_static(one)), plan)
+    with opened(one.built[1], {}, _static(one)) as given:
+        traced = executed(trace(one.step, *given.args, static_argnums=_static(one)), plan)
     account = shares.account(traced.graph, rules_of(traced.graph), plan.stages[0])
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
     part = sum(excess.part for excess in whole)
@@ -276,7 +296,7 @@ def times(one: Subject) -> Outcome:
     """Seconds of planning over those that the compiler takes for one device."""
     planning = sum(one.whole.plan.phases.values())
     begin = time.perf_counter()
-    lowered = jax.jit(one.step, static_argnums=_static(one)).lower(*one.built[1])
+    lowered = one.jitted().lower(*one.built[1])
     lowered_s = time.perf_counter() - begin
     lowered.compile()
     compiling = time.perf_counter() - begin - lowered_s

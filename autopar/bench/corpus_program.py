@@ -35,6 +35,7 @@ class Program:
         packages: distributions that it needs besides JAX.
         large: a scale at which one of eight devices needs 32 MiB or more.
         carried: how many of the step's first results are the first arguments of the next step; 0: there is none.
+        in_place: that many arguments are objects of Flax NNX instead, which the step changes, as `nnx.jit` has it.
         precision: the narrowest dtype in which something of it computes, whatever the dtype of its arguments is;
             "float64" if it follows them.
         options: of `autopar.parallelize`, where its author would have to give some.
@@ -46,6 +47,7 @@ class Program:
     packages: tuple[str, ...]
     large: int
     carried: int = 1
+    in_place: bool = False
     precision: str = "float64"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

@@ -1,4 +1,4 @@
-"""Flax NNX in its functional style: split before the step, merge inside it."""
+"""Flax NNX in its functional style, split before the step and merged inside it, and with objects as arguments."""
 
 from __future__ import annotations
 
@@ -177,3 +177,88 @@ def nnx_scan_over_layers(scale=1):
         return nnx.state((model, optimizer)), loss
 
     return train_step, (state, x, y)
+
+
+# Objects as arguments, for `nnx.jit`
+
+
+def nnx_cnn_objects(scale=1):
+    """The MNIST tutorial as it is written: the step takes objects and changes them."""
+    model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(dropout=1)
+    optimizer = nnx.Optimizer(model, optax.adamw(5e-3, 0.9), wrt=nnx.Param)
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    batch = {"image": uniform(8 * scale, 16, 16, 1), "label": tokens(8 * scale, below=10)}
+
+    def loss_fn(model, rngs, batch):
+        logits = model(batch["image"], rngs)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits=logits, labels=batch["label"])
+        return losses.mean(), logits
+
+    def train_step(model, optimizer, metrics, rngs, batch):
+        (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, rngs, batch)
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+        optimizer.update(model, grads)
+
+    return train_step, (model, optimizer, metrics, rngs, batch)
+
+
+def nnx_minigpt_objects(scale=1):
+    """A small GPT with dropout; the module and its optimizer are the arguments."""
+    model = MiniGPT(64, 16, 32, 2, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), wrt=nnx.Param)
+    ids = tokens(8 * scale, 17, below=64)
+
+    def train_step(model, optimizer, ids):
+        def loss_fn(model):
+            return optax.softmax_cross_entropy_with_integer_labels(model(ids[:, :-1]), ids[:, 1:]).mean()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return train_step, (model, optimizer, ids)
+
+
+class Critic(nnx.Module):
+    def __init__(self, rngs):
+        self.linear1, self.linear2 = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear2(self.dropout(nnx.leaky_relu(self.linear1(x), 0.2)))
+
+
+class Generator(nnx.Module):
+    def __init__(self, rngs):
+        self.linear1, self.linear2 = nnx.Linear(8, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, z):
+        return nnx.tanh(self.linear2(nnx.relu(self.norm(self.linear1(z)))))
+
+
+def nnx_gan_objects(scale=1):
+    """Two modules, two optimizers and a stream of noise, all changed by one step."""
+    generator, critic = Generator(nnx.Rngs(0)), Critic(nnx.Rngs(1))
+    generating = nnx.Optimizer(generator, optax.adam(2e-4, b1=0.5), wrt=nnx.Param)
+    judging = nnx.Optimizer(critic, optax.adam(2e-4, b1=0.5), wrt=nnx.Param)
+    real = normal(16 * scale, 16)
+
+    def train_step(generator, critic, generating, judging, noise, real):
+        z = noise.normal((real.shape[0], 8), real.dtype)
+
+        def critic_loss(critic, fake):
+            losses = optax.sigmoid_binary_cross_entropy(critic(real), jnp.ones((real.shape[0], 1)))
+            return (losses + optax.sigmoid_binary_cross_entropy(critic(fake), jnp.zeros((real.shape[0], 1)))).mean()
+
+        def generator_loss(generator, critic):
+            logits = critic(generator(z))
+            return optax.sigmoid_binary_cross_entropy(logits, jnp.ones_like(logits)).mean()
+
+        judged, grads = nnx.value_and_grad(critic_loss)(critic, jax.lax.stop_gradient(generator(z)))
+        judging.update(critic, grads)
+        generated, grads = nnx.value_and_grad(generator_loss)(generator, critic)
+        generating.update(generator, grads)
+        return {"critic": judged, "generator": generated}
+
+    return train_step, (generator, critic, generating, judging, nnx.Rngs(2), real)

@@ -28,6 +28,16 @@ FAMILIES: Mapping[str, Sequence[Row]] = {
         ("nnx_minigpt", "GPT that owns its dropout keys", "flax optax", 512, 3, {"precision": "float32"}),
         ("nnx_lora", "LoRALinear, gradients of LoRAParam alone", "flax optax", 65536, 1),
         ("nnx_scan_over_layers", "layers by nnx.vmap and nnx.scan", "flax optax", 8192, 1),
+        ("nnx_cnn_objects", "MNIST tutorial with nnx.jit's objects", "flax optax", 512, 4, {"in_place": True}),
+        (
+            "nnx_minigpt_objects",
+            "GPT and its optimizer as objects",
+            "flax optax",
+            512,
+            2,
+            {"in_place": True, "precision": "float32"},
+        ),
+        ("nnx_gan_objects", "GAN, two modules and two optimizers", "flax optax", 8192, 5, {"in_place": True}),
     ),
     "equinox_modules": (
         ("cnn", "CNN, filter_value_and_grad", "equinox optax", 1024, 2),

@@ -66,9 +66,9 @@ def test_a_wrong_step_is_found():
     program = BY_NAME["muon"]
     one = corpus_case.Subject(program, 1)
     step, args = one.built
-    theirs = corpus_case.results(jax.jit(step), one.arguments(), program.carried)
+    theirs = corpus_case.results(jax.jit(step), one.arguments(), program)
     params, opt_state, x, y = args
-    ours = corpus_case.results(jax.jit(step), (params, opt_state, x * 1.001, y), program.carried)
+    ours = corpus_case.results(jax.jit(step), (params, opt_state, x * 1.001, y), program)
     value, path = corpus_compare.worst(corpus_compare.differences(ours[-1], theirs[-1]))
     assert value > corpus_case.TOLERANCE["float32"]
     assert path
