@@ -5,7 +5,8 @@ conversion maps planned collectives to what one compiler emits for them, and ver
 
     XLA       what is one number throughout is not moved                                      -> uniform_left_out
               ways of a value that begin alike share the beginning                            -> beginnings_shared
-    CPU       no reduce-scatter: an all-reduce and a local slice                              -> without_reduce_scatter
+    CPU       what is the same in every iteration is moved before the loop                    -> hoisted
+              no reduce-scatter: an all-reduce and a local slice                              -> without_reduce_scatter
               a sum over several dimensions ends in an all-reduce for each that is cut        -> summed_by_dimension
     Shardy    the sums of one operation along several axes are one collective                 -> summed_at_once
     TPU       narrow types, equal sums, small sums and gathers                    -> those of `autopar.tpu_conversions`
@@ -58,6 +59,12 @@ def beginnings_shared(planned: Planned, context: Context) -> tuple[Collective, .
     return tuple(out)
 
 
+def hoisted(planned: Planned, context: Context) -> tuple[Collective, ...]:
+    """What moves a value that is the same in every iteration moves it once, before the loop."""
+    values, repeats = context.values, context.repeats
+    return tuple(replace(c, count=max(1, c.count // repeats.get(values.get(c.op, -1), 1))) for c in planned)
+
+
 def without_reduce_scatter(planned: Planned, context: Context) -> tuple[Collective, ...]:
     """XLA on CPU has no reduce-scatter: one becomes an all-reduce of the same operand, and a slice."""
     return tuple(replace(c, kind="all-reduce") if c.kind == "reduce-scatter" else c for c in planned)
@@ -107,7 +114,7 @@ def _ends_cut(op: Op | None, axes: Sequence[str], context: Context) -> bool:
 
 CONVERSIONS: Mapping[str, tuple[Conversion, ...]] = MappingProxyType(
     {
-        "cpu": (uniform_left_out, beginnings_shared, summed_by_dimension, without_reduce_scatter),
+        "cpu": (uniform_left_out, beginnings_shared, hoisted, summed_by_dimension, without_reduce_scatter),
         "gpu": (uniform_left_out, beginnings_shared),
         "shardy": (summed_at_once,),
         "tpu": (

@@ -4,6 +4,7 @@
     the same way so far            `Context.stops`: of one value, by its layouts since home
     the same data                  `Context.origin`, `Context.way`: it differs in dimensions of extent 1 alone
     the same computation           `Context.repeated`: an operation on the same values in the same layouts
+    the same in every iteration    `Context.repeats`
     one number throughout          `Context.uniform`
     made the other way round       `Context.made`
 
@@ -22,6 +23,8 @@ from itertools import groupby, pairwise
 from autopar.collective import Collective
 from autopar.graph import Graph, Op
 from autopar.layout import Layout, route, steps
+from autopar.passes.homes import assumed_trips
+from autopar.passes.regions import constants_of
 from autopar.plans import Plan
 from autopar.rules import rules_of
 from autopar.turned_products import turned
@@ -78,6 +81,22 @@ class Context:
         """The layout in which a homed value is read at a site."""
         stage = self.plan.stages[0]
         return stage.uses.get(site, stage.values[value])
+
+    @cached_property
+    def repeats(self) -> Mapping[int, int]:
+        """Value that is the same in every iteration of loops around it -> how often these run it, all together."""
+        found: dict[int, int] = {}
+        trips = assumed_trips(self.graph)
+        for op in self.graph.walk():  # an operation before its bodies, and what it reads before both
+            runs = trips.get(op.tag, op.trips or 1)
+            for value, atom in constants_of(op):
+                outside = found.get(atom, 1) if isinstance(atom, int) else 1
+                if outside * runs > 1:
+                    found[value] = outside * runs
+            read = [found.get(atom, 1) for atom in op.inputs if isinstance(atom, int)]
+            if not op.regions and read and min(read) > 1:
+                found.update((v, min(read)) for v in op.outputs)
+        return found
 
     @cached_property
     def turned(self) -> Mapping[int, Op]:

@@ -91,6 +91,14 @@ def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozense
     return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
 
 
+Place = tuple[int, tuple[int, ...], bool]
+"""A cluster that decides where a value lies, its factors for the dimensions, and whether as it runs or as it holds."""
+
+
+def _at(home: Home) -> Place:
+    return home.cluster, home.dims, False
+
+
 @dataclass(eq=False)
 class _Values:
     """Buffers of what is written."""
@@ -164,27 +172,22 @@ class _Values:
         at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), fixed)
         b.add(what, v, birth, death, at, node=cluster)
 
-    def _placed(self, v: int) -> tuple[int, tuple[int, ...], bool] | None:
-        """The cluster that decides where a value lies, its factors for the value's dimensions, assigned or held."""
-        piece = cast(End | None, self.sizes.program.pieces.get(v))
-        if piece is not None and self.sizes.graph.types[piece[0]].shape == self.sizes.program.type_of(v).shape:
-            return piece[1:]
-        home = self.home(v)
-        return None if home is None else (home.cluster, home.dims, False)
+    def _placed(self, v: int) -> Place | None:
+        """What decides where a value lies: of free values and views, what does for the first step that reads them.
 
-    def home(self, v: int) -> Home | None:
-        """Where a value lives; of free values and views, where the first step that reads them does.
-
-        Random bits that are no hashes of counters live nowhere: every device makes all of them.
+        Random bits that are no hashes of counters lie nowhere: every device makes all of them.
         """
+        p = self.sizes.program
+        piece = cast(End | None, p.pieces.get(v))
+        if piece is not None and self.sizes.graph.types[piece[0]].shape == p.type_of(v).shape:
+            return piece[1:]
         if self._is_drawn_whole(v):
             return None
-        home = self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
-        if home is not None and home.view is None and not self._is_spread(v):
-            return home
-        if home is not None and home.view is not None:
-            home = Home(home.cluster, v, tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view))
-        return self._borrowed.get(v, home)
+        home = self.sizes.model.clustering.homes.get(p.like.get(v, v))
+        if home is None or home.view is None:
+            own = None if home is None else _at(home)
+            return self._borrowed.get(v, own) if own is None or self._is_spread(v) else own
+        return self._borrowed.get(v, (home.cluster, tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view), False))
 
     def _is_spread(self, v: int) -> bool:
         """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""
@@ -196,20 +199,25 @@ class _Values:
         return maker is not None and maker.name == "random_bits" and not hashes(self.sizes.graph, maker.op)
 
     @cached_property
-    def _borrowed(self) -> Mapping[int, Home]:
-        """Homes of what has none of its own or is a view, through any number of steps that keep the shape."""
-        p, homes = self.sizes.program, self.sizes.model.clustering.homes
-        started: dict[int, Home] = {}
-        found: dict[int, Home] = {}
+    def _borrowed(self) -> Mapping[int, Place]:
+        """Where what has no home of its own or is a view lies, through any number of steps that keep the shape."""
+        p, clustering = self.sizes.program, self.sizes.model.clustering
+        homes = {v: _at(home) for v, home in clustering.homes.items() if home.view is None}
+        wanted: dict[int, Place] = {}  # of free values, by the first operation that reads them in a layout of its own
+        for use in clustering.uses:
+            if use.value not in clustering.homes:
+                wanted.setdefault(use.value, (use.consumer, use.dims, use.assigned))
+        started: dict[int, Place] = {}
+        found: dict[int, Place] = {}
         for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
-            started.update((v, homes[r]) for v, r in step.taken if r in homes and homes[r].view is None)
+            started.update((v, homes[r]) for v, r in step.taken if r in homes)
             result = step.outputs[0]
-            home = homes.get(p.like.get(result, result))
-            home = home if home is not None and home.view is None else found.get(result)
-            if step.kind != LOOP and home is not None:
+            like = p.like.get(result, result)
+            place = homes.get(like) or found.get(result) or wanted.get(like)
+            if step.kind != LOOP and place is not None:
                 shape = p.type_of(result).shape
-                found.update((v, home) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
-        return found | started
+                found.update((v, place) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
+        return wanted | found | started
 
     def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
         """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""

@@ -1,6 +1,7 @@
-"""Which steps XLA's CPU compiler runs in kernels of a library (YNNPACK): products, reductions, and what is around them.
+"""Which steps XLA's CPU compiler runs in kernels of a library (YNNPACK): products, reductions, what is around these.
 
-A kernel starts at a product or a reduction, the last of the program first, and takes in neighbours, nearest first:
+A kernel starts at a product or a reduction, the last of the program first. That of a product stays alone; that of a
+reduction takes in neighbours, nearest first, products that none has taken yet among them:
 
     up      what makes an operand, if nothing outside the kernel reads that
     down    what reads the kernel's result, if nothing else does
@@ -28,7 +29,7 @@ _UNKNOWN = frozenset((
 #: Steps that kernels take in.
 _KNOWN = frozenset((*ELEMENTWISE, "broadcast_in_dim", "spread")) - _UNKNOWN
 _LEAST = 4096  # elements of the result of an elementwise operation that kernels take in
-_CENTRES = ("dot_general", "reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 
 
 def kernels(
@@ -43,7 +44,11 @@ def kernels(
     """
     growth = _Growth(p, readers, leaving, {v: step for step in steps for v in step.outputs})
     for number, step in enumerate(reversed(steps)):
-        if step.name in _CENTRES and id(step) not in growth.found:
+        if id(step) in growth.found:
+            continue
+        if step.name == "dot_general":
+            growth.found[id(step)] = number
+        elif step.name in _REDUCTIONS:
             growth.grow(step, number)
     return growth.found
 
@@ -77,7 +82,7 @@ class _Growth:
             yield users[0], True
 
     def _is_known(self, step: Step) -> bool:
-        if step.name in _CENTRES:
+        if step.name in (*_REDUCTIONS, "dot_general"):
             return True
         if step.kind != LIGHT or step.name not in _KNOWN or any(map(self.p.is_half, (*step.inputs, *step.outputs))):
             return False

@@ -13,10 +13,10 @@ where they live.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar import jax_compat
-from autopar.graph import Op, Region
+from autopar.graph import Atom, Op, Region
 from autopar.passes.homes import UNKNOWN_TRIPS, WHOLE, Builder, Home, alias, use
 
 #: Plans a list of operations with a weight (executions per step).
@@ -25,6 +25,21 @@ Visit = Callable[[Builder, Sequence[Op], float], None]
 
 def region_kind(op: Op) -> str:
     return "remat" if op.name in jax_compat.REMAT else op.name
+
+
+def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
+    """Inputs of bodies that are the same in every iteration, and the operands that they are."""
+    if op.name == "scan":
+        constants, _ = jax_compat.scan_counts(op.params)
+        yield from zip(op.regions[0].inputs[:constants], op.inputs, strict=False)
+    elif op.name == "while":
+        (condition, body), n_cond, n_body = op.regions, op.params["cond_nconsts"], op.params["body_nconsts"]
+        yield from zip(condition.inputs[:n_cond], op.inputs, strict=False)
+        yield from zip(body.inputs[:n_body], op.inputs[n_cond:], strict=False)
+    else:
+        skipped = 1 if op.name == "cond" else 0
+        for region in op.regions:
+            yield from zip(region.inputs, op.inputs[skipped:], strict=False)
 
 
 def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, outer: float, inner: float) -> list[int]:
