@@ -101,6 +101,9 @@ def _moved(array: Any, home: NamedSharding, memory: str) -> Any:
         return jax.device_put(array, home.with_memory_kind(memory))
 
 
+#: Bytes of the narrowest indices that XLA's partitioner cuts gathers by ("Unsupported indices type", 0.10 and 0.12).
+INDEX_BYTES = 4
+
 #: Operations that run in kernels of LAPACK on CPU, or hold such.
 KERNELS = (
     *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
@@ -191,6 +194,13 @@ class Context:
         return array
 
 
+def _indexable(op: Op, operands: list[Any]) -> list[Any]:
+    """Operands with indices of 32 bits or more: at narrower ones XLA's partitioner ends the process."""
+    if op.name.startswith(("gather", "scatter")) and operands[1].dtype.itemsize < INDEX_BYTES:
+        operands[1] = operands[1].astype("int32")
+    return operands
+
+
 def _tagged(op: Op | None, site: str) -> contextlib.AbstractContextManager[Any]:
     """Binds what follows under the name of a site, with the source line of an operation if there is one."""
     if op is None:
@@ -237,7 +247,7 @@ class Scope:
         return bool(op.outputs) and all(types[v].rank and v not in values for v in op.outputs)
 
     def _run_leaf(self, op: Op) -> None:
-        operands = [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)]
+        operands = _indexable(op, [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)])
         leads = [partial_axes(self._layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
         kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
         behind = self.context.turned.get(op.outputs[0]) if op.name == "dot_general" else None
