@@ -127,15 +127,14 @@ def bench_fuzz(
     modes: Annotated[str | None, typer.Option(help="microbatches, stages, meshes; with commas between")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes side by side")] = 1,
     failures: Annotated[Path | None, typer.Option(help="folder for failures, shrunk to files that run")] = None,
-    output: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="programs that the file has are not run again")] = False,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
     as_json: Json = False,
 ) -> None:
     """Random train steps in microbatches, in stages and on meshes, against the plain step in x64."""
     from autopar.bench.fuzz import campaign
 
     given = campaign.Campaign(programs, seed, words(modes, campaign.MODES), workers, failures)
-    rows = campaign.run(given, output, resume, say)
+    rows = campaign.run(given, resume, say)
     report(as_json, campaign.figures(rows), lambda: campaign.table(rows))
     raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
 

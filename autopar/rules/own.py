@@ -3,7 +3,7 @@
 The text is made from the operand and result ranks and the operation's parameters, so that one line serves every shape.
 Every line is tested against the compiler: cut by the rule on 8 virtual devices, run, compare (tests/rules/test_own.py).
 XLA gathers the operands of some operations whatever their sharding, and adds what a reduction begins with once on every
-device that has a piece (0.10 and 0.12, under plain `jax.jit` too); these run on the pieces of each device       -> LOCAL
+device that has a piece (0.10 and 0.12, under plain `jax.jit` too); these run on the pieces of each device      -> LOCAL
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_a_campaign_resumes(monkeypatch, tmp_path):
     monkeypatch.setattr(worker, "lines", lines)
     kept = tmp_path / "rows.jsonl"
     kept.write_text(json.dumps(row(1)) + "\n")
-    rows = campaign.run(campaign.Campaign(3, modes=("microbatches",)), kept, resume=True)
+    rows = campaign.run(campaign.Campaign(3, modes=("microbatches",)), kept)
     assert [r["seed"] for r in rows] == [0, 1, 2]
     assert asked == [[]]
     assert len(kept.read_text().splitlines()) == 3

@@ -1,7 +1,7 @@
 """`autopar bench fuzz`: many random train steps in parallel against the plain step; see `autopar.bench.fuzz`.
 
-Workers take seeds in chunks, each chunk in a process of its own. A row is appended to the output file as soon as it is
-known; with `resume`, seeds found there are not run again. Failures are shrunk to files that run by themselves.
+Workers take seeds in chunks, each chunk in a process of its own. A row is appended to the resume file as soon as it is
+known; seeds found there are not run again. Failures are shrunk to files that run by themselves.
 """
 
 from __future__ import annotations
@@ -54,18 +54,15 @@ class Campaign:
 
 def run(
     campaign: Campaign,
-    output: Path | None = None,
-    resume: bool = False,
+    resume: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Rows of all seeds, in order; `tell` hears of each failure, and of every hundredth program."""
-    if output is not None and not resume:
-        output.unlink(missing_ok=True)
     if campaign.failures is not None:
         campaign.failures.mkdir(parents=True, exist_ok=True)
     wanted = {*campaign.modes}
     rows: dict[int, Row] = {
-        row["seed"]: row for row in rows_kept.read(output) if wanted <= {*row["seconds"]} or not row["ok"]
+        row["seed"]: row for row in rows_kept.read(resume) if wanted <= {*row["seconds"]} or not row["ok"]
     }
     todo = [seed for seed in campaign.seeds if seed not in rows]
     lock = Lock()
@@ -73,7 +70,7 @@ def run(
     def keep(row: Row) -> None:
         with lock:
             rows[row["seed"]] = row
-            rows_kept.keep(output, row)
+            rows_kept.keep(resume, row)
             if not row["ok"]:
                 tell(line(row))
             elif len(rows) % 100 == 0:
