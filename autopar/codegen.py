@@ -153,6 +153,11 @@ class Context:
         """Products that are made the other way round -> the transposes that read them."""
         return turned(self.graph, self.stage)
 
+    @cached_property
+    def loses_nan(self) -> bool:
+        """Whether the all-reduce of maxima is XLA's on CPU, which drops NaN in some orders (0.10 and 0.12)."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
     def constrain(self, array: Any, layout: Layout) -> Any:
         """Constrain an array to a layout; one leading dimension per axis along which it is partial."""
         sharding = NamedSharding(self.mesh, spec(of_parts(layout), array.ndim, self.names))
@@ -199,6 +204,12 @@ def _indexable(op: Op, operands: list[Any]) -> list[Any]:
     if op.name.startswith(("gather", "scatter")) and operands[1].dtype.itemsize < INDEX_BYTES:
         operands[1] = operands[1].astype("int32")
     return operands
+
+
+def _with_nan(op: Op, operand: Any, found: Any) -> Any:
+    """The maximum or minimum of an operand, NaN where an element is: whether one is, is combined as truth values."""
+    any_is = jax.lax.reduce_or(operand != operand, op.params["axes"])
+    return jax.lax.select(any_is, jax.lax.full_like(found, float("nan")), found)
 
 
 def _tagged(op: Op | None, site: str) -> contextlib.AbstractContextManager[Any]:
@@ -363,7 +374,16 @@ class Scope:
             return list(operands)  # A pin: the plan's own constraint says the same.
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             bind = self._on_pieces(op) if op.name in LOCAL else partial(jax_compat.bind, op.equation)
-            return list(bind(operands))
+            made = list(bind(operands))
+            return [_with_nan(op, operands[0], made[0])] if self._may_lose_nan(op) else made
+
+    def _may_lose_nan(self, op: Op) -> bool:
+        """Whether the maximum or minimum of floats over a dimension that is cut is combined by a faulty all-reduce."""
+        if op.name not in ("reduce_max", "reduce_min") or not self.context.loses_nan:
+            return False
+        layout = self._layout_at(op.inputs[0], f"{op.tag}.in0")
+        cut = layout is not None and any(dim in op.params["axes"] for dim in layout)
+        return cut and jax.numpy.issubdtype(self.context.graph.type_of(op.inputs[0]).dtype, jax.numpy.inexact)
 
     def _on_pieces(self, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """Binds an operation to what each device has, where that is a piece; XLA would gather the operands."""
