@@ -146,7 +146,7 @@ def test_shrinking_ends_where_nothing_fails():
 
 
 def row(seed, **more):
-    return {"seed": seed, "ok": True, "failures": {}, "refusals": {}, "uncut": 0, "shared": 0, "primitives": ["add"],
+    return {"seed": seed, "ok": True, "failures": {}, "refusals": {}, "uncut": 0, "primitives": ["add"],
             "equations": 3, "seconds": {"microbatches": 0.5}, **more}  # fmt: skip
 
 

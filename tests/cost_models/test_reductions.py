@@ -129,3 +129,13 @@ def test_plans_sum_where_the_target_can(preset: str, backend: str, title: str) -
     plan = autopar.plan(fn, x, mesh=(8,), cluster=Cluster.preset(preset), pins={"x": P("x")})
     able = backend == "tpu" and title != "sum of two bits"
     assert [c.kind for c in plan.collectives] == ["all-reduce" if able else "all-to-all"]
+
+
+@pytest.mark.parametrize("operation", ["reduce_max", "reduce_min"])
+def test_nan_is_not_lost_among_the_devices(operation: str) -> None:
+    """XLA's all-reduce on CPU drops it in some orders: one element of each column is NaN, on another device each."""
+    x = jnp.where(jnp.eye(8, dtype=bool), jnp.nan, jnp.arange(64.0).reshape(8, 8))
+    step = parallelize(OVER_ROWS[operation], mesh=(8,), pins={"x": P("x")}, donate_argnums=())
+    assert step.plan(x).collectives
+    assert np.isnan(step(x)).all()
+    assert_equal(step(jnp.nan_to_num(x)), OVER_ROWS[operation](jnp.nan_to_num(x)))

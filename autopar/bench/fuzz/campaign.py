@@ -131,7 +131,6 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "refused_in_microbatches": len(refused),
         "refusals": dict(reasons.most_common()),
         "uncut_meshes": sum(row["uncut"] for row in rows),
-        "shared_with_jit": sum(row["shared"] for row in rows),
         "primitives": primitives,
         "equations": sum(row["equations"] for row in rows) / max(1, len(rows)),
         "seconds_per_program": {mode: s / max(1, len(rows)) for mode, s in seconds.items()},
@@ -153,7 +152,6 @@ def _figures(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"refused in microbatches: {refused}, {refused / count:.1%}; all refusals by reason:"
     yield from (f"  {times:>6} {reason}" for reason, times in found["refusals"].items())
     yield f"meshes over which nothing was cut: {found['uncut_meshes']}"
-    yield f"leaves on meshes that differ under jax.jit with the same shardings too: {found['shared_with_jit']}"
     yield f"{len(found['primitives'])} primitives: {', '.join(found['primitives'])}"
     costs = ", ".join(f"{mode} {s:.2f} s" for mode, s in found["seconds_per_program"].items())
     yield f"processor time per program: {costs}"

@@ -11,7 +11,6 @@ failure, as is a difference (`compare`).
 from __future__ import annotations
 
 import faulthandler
-import math
 import re
 import time
 import warnings
@@ -22,15 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import NamedSharding
 
 import autopar
-from autopar import codegen, jax_compat
+from autopar import jax_compat
 from autopar.bench.equal_case import dear
 from autopar.bench.fuzz import shrink
-from autopar.bench.fuzz.compare import Noise, difference, differences, noise, unequal
+from autopar.bench.fuzz.compare import Noise, difference, noise, unequal
 from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.program import Block, Program, Step
 from autopar.bench.worker import cpu_devices, serve
@@ -54,8 +51,6 @@ class Row:
         failures: variant, such as "2 microbatches" -> what is wrong.
         refusals: variant -> reason.
         uncut: meshes over which nothing was cut.
-        shared: leaves in which `jax.jit` with the same shardings differs from the plain step too: XLA:CPU's all-reduce
-            of maxima and minima loses nan.
         primitives: of the plain step, bodies included.
         nodes: equations of the plain step.
         seconds: mode -> processor time that it took, "generate" and "trace" besides.
@@ -66,7 +61,6 @@ class Row:
     failures: Mapping[str, str] = field(default_factory=dict[str, str])
     refusals: Mapping[str, str] = field(default_factory=dict[str, str])
     uncut: int = 0
-    shared: int = 0
     primitives: tuple[str, ...] = ()
     equations: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -82,8 +76,6 @@ class Case:
     refusals: dict[str, str] = field(default_factory=dict[str, str])
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     uncut: int = 0
-    shared: int = 0
-    by_jit: dict[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,21 +115,8 @@ class Case:
     def check(self, variant: str, results: Any, theirs: Sequence[Any]) -> None:
         """Note leaves that differ from the plain step."""
         found = dict(unequal(self.paths, jax.tree.leaves(results), theirs, lambda: self.noise))
-        if found and variant in self.by_jit:
-            stock = self._of_jit(variant, theirs)
-            excused = [p for p, d in stock.items() if p in found and d == found[p] == math.inf]
-            self.shared += len(excused)
-            found = {path: d for path, d in found.items() if path not in excused}
         if found:
             self.failures[variant] = ", ".join(f"{path} differs by {d:.1e}" for path, d in list(found.items())[:4])
-
-    def _of_jit(self, variant: str, theirs: Sequence[Any]) -> dict[str, float]:
-        """How far `jax.jit` with the same shardings is from the plain step; nothing where XLA does not compile it."""
-        try:
-            results = self.by_jit[variant](*self.arguments)
-        except jax.errors.JaxRuntimeError:
-            return {}
-        return dict(zip(self.paths, differences(jax.tree.leaves(results), theirs), strict=True))
 
     def attempt(self, variant: str, make: Callable[[], Any]) -> Any:
         """What `make` gives; None, with a note why, where it raises."""
@@ -198,23 +177,9 @@ def on_mesh(mesh: tuple[int, ...]) -> Callable[[Case], Callable[..., Any]]:
         step = autopar.parallelize(case.step.function, mesh=mesh, cluster=dear(mesh), **case.options)
         plan = step.plan(*case.arguments)
         case.uncut += all(d < 0 for layout in (*plan.inputs, *plan.outputs) for d in layout)
-        case.by_jit[f"mesh {mesh}"] = _by_jit(case, plan)
         return step
 
     return made
-
-
-def _by_jit(case: Case, plan: autopar.Plan) -> Callable[..., Any]:
-    """The step under `jax.jit` with the plan's shardings of arguments and results."""
-    where = jax_compat.auto_mesh(np.array(jax.devices()[:DEVICES]).reshape(plan.mesh_sizes), plan.mesh_names)
-    tree = jax.tree.structure(case.arguments)
-    out_tree = jax.tree.structure(jax.eval_shape(case.step.function, *case.arguments))
-    results = [NamedSharding(where, cut) for cut in plan.out_specs()]
-    return jax.jit(
-        case.step.function,
-        in_shardings=jax.tree.unflatten(tree, codegen.in_shardings(plan, where)),
-        out_shardings=jax.tree.unflatten(out_tree, results),
-    )
 
 
 MESHES = ((8,), (2, 4))
@@ -287,7 +252,6 @@ def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, 
         case.failures,
         case.refusals,
         case.uncut,
-        case.shared,
         primitives,
         sum(1 for _ in _equations(case.jaxpr.jaxpr)),
         {name: round(s, 4) for name, s in case.seconds.items()},
