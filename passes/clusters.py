@@ -18,7 +18,7 @@ Regions are planned in place: a loop's body counts as often as it runs. What ent
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.backends import backend_of
@@ -213,9 +213,16 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     for value, dims in zip(op.outputs, results, strict=True):
         b.homes[value] = Home(home.cluster, value, dims)
     b.followers.append(op)
+    for k, value in _reads(op, kind.rule):
+        if k != leader:
+            use(b, f"{op.tag}.in{k}", value, home.cluster, operands[k], False, weight, op.index)
+
+
+def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
+    """Positions and values of the operands that are read."""
     for k, atom in enumerate(op.inputs):
-        if k != leader and isinstance(atom, int):
-            use(b, f"{op.tag}.in{k}", atom, home.cluster, operands[k], False, weight, op.index)
+        if isinstance(atom, int) and k not in rule.unread:
+            yield k, atom
 
 
 def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[int, ...]) -> Followed:
@@ -240,10 +247,9 @@ def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     for value, dims in zip(op.outputs, rule.results, strict=True):
         b.homes[value] = Home(cluster, value, tuple(position.get(f, WHOLE) for f in dims))
     b.followers.append(op)
-    for k, atom in enumerate(op.inputs):
-        if isinstance(atom, int):
-            dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
-            use(b, f"{op.tag}.in{k}", atom, cluster, dims, False, weight, op.index)
+    for k, value in _reads(op, rule):
+        dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
+        use(b, f"{op.tag}.in{k}", value, cluster, dims, False, weight, op.index)
 
 
 def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
@@ -257,11 +263,10 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     light = op.index in b.deferral.sums
     if light:
         b.followers.append(op)
-    for k, atom in enumerate(op.inputs):
-        if isinstance(atom, int) and k not in rule.unread:
-            if not light:
-                b.heavy_reads.add(atom)
-            use(b, f"{op.tag}.in{k}", atom, cluster, tuple(rule.operands[k]), True, weight, op.index)
+    for k, value in _reads(op, rule):
+        if not light:
+            b.heavy_reads.add(value)
+        use(b, f"{op.tag}.in{k}", value, cluster, tuple(rule.operands[k]), True, weight, op.index)
 
 
 def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:

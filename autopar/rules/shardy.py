@@ -118,9 +118,14 @@ class _Reader:
         return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
 
     def unread(self, name: str) -> list[bool]:
-        """For each argument of one function whether nothing in it has that as an operand."""
+        """For each argument of one function whether nothing in it, or in what it calls, has that as an operand."""
         block = self._functions[name].regions[0].blocks[0]
-        return [next(iter(argument.uses), None) is None for argument in block.arguments]
+        return [all(map(self._is_passed_on, argument.uses)) for argument in block.arguments]
+
+    def _is_passed_on(self, use: Any) -> bool:
+        """Whether a value is only handed to a function that does not read it."""
+        call = use.owner.operation
+        return call.name == "func.call" and self.unread(call.attributes["callee"].value)[use.operand_number]
 
     def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
         """Values with the dimensions that JAX shows; further ones hold the bits of a random key and are kept whole."""
