@@ -2,8 +2,7 @@
 
 The text is made from the operand and result ranks and the operation's parameters, so that one line serves every shape.
 Every line is tested against the compiler: cut by the rule on 8 virtual devices, run, compare (tests/rules/test_own.py).
-XLA gathers the operands of some operations whatever their sharding, and adds what a reduction begins with once on every
-device that has a piece (0.10 and 0.12, under plain `jax.jit` too); these run on the pieces of each device      -> LOCAL
+XLA gathers the operands of some operations whatever their sharding; these run on the pieces of each device     -> LOCAL
 """
 
 from __future__ import annotations
@@ -76,14 +75,6 @@ def _selected(operands: Shapes, results: Shapes, params: Params) -> str:
     return f"{side} -> {side}, {side}"
 
 
-def _folded(operands: Shapes, results: Shapes, params: Params) -> str:
-    """Any reduction from given beginnings, of one array or several: `1 b, () -> b`."""
-    names = ["1" if d in params["dimensions"] else f"b{d}" for d in range(len(operands[0]))]
-    left = " ".join(name for name in names if name != "1") or "()"
-    sides = [" ".join(names) if shape else "()" for shape in operands]
-    return f"{', '.join(sides)} -> {', '.join([left] * len(results))}"
-
-
 #: primitive -> text of its rule from the shapes of operands and results, and its parameters
 OWN_RULES: Mapping[str, Callable[[Shapes, Shapes, Params], str]] = {
     "optimization_barrier": _parallel,
@@ -108,8 +99,7 @@ OWN_RULES: Mapping[str, Callable[[Shapes, Shapes, Params], str]] = {
     "symmetric_product": _matrices,
     "fft": _transformed,
     "top_k": _selected,
-    "reduce": _folded,
 }
 
 #: Operations that are emitted on the pieces of each device (`jax.shard_map`); none of their parameters is a shape.
-LOCAL = ("fft", "top_k", "igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta", "reduce")
+LOCAL = ("fft", "top_k", "igamma", "igammac", "igamma_grad_a", "regularized_incomplete_beta")

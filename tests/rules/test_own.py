@@ -96,12 +96,6 @@ CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Any]]] = {
     "fft": ("fft", jnp.fft.fft, (X,)),
     "real fft": ("fft", lambda x: jnp.fft.irfft2(jnp.fft.rfft2(x)), (SQUARES,)),
     "top_k": ("top_k", lambda x: lax.top_k(x, 3), (X,)),
-    "any reduction": ("reduce", lambda x: lax.reduce(x, 0.5, lambda a, b: a + b, (0,)), (X,)),
-    "two at once": (
-        "reduce",
-        lambda x: lax.reduce((x, -x), (0.5, 2.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (1,)),
-        (X,),
-    ),
     "series": ("igamma", lambda x: lax.igamma(x, x), (POSITIVE,)),
     "series from above": ("igammac", lambda x: lax.igammac(x, x), (POSITIVE,)),
     "gradient of a series": ("igamma_grad_a", lambda x: lax.igamma_grad_a(x, x), (POSITIVE,)),
