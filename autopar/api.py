@@ -242,8 +242,7 @@ class ParallelFunction:
         return structure, tuple(map(_pin, given.leaves))
 
     def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Opened]:
-        last = self._last
-        return opened(args, kwargs, self.settings.static_argnums, None if last is None else last[0][0])
+        return opened(args, kwargs, self.settings.static_argnums)
 
     def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The static arguments."""

@@ -119,24 +119,13 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(
-    args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = (), known: Any = None
-) -> Iterator[Opened]:
+def opened(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = ()) -> Iterator[Opened]:
     """Arguments as pytrees of arrays. Trace, run and close inside; positions in `static` are left alone.
-
-    Args:
-        args, kwargs: as passed.
-        static: positions that are not traced.
-        known: the tree of earlier arguments when opened: those of this very tree are not looked through for objects.
 
     Raises:
         ArgumentError: the arguments are no pytree.
     """
     dynamic = tuple(arg for i, arg in enumerate(args) if i not in static), dict(kwargs)
-    leaves, tree = flatten(dynamic)
-    if known is not None and tree == known and all(map(_is_surely_array, leaves)):
-        yield Opened(merged(args, static, dynamic[0]), dynamic[1], leaves, known)
-        return
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not _has_nodes(dynamic):
         yield _opened(args, dynamic, static)

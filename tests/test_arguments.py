@@ -136,6 +136,24 @@ def test_what_is_donated_by_position_is_kept_where_it_does_not_change() -> None:
     assert_equal([evaluated(model, X) for _ in range(2)], [evaluate(model, X)] * 2)
 
 
+def test_objects_may_refer_to_each_other_in_a_cycle() -> None:
+    """In one function, behind a call without objects too."""
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0), use_bias=False)
+    model.itself = model  # pyright: ignore[reportAttributeAccessIssue]
+
+    @parallelize(**MESH)
+    def halve(model: Any, x: jax.Array) -> jax.Array:
+        if not isinstance(model, nnx.Module):
+            return x @ model
+        model.itself.kernel[...] /= 2
+        return model(x)
+
+    kernel = model.kernel[...]
+    assert_equal(halve(kernel, X), X @ kernel)
+    for times in (2, 4):
+        assert_equal(halve(model, X), X @ kernel / times)
+
+
 def test_objects_are_returned_as_they_are_and_may_change_their_structure() -> None:
     def grows(models: Any, x: jax.Array) -> Any:
         models["a"].hidden = nnx.Variable(x.sum())
