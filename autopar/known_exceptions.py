@@ -4,7 +4,8 @@ An exception has a name that reports print, and no discount: bytes on the wire s
 collectives that are left over from a comparison away, and counts them:
 
     a kind of collective in place of another, axes and bytes alike       -> _instead
-    a piece of the same operation that counts or names less              -> _like
+    a piece of the same operation that counts padding                    -> _padded
+    or runs along other axes                                             -> _among_as_many
     a gather of data that is gathered for a reader nearby                -> _gathered_already
     a gather of what the plan computes anew in each layout               -> _computed_once
 """
@@ -34,6 +35,8 @@ class Left:
 
 
 Exemption = Callable[[Left, Context, Sequence[Collective]], Left]
+Alike = Callable[[Context, Collective, Collective], bool]
+"""Whether a planned and an emitted collective are the same work."""
 
 
 def explained(
@@ -60,31 +63,24 @@ def _runs(collectives: tuple[Collective, ...]) -> int:
     return sum(c.count for c in collectives)
 
 
-def _instead(planned: str, emitted: str, left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
-    """One kind planned, another emitted."""
+def _paired(alike: Alike, left: Left, context: Context, _: Any) -> Left:
+    """What is planned and what is emitted, one by one, where they are alike."""
     mine, theirs = list(left.predicted), list(left.emitted)
-    for c in (c for c in left.predicted if c.kind == planned):
-        other = next((o for o in theirs if o.kind == emitted and _size(o) == _size(c)), None)
+    for c in left.predicted:
+        other = next((o for o in theirs if alike(context, c, o)), None)
         if other is not None:
             mine.remove(c)
             theirs.remove(other)
     return Left(tuple(mine), tuple(theirs))
+
+
+def _instead(planned: str, emitted: str) -> Exemption:
+    """One kind planned, another emitted."""
+    return partial(_paired, lambda _, c, o: (c.kind, o.kind) == (planned, emitted) and _size(c) == _size(o))
 
 
 def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
     return c.axes, c.bytes, c.count
-
-
-def _like(alike: Callable[[Context, Collective, Collective], bool], left: Left, context: Context, _: Any) -> Left:
-    """What is planned and emitted for one operation, equal in kind and number, and alike."""
-    mine, theirs = list(left.predicted), list(left.emitted)
-    for c in left.predicted:
-        same = (o for o in theirs if (o.kind, o.op, o.count) == (c.kind, c.op, c.count))
-        other = next((o for o in same if alike(context, c, o)), None)
-        if other is not None:
-            mine.remove(c)
-            theirs.remove(other)
-    return Left(tuple(mine), tuple(theirs))
 
 
 def _padded(context: Context, planned: Collective, emitted: Collective) -> bool:
@@ -92,13 +88,18 @@ def _padded(context: Context, planned: Collective, emitted: Collective) -> bool:
     value = context.values.get(planned.op)
     extents = context.graph.types[value].shape if value is not None else ()
     uneven = any(extent % size for extent in extents for size in context.sizes.values())
-    return uneven and planned.axes == emitted.axes and emitted.bytes < planned.bytes < 2 * emitted.bytes
+    same = _of_one_operation(planned, emitted) and planned.axes == emitted.axes
+    return uneven and same and emitted.bytes < planned.bytes < 2 * emitted.bytes
 
 
 def _among_as_many(context: Context, planned: Collective, emitted: Collective) -> bool:
     """Whether two collectives run among equally many devices, along different axes or parts of them."""
     sizes = (group_size(c.axes, context.sizes) for c in (planned, emitted))
-    return planned.bytes == emitted.bytes and len(set(sizes)) == 1
+    return _of_one_operation(planned, emitted) and planned.bytes == emitted.bytes and len(set(sizes)) == 1
+
+
+def _of_one_operation(planned: Collective, emitted: Collective) -> bool:
+    return (planned.kind, planned.op, planned.count) == (emitted.kind, emitted.op, emitted.count)
 
 
 def _gathered_already(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
@@ -138,21 +139,21 @@ EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
     {
         # Shardy scatters a sum exactly where one slice follows it; XLA goes by the operation (-> autopar.passes.sums).
         "shardy": {
-            "sum scattered that XLA leaves whole and slices": partial(_instead, "all-reduce", "reduce-scatter"),
-            "sum left whole that XLA scatters, its slices being in two places": partial(
-                _instead, "reduce-scatter", "all-reduce"
+            "sum scattered that XLA leaves whole and slices": _instead("all-reduce", "reduce-scatter"),
+            "sum left whole that XLA scatters, its slices being in two places": _instead(
+                "reduce-scatter", "all-reduce"
             ),
-            "padding of uneven pieces, which Shardy leaves to XLA": partial(_like, _padded),
-            "exchange along other axes of as many devices": partial(_like, _among_as_many),
+            "padding of uneven pieces, which Shardy leaves to XLA": partial(_paired, _padded),
+            "exchange along other axes of as many devices": partial(_paired, _among_as_many),
         },
         "tpu": {
             "gather of equal data shared, as the readers are near": _gathered_already,
             "broadcast made in one layout and gathered for another": _computed_once,
-            "sum left whole, its pieces being no whole tiles in libtpu's layout": partial(
-                _instead, "reduce-scatter", "all-reduce"
+            "sum left whole, its pieces being no whole tiles in libtpu's layout": _instead(
+                "reduce-scatter", "all-reduce"
             ),
-            "sum scattered although its pieces have few rows": partial(_instead, "all-reduce", "reduce-scatter"),
-            "small gather done as a sum of pieces in buffers of zeros": partial(_instead, "all-gather", "all-reduce"),
+            "sum scattered although its pieces have few rows": _instead("all-reduce", "reduce-scatter"),
+            "small gather done as a sum of pieces in buffers of zeros": _instead("all-gather", "all-reduce"),
         },
     }
 )
