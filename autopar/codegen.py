@@ -34,6 +34,7 @@ from autopar.passes.state import match_state
 from autopar.passes.sums import first_stage
 from autopar.plans import Plan, Stage
 from autopar.rules import LOCAL, Rule
+from autopar.start_indices import in_range
 from autopar.turned_products import permuted, turned
 
 AnyMesh = Mesh | AbstractMesh
@@ -100,9 +101,6 @@ def _moved(array: Any, home: NamedSharding, memory: str) -> Any:
     with jax.named_scope("offload"):
         return jax.device_put(array, home.with_memory_kind(memory))
 
-
-#: Bytes of the narrowest indices that XLA's partitioner cuts gathers by ("Unsupported indices type", 0.10 and 0.12).
-INDEX_BYTES = 4
 
 #: Operations that run in kernels of LAPACK on CPU, or hold such.
 KERNELS = (
@@ -199,13 +197,6 @@ class Context:
         return array
 
 
-def _indexable(op: Op, operands: list[Any]) -> list[Any]:
-    """Operands with indices of 32 bits or more: at narrower ones XLA's partitioner ends the process."""
-    if op.name.startswith(("gather", "scatter")) and operands[1].dtype.itemsize < INDEX_BYTES:
-        operands[1] = operands[1].astype("int32")
-    return operands
-
-
 def _with_nan(op: Op, operand: Any, found: Any) -> Any:
     """The maximum or minimum of an operand, NaN where an element is: whether one is, is combined as truth values."""
     any_is = jax.lax.reduce_or(operand != operand, op.params["axes"])
@@ -258,7 +249,7 @@ class Scope:
         return bool(op.outputs) and all(types[v].rank and v not in values for v in op.outputs)
 
     def _run_leaf(self, op: Op) -> None:
-        operands = _indexable(op, [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)])
+        operands = in_range(op, [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)])
         leads = [partial_axes(self._layout_at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
         kept = partial_axes(self.context.stage.values.get(op.outputs[0])) if op.outputs else []
         behind = self.context.turned.get(op.outputs[0]) if op.name == "dot_general" else None

@@ -6,6 +6,7 @@ known; seeds found there are not run again. Failures are shrunk to files that ru
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from autopar.bench.equal import quick_flags
 MODES = ("microbatches", "stages", "meshes")
 CHUNK = 100  # programs of one process: starting JAX takes as long as some five of them
 LIMIT_S = 300.0
+X86 = ("x86_64", "amd64")
 
 Row = Mapping[str, Any]
 
@@ -87,8 +89,13 @@ def _chunks(seeds: Sequence[int], workers: int) -> list[list[int]]:
 
 
 def flags() -> str:
-    """XLA's flags: quick to compile, and every conversion to a narrow float rounds."""
-    return f"{quick_flags()} --xla_allow_excess_precision=false"
+    """XLA's flags: quick to compile, and a value is the same in every kernel that computes it.
+
+    Every conversion to a narrow float rounds. Products and sums are not fused: one kernel fuses what another does not,
+    and then `x == max(x, y)`, which the gradient of a maximum asks, fails for an x that is computed twice.
+    """
+    unfused = " --xla_cpu_max_isa=AVX" if platform.machine().lower() in X86 else ""
+    return f"{quick_flags()} --xla_allow_excess_precision=false{unfused}"
 
 
 def _chunk(campaign: Campaign, seeds: Sequence[int], keep: Callable[[Row], None]) -> None:

@@ -1,0 +1,59 @@
+"""Windows that start out of range, where XLA's simplifier and partitioner lose the clamp of their start."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from autopar import parallelize
+
+STARTS = (-100, -3, 0, 2, 5, 100)
+
+
+def first(start: int) -> int:
+    """Where a window of 6 in 8 starts; what is negative counts from the end."""
+    return int(np.clip(start + 8 if start < 0 else start, 0, 2))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64"])
+def test_a_window_of_a_window_cut_over_examples(dtype: str) -> None:
+    """A roll is a window too; where every device has one example, both are cut by one kernel."""
+    x = np.arange(8 * 3 * 2, dtype=np.float32).reshape(8, 3, 2)
+    starts = np.arange(8).astype(dtype)
+
+    def windows(x: jax.Array, starts: jax.Array) -> jax.Array:
+        rolled = jax.vmap(lambda a, i: jnp.roll(a, i.astype(jnp.int32) % 3, axis=0))(x, starts)
+        return jax.vmap(lambda a, i: lax.dynamic_slice_in_dim(a, i, 2, axis=0))(rolled, starts)
+
+    step = parallelize(windows, mesh=(8,), pins={"x": P("x"), "starts": P("x"), "out:0": P("x")}, donate_argnums=())
+    rolled = [np.roll(a, i % 3, axis=0) for a, i in zip(x, starts.astype(int), strict=True)]
+    expected = [a[min(i, 1) :][:2] for a, i in zip(rolled, starts.astype(int), strict=True)]
+    np.testing.assert_array_equal(step(x, starts), np.stack(expected))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_window_that_is_cut_itself(start: int) -> None:
+    x = np.arange(4 * 8, dtype=np.float32).reshape(4, 8)
+    step = parallelize(
+        lambda x, start: lax.dynamic_slice_in_dim(x, start, 6, axis=1),
+        mesh=(2,), pins={"x": P(), "out:0": P(None, "x")}, donate_argnums=(),
+    )  # fmt: skip
+    at = first(start)
+    np.testing.assert_array_equal(step(x, np.int32(start)), x[:, at : at + 6])
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_an_update_that_is_cut(start: int) -> None:
+    x, update = np.zeros((4, 8), np.float32), np.arange(1, 25, dtype=np.float32).reshape(4, 6)
+    step = parallelize(
+        lambda x, update, start: lax.dynamic_update_slice_in_dim(x, update, start, axis=1),
+        mesh=(2,), pins={"x": P(None, "x"), "update": P(None, "x"), "out:0": P(None, "x")}, donate_argnums=(),
+    )  # fmt: skip
+    at = first(start)
+    expected = x.copy()
+    expected[:, at : at + 6] = update
+    np.testing.assert_array_equal(step(x, update, np.int32(start)), expected)
