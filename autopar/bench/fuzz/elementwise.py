@@ -34,7 +34,8 @@ STEPS = (
     "lax.reduce_precision({0}, 8, 7)", "jnp.nextafter({0}, 1.0)", "jnp.isfinite({0})", "jnp.isnan({0})",
     "jnp.signbit({0})", "lax.igamma(1.5, jnp.abs({0}))", "lax.igammac(1.5, jnp.abs({0}))",
     "jax.scipy.special.zeta(2.5 + jnp.abs({0}), 1.5)", "lax.polygamma(1.0, 1.5 + jnp.abs({0}))",
-    "jnp.frexp({0})[1]", "jnp.mod({0}, 0.7)", "jnp.fmod({0}, 0.7)", "jnp.nan_to_num({0} / 0.0, posinf=2.0, neginf=-2.0)",
+    "jnp.frexp({0})[1]", "jnp.mod({0}, 0.7)", "jnp.fmod({0}, 0.7)",
+    "jnp.nan_to_num({0} / 0.0, posinf=2.0, neginf=-2.0)",
 )  # fmt: skip
 SMOOTH_PAIRS = (
     "{0} + {1}", "{0} - {1}", "{0} * jnp.tanh({1})", "{0} / (1.5 + {1} * {1})", "jnp.maximum({0}, {1})",
