@@ -7,6 +7,7 @@ its own, which ends as soon as the results are there (-> watched). Later runs co
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -36,12 +37,23 @@ def patience() -> float:
 def watched(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequence[Any]:
     """What `run` returns; a warning that names the step if that, or the arrays it returns, take longer than this."""
     returned: list[Sequence[Any]] = []
-    failed = threading.Event()
-    threading.Thread(target=_watch, args=(returned, failed, what, seconds), daemon=True, name="autopar watch").start()
+    ended = threading.Event()
+
+    def look() -> None:
+        _watch(returned, ended, what, seconds)
+        atexit.unregister(stop)
+
+    def stop() -> None:  # an interpreter that exits ends daemon threads: in the runtime's C++ that aborts the process
+        ended.set()
+        thread.join()
+
+    thread = threading.Thread(target=look, daemon=True, name="autopar watch")
+    atexit.register(stop)
+    thread.start()
     try:
         results = run()
     except BaseException:
-        failed.set()
+        ended.set()
         raise
     returned.append(_smallest(results))
     return results
@@ -54,10 +66,10 @@ def _smallest(results: Sequence[Any]) -> Sequence[jax.Array]:
     return sorted(arrays, key=lambda x: x.nbytes)[:1]
 
 
-def _watch(returned: Sequence[Sequence[jax.Array]], failed: threading.Event, what: str, seconds: float) -> None:
+def _watch(returned: Sequence[Sequence[jax.Array]], ended: threading.Event, what: str, seconds: float) -> None:
     deadline, pause = time.monotonic() + seconds, 0.05
     while (left := deadline - time.monotonic()) > 0:
-        if failed.wait(min(pause, left)) or (returned and all(map(_answered, returned[0]))):
+        if ended.wait(min(pause, left)) or (returned and all(map(_answered, returned[0]))):
             return
         pause = min(2 * pause, LONGEST_PAUSE)
     warnings.warn(

@@ -109,6 +109,23 @@ def test_patience_is_set_by_a_variable(text: str, seconds: float, monkeypatch: p
     assert patience() == seconds
 
 
+EXITS = """
+import atexit, threading, time
+atexit.register(lambda: print([t.name for t in threading.enumerate() if "watch" in t.name]))
+from autopar.runtime import watch
+watch._answered = lambda array: False
+import jax.numpy as jnp
+watch.watched(lambda: [jnp.ones(3)], "step", 60.0)
+print([t.name for t in threading.enumerate() if "watch" in t.name])
+"""
+
+
+def test_an_interpreter_that_exits_ends_the_watch() -> None:
+    """A thread that is in the runtime's C++ as the interpreter goes aborts the process."""
+    done = subprocess.run([sys.executable, "-c", EXITS], check=True, timeout=60, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["['autopar watch']", "[]"]
+
+
 LAPACK = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)

@@ -99,7 +99,10 @@ def flags() -> str:
 
 
 def _chunk(campaign: Campaign, seeds: Sequence[int], keep: Callable[[Row], None]) -> None:
-    """Rows of some seeds; a seed at which a worker dies has failed, and the next worker goes on behind it."""
+    """Rows of some seeds; a seed at which a worker dies has failed, and the next worker goes on behind it.
+
+    One that dies behind the last seed has failed there.
+    """
     left = list(seeds)
     while left:
         folder = None if campaign.failures is None else str(campaign.failures)
@@ -109,7 +112,7 @@ def _chunk(campaign: Campaign, seeds: Sequence[int], keep: Callable[[Row], None]
                 left.remove(row["seed"])
                 keep(row)
         except worker.WorkerError as error:
-            keep(_dead(left.pop(0), str(error)))
+            keep(_dead(left.pop(0) if left else seeds[-1], str(error)))
 
 
 def _dead(seed: int, message: str) -> Row:

@@ -4,8 +4,8 @@
     stages          two stages under two schedules
     meshes          cut over two meshes of 8 virtual devices
 
-A program counts as refused where autopar says why it does not run so, with an error of its own; any other error is a
-failure, as is a difference (`compare`).
+A program counts as refused where autopar says why it does not run so, with an error of its own, or where `jax.jit` does
+not compile the plain step; any other error is a failure, as is a difference (`compare`).
 """
 
 from __future__ import annotations
@@ -315,13 +315,24 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 CLEARED = 25
 
 
+def _is_refused_by_jit(seed: int) -> bool:
+    """A program that JAX or XLA does not compile for one device, such as some operations of four bits."""
+    case = Case(program(seed))
+    try:
+        _ = case.expected
+    except Exception:
+        return True
+    return False
+
+
 def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
     try:
         begin = time.process_time()
         found = program(seed)
         row = run(found, modes, time.process_time() - begin)
-    except Exception as error:  # the plain step itself, or the generator
-        return Row(seed, False, {"plain": failure(error)})
+    except Exception as error:
+        told = {"plain": failure(error)}
+        return Row(seed, True, refusals=told) if _is_refused_by_jit(seed) else Row(seed, False, told)
     for variant, message in list(row.failures.items())[:1] if failures else ():
         faulthandler.cancel_dump_traceback_later()
         text = shrunk_file(found, variant, message)
