@@ -66,10 +66,11 @@ def buffers(
     makers = {v: step for step in lives.moments for v in step.outputs}
     sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
     given = frozenset(donated)
-    values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted))
+    within = _within(program, lives, ends)
+    values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
     values.arguments()
     values.others()
-    add_copies(sizes, tuple(ends), _settling(graph, ends, given))
+    add_copies(sizes, tuple(ends), _settling(graph, ends, given), (*filter(None, within.values()),), values.elsewhere)
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
 
 
@@ -91,6 +92,19 @@ def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozense
     return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
 
 
+def _within(p: Program, lives: Lifetimes, ends: Mapping[End, Sequence[str]]) -> Mapping[int, End | None]:
+    """Values made in the memory of a loop's result -> the end at which nothing else is read, where there is one.
+
+    There the value is made in another cluster, and takes memory of its own where that lays it out otherwise.
+    """
+    found: dict[int, End | None] = {}
+    for v, read in lives.within.items():
+        end = cast(End, p.tokens[read][1]) if read in p.tokens else None
+        if end is None or len(ends[end]) == 1:
+            found[v] = end
+    return found
+
+
 Place = tuple[int, tuple[int, ...], bool]
 """A cluster that decides where a value lies, its factors for the dimensions, and whether as it runs or as it holds."""
 
@@ -101,11 +115,12 @@ def _at(home: Home) -> Place:
 
 @dataclass(eq=False)
 class _Values:
-    """Buffers of what is written."""
+    """Buffers of what is written, but of what is `within` others."""
 
     sizes: Sizes
     donated: frozenset[int]
     hosted: frozenset[int]
+    within: frozenset[int]
 
     def arguments(self) -> None:
         """Arguments are there all the time, whoever owns them afterwards, but those that wait elsewhere."""
@@ -137,8 +152,7 @@ class _Values:
     def others(self) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
         b = self.sizes
-        skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens}
-        skipped.update(self._taking_over())
+        skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens, *self.elsewhere}
         dying = _overwritten(b.program, b.w, b.lives)
         for v, birth in b.lives.birth.items():
             if v not in skipped:
@@ -149,9 +163,10 @@ class _Values:
             for v in (v for v in step.outputs if v in b.w.absorbed):
                 self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]], written=False)
 
-    def _taking_over(self) -> Iterator[int]:
-        """Results that are written into the buffer of the argument whose next state they are."""
-        return (made for made, position in self._successors() if position in self.donated)
+    @cached_property
+    def elsewhere(self) -> frozenset[int]:
+        """Values made in the buffer of a loop's result, or of the argument whose next state they are."""
+        return self.within.union(made for made, position in self._successors() if position in self.donated)
 
     def _successors(self) -> Iterator[tuple[int, int]]:
         """Results that are the next state of an argument, and its position."""
@@ -240,13 +255,21 @@ class _Values:
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
-    """Values that a light step or a scatter, which reads them last, overwrites with a result of the same bytes."""
+    """Values whose memory a step that reads them last takes for a result.
+
+    A light step or a scatter takes that of one of the same bytes. A loop goes on in what it starts from, and the result
+    of a conditional is what one of its branches leaves.
+    """
     by_death: dict[int, list[int]] = {}
     for v, moment in lives.death.items():
         if v not in p.tokens and v not in p.graph.names:
             by_death.setdefault(moment, []).append(v)
     found: set[int] = set()
     for moment, step in enumerate(lives.moments):
+        passed = (*step.taken, *(pair for frame in step.frames for pair in frame.carried)) if step.kind == LOOP else ()
+        found.update(
+            v for v, r in passed if lives.birth.get(v, moment) < moment == lives.birth.get(r) == lives.death.get(v)
+        )
         if step.kind == LIGHT or step.name in SCATTERS:
             read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
             size = p.type_of(step.outputs[0]).nbytes

@@ -13,13 +13,14 @@ Equal fetches are one where the compiler merges them: what two readers fetch ali
 is a term of two edges; half of it is counted on each, which is exact if both fetch the same or none does
                                                                                                          -> _Link.half
 
-A result that is the next state of a donated argument goes into that argument's buffer as soon as it is made, so that
-only what it was made as needs a buffer, and only where that is another layout                     -> _Copies.settled
+A result that is the next state of a donated argument goes into that argument's buffer as soon as it is made, and what
+leaves a loop's body into that of the loop's result, so that only what it was made as needs a buffer, and only where
+that is another layout                                                                             -> _Copies.settled
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -48,17 +49,21 @@ def _side(node: int, strategies: StrategySet, dims: tuple[int, ...], assigned: b
     return _Side(node, strategies, dims, assigned, (strategies.index, dims, assigned))
 
 
-def add_copies(sizes: Sizes, ends: Sequence[End], settling: Sequence[End] = ()) -> None:
+def add_copies(
+    sizes: Sizes, ends: Sequence[End], settling: Sequence[End], carried: Sequence[End], elsewhere: Collection[int]
+) -> None:
     """Add the buffers of all copies that readers at these ends may need, and of what waits for them to arrive.
 
-    At the `settling` ones of them a result goes into the buffer of the argument whose next state it is.
+    At the `settling` ones of them a result goes into the buffer of the argument whose next state it is, at the
+    `carried` ones into that of a loop's result; `elsewhere`: values that lie in a buffer of such.
     """
-    copies, goes_back = _Copies(sizes), frozenset(settling)
+    copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere), frozenset(settling)
     of_value: dict[int, list[End]] = {}
     for end in ends:
-        if end not in goes_back:
+        single = end[0] not in sizes.model.copies
+        if end not in goes_back and not (single and end in copies.carried):
             of_value.setdefault(end[0], []).append(end)
-        elif end in copies.spans and end[0] not in sizes.model.copies:
+        elif end in copies.spans and single:
             copies.settled(end[0], end)
     for value, found in of_value.items():
         read = sorted((e for e in found if e in copies.spans), key=lambda e: copies.spans[e][1])
@@ -73,6 +78,8 @@ class _Copies:
     """What is known of the ends: when they read, and whether only products do."""
 
     sizes: Sizes
+    carried: frozenset[End]
+    elsewhere: Collection[int]
     spans: dict[End, tuple[int, int]] = field(default_factory=dict)
     narrow: dict[End, bool] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -134,8 +141,8 @@ class _Copies:
         return held.until
 
     def settled(self, value: int, end: End) -> None:
-        """A result that goes into the buffer of an argument: as it was made, at the moments that read it so."""
-        last, root = self._last(value), self.sizes.program.root(value)
+        """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
+        last, root = self._read_last(value), self.sizes.program.root(value)
         if last is not None and isinstance(root, int):
             link = self._link(value, self._home(value), self._reader(end), [end])
             link.other("value", self.sizes.lives.birth[root], last, of_target=False)
@@ -154,10 +161,15 @@ class _Copies:
             link.other("value", known + 1, born - 1, of_target=False)
             if until > known:
                 self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, until)
-        before = first
+        before, made = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
+        if not self.carried.isdisjoint(ends):
+            link.other("value", made, born, of_target=False)
         for end in ends:
             birth, death = self.spans[end]
             link = self._link(value, copy, self._reader(end), [end])
+            if end in self.carried:
+                link.other("copy", made, birth - 1, of_target=False)
+                continue
             self._fetch(link, birth, death)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
@@ -183,7 +195,11 @@ class _Copies:
         return death + 1, min((b - 1 for b, _ in map(self.spans.__getitem__, used) if b > death), default=death)
 
     def _last(self, value: int) -> int | None:
-        """The last moment at which a value is there by itself; None if it is always, or never is."""
+        """The last moment at which a value is there by itself; None if it always is, as part of another, or never."""
+        return None if self.sizes.program.root(value) in self.elsewhere else self._read_last(value)
+
+    def _read_last(self, value: int) -> int | None:
+        """The last moment at which a value is read as it was made; None for an argument, or if it is never written."""
         program, w = self.sizes.program, self.sizes.w
         root = program.root(value)
         if not isinstance(root, int) or root not in w.values or root in program.graph.names:

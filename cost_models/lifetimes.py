@@ -13,11 +13,12 @@ around a loop lives during its moments too:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.cost_models.fusion import Written
-from autopar.cost_models.steps import LOOP, PRODUCTS, STORE, Frame, Program, Step
+from autopar.cost_models.steps import LIGHT, LOOP, PRODUCTS, SCATTERS, STORE, Frame, Program, Step
 
 
 @dataclass(eq=False)
@@ -28,6 +29,7 @@ class Lifetimes:
         moments: the step that runs at each; loops stand before and after the moments of their bodies.
         birth, death: written value or token -> first and last moment. A token is born when what it copies is there
             (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
+        within: value made in a loop's body, in the memory of one of its results -> itself, or the token that leaves.
         late: moments of products that nothing but updates waits for, ascending, if the compiler puts them off.
         end: the moment after the last, at which results are still there.
     """
@@ -35,6 +37,7 @@ class Lifetimes:
     moments: list[Step] = field(default_factory=list)
     birth: dict[int, int] = field(default_factory=dict)
     death: dict[int, int] = field(default_factory=dict)
+    within: dict[int, int] = field(default_factory=dict)
     late: list[int] = field(default_factory=list)
 
     @property
@@ -51,6 +54,7 @@ def lifetimes(p: Program, w: Written) -> Lifetimes:
     clock.leave(p.top, clock.found.end)
     for v, birth in clock.found.birth.items():
         clock.found.death.setdefault(v, birth)
+    clock.pass_on()
     return clock.found
 
 
@@ -106,24 +110,91 @@ class _Clock:
     def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
         begin = self.found.end
         self.found.moments.append(step)
+        stacked = self.p.stacked if step.kind == LOOP and self.p.backend.runs_eagerly else ()
         for v in step.outputs:
             # Where everything starts early, so do the stacked results of loops: they are filled with zeros.
-            early = step.kind == LOOP and self.p.backend.runs_eagerly and v not in reads
-            self.found.birth[v] = first if early else begin
+            self.found.birth[v] = first if v in stacked else begin
         for inner in step.frames:
             self.run(inner)
-            self.leave(inner, self.found.end)
+            if not step.joins:
+                self._keep_within(inner, begin)
+            self.leave(inner, self.found.end, begin if step.joins else None)
+        if step.joins:
+            self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
         if step.frames:
             self.found.moments.append(step)
         taken = {self.p.behind(v) for v, _ in step.taken}
         for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
-            self._read(v, begin, begin if v in taken else self.found.end - 1)
+            self._read(v, begin, begin if self.p.behind(v) in taken or step.joins else self.found.end - 1)
 
-    def leave(self, frame: Frame, moment: int) -> None:
-        """What leaves a frame is there until this moment."""
+    def _keep_within(self, frame: Frame, begin: int) -> None:
+        """What leaves the body of a loop that began then is made in its result's memory, unless that is read later."""
+        for leaving, result in frame.carried:
+            last = max(self.found.death.get(v, begin) for v in (result, *self._tokens.get(result, ())))
+            self.found.within.update(self._made_within(leaving, result, begin, last) or ())
+
+    def pass_on(self) -> None:
+        """What a loop starts from, and nothing reads later, is made in the memory in which the loop goes on; what a
+        branch of a conditional leaves in that of the result.
+        """
+        found, given = self.found, {*self.p.graph.inputs, *(c for c, _ in self.p.graph.constants)}
+        for begin in reversed(range(found.end)):
+            step = found.moments[begin]
+            for read, result in step.taken:
+                v = self.p.behind(read)
+                last = max(found.death.get(x, 0) for x in (v, *self._tokens.get(v, ())))
+                if found.birth[result] == begin and v not in given and last <= begin:
+                    self._pass(v, read, result)
+            for read, result in (pair for frame in step.frames for pair in frame.carried) if step.joins else ():
+                v = self.p.behind(read)
+                if begin < found.birth.get(v, begin) <= found.birth[result]:
+                    self._pass(v, read, result)
+
+    def _pass(self, v: int, read: int, result: int) -> None:
+        found = self.found
+        if v in found.birth and v not in found.within:
+            found.within[v] = read
+            found.birth[result] = min(found.birth[result], found.birth[v])
+
+    @cached_property
+    def _tokens(self) -> Mapping[int, Sequence[int]]:
+        """Value -> the copies of it."""
+        found: dict[int, list[int]] = {}
+        for token, (v, _) in self.p.tokens.items():
+            found.setdefault(v, []).append(token)
+        return found
+
+    def _made_within(self, read: int, result: int, begin: int, last: int) -> list[tuple[int, int]] | None:
+        """Values that are made in the memory of a loop's result if this one is, and as what each of them is read there.
+
+        None where it needs memory of its own: it is not made in the body that began then, or before the result is read
+        last there. What a loop inside starts from is made in that memory as well, and what a conditional's branches
+        leave.
+        """
+        v = self.p.behind(read)
+        if v == result:
+            return []
+        born = self.found.birth.get(v, begin)
+        step = self.found.moments[born]
+        if v in self.found.within or born <= begin or v not in step.outputs:
+            return None
+        if step.joins:
+            left = [y for inner in step.frames for y, joined in inner.carried if joined == v]
+            made = [self._made_within(y, result, begin, last) for y in left]
+            return [(v, read), *(x for some in made for x in some or ())] if None not in made else None
+        started = [x for x, y in step.taken if y == v and self.found.death.get(x) == born]
+        overwrites = step.kind == LIGHT or step.name in SCATTERS or result in map(self.p.behind, started)
+        if born < last or (born == last and not overwrites):
+            return None
+        return [(v, read), *(x for s in started for x in self._made_within(s, result, begin, last) or ())]
+
+    def leave(self, frame: Frame, moment: int, begin: int | None = None) -> None:
+        """What leaves a frame is there until this moment; a branch that began then only passes on what is older."""
         for v in frame.leaving:
             for s in self.w.sources.get(v, ()):
-                self._read(s, moment, moment)
+                older = begin is not None and self.found.birth.get(self.p.behind(s), moment) < begin
+                read = begin if begin is not None and older else moment
+                self._read(s, read, read)
 
     def _read(self, v: int, begin: int, end: int) -> None:
         self.found.death[v] = max(self.found.death.get(v, 0), end)

@@ -94,6 +94,11 @@ class Step:
     taken: tuple[tuple[int, int], ...] = ()
 
     @property
+    def joins(self) -> bool:
+        """It is a conditional: its bodies are branches, of which one runs."""
+        return self.kind == LOOP and self.name not in ("scan", "while")
+
+    @property
     def is_whole(self) -> bool:
         """It is the operation itself, and not something done for its sake."""
         return self.name == self.op.name
@@ -101,10 +106,18 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """Steps of one body; `leaving` is what a result or the next iteration takes over."""
+    """Steps of one body.
+
+    Attributes:
+        steps: in program order.
+        leaving: what a result or the next iteration takes over.
+        carried: (value, result of the loop or conditional) where the value leaves as that result.
+        made: what was made for the sake of several steps -> the value.
+    """
 
     steps: list[Step] = field(default_factory=list)
     leaving: tuple[int, ...] = ()
+    carried: tuple[tuple[int, int], ...] = ()
     made: dict[Hashable, int] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Frame]:
@@ -450,7 +463,7 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     stored = zip(op.outputs[carries:], results[carries:], strict=True)
     p.stacked.update((out, p.behind(atom)) for out, atom in stored if isinstance(atom, int))
     body.steps.append(Step(op, "store", STORE, values(results[carries:]), ()))
-    body.leaving = values(results[:carries])
+    body.leaving, body.carried = values(results[:carries]), _carried(results[:carries], op.outputs)
     taken = _taken(operands[constants:first], op.outputs, (*operands[:constants], *operands[first:]))
     frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,), taken))
 
@@ -471,7 +484,8 @@ def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     p.alias.update(zip(condition.inputs[n_cond:], op.outputs, strict=True))
     p.alias.update(zip(body.inputs[n_body:], op.outputs, strict=True))
     frames = (_body(p, condition), _body(p, body))
-    frames[1].leaving = values(p.results(op, body))
+    results = p.results(op, body)
+    frames[1].leaving, frames[1].carried = values(results), _carried(results, op.outputs)
     taken = _taken(operands[n_cond + n_body :], op.outputs, operands[: n_cond + n_body])
     frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, frames, taken))
 
@@ -482,6 +496,11 @@ def _taken(started: Sequence[Atom], results: Sequence[int], read: Sequence[Atom]
     return tuple((a, v) for a, v in zip(started, results, strict=False) if isinstance(a, int) and a not in besides)
 
 
+def _carried(leaving: Sequence[Atom], results: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """What leaves a body, and the result that it leaves as."""
+    return tuple((a, v) for a, v in zip(leaving, results, strict=False) if isinstance(a, int) and a != v)
+
+
 def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place."""
     operands = p.operands(op)
@@ -489,7 +508,8 @@ def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     for region in op.regions:
         p.alias.update(zip(region.inputs, operands[len(operands) - len(region.inputs) :], strict=True))
         frames.append(_body(p, region))
-        frames[-1].leaving = values(p.results(op, region))
+        results = p.results(op, region)
+        frames[-1].leaving, frames[-1].carried = values(results), _carried(results, op.outputs)
     frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, tuple(frames)))
 
 

@@ -94,6 +94,30 @@ def stacked(x: Any, w: Any) -> Any:
     return jax.lax.scan(body, x, None, length=4)[1].sum()
 
 
+def accumulated(x: Any, w: Any) -> Any:
+    return jax.lax.fori_loop(0, 4, lambda _, c: 2.0 * c + 1.0, x @ w).sum()
+
+
+def read_after(x: Any, w: Any) -> Any:
+    return jax.lax.fori_loop(0, 4, lambda _, c: c @ w, x @ w).sum()
+
+
+def nested(x: Any, w: Any) -> Any:
+    def outer(i: Any, c: Any) -> Any:
+        c = jax.lax.fori_loop(0, 4, lambda _, c: 2.0 * c + 1.0, c)
+        return jax.lax.cond(i > 2, lambda c: c, lambda c: 3.0 * c, c)
+
+    return jax.lax.fori_loop(0, 4, outer, x @ w).sum()
+
+
+def cached(x: Any, w: Any) -> Any:
+    def body(c: Any, i: Any) -> Any:
+        c = jax.lax.dynamic_update_slice(c, w[:1], (i, 0))
+        return c, c.sum()
+
+    return jax.lax.scan(body, x @ w, jnp.arange(4))[1]
+
+
 @dataclass(frozen=True)
 class Case:
     """A program with what it holds besides its arguments at the peak, in arrays of 64 KiB."""
@@ -114,6 +138,10 @@ CASES = (
     Case("donated state is overwritten by its update", updated, GPU, 0),
     Case("state that is kept is returned beside", updated, GPU, 1, {"donate": ()}),
     Case("a loop holds its carry, its stack, and what the body makes", stacked, GPU, 1 + 4 + 1),
+    Case("what a loop carries is overwritten by what comes next", accumulated, GPU, 1),
+    Case("not while a product reads it", read_after, GPU, 2),
+    Case("one array goes through nested loops and branches", nested, GPU, 1),
+    Case("what is updated in place in a loop, and read besides, is one array", cached, GPU, 1),
 )
 
 
