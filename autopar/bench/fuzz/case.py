@@ -130,8 +130,9 @@ class Case:
 
 
 def reason(error: AutoparError) -> str:
-    """Why a step was refused, without the numbers of this program."""
+    """Why a step was refused, without the names and numbers of this program."""
     text = re.sub(r"fuzz_\d+\.py:\d+", "LINE", f"{type(error).__name__}: {error}")
+    text = re.sub(r"[\w-]+ at LINE", "OP at LINE", text)
     return re.sub(r"'[^']*'|\(\d[^)]*\)|\d+%?", "N", text)[:160]
 
 
