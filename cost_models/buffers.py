@@ -255,21 +255,13 @@ class _Values:
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
-    """Values whose memory a step that reads them last takes for a result.
-
-    A light step or a scatter takes that of one of the same bytes. A loop goes on in what it starts from, and the result
-    of a conditional is what one of its branches leaves.
-    """
+    """Values that a light step or a scatter, which reads them last, overwrites with a result of the same bytes."""
     by_death: dict[int, list[int]] = {}
     for v, moment in lives.death.items():
         if v not in p.tokens and v not in p.graph.names:
             by_death.setdefault(moment, []).append(v)
     found: set[int] = set()
     for moment, step in enumerate(lives.moments):
-        passed = (*step.taken, *(pair for frame in step.frames for pair in frame.carried)) if step.kind == LOOP else ()
-        found.update(
-            v for v, r in passed if lives.birth.get(v, moment) < moment == lives.birth.get(r) == lives.death.get(v)
-        )
         if step.kind == LIGHT or step.name in SCATTERS:
             read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
             size = p.type_of(step.outputs[0]).nbytes

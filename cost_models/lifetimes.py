@@ -192,8 +192,8 @@ class _Clock:
         """What leaves a frame is there until this moment; a branch that began then only passes on what is older."""
         for v in frame.leaving:
             for s in self.w.sources.get(v, ()):
-                older = begin is not None and self.found.birth.get(self.p.behind(s), moment) < begin
-                read = begin if begin is not None and older else moment
+                born = self.found.birth.get(self.p.behind(s), moment)
+                read = moment if begin is None or born >= begin else begin
                 self._read(s, read, read)
 
     def _read(self, v: int, begin: int, end: int) -> None:
