@@ -15,6 +15,7 @@ What takes over the buffer of a donated argument, or of an operand that is read 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -27,7 +28,7 @@ from autopar.cost_models.copies import add_copies
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
-from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, Program, Step, flatten, hashes
+from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, WORKS_IN, Program, Step, flatten, hashes
 from autopar.graph import Graph
 from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
@@ -69,8 +70,10 @@ def buffers(
     within = _within(program, lives, ends)
     values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
     values.arguments()
-    values.others()
-    add_copies(sizes, tuple(ends), _settling(graph, ends, given), (*filter(None, within.values()),), values.elsewhere)
+    overwritten = _overwritten(program, w, lives)
+    values.others(overwritten)
+    carried = (*filter(None, within.values()),)
+    add_copies(sizes, tuple(ends), _settling(graph, ends, given), carried, values.elsewhere, overwritten)
     return Buffers(program, lives, tuple(sizes.found), sizes.all())
 
 
@@ -149,14 +152,13 @@ class _Values:
                 found.setdefault(v, []).append(moment)
         return found
 
-    def others(self) -> None:
+    def others(self, overwritten: AbstractSet[int]) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
         b = self.sizes
         skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens, *self.elsewhere}
-        dying = _overwritten(b.program, b.w, b.lives)
         for v, birth in b.lives.birth.items():
             if v not in skipped:
-                self._value("value", v, birth, b.lives.death[v] - (v in dying))
+                self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
             if v in b.makers and b.makers[v].kind == HEAVY:
                 self._unsummed(v, b.makers[v], birth, written=True)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
@@ -255,7 +257,10 @@ class _Values:
 
 
 def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
-    """Values that a light step or a scatter, which reads them last, overwrites with a result of the same bytes."""
+    """Values and copies that a step, which reads them last, overwrites with a result of the same bytes.
+
+    Light steps and scatters overwrite any operand that is no copy, routines of LAPACK the one that they work in.
+    """
     by_death: dict[int, list[int]] = {}
     for v, moment in lives.death.items():
         if v not in p.tokens and v not in p.graph.names:
@@ -269,4 +274,8 @@ def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
                 if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
                     found.add(v)
                     break
+        elif step.name in WORKS_IN and p.backend.solves_in_place:
+            v = step.inputs[WORKS_IN[step.name]]
+            if lives.death.get(v) == moment and p.type_of(v).nbytes == p.type_of(step.outputs[0]).nbytes:
+                found.add(v)
     return found

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.sizes import End, Kind, Sizes
-from autopar.cost_models.steps import HALVES
+from autopar.cost_models.steps import HALVES, WORKS_IN
 from autopar.cost_models.waiting import Waiting
 from autopar.passes.homes import projection
 from autopar.passes.problem import Floats, Ints
@@ -50,14 +50,20 @@ def _side(node: int, strategies: StrategySet, dims: tuple[int, ...], assigned: b
 
 
 def add_copies(
-    sizes: Sizes, ends: Sequence[End], settling: Sequence[End], carried: Sequence[End], elsewhere: Collection[int]
+    sizes: Sizes,
+    ends: Sequence[End],
+    settling: Sequence[End],
+    carried: Sequence[End],
+    elsewhere: Collection[int],
+    overwritten: Collection[int],
 ) -> None:
     """Add the buffers of all copies that readers at these ends may need, and of what waits for them to arrive.
 
     At the `settling` ones of them a result goes into the buffer of the argument whose next state it is, at the
-    `carried` ones into that of a loop's result; `elsewhere`: values that lie in a buffer of such.
+    `carried` ones into that of a loop's result; `elsewhere`: values that lie in a buffer of such; `overwritten`: copies
+    in whose memory the result of what reads them last is made.
     """
-    copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere), frozenset(settling)
+    copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere, overwritten), frozenset(settling)
     of_value: dict[int, list[End]] = {}
     for end in ends:
         single = end[0] not in sizes.model.copies
@@ -80,31 +86,44 @@ class _Copies:
     sizes: Sizes
     carried: frozenset[End]
     elsewhere: Collection[int]
+    overwritten: Collection[int]
     spans: dict[End, tuple[int, int]] = field(default_factory=dict)
     narrow: dict[End, bool] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
+    columns: frozenset[End] = field(init=False)  # where routines read matrices column by column
     waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
         self.waiting = Waiting(self.sizes)
+        self.columns = self._columns()
         lives = self.sizes.lives
         for token, (_, key) in self.sizes.program.tokens.items():
             end = cast(End, key)
             self.narrow[end] = self.narrow.get(end, True) and token in self.sizes.w.narrow
             if token in lives.birth:
                 birth, death = self.spans.get(end, (lives.end, 0))
-                self.spans[end] = min(birth, lives.birth[token]), max(death, lives.death[token])
+                self.spans[end] = (
+                    min(birth, lives.birth[token]),
+                    max(death, lives.death[token] - (token in self.overwritten)),
+                )
         for i, edge in enumerate(self.sizes.model.problem.edges):
             self.edges.setdefault((edge.u, edge.v), []).append(i)
+
+    def _columns(self) -> frozenset[End]:
+        program = self.sizes.program
+        if not self.sizes.backend.solves_in_place:
+            return frozenset()
+        solves = [s for frame in program.top.walk() for s in frame.steps if s.name in WORKS_IN]
+        return frozenset(cast(End, program.tokens[v][1]) for s in solves for v in s.inputs if v in program.tokens)
 
     def single(self, value: int, end: End) -> None:
         """A value with one reader: it has no copy of its own."""
         link = self._link(value, self._home(value), self._reader(end), [end])
         birth, death = self.spans[end]
-        self._fetch(link, birth, death)
+        self._fetch(link, end, birth, death)
         last = self._last(value)
         if last is not None:
             known = self._held_until(value, last, death)
@@ -113,14 +132,16 @@ class _Copies:
             if death > known:
                 self.held[cast(int, self.sizes.program.root(value))] = _Held(link, max(birth - 1, last), death)
 
-    def _fetch(self, link: _Link, birth: int, death: int) -> None:
+    def _fetch(self, link: _Link, end: End, birth: int, death: int) -> None:
         """A copy in another layout, what an all-gather makes before it is turned, and what waits while it travels."""
         if birth > death:
             return
         link.other("copy", birth, death, of_target=True)
         travels = self.sizes.backend.overlaps and link.value not in self.sizes.graph.names
         if self.sizes.backend.gathers_turn or travels:
-            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death)
+            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.columns)
+        if self.sizes.backend.exchanges_pieces:
+            link.exchanged(birth)
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)
 
@@ -128,7 +149,7 @@ class _Copies:
         """What products read that wait until something is gathered (`autopar.cost_models.waiting`)."""
         model = self.sizes.model
         runs = model.clustering.clusters[model.clustering.homes[link.value].cluster].weight
-        seconds = np.where(link.gathers(0), model.problem.edges[link.edge].table / runs, 0.0)
+        seconds = np.where(link.gathers(), model.problem.edges[link.edge].table / runs, 0.0)
         for group in self.waiting.kept(moment, float(seconds.max())):
             link.longer_than(group.seconds, seconds, group.nbytes, group.birth, moment - 1)
 
@@ -153,7 +174,7 @@ class _Copies:
         copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
         link = self._link(value, home, copy, used)
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
-        self._fetch(link, born, first if last is not None else self.spans[used[-1]][1])
+        self._fetch(link, used[0], born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
             known, until = self._held_until(value, last, first), self.spans[ends[-1]][1]
             link.same("value", known + 1, first)
@@ -170,7 +191,7 @@ class _Copies:
             if end in self.carried:
                 link.other("copy", made, birth - 1, of_target=False)
                 continue
-            self._fetch(link, birth, death)
+            self._fetch(link, end, birth, death)
             link.half(*self._gap(used, end, before=True))
             link.half(*self._gap(used, end, before=False))
             if last is not None:
@@ -264,11 +285,12 @@ class _Link:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
 
-    def gathered(self, birth: int, death: int) -> None:
-        """What an all-gather makes before it is turned or rounded."""
+    def gathered(self, birth: int, death: int, columns: bool) -> None:
+        """What an all-gather makes before it is turned or rounded; `columns`: a matrix is read column by column."""
         if birth <= death:
             wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
-            at = self.sizes.at(("gathered", self.number, wide), lambda: self._gathered(wide))
+            outer = 1 if columns and len(self.kind.shape) == 2 else 0
+            at = self.sizes.at(("gathered", self.number, wide, outer), lambda: self._gathered(wide, outer))
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
     def longer_than(self, least: float, seconds: Floats, nbytes: float, birth: int, death: int) -> None:
@@ -304,14 +326,26 @@ class _Link:
             )
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
-    def _gathered(self, wide: bool) -> Floats:
-        """What an all-gather makes in float32, or else before it is turned: of other dimensions than the first."""
-        kind = self.kind._replace(itemsize=4.0) if wide else self.kind
-        return np.where(self.gathers(0 if wide else 1), self.sizes.pieces(self.targets, kind)[None, :], 0.0)
+    def exchanged(self, moment: int) -> None:
+        """The pieces that an all-to-all receives, before they are put together."""
+        at = self.sizes.at(("exchanged", self.number), self._exchanged)
+        self.sizes.add("copy", self.value, moment, moment, at, edge=self.edge)
 
-    def gathers(self, first: int) -> NDArray[np.bool_]:
-        """Where dimensions from this one on are gathered, shape (sources, targets)."""
-        return np.any((self.sources[:, None, :] >= first) & (self.targets[None, :, :] < 0), axis=-1)
+    def _exchanged(self) -> Floats:
+        source, target = self.sources[:, None, :], self.targets[None, :, :]
+        moved = np.any((source >= 0) & (target >= 0) & (source != target), axis=-1)
+        return np.where(moved, self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
+
+    def _gathered(self, wide: bool, outer: int) -> Floats:
+        """What an all-gather makes in float32, or else before it is turned: of other dimensions than the outer one."""
+        kind = self.kind._replace(itemsize=4.0) if wide else self.kind
+        turned = self.gathers(None if wide else outer)
+        return np.where(turned, self.sizes.pieces(self.targets, kind)[None, :], 0.0)
+
+    def gathers(self, but: int | None = None) -> NDArray[np.bool_]:
+        """Where dimensions are gathered, other ones than this, shape (sources, targets)."""
+        cut = (self.sources >= 0) & (self.sources != (-1 if but is None else but))
+        return np.any(cut[:, None, :] & (self.targets[None, :, :] < 0), axis=-1)
 
     def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
         held = self.sizes.pieces(self.targets if of_target else self.sources, kind)

@@ -139,7 +139,7 @@ class _Fusion:
                 if end is not None:
                     self.absorbed[v] = ends.pop(id(end))
                     self.kernels[v] = self._kernels(v)
-                elif step.kind != LIGHT or self.writes(step, v):
+                elif not self.joins(step, v) and (step.kind != LIGHT or self.writes(step, v)):
                     self.kept.add(v)
                 else:
                     self.kernels[v] = self._kernels(v)
@@ -159,6 +159,13 @@ class _Fusion:
         same = self.p.type_of(end.outputs[0]).size == self.p.type_of(value).size
         return end if same else None
 
+    def joins(self, step: Step, value: int) -> bool:
+        """A product that a library's kernel goes on with, and nothing else reads."""
+        number, readers = self.library.get(id(step)), self.readers.get(value, ())
+        if number is None or step.name not in PRODUCTS or value in self.leaving:
+            return False
+        return bool(readers) and all(self.library.get(id(reader)) == number for reader in readers)
+
     @cached_property
     def _frames(self) -> Mapping[int, int]:
         """Step (by identity) -> the number of its frame."""
@@ -175,13 +182,12 @@ class _Fusion:
     def writes(self, step: Step, value: int) -> bool:
         """True if a light step's result gets a buffer of its own."""
         readers = self.readers.get(value, ())
-        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in readers):
+        number = self.library.get(id(step))
+        others = readers if number is None else [r for r in readers if self.library.get(id(r)) != number]
+        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in others):
             return True
-        if self.library:
-            own = self.library.get(id(step))
-            others = [number for number in map(self.library.get, map(id, readers)) if number != own]
-            if any(number is not None for number in others) or (own is not None and value not in self.thin):
-                return bool(others)
+        if any(id(r) in self.library for r in others) or (number is not None and value not in self.thin):
+            return bool(others)
         joins = self.weight[value] > 1 and not self.p.backend.cheap_repeats
         return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
 
@@ -217,6 +223,16 @@ class _Fusion:
             step = readers[0]
         return step.kind == REDUCTION
 
+    def _joined(self) -> Mapping[int, int]:
+        """Product that a library's kernel goes on with -> what the kernel writes."""
+        ends: dict[int, int] = {}
+        for step in reversed(self.steps) if self.library else ():
+            for v in step.outputs if id(step) in self.library else ():
+                after = [ends[r.outputs[0]] for r in self.readers.get(v, ()) if r.outputs and r.outputs[0] in ends]
+                ends.update((v, end) for end in ((v,) if v in self.kept else after[:1]))
+        products = [v for step in self.steps if step.name in PRODUCTS for v in step.outputs]
+        return {v: ends[v] for v in products if ends.get(v, v) != v}
+
     def result(self) -> Written:
         """Sources of every value, producers first."""
         sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
@@ -246,6 +262,7 @@ class _Fusion:
             for v in frame.leaving:
                 read(v)
         ends = {v: end.outputs[0] for v, end in self.absorbed.items()}
+        ends.update(self._joined())
         narrow = narrowed(self.p, self.steps, self.readers, self.thin, self.leaving, ends)
         inner = {id(end): frozenset(sources[v]) for v, end in self.absorbed.items()}
         return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow, ends, inner)

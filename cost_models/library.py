@@ -14,6 +14,7 @@ even a broadcast, and what others read of it as well.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +47,25 @@ def kernels(
     for number, step in enumerate(reversed(steps)):
         if id(step) in growth.found:
             continue
-        if step.name == "dot_general":
+        if _is_product(step):
             growth.found[id(step)] = number
         elif step.name in _REDUCTIONS:
             growth.grow(step, number)
     return growth.found
+
+
+def _is_product(step: Step) -> bool:
+    """A product that the library knows: of matrices, of which the first is read row by row."""
+    if step.name != "dot_general":
+        return False
+    contracted, batch = step.op.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in step.op.equation.invars]
+    free = [
+        math.prod(n for d, n in enumerate(shape) if d not in contracted[k] and d not in batch[k])
+        for k, shape in enumerate(shapes)
+    ]
+    by_columns = len(shapes[0]) == 2 and tuple(contracted[0]) == (0,)
+    return min(free) > 1 and not by_columns
 
 
 @dataclass(eq=False)
@@ -82,7 +97,7 @@ class _Growth:
             yield users[0], True
 
     def _is_known(self, step: Step) -> bool:
-        if step.name in (*_REDUCTIONS, "dot_general"):
+        if step.name in _REDUCTIONS or _is_product(step):
             return True
         if step.kind != LIGHT or step.name not in _KNOWN or any(map(self.p.is_half, (*step.inputs, *step.outputs))):
             return False

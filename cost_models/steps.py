@@ -12,6 +12,8 @@ A *step* is an operation, or what a loop or a backend does beside the operations
                                         products that want it                                           -> _turned
     smaller operands, elementwise       arrays of the result's shape, one for each operand and shape    -> _spread
     products and sums of half floats    on some backends made in float32, of copies in float32         -> _computed
+    products of ragged groups           on some backends of a copy for every group, masked to its rows -> _masked
+    products that sum nothing           on some backends multiplications of two broadcasts             -> _outer
     gradients of maxima over windows    on some backends a scatter to places that are found first       -> _pooled
     random bits                         on some backends two words of a hash, joined where they are read  -> _hashed
 
@@ -36,6 +38,11 @@ LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "s
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 #: Operations that change some elements of their first operand, in place if nothing else reads it.
 SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
+#: Operations that routines of LAPACK do in the memory of one operand -> its place among the operands.
+WORKS_IN: Mapping[str, int] = {
+    **dict.fromkeys(("cholesky", "eigh", "lu", "geqrf", "householder_product"), 0),
+    "triangular_solve": -1,
+}
 #: Operations whose result is their operand's buffer under another type.
 RENAMINGS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p", "sharding_constraint")
 #: Operations that read through what is fused into them, and write their results.
@@ -98,11 +105,6 @@ class Step:
         """It is a conditional: its bodies are branches, of which one runs."""
         return self.kind == LOOP and self.name not in ("scan", "while")
 
-    @property
-    def is_whole(self) -> bool:
-        """It is the operation itself, and not something done for its sake."""
-        return self.name == self.op.name
-
 
 @dataclass(slots=True, eq=False)
 class Frame:
@@ -143,10 +145,12 @@ class Program:
         like: value made here -> value of the graph with its shape and layout.
         made: value made here -> its type.
         tokens: value that is a copy -> (value copied, key).
+        through: token -> the token that it copies, where what is copied is itself another name for a copy.
         pieces: value made here of a copy -> the copy's key.
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps stand between.
+        cheap: results of elementwise operations that are cheap enough to be repeated.
     """
 
     graph: Graph
@@ -159,10 +163,12 @@ class Program:
     like: dict[int, int] = field(default_factory=dict)
     made: dict[int, Type] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
+    through: dict[int, int] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
     behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cheap: set[int] = field(default_factory=set)
     _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
 
     def root(self, atom: Atom) -> Atom:
@@ -192,20 +198,71 @@ class Program:
 
     def read(self, site: str, atom: Atom) -> Atom:
         """What is read at a site: the value, or a token for a copy of it."""
-        found, key = self.root(atom), self.reads.get(site)
-        if key is None or not isinstance(found, int):
-            return found
-        found = self.behind(found)
+        shown, key = self.root(atom), self.reads.get(site)
+        if key is None or not isinstance(shown, int):
+            return shown
+        found = self.behind(shown)
         token = self._known.get((found, key))
         if token is None:
             token = self._known[found, key] = self.new(found)
             self.tokens[token] = (found, key)
+            if shown in self.tokens:
+                self.through[token] = shown
         return token
 
     @cached_property
     def _copying(self) -> frozenset[str]:
         """Tags of operations that read a copy."""
         return frozenset(site.partition(".")[0] for site in self.reads)
+
+    @cached_property
+    def makers(self) -> Mapping[int, Op]:
+        """Value -> the operation that makes it."""
+        return {v: op for op in self.graph.walk() for v in op.outputs}
+
+    @cached_property
+    def changed(self) -> AbstractSet[int]:
+        """Values that scatters change some elements of."""
+        return {atom for op in self.graph.walk() if op.name in SCATTERS for atom in values(op.inputs[:1])}
+
+    @cached_property
+    def poured(self) -> Mapping[int, int]:
+        """Result of a scatter of rows into zeros -> the sum (by index) that alone reads it, where they become one."""
+        found: dict[int, int] = {}  # of a sum of two scatters, one is left
+        for v, (reader, *others) in self.readers.items() if self.backend.pours_scatters else ():
+            if reader is not None and not others and reader.name in ("add", "add_any") and self._is_into_zeros(v):
+                found.setdefault(reader.index, v)
+        return {v: index for index, v in found.items()}
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Op | None]]:
+        """Value -> the operation that reads it, for every place where it is read; None where it leaves."""
+        found: dict[int, list[Op | None]] = {}
+        for op in self.graph.walk():
+            leaving = [atom for region in op.regions for atom in region.outputs]
+            for reader, atoms in ((op, op.inputs), (None, leaving)):
+                for v in (atom for atom in atoms if isinstance(atom, int)):
+                    found.setdefault(v, []).append(reader)
+        for v in values(self.graph.outputs):
+            found.setdefault(v, []).append(None)
+        return found
+
+    def is_renamed(self, op: Op) -> bool:
+        """The result is another name for the operand: so is a transpose, if reductions alone read it."""
+        if op.name == "transpose" and self.backend.has_library:
+            read = self.readers.get(op.outputs[0], ())
+            return bool(read) and all(reader is not None and reader.name in REDUCTIONS for reader in read)
+        return op.name in RENAMINGS
+
+    def _is_into_zeros(self, value: int) -> bool:
+        """A scatter of one element or window per row, into zeros."""
+        op = self.makers.get(value)
+        if op is None or op.name != "scatter-add" or not op.params["dimension_numbers"].operand_batching_dims:
+            return False
+        zeros = self.makers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+        if zeros is None or zeros.name != "broadcast_in_dim" or isinstance(zeros.inputs[0], int):
+            return False
+        return zeros.inputs[0].value == 0
 
     def operands(self, op: Op) -> tuple[Atom, ...]:
         """What an operation reads."""
@@ -244,11 +301,11 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
         if op.regions:
             _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
             continue
-        if op.name in RENAMINGS and isinstance(op.inputs[0], int):
+        if isinstance(op.inputs[0] if op.inputs else None, int) and p.is_renamed(op):
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
-        elif _merged(p, frame, op, (after, barriers)):
+        elif op.outputs[0] in p.poured or _merged(p, frame, op, (after, barriers)):
             continue
         elif (rewritten := _rewritten(p, op)) is not None:
             rewritten(p, frame, op, waits)
@@ -260,6 +317,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
             barriers = barriers if kind == LIGHT else ()
+            p.cheap.update(op.outputs if op.name in CHEAP or op.name in MOVES else ())
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 
@@ -270,7 +328,7 @@ def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
         return False
     (atom,), type_ = p.operands(op), p.graph.types[op.outputs[0]]
     source = atom if isinstance(atom, int) else str(atom)
-    key = (source, type_, tuple(op.params["broadcast_dimensions"]), behind)
+    key = (source, type_, tuple(op.params["broadcast_dimensions"]), behind, op.outputs[0] in p.changed)
     known = frame.made.setdefault(key, op.outputs[0])
     if known != op.outputs[0]:
         p.alias[op.outputs[0]] = known
@@ -316,10 +374,7 @@ def _widened(p: Program, frame: Frame, op: Op, value: int) -> int:
     """A value in float32, once for all that reads it so."""
     key = ("widened", p.behind(value))
     if key not in frame.made:
-        frame.made[key] = p.new(value, _wide(p.type_of(value)))
-        piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
-        if piece is not None:
-            p.pieces[frame.made[key]] = piece
+        frame.made[key] = _made_of(p, value, _wide(p.type_of(value)))
         frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.made[key],)))
     return frame.made[key]
 
@@ -337,7 +392,70 @@ def _rewritten(p: Program, op: Op) -> Callable[[Program, Frame, Op, tuple[int, .
     """What makes the steps that a backend runs instead of an operation; None if it runs the operation."""
     if p.backend.hashes_in_pairs and hashes(p.graph, op):
         return _hashed
+    if op.index in p.poured.values():
+        return _poured
+    if p.backend.multiplies_outer and _sums_nothing(p, op):
+        return _outer
+    if p.backend.masks_groups and op.name == "ragged_dot_general":
+        return _masked
     return _pooled if p.backend.expands_pools and op.name == "select_and_scatter_add" else None
+
+
+def _poured(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A sum with a scatter into zeros, as a scatter into the other operand.
+
+    (openxla/xla, xla/hlo/transforms/simplifiers/algebraic_simplifier.cc: HandleAdd.)
+    """
+    k, poured = next((k, atom) for k, atom in enumerate(op.inputs) if isinstance(atom, int) and atom in p.poured)
+    scatter = p.makers[poured]
+    inputs = values((p.operands(op)[1 - k], *p.operands(scatter)[1:]))
+    frame.steps.append(Step(op, scatter.name, HEAVY, inputs, op.outputs, after))
+
+
+def _masked(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A product of ragged groups reads its first operand once for every group, zero outside of the group.
+
+    Where the ragged dimension is contracted, it reads the second one so as well. (openxla/xla,
+    xla/service/ragged_dot_rewriter.cc.)
+    """
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    groups, operands = p.graph.type_of(op.inputs[2]).shape[-1], p.operands(op)
+    masked = [*operands[:2]]
+    for k in (0, 1) if numbers.lhs_ragged_dimensions[0] in contracted else (0,):
+        for value in values(operands[k : k + 1]):
+            type_ = p.type_of(p.behind(value))
+            masked[k] = _made_of(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
+            frame.steps.append(Step(op, "mask", LIGHT, values((value, *operands[2:])), values(masked[k : k + 1])))
+    _computed(p, frame, Step(op, op.name, HEAVY, values(masked), op.outputs, after))
+
+
+def _made_of(p: Program, value: int, kind: Type | None = None) -> int:
+    """A value of this type, or of the same one, that is made of a value or a copy and lies where that does."""
+    made = p.new(p.behind(value), kind)
+    piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
+    if piece is not None:
+        p.pieces[made] = piece
+    return made
+
+
+def _sums_nothing(p: Program, op: Op) -> bool:
+    """A product whose contracted dimensions have one element, or none is contracted."""
+    if op.name != "dot_general":
+        return False
+    (contracted, _), _ = op.params["dimension_numbers"]
+    shape = p.graph.type_of(op.inputs[0]).shape
+    return all(shape[d] == 1 for d in contracted)
+
+
+def _outer(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A product without a sum, as a multiplication of operands that are broadcast to its shape.
+
+    (openxla/xla, xla/hlo/transforms/simplifiers/algebraic_simplifier.cc: HandleDot.)
+    """
+    inputs = values([*_spread(p, frame, op, p.operands(op))])
+    frame.steps.append(Step(op, "mul", LIGHT, inputs, op.outputs, after))
+    p.cheap.update(op.outputs)
 
 
 def _pooled(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
@@ -383,14 +501,17 @@ def _prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
 
 
 def _turned(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
-    """An operand with its dimensions in this order; matrices are multiplied from either side as they are."""
-    if len(order) <= 2 or list(order) == sorted(order):
+    """An operand with its dimensions in this order; matrices are multiplied from either side as they are.
+
+    One that is in order is read as a matrix, which is another name for it, or made a second time if that is cheap.
+    """
+    if len(order) <= 2 or (
+        list(order) == sorted(order) and (op.name != "dot_general" or p.behind(value) not in p.cheap)
+    ):
         return value
     key = (p.behind(value), tuple(order))
     if key not in frame.made:
-        frame.made[key] = p.new(p.behind(value))
-        if value in p.tokens:
-            p.pieces[frame.made[key]] = p.tokens[value][1]
+        frame.made[key] = _made_of(p, value)
         frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.made[key],)))
     return frame.made[key]
 
@@ -435,10 +556,17 @@ _ORDERS: Mapping[str, Callable[[Op, int], list[int]]] = {
 
 
 def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    region, operands = op.regions[0], p.operands(op)
-    p.alias.update(zip(region.inputs, operands, strict=True))
+    operands = p.operands(op)
     held = values(operands) if op.params.get("differentiated") and p.backend.keeps_barriers else ()
-    _emit(p, frame, region.ops, (*after, *held))
+    _instead(p, frame, op, op.regions[0], operands, (*after, *held))
+
+
+def _instead(
+    p: Program, frame: Frame, op: Op, region: Region, operands: Sequence[Atom], after: tuple[int, ...]
+) -> None:
+    """A body instead of the operation that has it."""
+    p.alias.update(zip(region.inputs, operands, strict=True))
+    _emit(p, frame, region.ops, after)
     p.alias.update(zip(op.outputs, p.results(op, region), strict=True))
 
 
@@ -502,8 +630,15 @@ def _carried(leaving: Sequence[Atom], results: Sequence[int]) -> tuple[tuple[int
 
 
 def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place."""
+    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place.
+
+    Of branches for different platforms there is one, that for the platform.
+    """
     operands = p.operands(op)
+    for platforms, region in zip(op.params.get("branches_platforms") or (), op.regions, strict=False):
+        if platforms is None or p.backend.name in platforms:
+            _instead(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
+            return
     frames: list[Frame] = []
     for region in op.regions:
         p.alias.update(zip(region.inputs, operands[len(operands) - len(region.inputs) :], strict=True))

@@ -110,6 +110,10 @@ def nested(x: Any, w: Any) -> Any:
     return jax.lax.fori_loop(0, 4, outer, x @ w).sum()
 
 
+def solved(x: Any, w: Any) -> Any:
+    return jax.lax.linalg.triangular_solve(w, x @ w, lower=True).sum()
+
+
 def cached(x: Any, w: Any) -> Any:
     def body(c: Any, i: Any) -> Any:
         c = jax.lax.dynamic_update_slice(c, w[:1], (i, 0))
@@ -141,6 +145,8 @@ CASES = (
     Case("what a loop carries is overwritten by what comes next", accumulated, GPU, 1),
     Case("not while a product reads it", read_after, GPU, 2),
     Case("one array goes through nested loops and branches", nested, GPU, 1),
+    Case("a triangular solve works in its right-hand side", solved, replace(CPU, turns_operands=False), 1),
+    Case("or writes beside it", solved, GPU, 2),
     Case("what is updated in place in a loop, and read besides, is one array", cached, GPU, 1),
 )
 
@@ -599,6 +605,37 @@ def test_what_is_gathered_along_its_columns_is_there_twice_on_cpu(spec: Partitio
     at_once = [sum(n for b, n in found if b.birth <= first.birth <= b.death) for first, _ in found]
     assert max(at_once) == arrays * WHOLE
     assert len(copies_of_weight(pins, replace(backend, gathers_turn=False))) == 1
+
+
+def most_copied(fn: Callable[..., Any], x: Any, pins: dict[str, PartitionSpec], backend: Backend) -> float:
+    """Bytes of the copies that are there at once, on four devices."""
+    made = planned(fn, (x,), (4,), pins=pins)
+    lives = liveness(made, replace(backend, fragmentation=1.0), (4,))
+    found = zip(lives.buffers, lives.sizes(made.solution.assignment).tolist(), strict=True)
+    copies = [(b, n) for b, n in found if b.what == "copy"]
+    return max(sum(n for b, n in copies if b.birth <= first.birth <= b.death) for first, _ in copies)
+
+
+@pytest.mark.parametrize(("spec", "arrays"), [(PartitionSpec("x"), 2), (PartitionSpec(None, "x"), 1)])
+def test_what_is_gathered_along_its_rows_is_turned_for_lapack(spec: PartitionSpec, arrays: int) -> None:
+    """It reads matrices column by column."""
+    factor = lambda x: jax.lax.linalg.cholesky(x, symmetrize_input=False)  # noqa: E731
+    pins = {"arg:0": spec, "out:0": PartitionSpec()}
+    assert most_copied(factor, array(256, 256), pins, CPU) == arrays * 256 * 256 * 4
+
+
+@pytest.mark.parametrize(("exchanges", "pieces"), [(True, 2), (False, 1)])
+def test_what_an_all_to_all_receives_is_put_together(exchanges: bool, pieces: int) -> None:
+    pins = {"arg:0": PartitionSpec("x"), "out:0": PartitionSpec(None, "x")}
+    backend = replace(CPU, exchanges_pieces=exchanges)
+    assert most_copied(lambda x: jnp.sin(x) > 0, array(256, 256), pins, backend) == pieces * 256 * 256 / 4
+
+
+def test_what_is_gathered_to_be_reshaped_and_cut_again_is_there_whole() -> None:
+    """Three runs of numbers lie on four devices, each of which then has a part of every run."""
+    pins = {"arg:0": PartitionSpec("x"), "out:0": PartitionSpec(None, "x")}
+    whole = 3 * 1024 * 4
+    assert most_copied(lambda x: jnp.sin(x).reshape(3, 1024), array(3 * 1024), pins, GPU) == pytest.approx(1.25 * whole)
 
 
 @pytest.mark.parametrize(("overlaps", "arrays"), [(False, 1), (True, 2)])

@@ -1,9 +1,10 @@
-"""What XLA's CPU compiler makes of half floats and of maxima over windows; programs small enough to count."""
+"""What XLA's CPU compiler makes of operations that it does otherwise; programs small enough to count."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -79,3 +80,96 @@ def test_the_gradient_of_a_maximum_over_windows_finds_places_first() -> None:
     assert found["f32[128,128]"] == 2 * 2
     assert found["i32[64,64]"] == 2 * (2 + 2)
     assert not any(name.startswith("i32") for name in kept(fn, args, GPU))
+
+
+def test_a_product_that_sums_nothing_is_made_again_for_a_matrix() -> None:
+    """Gradients by example, read by a norm as they are and by a product as a matrix."""
+
+    def fn(x: Any, g: Any) -> Any:
+        each = jax.lax.dot_general(x[:, None], g[:, None], (((1,), (1,)), ((0,), (0,))))
+        return jnp.tensordot(1 / jnp.sqrt((each**2).sum((1, 2))), each, 1)
+
+    args = array("float32", 256, 16), array("float32", 256, 16)
+    assert kept(fn, args)["f32[256,16,16]"] == 2
+    assert kept(fn, args, replace(CPU, multiplies_outer=False))["f32[256,16,16]"] == 1
+
+
+@pytest.mark.parametrize(("contracted", "copies"), [(False, 4), (True, 4 + 4)])
+def test_a_product_of_ragged_groups_reads_a_masked_copy_for_each(contracted: bool, copies: int) -> None:
+    """The gradient of the weights masks both operands."""
+
+    def forward(x: Any, w: Any, sizes: Any) -> Any:
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    def gradient(x: Any, w: Any, sizes: Any) -> Any:
+        return jax.vjp(lambda w: forward(x, w, sizes), w)[1](x)[0]
+
+    args = array("float32", 256, 64), array("float32", 4, 64, 64), array("int32", 4)
+    program = flatten(trace(gradient if contracted else forward, *args).graph, CPU, {})
+    steps = [s for frame in program.top.walk() for s in frame.steps if s.name == "mask"]
+    assert sum(program.type_of(s.outputs[0]).nbytes for s in steps) == copies * 256 * 64 * 4
+
+
+def test_a_scatter_into_zeros_that_is_added_needs_no_zeros() -> None:
+    """The gradient of a cross entropy."""
+
+    def fn(x: Any, labels: Any) -> Any:
+        loss = lambda x: (jax.nn.logsumexp(x, 1) - jnp.take_along_axis(x, labels[:, None], 1)[:, 0]).sum()  # noqa: E731
+        return jnp.flip(jax.grad(loss)(x))
+
+    args, zeros = (array("float32", 256, 64), array("int32", 256)), dict[bool, int]()
+    for pours in (True, False):
+        program = flatten(trace(fn, *args).graph, replace(CPU, pours_scatters=pours), {})
+        steps = [s for frame in program.top.walk() for s in frame.steps if s.name == "broadcast_in_dim"]
+        whole = [s.outputs[0] for s in steps if program.type_of(s.outputs[0]).shape == (256, 64)]
+        zeros[pours] = len(written(program).values.intersection(whole))
+    assert zeros == {True: 0, False: 1}
+
+
+def test_a_sum_of_two_scatters_into_zeros_needs_zeros_once() -> None:
+    def fn(x: Any, labels: Any) -> Any:
+        pick = lambda x, i: jnp.take_along_axis(x, labels[i][:, None], 1).sum()  # noqa: E731
+        return jnp.flip(jax.grad(lambda x: pick(x, 0) + 2.0 * pick(x, 1))(x))
+
+    args = array("float32", 256, 64), array("int32", 2, 256)
+    program = flatten(trace(fn, *args).graph, CPU, {})
+    names = [s.name for frame in program.top.walk() for s in frame.steps]
+    assert names.count("scatter-add") == 2
+
+
+def test_a_kernel_goes_from_product_to_product_where_nothing_is_kept() -> None:
+    """The softened targets of a teacher: one kernel from the examples to the reciprocal of the softmax's sum."""
+
+    def targets(x: Any, w: Any) -> Any:
+        return jax.nn.softmax(jax.nn.relu(jax.nn.relu(x @ w) @ w) @ w)
+
+    args = array("float32", 4096, 64), array("float32", 64, 64)
+    assert kept(targets, args)["f32[4096,64]"] <= 2
+    assert kept(jax.grad(lambda x, w: (targets(x, w) ** 2).sum(), 1), args)["f32[4096,64]"] > 5
+
+
+def test_products_of_columns_are_no_librarys() -> None:
+    """A product with one column ends the kernel before it, and its operand is read from memory."""
+
+    def value(x: Any, w: Any, v: Any) -> Any:
+        return (jax.nn.relu(x @ w) @ v).sum(0)
+
+    args = array("float32", 4096, 64), array("float32", 64, 64)
+    assert kept(value, (*args, array("float32", 64, 1)))["f32[4096,64]"] == 2
+    assert kept(value, (*args, array("float32", 64, 64)))["f32[4096,64]"] == 0
+
+
+def test_the_branch_for_the_platform_is_there_alone() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        y = x @ w
+        return jax.lax.platform_dependent(y, cpu=lambda y: y @ w, default=lambda y: jnp.flip(y @ w @ w @ w))
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert kept(fn, args) == {"f32[64,64]": 2}
+    assert kept(fn, args, GPU)["f32[64,64]"] > 2
+
+
+def test_a_sum_reads_what_it_sums_without_turning_it() -> None:
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert kept(lambda x, w: (x @ w).T.sum(0), args)["f32[64,64]"] == 0
+    assert kept(lambda x, w: (y := x @ w, y.T.sum(0)), args)["f32[64,64]"] == 1
