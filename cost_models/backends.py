@@ -41,10 +41,12 @@ class Backend:
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
+        transposes_gathers: a gather writes its windows one after the other, and what is wanted otherwise is turned.
         solves_in_place: factorisations and triangular solves work in the memory of an operand that is read last there.
-        pours_scatters: a scatter into zeros that is added to an array scatters into the array.
+        accumulates_scatters: a scatter into zeros that is added to an array scatters into the array.
         masks_groups: a product of ragged groups reads a masked copy of its first operand for each of them.
-        multiplies_outer: a product that sums nothing is a multiplication of two broadcasts.
+        reduces_dots: a product that contracts nothing is a multiplication of broadcasts; one of vectors is a
+            multiplication and a reduction.
         expands_pools: the gradient of a maximum over windows finds the places of the maxima and scatters to them.
         widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
             all-gathers make float32; what is rounded to bfloat16 is not repeated.
@@ -53,7 +55,7 @@ class Backend:
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
         gathers_turn: an all-gather puts the pieces one after the other, and is turned into a second array unless they
             are pieces of the first dimension.
-        exchanges_pieces: an all-to-all gives one array for every device, which are put together afterwards.
+        splits_all_to_all: an all-to-all gives one array for every device, which are put together afterwards.
         overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, and
             is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a
             product that makes a weight's gradient waits until the next product of the backward pass has run, or longer
@@ -80,16 +82,17 @@ class Backend:
     merges_fetches: bool = False
     updates_read_pieces: bool = False
     hashes_in_pairs: bool = False
+    transposes_gathers: bool = False
     solves_in_place: bool = False
-    pours_scatters: bool = False
+    accumulates_scatters: bool = False
     masks_groups: bool = False
-    multiplies_outer: bool = False
+    reduces_dots: bool = False
     expands_pools: bool = False
     widens: bool = False
     narrows: bool = False
     sums_in_place: bool = True
     gathers_turn: bool = False
-    exchanges_pieces: bool = False
+    splits_all_to_all: bool = False
     overlaps: bool = False
     tile: tuple[int, int] = (1, 1)
     near_bytes: float = 0.0
@@ -108,14 +111,15 @@ CPU = Backend(
     cheap_repeats=True,
     stores_early=True,
     hashes_in_pairs=True,
+    transposes_gathers=True,
     solves_in_place=True,
-    pours_scatters=True,
+    accumulates_scatters=True,
     masks_groups=True,
-    multiplies_outer=True,
+    reduces_dots=True,
     expands_pools=True,
     widens=True,
     gathers_turn=True,
-    exchanges_pieces=True,
+    splits_all_to_all=True,
     fragmentation=1.05,
 )
 TPU = Backend(

@@ -24,11 +24,13 @@ import numpy as np
 
 from autopar.cluster import LogicalMesh
 from autopar.cost_models.backends import Backend
+from autopar.cost_models.compiler.flatten import flatten
+from autopar.cost_models.compiler.simplifications import hashes
 from autopar.cost_models.copies import add_copies
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
-from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, WORKS_IN, Program, Step, flatten, hashes
+from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, WORKS_IN, Program, Step
 from autopar.graph import Graph
 from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
@@ -231,6 +233,8 @@ class _Values:
             result = step.outputs[0]
             like = p.like.get(result, result)
             place = homes.get(like) or found.get(result) or wanted.get(like)
+            if step.name in SCATTERS and place is not None:
+                place = (*place[:2], True)  # zeros are as the result before its sums
             if step.kind != LOOP and place is not None:
                 shape = p.type_of(result).shape
                 found.update((v, place) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)

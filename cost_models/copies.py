@@ -140,7 +140,7 @@ class _Copies:
         travels = self.sizes.backend.overlaps and link.value not in self.sizes.graph.names
         if self.sizes.backend.gathers_turn or travels:
             link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.columns)
-        if self.sizes.backend.exchanges_pieces:
+        if self.sizes.backend.splits_all_to_all:
             link.exchanged(birth)
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)

@@ -28,6 +28,7 @@ from autopar.cost_models.steps import COSTLY, ELEMENTWISE, HEAVY, LIGHT, LOOP, P
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
+_COPIES = 15  # of one value's code in a kernel; XLA's limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,7 @@ class _Fusion:
     leaving: set[int] = field(default_factory=set)
     library: Mapping[int, int] = field(default_factory=dict)
     absorbed: dict[int, Step] = field(default_factory=dict)
+    repeats: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.p
@@ -139,10 +141,28 @@ class _Fusion:
                 if end is not None:
                     self.absorbed[v] = ends.pop(id(end))
                     self.kernels[v] = self._kernels(v)
-                elif not self.joins(step, v) and (step.kind != LIGHT or self.writes(step, v)):
+                elif not self.joins(step, v) and (step.kind != LIGHT or self.writes(step, v) or self._is_repeated(v)):
                     self.kept.add(v)
                 else:
                     self.kernels[v] = self._kernels(v)
+
+    def _is_repeated(self, value: int) -> bool:
+        """A kernel that reads a value would hold more copies of its code than compilers allow.
+
+        There is a copy for every index at which it is read: elementwise steps share theirs, others have their own.
+        (openxla/xla, xla/service/fusion_node_indexing_evaluation.cc.)
+        """
+        if not self.p.backend.cheap_repeats:
+            return False
+        found: dict[int, dict[int, int]] = {}  # kernel -> what reads at an index of its own, and how often it is there
+        for step in self.readers.get(value, ()):
+            v = step.outputs[0] if step.outputs else -1
+            inside = self.repeats.get(v) if step.kind == LIGHT and v not in self.kept else None
+            for kernel, indices in ({id(step): {id(step): 1}} if inside is None else inside).items():
+                own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
+                found.setdefault(kernel, {}).update(own)
+        self.repeats[value] = found
+        return any(sum(indices.values()) > _COPIES for indices in found.values())
 
     def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
         """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.

@@ -21,12 +21,13 @@ from autopar.bench import predictions, worker
 from autopar.cluster import Cluster
 from autopar.cost_models.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
 from autopar.cost_models.buffers import Buffer
+from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.library import kernels
 from autopar.cost_models.lifetimes import lifetimes
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
-from autopar.cost_models.steps import Program, flatten
+from autopar.cost_models.steps import Program
 from autopar.layout import local_shape
 from autopar.passes import decode
 from autopar.passes.memory_rows import RowSource
@@ -627,7 +628,7 @@ def test_what_is_gathered_along_its_rows_is_turned_for_lapack(spec: PartitionSpe
 @pytest.mark.parametrize(("exchanges", "pieces"), [(True, 2), (False, 1)])
 def test_what_an_all_to_all_receives_is_put_together(exchanges: bool, pieces: int) -> None:
     pins = {"arg:0": PartitionSpec("x"), "out:0": PartitionSpec(None, "x")}
-    backend = replace(CPU, exchanges_pieces=exchanges)
+    backend = replace(CPU, splits_all_to_all=exchanges)
     assert most_copied(lambda x: jnp.sin(x) > 0, array(256, 256), pins, backend) == pieces * 256 * 256 / 4
 
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.cost_models import fusion
 from autopar.cost_models.backends import CPU, GPU, Backend
+from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.fusion import written
-from autopar.cost_models.steps import flatten
 from autopar.trace import trace
 
 
@@ -91,7 +92,7 @@ def test_a_product_that_sums_nothing_is_made_again_for_a_matrix() -> None:
 
     args = array("float32", 256, 16), array("float32", 256, 16)
     assert kept(fn, args)["f32[256,16,16]"] == 2
-    assert kept(fn, args, replace(CPU, multiplies_outer=False))["f32[256,16,16]"] == 1
+    assert kept(fn, args, replace(CPU, reduces_dots=False))["f32[256,16,16]"] == 1
 
 
 @pytest.mark.parametrize(("contracted", "copies"), [(False, 4), (True, 4 + 4)])
@@ -119,7 +120,7 @@ def test_a_scatter_into_zeros_that_is_added_needs_no_zeros() -> None:
 
     args, zeros = (array("float32", 256, 64), array("int32", 256)), dict[bool, int]()
     for pours in (True, False):
-        program = flatten(trace(fn, *args).graph, replace(CPU, pours_scatters=pours), {})
+        program = flatten(trace(fn, *args).graph, replace(CPU, accumulates_scatters=pours), {})
         steps = [s for frame in program.top.walk() for s in frame.steps if s.name == "broadcast_in_dim"]
         whole = [s.outputs[0] for s in steps if program.type_of(s.outputs[0]).shape == (256, 64)]
         zeros[pours] = len(written(program).values.intersection(whole))
@@ -173,3 +174,62 @@ def test_a_sum_reads_what_it_sums_without_turning_it() -> None:
     args = array("float32", 64, 64), array("float32", 64, 64)
     assert kept(lambda x, w: (x @ w).T.sum(0), args)["f32[64,64]"] == 0
     assert kept(lambda x, w: (y := x @ w, y.T.sum(0)), args)["f32[64,64]"] == 1
+
+
+def test_a_product_of_vectors_is_a_sum_in_a_librarys_kernel() -> None:
+    """Its operands are fused into it; a product of matrices reads them from memory."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.einsum("bi,bi->b", 2.0 * x, w + 1.0)
+
+    args = array("float32", 4096, 64), array("float32", 4096, 64)
+    assert kept(fn, args)["f32[4096,64]"] == 0
+    assert kept(fn, args, replace(CPU, reduces_dots=False))["f32[4096,64]"] == 2
+
+
+@pytest.mark.parametrize(("dims", "copies"), [("bij,bjk->bik", 0), ("bji,bjk->bik", 0), ("ibj,bjk->ibk", 1)])
+def test_stacks_of_matrices_are_multiplied_from_either_side(dims: str, copies: int) -> None:
+    program = flatten(trace(lambda x, y: jnp.einsum(dims, x, y), *[array("float32", 16, 16, 16)] * 2).graph, CPU, {})
+    assert sum(s.name == "turn" for frame in program.top.walk() for s in frame.steps) == copies
+
+
+def test_a_transposed_broadcast_is_a_broadcast() -> None:
+    """A library's kernel takes it in."""
+
+    def fn(x: Any, b: Any) -> Any:
+        return (x * jnp.broadcast_to(b, (64, 4096)).T).sum(0)
+
+    assert kept(fn, (array("float32", 4096, 64), array("float32", 4096)))["f32[4096,64]"] == 0
+
+
+@pytest.mark.parametrize(("axis", "arrays"), [(0, 1), (1, 2)])
+def test_gathered_columns_are_gathered_as_rows_first(axis: int, arrays: int) -> None:
+    args = array("float32", 128, 128), array("int32", 96)
+    found = kept(lambda x, i: jnp.take(x, i, axis, mode="clip"), args)
+    assert sum(count for name, count in found.items() if name.startswith("f32")) == arrays
+
+
+def test_a_window_that_is_added_to_zeros_and_then_to_an_array_needs_no_zeros() -> None:
+    """Gradients of the parts of one projection."""
+
+    def fn(x: Any, w: Any) -> Any:
+        part = lambda x, i: jnp.take(x, jnp.array([i]), 1, mode="clip")[:, 0] @ w  # noqa: E731
+        return jnp.flip(jax.grad(lambda x: (part(x, 0) * part(x, 1)).sum())(x))
+
+    program = flatten(trace(fn, array("float32", 64, 2, 64), array("float32", 64, 64)).graph, CPU, {})
+    assert len(program.accumulating) == 1
+
+
+def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level reads the one before at places of its own: without a limit, all is computed from the first."""
+
+    def fn(x: Any, w: Any) -> Any:
+        y = x @ w
+        for _ in range(5):
+            y = y + jnp.roll(y, 1, 0)
+        return jnp.flip(y)
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    within = kept(fn, args)["f32[64,64]"]
+    monkeypatch.setattr(fusion, "_COPIES", 10**9)
+    assert kept(fn, args)["f32[64,64]"] == 2 < within

@@ -17,11 +17,12 @@ from autopar import zoo
 from autopar.bench import predictions
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.backends import GPU, TPU, Backend
+from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import lifetimes
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.sizes import Sizes
-from autopar.cost_models.steps import LOOP, Program, Step, flatten
+from autopar.cost_models.steps import LOOP, Program, Step
 from autopar.cost_models.waiting import Waiting
 from autopar.planning import Options, Planned, make_plan
 from autopar.trace import trace

@@ -1,0 +1,230 @@
+"""The steps of a program, in the order in which they are written, and its loops.
+
+    calls, rematerialised bodies   inlined; a recomputation waits for the gradient that needs it          -> _inline
+    barriers                       other names for what is held; readers wait for all of it               -> _hold
+    loops                          a step with frames: carries are updated in place, stacked operands
+                                   read and stacked results written slice by slice                        -> _scan
+    branches by platform           that of the backend, inlined                                           -> _branches
+    reshapes and the like          another name for the same buffer                                       -> _emit
+
+`simplifications` holds what a compiler runs instead of an operation, `operands` what it does with operands first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from autopar import jax_compat
+from autopar.cost_models.backends import Backend
+from autopar.cost_models.compiler.operands import computed, prepared, widened
+from autopar.cost_models.compiler.simplifications import is_renamed, simplified
+from autopar.cost_models.steps import (
+    CHEAP,
+    COSTLY,
+    HEAVY,
+    LIGHT,
+    LOOP,
+    MOVES,
+    PRODUCTS,
+    REDUCTION,
+    REDUCTIONS,
+    STORE,
+    Frame,
+    Program,
+    Step,
+    values,
+)  # fmt: skip
+from autopar.graph import Atom, Graph, Op, Region
+
+#: All other operations stand on their own: they read memory as it is and write their results.
+_KIND: Mapping[str, str] = {
+    **dict.fromkeys((*COSTLY, *CHEAP, *MOVES), LIGHT),
+    **dict.fromkeys(REDUCTIONS, REDUCTION),
+}
+
+
+def flatten(
+    graph: Graph,
+    backend: Backend,
+    reads: Mapping[str, Hashable],
+    devices: int = 1,
+    views: AbstractSet[int] = frozenset(),
+) -> Program:
+    """The steps of a program; for the rest see `Program`."""
+    program = Program(graph, backend, reads, devices, views)
+    _emit(program, program.top, graph.ops, ())
+    program.top.leaving = values([program.read(f"out{i}", atom) for i, atom in enumerate(graph.outputs)])
+    return program
+
+
+def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -> None:
+    for op in ops:
+        barriers = _barriers(p, op) if p.barriers else ()
+        waits = (*after, *(v for i in barriers for v in p.barriers[i])) if barriers else after
+        if op.regions:
+            _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
+            continue
+        if isinstance(op.inputs[0] if op.inputs else None, int) and is_renamed(p, op):
+            p.alias[op.outputs[0]] = p.operands(op)[0]
+        elif op.name == "optimization_barrier":
+            barriers = _hold(p, op)
+        elif op.outputs[0] in p.accumulated or _merged(p, frame, op, (after, barriers)):
+            continue
+        elif (instead := simplified(p, op)) is not None:
+            instead(p, frame, op, waits)
+            barriers = ()
+        else:
+            inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), _kind(p, op)
+            if op.name in (*PRODUCTS, *REDUCTIONS):
+                computed(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
+            else:
+                frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
+            barriers = barriers if kind == LIGHT else ()
+            p.cheap.update(op.outputs if op.name in CHEAP or op.name in MOVES else ())
+        if barriers:
+            p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
+
+
+def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
+    """True for a broadcast that was made before, behind the same, whose result becomes another name for that one.
+
+    What a scatter changes is made for it.
+    """
+    if op.name != "broadcast_in_dim" or not p.backend.merges_broadcasts or op.outputs[0] in p.scattered_into:
+        return False
+    (atom,), type_ = p.operands(op), p.graph.types[op.outputs[0]]
+    source = atom if isinstance(atom, int) else str(atom)
+    key = (source, type_, tuple(op.params["broadcast_dimensions"]), behind)
+    known = frame.made.setdefault(key, op.outputs[0])
+    if known != op.outputs[0]:
+        p.alias[op.outputs[0]] = known
+    return known != op.outputs[0]
+
+
+def _barriers(p: Program, op: Op) -> tuple[int, ...]:
+    """The barriers that an operation reads from behind."""
+    return tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
+
+
+def _hold(p: Program, op: Op) -> tuple[int, ...]:
+    """A barrier gives what it holds other names; where the compiler keeps it, all of it is there before any is read."""
+    operands = p.operands(op)
+    p.alias.update(zip(op.outputs, operands, strict=True))
+    if not p.backend.keeps_barriers:
+        return ()
+    p.barriers.append(values(operands))
+    return (len(p.barriers) - 1,)
+
+
+def _kind(p: Program, op: Op) -> str:
+    if (
+        p.backend.scatters_fuse
+        and op.name.startswith("scatter")
+        and op.params["dimension_numbers"].operand_batching_dims
+    ):
+        return LIGHT
+    return _KIND.get(op.name, HEAVY)
+
+
+# Regions
+
+
+def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    operands = p.operands(op)
+    held = values(operands) if op.params.get("differentiated") and p.backend.keeps_barriers else ()
+    _instead(p, frame, op, op.regions[0], operands, (*after, *held))
+
+
+def _instead(
+    p: Program, frame: Frame, op: Op, region: Region, operands: Sequence[Atom], after: tuple[int, ...]
+) -> None:
+    """A body instead of the operation that has it."""
+    p.alias.update(zip(region.inputs, operands, strict=True))
+    _emit(p, frame, region.ops, after)
+    p.alias.update(zip(op.outputs, p.results(op, region), strict=True))
+
+
+def _body(p: Program, region: Region) -> Frame:
+    frame = Frame()
+    _emit(p, frame, region.ops, ())
+    return frame
+
+
+def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    region, operands = op.regions[0], p.operands(op)
+    constants, carries = jax_compat.scan_counts(op.params)
+    first = constants + carries
+    p.alias.update(zip(region.inputs[:constants], operands[:constants], strict=True))
+    p.alias.update(zip(region.inputs[constants:first], op.outputs[:carries], strict=True))
+    operands = (*operands[:first], *(_sliced(p, frame, op, atom) for atom in operands[first:]))
+    body = Frame()
+    for value, atom in zip(region.inputs[first:], operands[first:], strict=True):
+        body.steps.append(Step(op, "slice", LIGHT, values([atom]), (value,)))
+    _emit(p, body, region.ops, ())
+    results = p.results(op, region)
+    stored = zip(op.outputs[carries:], results[carries:], strict=True)
+    p.stacked.update((out, p.behind(atom)) for out, atom in stored if isinstance(atom, int))
+    body.steps.append(Step(op, "store", STORE, values(results[carries:]), ()))
+    body.leaving, body.carried = values(results[:carries]), _carried(results[:carries], op.outputs)
+    taken = _taken(operands[constants:first], op.outputs, (*operands[:constants], *operands[first:]))
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, (body,), taken))
+
+
+def _sliced(p: Program, frame: Frame, op: Op, atom: Atom) -> Atom:
+    """What a loop takes slices of: in bfloat16 a copy in float32, which is made before the loop."""
+    if isinstance(atom, int) and p.is_half(atom) and p.type_of(atom).dtype == "bfloat16":
+        return widened(p, frame, op, atom)
+    return atom
+
+
+def _while(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    condition, body = op.regions
+    operands = p.operands(op)
+    n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    p.alias.update(zip(condition.inputs[:n_cond], operands[:n_cond], strict=True))
+    p.alias.update(zip(body.inputs[:n_body], operands[n_cond : n_cond + n_body], strict=True))
+    p.alias.update(zip(condition.inputs[n_cond:], op.outputs, strict=True))
+    p.alias.update(zip(body.inputs[n_body:], op.outputs, strict=True))
+    frames = (_body(p, condition), _body(p, body))
+    results = p.results(op, body)
+    frames[1].leaving, frames[1].carried = values(results), _carried(results, op.outputs)
+    taken = _taken(operands[n_cond + n_body :], op.outputs, operands[: n_cond + n_body])
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, frames, taken))
+
+
+def _taken(started: Sequence[Atom], results: Sequence[int], read: Sequence[Atom]) -> tuple[tuple[int, int], ...]:
+    """What a loop takes over: what it starts from, unless it is read in every iteration besides."""
+    besides = values(read)
+    return tuple((a, v) for a, v in zip(started, results, strict=False) if isinstance(a, int) and a not in besides)
+
+
+def _carried(leaving: Sequence[Atom], results: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """What leaves a body, and the result that it leaves as."""
+    return tuple((a, v) for a, v in zip(leaving, results, strict=False) if isinstance(a, int) and a != v)
+
+
+def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place.
+
+    Of branches for different platforms there is one, that for the platform.
+    """
+    operands = p.operands(op)
+    for platforms, region in zip(op.params.get("branches_platforms") or (), op.regions, strict=False):
+        if platforms is None or p.backend.name in platforms:
+            _instead(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
+            return
+    frames: list[Frame] = []
+    for region in op.regions:
+        p.alias.update(zip(region.inputs, operands[len(operands) - len(region.inputs) :], strict=True))
+        frames.append(_body(p, region))
+        results = p.results(op, region)
+        frames[-1].leaving, frames[-1].carried = values(results), _carried(results, op.outputs)
+    frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, tuple(frames)))
+
+
+_REGIONS: Mapping[str, Callable[[Program, Frame, Op, tuple[int, ...]], None]] = {
+    "remat": _inline,
+    "scan": _scan,
+    "while": _while,
+}

@@ -1,0 +1,113 @@
+"""What a compiler does with operands before an operation reads them, as steps of their own.
+
+    products, convolutions      operands transposed into one order of dimensions, once for all readers  -> _transposed
+    elementwise operations      smaller operands broadcast to the result's shape                        -> broadcast
+    products, sums of bf16/f16  operands converted to float32, the result rounded again                 -> computed
+
+`made_of` keeps track of which copy of a value such a step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from autopar.cost_models.steps import ELEMENTWISE, LIGHT, ROUND, Frame, Program, Step, values
+from autopar.graph import Atom, Op, Type
+
+
+def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
+    """What an operation reads instead of its operands."""
+    if op.name in _ORDERS and p.backend.turns_operands:
+        order = _ORDERS[op.name]
+        yield from (_transposed(p, frame, op, a, order(op, k)) for k, a in enumerate(operands) if isinstance(a, int))
+    elif op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
+        yield from broadcast(p, frame, op, operands)
+    else:
+        yield from operands
+
+
+def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
+    """An operand with its dimensions in this order, as it is where that is the order that they are in.
+
+    Then it is read as a matrix, which is another name for it; what is cheap is made a second time for that.
+    """
+    if not order or (list(order) == sorted(order) and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
+        return value
+    key = (p.behind(value), tuple(order))
+    if key not in frame.made:
+        frame.made[key] = made_of(p, value)
+        frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.made[key],)))
+    return frame.made[key]
+
+
+def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
+    """Operands of an elementwise operation as arrays of its shape, one for each smaller operand and shape."""
+    shape = p.graph.types[op.outputs[0]].shape
+    for original, atom in zip(op.inputs, operands, strict=True):
+        type_ = p.graph.type_of(original)
+        scalar = not isinstance(atom, int) and not type_.shape
+        if type_.shape == shape or not (p.backend.spreads_scalars if scalar else type_.rank):
+            yield atom
+            continue
+        key = (p.behind(atom) if isinstance(atom, int) else str(atom), type_.dtype, shape)
+        if key not in frame.made:
+            frame.made[key] = p.new(op.outputs[0])
+            frame.steps.append(Step(op, "spread", LIGHT, values([atom]), (frame.made[key],)))
+        yield frame.made[key]
+
+
+def _dot_order(op: Op, k: int) -> list[int]:
+    """Batch, rows, contracted; batch, contracted, columns. Nothing for matrices, which are multiplied from either side.
+
+    Nor for stacks of them, one behind the other. (openxla/xla, xla/service/dot_decomposer.cc.)
+    """
+    contracted, batch = op.params["dimension_numbers"]
+    rank = len(op.equation.invars[k].aval.shape)
+    free = [d for d in range(rank) if d not in contracted[k] and d not in batch[k]]
+    if rank <= 2 or (tuple(batch[k]) in ((), (0,)) and max(len(free), len(contracted[k])) <= 1):
+        return []
+    return [*batch[k], *free, *contracted[k]] if k == 0 else [*batch[k], *contracted[k], *free]
+
+
+def _conv_order(op: Op, k: int) -> list[int]:
+    """Batch, space, features; space, input features, output features."""
+    spec = op.params["dimension_numbers"][k]
+    return [spec[0], *spec[2:], spec[1]] if k == 0 else [*spec[2:], spec[1], spec[0]]
+
+
+_ORDERS: Mapping[str, Callable[[Op, int], list[int]]] = {
+    "dot_general": _dot_order,
+    "conv_general_dilated": _conv_order,
+}
+
+
+def computed(p: Program, frame: Frame, step: Step) -> None:
+    """A product or a reduction, in float32 if it is one of half floats: of copies, and its result is rounded."""
+    inputs = tuple(widened(p, frame, step.op, v) if p.is_half(v) else v for v in step.inputs)
+    rounded = tuple(v for v in step.outputs if p.is_half(v))
+    wide = {v: p.new(v, _wide(p.type_of(v))) for v in rounded}
+    outputs = tuple(wide.get(v, v) for v in step.outputs)
+    frame.steps.append(Step(step.op, step.name, step.kind, inputs, outputs, step.after))
+    frame.steps.extend(Step(step.op, ROUND, LIGHT, (wide[v],), (v,)) for v in rounded)
+
+
+def widened(p: Program, frame: Frame, op: Op, value: int) -> int:
+    """A value in float32, once for all that reads it so."""
+    key = ("widened", p.behind(value))
+    if key not in frame.made:
+        frame.made[key] = made_of(p, value, _wide(p.type_of(value)))
+        frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.made[key],)))
+    return frame.made[key]
+
+
+def _wide(half: Type) -> Type:
+    return Type(half.shape, "float32", 4)
+
+
+def made_of(p: Program, value: int, kind: Type | None = None) -> int:
+    """A value of this type, or of the same one, that is made of a value or a copy and lies where that does."""
+    made = p.new(p.behind(value), kind)
+    piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
+    if piece is not None:
+        p.pieces[made] = piece
+    return made

@@ -1,0 +1,197 @@
+"""What a compiler runs instead of an operation: its expansions and algebraic simplifications, as data.
+
+    operation                       becomes                                           where in XLA
+
+    random_bits (threefry)          a loop of two words, joined where they are read   jax/_src/prng.py
+    select_and_scatter_add          positions of the maxima, and a scatter to them    select_and_scatter_expander.cc
+    add(x, scatter-add(zeros, u))   scatter-add(x, u)                                 algebraic_simplifier.cc
+    transpose(broadcast(x))         broadcast(x)                                      algebraic_simplifier.cc
+    reduce(transpose(x))            reduce(x)                                         algebraic_simplifier.cc
+    dot without contraction         a multiplication of two broadcasts                algebraic_simplifier.cc
+    dot of vectors                  a multiplication and a reduction                  algebraic_simplifier.cc
+    gather of windows               windows one after the other, and a transpose      gather_simplifier.cc
+    ragged_dot_general              a product of one masked copy per group            ragged_dot_rewriter.cc
+
+Each was read off compiled programs; the paths are those of openxla/xla, except where they say otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from autopar import jax_compat
+from autopar.cost_models.compiler.operands import broadcast, computed, made_of
+from autopar.cost_models.steps import HEAVY, LIGHT, REDUCTION, REDUCTIONS, RENAMINGS, Frame, Program, Step, values
+from autopar.graph import Graph, Op, Type
+
+Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
+"""Adds the steps of an operation to a frame, behind values that have to be there before."""
+
+
+def simplified(p: Program, op: Op) -> Simplification | None:
+    """What adds the steps that a backend runs instead of an operation; None if it runs the operation."""
+    return next((found for applies, found in _TABLE.get(op.name, ()) if applies(p, op)), None)
+
+
+def is_renamed(p: Program, op: Op) -> bool:
+    """The result is another name for the operand: so is a transpose, if reductions alone read it."""
+    if op.name == "transpose" and p.backend.has_library:
+        read = p.readers.get(op.outputs[0], ())
+        return bool(read) and all(reader is not None and reader.name in REDUCTIONS for reader in read)
+    return op.name in RENAMINGS
+
+
+def hashes(graph: Graph, op: Op) -> bool:
+    """Whether an operation draws random bits that are hashes of counters, which any device can make a part of."""
+    return op.name == "random_bits" and jax_compat.hashes_keys(graph.type_of(op.inputs[0]).dtype)
+
+
+# Random bits
+
+
+def _hashes(p: Program, op: Op) -> bool:
+    return p.backend.hashes_in_pairs and hashes(p.graph, op)
+
+
+def _hashed(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A loop makes the two words of every hash; joining them is elementwise."""
+    words = (p.new(op.outputs[0]), p.new(op.outputs[0]))
+    frame.steps.append(Step(op, "threefry2x32", HEAVY, values(p.operands(op)), words, after))
+    frame.steps.append(Step(op, "xor", LIGHT, words, op.outputs, after))
+
+
+# Maxima over windows
+
+
+def _expands(p: Program, op: Op) -> bool:
+    return p.backend.expands_pools
+
+
+def _scatter_to_maxima(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """The gradient of a maximum over windows: positions of the maxima, by arrays of all positions, and a scatter."""
+    source, operand = values(p.operands(op))
+    shape, pooled = p.type_of(operand).shape, p.type_of(source).shape
+    places: list[int] = []
+    for dim in range(len(shape)):
+        key = ("place", shape, dim)
+        if key not in frame.made:
+            frame.made[key] = p.new(operand, Type(shape, "int32", 4))
+            frame.steps.append(Step(op, "iota", HEAVY, (), (frame.made[key],)))
+        places.append(frame.made[key])
+    zeros, greatest = p.new(operand), p.new(source)
+    found, indices = (tuple(p.new(source, Type(pooled, "int32", 4)) for _ in shape) for _ in range(2))
+    frame.steps.append(Step(op, "zeros", HEAVY, (), (zeros,)))
+    frame.steps.append(Step(op, "reduce_window", HEAVY, (operand, *places), (greatest, *found), after))
+    frame.steps.append(Step(op, "concatenate", HEAVY, found, indices))
+    frame.steps.append(Step(op, "scatter-add", HEAVY, (zeros, *indices, source), op.outputs, after))
+
+
+# Scatters into zeros that are added
+
+
+def _accumulates(p: Program, op: Op) -> bool:
+    return op.index in p.accumulating
+
+
+def _scatter_into_operand(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A sum with a scatter into zeros scatters into the other operand."""
+    scattered = p.accumulating[op.index]
+    scatter, other = p.makers[scattered], 1 - op.inputs.index(scattered)
+    inputs = values((p.operands(op)[other], *p.operands(scatter)[1:]))
+    frame.steps.append(Step(op, scatter.name, HEAVY, inputs, op.outputs, after))
+
+
+# Transposed broadcasts
+
+
+def _is_broadcast(p: Program, op: Op) -> bool:
+    maker = p.makers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+    return p.backend.has_library and maker is not None and maker.name == "broadcast_in_dim"
+
+
+def _broadcast_again(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    maker = p.makers[values(op.inputs)[0]]
+    frame.steps.append(Step(op, maker.name, LIGHT, values(p.operands(maker)), op.outputs, after))
+
+
+# Products
+
+
+def _contracts_nothing(p: Program, op: Op) -> bool:
+    """A product whose contracted dimensions have one element, or that contracts none."""
+    (contracted, _), _ = op.params["dimension_numbers"]
+    shape = p.graph.type_of(op.inputs[0]).shape
+    return p.backend.reduces_dots and all(shape[d] == 1 for d in contracted)
+
+
+def _multiply(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    inputs = values([*broadcast(p, frame, op, p.operands(op))])
+    frame.steps.append(Step(op, "mul", LIGHT, inputs, op.outputs, after))
+    p.cheap.update(op.outputs)
+
+
+def _is_of_vectors(p: Program, op: Op) -> bool:
+    """A product of stacks of vectors, whose dimensions are in the same order."""
+    contracted, batch = op.params["dimension_numbers"]
+    ranks = [p.graph.type_of(atom).rank for atom in op.inputs]
+    alike = contracted[0] == contracted[1] and batch[0] == batch[1]
+    return p.backend.reduces_dots and alike and ranks == [len(contracted[0]) + len(batch[0])] * 2
+
+
+def _multiply_and_reduce(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    operands = values(p.operands(op))
+    products = made_of(p, operands[0])
+    frame.steps.append(Step(op, "mul", LIGHT, operands, (products,)))
+    computed(p, frame, Step(op, "reduce_sum", REDUCTION, (products,), op.outputs, after))
+
+
+def _is_ragged(p: Program, op: Op) -> bool:
+    return p.backend.masks_groups
+
+
+def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """A product of ragged groups reads its first operand once per group, zero outside of the group.
+
+    Where the ragged dimension is contracted, it reads the second operand so as well.
+    """
+    numbers = op.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    groups, operands = p.graph.type_of(op.inputs[2]).shape[-1], p.operands(op)
+    masked = [*operands[:2]]
+    for k in (0, 1) if numbers.lhs_ragged_dimensions[0] in contracted else (0,):
+        for value in values(operands[k : k + 1]):
+            type_ = p.type_of(p.behind(value))
+            masked[k] = made_of(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
+            frame.steps.append(Step(op, "mask", LIGHT, values((value, *operands[2:])), values(masked[k : k + 1])))
+    computed(p, frame, Step(op, op.name, HEAVY, values(masked), op.outputs, after))
+
+
+# Gathers
+
+
+def _leads_with_windows(p: Program, op: Op) -> bool:
+    """Dimensions of the windows come before those of the indices in the result; dimensions of extent 1 do not count."""
+    shape, windows = p.graph.types[op.outputs[0]].shape, op.params["dimension_numbers"].offset_dims
+    of_window = [d in windows for d, n in enumerate(shape) if n > 1]
+    return p.backend.transposes_gathers and of_window != sorted(of_window)
+
+
+def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    gathered = p.new(op.outputs[0])
+    frame.steps.append(Step(op, op.name, HEAVY, values(p.operands(op)), (gathered,), after))
+    frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
+
+
+_Applies = Callable[[Program, Op], bool]
+
+#: Operation -> when it is simplified, and to what; the first that applies.
+_TABLE: Mapping[str, tuple[tuple[_Applies, Simplification], ...]] = {
+    "random_bits": ((_hashes, _hashed),),
+    "select_and_scatter_add": ((_expands, _scatter_to_maxima),),
+    "add": ((_accumulates, _scatter_into_operand),),
+    "add_any": ((_accumulates, _scatter_into_operand),),
+    "transpose": ((_is_broadcast, _broadcast_again),),
+    "dot_general": ((_contracts_nothing, _multiply), (_is_of_vectors, _multiply_and_reduce)),
+    "ragged_dot_general": ((_is_ragged, _mask_groups),),
+    "gather": ((_leads_with_windows, _gather_and_transpose),),
+}
