@@ -138,7 +138,7 @@ def _may_be_free(p: _Program, op: Op) -> bool:
 
     It broadcasts, or all that it reads, or all but what is broadcast and scalars, is made so too.
     """
-    homed = any(isinstance(a, int) and a in p.stage.values for a in op.inputs)
+    homed = any(isinstance(a, int) and p.graph.types[a].rank and a in p.stage.values for a in op.inputs)
     return not op.equation.effects and (op.name == "broadcast_in_dim" or not homed)
 
 

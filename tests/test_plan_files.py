@@ -434,3 +434,19 @@ def test_no_layout_changes_what_is_computed(tmp_path: Path) -> None:
         check("whole", *edit, tmp_path, runs=True)
 
     edits()
+
+
+def scaled(v: jax.Array, x: jax.Array) -> Any:
+    """A scalar that a loop reads, which gives it a layout, and that an array is made of beside the loop."""
+    scale = v.reshape(())
+    x = jax.lax.while_loop(lambda c: c.sum() < 100.0, lambda c: c * scale + 1.0, x)
+    return x, jnp.concatenate([scale.reshape(1), v])
+
+
+def test_a_plan_fits_what_is_made_of_a_scalar_with_a_layout(tmp_path: Path) -> None:
+    args = jnp.full(1, 2.0), jnp.ones((16, 8))
+    plan = autopar.plan(scaled, *args, mesh=MESH, cluster=CLUSTER)
+    plan.save(tmp_path / "plan.json")
+    found = autopar.parallelize(scaled, plan=Plan.load(tmp_path / "plan.json"))(*args)
+    for ours, theirs in zip(found, scaled(*args), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
