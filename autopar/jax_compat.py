@@ -305,8 +305,9 @@ def has_ordered_effects(jaxpr: jex.ClosedJaxpr) -> bool:
     return bool(jax_effects.ordered_effects.filter_in(jaxpr.effects))
 
 
-#: Primitives that JAX lowers for devices at hand only. Tried on 0.10.2 and 0.12.0.
-LOWERED_FOR_DEVICES = ("pure_callback", "io_callback", "custom_partitioning", "inspect_sharding")
+#: Primitives that call Python, on one device, and all that JAX lowers for devices at hand only. Tried on both.
+CALLBACKS = ("pure_callback", "io_callback")
+LOWERED_FOR_DEVICES = (*CALLBACKS, "custom_partitioning", "inspect_sharding")
 
 #: Kinds of memory that JAX tells apart: a device's own, and its host's. Tried on 0.10.2 and 0.12.0, CPU and TPU v5e.
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"

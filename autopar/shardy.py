@@ -34,10 +34,11 @@ from autopar.comparison import group_size
 from autopar.errors import TraceError
 from autopar.hlo import file_line, last_tag
 
+COLLECTIVES = "builtin.module(func.func(sdy-reshard-to-collectives))"
 PASSES = (
     "builtin.module(sdy-propagation-pipeline)",
     "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))",
-    "builtin.module(func.func(sdy-reshard-to-collectives))",
+    COLLECTIVES,
     "builtin.module(func.func(canonicalize))",
 )
 
@@ -68,11 +69,29 @@ def partition(lowered: Lowered | ir.Module) -> ir.Module:
     with module.context:
         copy = ir.Module.parse(cast(bytes, module.operation.get_asm(binary=True, enable_debug_info=True)))
         for passes in PASSES:
+            if passes == COLLECTIVES:
+                _drop_reshards_from_one_device(copy.operation)
             try:
                 passmanager.PassManager.parse(passes).run(copy.operation)
             except ir.MLIRError as error:
                 raise TraceError(f"Shardy's pass {passes} rejects the program: {error}") from error
     return copy
+
+
+def _drop_reshards_from_one_device(parent: ir.Operation) -> None:
+    """Remove reshards of what a single device has, as the results of callbacks: the next pass rejects them.
+
+    XLA sends such results to the other devices, whatever the plan.
+    """
+    for block in (block for region in parent.regions for block in region.blocks):
+        for op in [op.operation for op in block.operations]:
+            _drop_reshards_from_one_device(op)
+            maker = op.operands[0].owner if op.name == "sdy.reshard" else None
+            if not isinstance(maker, ir.OpView | ir.Operation) or "sdy.sharding" not in maker.attributes:
+                continue
+            if "@maximal_mesh" in str(maker.attributes["sdy.sharding"]):
+                op.results[0].replace_all_uses_with(op.operands[0])
+                op.erase()
 
 
 def collectives(module: ir.Module, assumed: Mapping[str, int] = MappingProxyType({})) -> tuple[Collective, ...]:

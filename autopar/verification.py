@@ -69,7 +69,8 @@ class Report:
         exceptions: what the target is known to do otherwise (`autopar.known_exceptions`) -> collectives so explained.
         accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
         predicted: what the plan predicts, as the target is known to convert it.
-        uncounted: what belongs to a `shard_map` of the user, whose collectives no plan predicts; not compared.
+        uncounted: what belongs to a `shard_map` of the user, or sends what a callback returns from one device to all;
+            no plan predicts it, and it is not compared.
     """
 
     ok: bool
@@ -101,8 +102,8 @@ class Report:
 
 
 def _not_counted(c: Collective) -> str:
-    where = f" at {c.source}" if c.source else ""
-    return f"not counted, in a shard_map: {c.count} x {c.kind} over {'+'.join(c.axes)}, {c.bytes:,} bytes{where}"
+    axes, where = "+".join(c.axes), f" at {c.source}" if c.source else ""
+    return f"not counted, in a shard_map or callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
 
 
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
@@ -186,13 +187,14 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
 
 
 def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives of what autopar has planned, and those of `shard_map`: in it, and of its operands."""
+    """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of the results of callbacks."""
 
-    def is_users(c: Collective) -> bool:
+    def is_other(c: Collective) -> bool:
         op = _operation(c, graph)
-        return op is not None and op.name == "shard_map"
+        is_result = op is not None and op.name in jax_compat.CALLBACKS and c.op == op.tag
+        return is_result or (op is not None and op.name == "shard_map")
 
-    return tuple(c for c in found if not is_users(c)), tuple(filter(is_users, found))
+    return tuple(c for c in found if not is_other(c)), tuple(filter(is_other, found))
 
 
 def _sourced(c: Collective, graph: Graph) -> Collective:

@@ -99,6 +99,20 @@ def test_a_loop_of_unknown_length_is_taken_to_run_as_often_as_planned(target: st
     assert {c.count for c in report.collectives if c.bytes > 64} == {10}
 
 
+@pytest.mark.parametrize("target", ["cpu", "shardy"])
+def test_what_a_callback_returns_is_no_collective_of_the_plan(target: str) -> None:
+    """One device has it; in a branch Shardy is asked to bring it to all."""
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        y = (x @ w).sum(0)
+        called = lambda y: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((64,), jnp.float32), y)  # noqa: E731
+        return jax.lax.cond(y[0] > 0, called, lambda y: y, y) + y
+
+    arguments = jnp.ones((64, 64)), jnp.ones((128, 64))
+    plan = autopar.plan(fn, *arguments, mesh=(8,), cluster=dear((8,)))
+    assert autopar.verify(plan, fn, *arguments, target=target).ok
+
+
 def test_a_callback_is_verified_for_devices_at_hand_only() -> None:
     arguments = jnp.ones((64, 64)), jnp.ones((128, 64))
     plan = autopar.plan(iterated, *arguments, mesh=(16,))
@@ -122,7 +136,9 @@ def test_what_a_shard_map_of_the_user_sends_is_not_counted_and_said(target: str)
     assert report.comparison.matched > 0
     assert report.comparison.ratio == pytest.approx(1.0)
     assert len(report.uncounted) < len(report.collectives)
-    assert re.search(r"not counted, in a shard_map: 1 x .* over x, .* at test_verification\.py:\d+", str(report))
+    assert re.search(
+        r"not counted, in a shard_map or callback: 1 x .* over x, .* at test_verification\.py:\d+", str(report)
+    )
 
 
 @pytest.mark.parametrize(
