@@ -8,6 +8,7 @@ collectives that are left over from a comparison away, and counts them:
     or runs along other axes                                             -> _among_as_many
     a gather of data that is gathered for a reader nearby                -> _gathered_already
     a gather of what the plan computes anew in each layout               -> _computed_once
+    a move of what the plan computes in the layout that is wanted        -> _made_in_one_layout
 """
 
 from __future__ import annotations
@@ -50,13 +51,22 @@ def explained(
         predicted: the plan's collectives, converted for the platform.
         plan, graph: what was compiled.
     """
-    context, left, counts = Context(graph, plan), Left(found.predicted_only, found.emitted_only), dict[str, int]()
+    context, counts = Context(graph, plan), dict[str, int]()
+    left = Left(_joined(found.predicted_only), _joined(found.emitted_only))
     for name, exempt in EXCEPTIONS.get(platform, {}).items():
         rest = exempt(left, context, predicted)
         count = max(_runs(left.predicted) - _runs(rest.predicted), _runs(left.emitted) - _runs(rest.emitted))
         counts.update({name: count} if count else {})
         left = rest
     return replace(found, predicted_only=left.predicted, emitted_only=left.emitted), counts
+
+
+def _joined(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    """Equal collectives as one that runs as often: a loop may be unrolled on one side."""
+    runs: Counter[Collective] = Counter()
+    for c in collectives:
+        runs[replace(c, count=1)] += c.count
+    return tuple(replace(c, count=count) for c, count in runs.items())
 
 
 def _runs(collectives: tuple[Collective, ...]) -> int:
@@ -84,12 +94,14 @@ def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
 
 
 def _padded(context: Context, planned: Collective, emitted: Collective) -> bool:
-    """Whether the plan counts the padding of uneven pieces, less than half of them, besides."""
-    value = context.values.get(planned.op)
+    """Whether one side counts the padding of uneven pieces, less than half of them, and the other does not."""
+    summing = context.summing(planned)
+    value = context.values.get(planned.op) if summing is None else summing.outputs[0]
     extents = context.graph.types[value].shape if value is not None else ()
     uneven = any(extent % size for extent in extents for size in context.sizes.values())
     same = _of_one_operation(planned, emitted) and planned.axes == emitted.axes
-    return uneven and same and emitted.bytes < planned.bytes < 2 * emitted.bytes
+    less, more = sorted((planned.bytes, emitted.bytes))
+    return uneven and same and less < more < 2 * less
 
 
 def _among_as_many(context: Context, planned: Collective, emitted: Collective) -> bool:
@@ -134,6 +146,13 @@ def _computed_once(left: Left, context: Context, predicted: Sequence[Collective]
     return replace(left, emitted=kept)
 
 
+def _made_in_one_layout(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
+    """Moves of what is made of constants alone, of which the plan has every device make its own piece."""
+    moves = ("all-gather", "all-to-all", "collective-permute")
+    kept = tuple(c for c in left.emitted if c.kind not in moves or c.op not in context.free)
+    return replace(left, emitted=kept)
+
+
 #: Platform -> name -> what it takes away, in this order.
 EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
     {
@@ -145,6 +164,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
             ),
             "padding of uneven pieces, which Shardy leaves to XLA": partial(_paired, _padded),
             "exchange along other axes of as many devices": partial(_paired, _among_as_many),
+            "value made of constants in one layout and moved to another": _made_in_one_layout,
         },
         "tpu": {
             "gather of equal data shared, as the readers are near": _gathered_already,

@@ -185,10 +185,17 @@ class Context:
         return found
 
     @cached_property
+    def free(self) -> AbstractSet[str]:
+        """Tags of the operations whose results have dimensions but no layout: they are computed where they are read."""
+        made = [op for op in self.graph.walk() if op.outputs and not op.regions]
+        values, types = self.plan.stages[0].values, self.graph.types
+        return {op.tag for op in made if op.outputs[0] not in values and types[op.outputs[0]].rank}
+
+    @cached_property
     def computed_anew(self) -> AbstractSet[str]:
-        """Tags of the operations whose results have no layout of their own, and are computed in each that is wanted."""
+        """Those of them that are computed in more than one layout."""
         stage = self.plan.stages[0]
-        free = {op.tag: op.outputs[0] for op in self.graph.walk() if op.outputs and op.outputs[0] not in stage.values}
+        free = {op.tag: op.outputs[0] for op in self.graph.walk() if op.tag in self.free}
         wanted = {tag: {stage.uses.get(site) for _, site in self.readers.get(v, ())} for tag, v in free.items()}
         return {tag for tag, layouts in wanted.items() if len(layouts) > 1}
 

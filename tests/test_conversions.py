@@ -361,6 +361,29 @@ def test_what_shardy_does_otherwise_has_a_name() -> None:
     assert (predicted, emitted) == (mine[2:], others)
 
 
+def test_an_unrolled_loop_and_padding_on_shardys_side_have_names() -> None:
+    """Five rounds at once or one by one; the sum of a product with 7 columns, of which two devices hold 4."""
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ w)
+
+    mine = ["5 x reduce-scatter y 4096 op0", "reduce-scatter x 896 op0"]
+    theirs = [*["all-reduce y 4096 op0"] * 5, "reduce-scatter x 1024 op0"]
+    args = ROWS, jax.ShapeDtypeStruct((WEIGHT.shape[0], 7), jnp.float32)
+    predicted, emitted, names = explained("shardy", fn, args, mine, theirs)
+    assert (predicted, emitted, [count for _, count in names]) == ([], [], [5, 1])
+
+
+@pytest.mark.parametrize(("moved", "left"), [("all-to-all y 128 op0", 0), ("all-reduce y 128 op0", 1)])
+def test_what_is_made_of_constants_may_be_moved_by_shardy(moved: str, left: int) -> None:
+    def fn(x: jax.Array) -> jax.Array:
+        return x + jax.lax.broadcast_in_dim(1.0, x.shape, ())
+
+    _, emitted, names = explained("shardy", fn, (ROWS,), [], [moved], free=(1,))
+    assert (len(emitted), [count for _, count in names]) == (left, [1] * (1 - left))
+    assert explained("shardy", fn, (ROWS,), [], [moved.replace("op0", "op1")], free=(1,))[2] == []
+
+
 @pytest.mark.parametrize(
     ("side", "second", "emitted", "unexplained"),
     [
