@@ -32,14 +32,16 @@ _FREE_PRODUCERS = ("stablehlo.constant", "stablehlo.iota", "sdy.constant")
 
 @dataclass
 class _Unifier:
-    """Union-find over factors, the smaller index representing a class; keeps the smallest extent of each."""
+    """Union-find over factors, the smaller index representing a class; keeps the extremes of each one's extents."""
 
     parent: list[int] = field(default_factory=list)
-    size: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)  # the smallest extent
+    largest: list[int] = field(default_factory=list)
 
     def new(self, size: int) -> int:
         self.parent.append(len(self.parent))
         self.size.append(size)
+        self.largest.append(size)
         return len(self.parent) - 1
 
     def find(self, x: int) -> int:
@@ -49,12 +51,19 @@ class _Unifier:
             x = parent[x]
         return x
 
+    def spans(self, x: int, size: int) -> int:
+        """The factor, of a dimension of this extent as well."""
+        found = self.find(x)
+        self.largest[found] = max(self.largest[found], size)
+        return x
+
     def join(self, a: int, b: int) -> None:
         a, b = self.find(a), self.find(b)
         if a != b:
             low, high = min(a, b), max(a, b)
             self.parent[high] = low
             self.size[low] = min(self.size[low], self.size[high])
+            self.largest[low] = max(self.largest[low], self.largest[high])
 
 
 @dataclass(frozen=True)
@@ -192,7 +201,7 @@ class _Reader:
     def _of_result(self, of_dim: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
         """The factor of a dimension of a result; one without factors is whole."""
         if of_dim:
-            return factors[_major(of_dim, sizes)]
+            return self.unify.spans(factors[_major(of_dim, sizes)], size)
         fresh = self.unify.new(size)
         if size > 1:
             self.kept.append(fresh)
@@ -259,14 +268,16 @@ def _cut_apart(
         names: dict[int, int] = {}
         operands = tuple(_renumber(dims, names, find) for dims in arguments[a : a + n_in])
         outs = tuple(_renumber(dims, names, find) for dims in results[r : r + n_out])
-        sizes = tuple(reader.unify.size[f] for f in names)
+        # Dimensions of extent 1 and longer ones that share a factor (a concatenation) are longer ones, kept whole.
+        uneven = {f for f in names if reader.unify.size[f] == 1 < reader.unify.largest[f]}
+        sizes = tuple((reader.unify.largest if f in uneven else reader.unify.size)[f] for f in names)
         rules.append(
             Rule(
                 operands,
                 outs,
                 sizes,
-                tuple(n for f, n in names.items() if f in reduced and f not in kept),
-                tuple(n for f, n in names.items() if f in kept),
+                tuple(n for f, n in names.items() if f in reduced and f not in kept | uneven),
+                tuple(n for f, n in names.items() if f in kept | uneven),
                 unread=tuple(k for k in range(n_in) if unread[a + k]),
             )
         )

@@ -91,6 +91,27 @@ def test_rule(primitive: str, fn: Callable[..., Any], args: Sequence[Any], rule:
     assert str(next(rules[op.signature] for op in graph.walk() if op.name == primitive)) == rule
 
 
+@pytest.mark.parametrize(
+    ("primitive", "fn", "args"),
+    [
+        ("concatenate", lambda x: jnp.concatenate([x[:1] * 2, x]), (X,)),
+        ("slice", lambda x: x[3:4], (X,)),
+        ("dynamic_slice", lambda x, j: lax.dynamic_slice(x, (j, 0), (1, 4)), (X, J)),
+        ("pad", lambda x: jnp.pad(x[:1] * 2, ((1, 6), (0, 0))), (X,)),
+    ],
+)
+def test_a_factor_of_dimensions_of_which_one_has_extent_1_is_kept_whole(
+    primitive: str, fn: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    """An operand that is cut along such a dimension has to be gathered for the operation."""
+    graph = trace(fn, *args).graph
+    rules = rules_of(graph)
+    rule = next(rules[op.signature] for op in graph.walk() if op.name == primitive)
+    factor = max((*rule.operands, *rule.results), key=len)[0]
+    assert factor in rule.kept
+    assert rule.sizes[factor] > 1
+
+
 def test_one_module_gives_the_rules_of_one_by_one() -> None:
     for title in ("taking and scattering", "convolutions", "sorting", "one hot and einsum"):
         fn, args = dict(PROGRAMS)[title]()
