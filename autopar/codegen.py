@@ -268,6 +268,11 @@ class Scope:
             return None
         return self.context.stage.uses.get(site, self.context.stage.values[atom])
 
+    def _read_layout(self, atom: Atom, site: str) -> Layout:
+        """The layout in which an operand is read at a site; free values and views are made in it."""
+        found = self._layout_at(atom, site)
+        return self.context.stage.uses.get(site, replicated(len(self.context.names))) if found is None else found
+
     def _bind_partial(self, op: Op, operands: Sequence[Any], leads: Sequence[Sequence[int]]) -> list[Any]:
         """A linear operation on partial sums: batched over their leading dimensions."""
 
@@ -338,9 +343,7 @@ class Scope:
 
         Also, per axis, the new dimension that it cuts (-1: none), and per old dimension the new ones, the rest last.
         """
-        layout = self._layout_at(op.inputs[k], f"{op.tag}.in{k}")
-        if layout is None:
-            layout = self.context.stage.uses.get(f"{op.tag}.in{k}", replicated(len(self.context.names)))
+        layout = self._read_layout(op.inputs[k], f"{op.tag}.in{k}")
         sizes = [self.context.mesh.shape[name] for name in self.context.names]
         shape: list[int] = []
         home: dict[int, list[int]] = {}
@@ -372,14 +375,13 @@ class Scope:
         """Whether the maximum or minimum of floats over a dimension that is cut is combined by a faulty all-reduce."""
         if op.name not in ("reduce_max", "reduce_min") or not self.context.loses_nan:
             return False
-        layout = self._layout_at(op.inputs[0], f"{op.tag}.in0")
-        cut = layout is not None and any(dim in op.params["axes"] for dim in layout)
+        cut = any(dim in op.params["axes"] for dim in self._read_layout(op.inputs[0], f"{op.tag}.in0"))
         return cut and jax.numpy.issubdtype(self.context.graph.type_of(op.inputs[0]).dtype, jax.numpy.inexact)
 
     def _on_pieces(self, op: Op) -> Callable[[Sequence[Any]], Sequence[Any]]:
         """Binds an operation to what each device has, where that is a piece; XLA would gather the operands."""
         whole, names = replicated(len(self.context.names)), self.context.names
-        given = [self._layout_at(atom, f"{op.tag}.in{k}") or whole for k, atom in enumerate(op.inputs)]
+        given = [self._read_layout(atom, f"{op.tag}.in{k}") for k, atom in enumerate(op.inputs)]
         made = [self._unsummed(op, position, ()) for position in range(len(op.outputs))]
         bind = partial(jax_compat.bind, op.equation)
         if all(layout == whole for layout in made):
@@ -439,9 +441,7 @@ class Scope:
         result = {f: d for d, f in enumerate(rule.results[position])}
         layout = [PARTIAL if axis in lead else REPLICATED for axis in range(len(self.context.names))]
         for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
-            site = f"{op.tag}.in{k}"
-            read = self._layout_at(atom, site) or self.context.stage.uses.get(site, ())  # of a free value as it is made
-            for axis, dim in enumerate(read):
+            for axis, dim in enumerate(self._read_layout(atom, f"{op.tag}.in{k}")):
                 if dim >= 0:
                     layout[axis] = PARTIAL if dims[dim] in rule.reduced else result.get(dims[dim], layout[axis])
         return tuple(layout)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import codegen, jax_compat, planning
 from autopar.api import parallelize
+from autopar.bench.equal_case import dear
 from autopar.meshes import targets
 from autopar.passes.optimize import Solution
 from autopar.passes.problem import Problem
@@ -228,3 +229,15 @@ def test_a_flipped_layout_changes_the_program_and_not_the_numbers(planned: Any) 
         ]
         results.append(jax.jit(built.function)(*args))
     assert_equal(results[1], results[0])
+
+
+def test_what_runs_on_pieces_reads_pieces_of_a_broadcast() -> None:
+    """A broadcast has no layout of its own: it is made as it is read."""
+
+    def fn(x: Any) -> Any:
+        values, places = jax.lax.top_k(jnp.broadcast_to(x, (3, 16, 8)), 2)
+        return jnp.tanh(values), places
+
+    x = jnp.arange(128.0).reshape(16, 8)
+    step = parallelize(fn, mesh=(8,), cluster=dear((8,)), pins={"x": P("x")}, donate_argnums=())
+    assert_equal(step(x), fn(x))
