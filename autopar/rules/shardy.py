@@ -51,12 +51,6 @@ class _Unifier:
             x = parent[x]
         return x
 
-    def spans(self, x: int, size: int) -> int:
-        """The factor, of a dimension of this extent as well."""
-        found = self.find(x)
-        self.largest[found] = max(self.largest[found], size)
-        return x
-
     def join(self, a: int, b: int) -> None:
         a, b = self.find(a), self.find(b)
         if a != b:
@@ -201,7 +195,7 @@ class _Reader:
     def _of_result(self, of_dim: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
         """The factor of a dimension of a result; one without factors is whole."""
         if of_dim:
-            return self.unify.spans(factors[_major(of_dim, sizes)], size)
+            return factors[_major(of_dim, sizes)]
         fresh = self.unify.new(size)
         if size > 1:
             self.kept.append(fresh)
@@ -268,8 +262,10 @@ def _cut_apart(
         names: dict[int, int] = {}
         operands = tuple(_renumber(dims, names, find) for dims in arguments[a : a + n_in])
         outs = tuple(_renumber(dims, names, find) for dims in results[r : r + n_out])
-        # Dimensions of extent 1 and longer ones that share a factor (a concatenation) are longer ones, kept whole.
-        uneven = {f for f in names if reader.unify.size[f] == 1 < reader.unify.largest[f]}
+        # Where operands share a factor, one with extent 1 and another longer (a concatenation), it is long, and whole.
+        read, made = ({n for dims in side for n in dims} for side in (operands, outs))
+        shared = [f for f, n in names.items() if n in read and n in made]
+        uneven = {f for f in shared if reader.unify.size[f] == 1 < reader.unify.largest[f]}
         sizes = tuple((reader.unify.largest if f in uneven else reader.unify.size)[f] for f in names)
         rules.append(
             Rule(
