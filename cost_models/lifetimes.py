@@ -64,6 +64,7 @@ class _Clock:
     w: Written
     found: Lifetimes = field(default_factory=Lifetimes)
     product: int | None = None  # the moment of the last product in the frame that runs
+    ended: dict[int, int] = field(default_factory=dict)  # result of a loop -> its last moment
 
     def run(self, frame: Frame) -> None:
         """Run the steps of a frame, from the moment that comes next."""
@@ -122,6 +123,7 @@ class _Clock:
         if step.joins:
             self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
         if step.frames:
+            self.ended.update(dict.fromkeys(step.outputs, self.found.end))
             self.found.moments.append(step)
         taken = {self.p.behind(v) for v, _ in step.taken}
         for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
@@ -201,7 +203,7 @@ class _Clock:
         if v in self.p.tokens:
             if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
                 self._read(self.p.behind(v), begin, end)
-            ready = max((self.found.birth.get(s, begin) for s in self._copied(v)), default=0)
+            ready = max((self.ended.get(s, self.found.birth.get(s, begin)) for s in self._copied(v)), default=0)
             born = self._fetched(v, ready, begin)
             self.found.birth[v] = min(self.found.birth.get(v, born), born)
             if v in self.p.through:

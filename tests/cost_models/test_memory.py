@@ -212,6 +212,16 @@ def test_what_runs_beside_products_is_fetched_early() -> None:
     assert found == {False: (4, -1), True: (0, -2)}
 
 
+@pytest.mark.parametrize("backend", [CPU, GPU], ids=["cpu", "gpu"])
+def test_what_a_loop_leaves_is_copied_when_it_has_ended(backend: Backend) -> None:
+    """On CPU the array of its stacked results is there from the start."""
+    graph = trace(lambda x, w: jnp.sin(jax.lax.scan(lambda c, _: (c @ w, c), x, None, length=4)[1]), X, W).graph
+    program = flatten(graph, backend, {f"{graph.ops[-1].tag}.in0": "other"})
+    lives = lifetimes(program, written(program))
+    (token,), last = program.tokens, max(i for i, step in enumerate(lives.moments) if step.name == "scan")
+    assert lives.birth[token] >= last > lives.birth[program.behind(token)]
+
+
 def shared_bias(x: Any, w: Any, b: Any) -> Any:
     both = jnp.broadcast_to(b, (128, 128))
     hidden = jnp.exp(x @ w + both)
