@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 
 import pytest
@@ -48,6 +49,14 @@ def example(tmp_path):
     path = tmp_path / "example_target.py"
     path.write_text(EXAMPLE)
     return path
+
+
+def test_the_package_runs_as_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["autopar", "clusters"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("autopar", run_name="__main__")
+    assert not ended.value.code
+    assert "dgx-h100" in capsys.readouterr().out
 
 
 def test_plan_prints_the_table(autopar):
