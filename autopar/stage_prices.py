@@ -272,9 +272,12 @@ def _kept(plan: StagePlan) -> Sequence[int]:
         name = made.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
         if name not in ("B", "W"):
             continue
-        waiting = [a for a in op.inputs if isinstance(a, int)]
+        waiting, seen = [a for a in op.inputs if isinstance(a, int)], set[int]()
         while waiting:
             value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
             source = made.get(value, "F" if value in received else BEGIN)
             lazy = value in producer and value not in homed and graph.graph.types[value].rank > 0
             if lazy and source != BEGIN:

@@ -66,12 +66,13 @@ class _Narrowing:
 
     def _products_alone_read(self, value: int) -> bool:
         """Products alone read what leaves a loop, as it is or moved: it can be rounded where it is made."""
-        waiting, products = [value], False
+        waiting, seen, products = [value], {value}, False
         while waiting:
             value = waiting.pop()
             for step in self._readers_inside(value):
                 if step.kind == LIGHT and step.name in MOVES:
-                    waiting.extend(step.outputs)
+                    waiting.extend(v for v in step.outputs if v not in seen)
+                    seen.update(step.outputs)
                 elif step.name not in PRODUCTS:
                     return False
                 products = True

@@ -136,15 +136,14 @@ def _free(split: Microbatches, ops: Sequence[Placed], weight: Mapping[int, int])
 
 def _through(atoms: Sequence[Atom], free: Mapping[int, Placed]) -> tuple[int, ...]:
     """The values behind operands, free operations looked through."""
-    found: dict[int, None] = {}
+    seen: dict[int, None] = {}
     waiting = [a for a in reversed(atoms) if isinstance(a, int)]
     while waiting:
         value = waiting.pop()
-        if value in free:
+        if value not in seen and value in free:
             waiting.extend(a for a in reversed(free[value].op.inputs) if isinstance(a, int))
-        else:
-            found[value] = None
-    return tuple(found)
+        seen[value] = None
+    return tuple(v for v in seen if v not in free)
 
 
 def _ahead(

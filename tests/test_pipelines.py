@@ -510,3 +510,17 @@ def test_a_schedule_of_several_stages_per_submesh_is_not_searched(apart: Cluster
     small = zoo.build("mlp-toy", batch=8, dtype="float32")
     with pytest.raises(ScheduleError, match=r"schedule='interleaved-1f1b' is not searched .* give stages=2"):
         autopar.plan(small.step, *small.abstract_args(), cluster=apart, schedule="interleaved-1f1b")
+
+
+def test_what_is_made_of_constants_in_many_steps_is_followed_once(model: zoo.Model, inputs: tuple[Any, Any]) -> None:
+    """Each of 64 values is made of the one before twice, as in the rounds of a hash: there are 2**64 ways back."""
+
+    def noisy(state: Any, batch: Any) -> Any:
+        state, metrics = model.step(state, batch)
+        noise = jnp.cos(jnp.arange(4.0))
+        for _ in range(64):
+            noise = noise - 0.1 * noise * noise
+        return state, {**metrics, "noise": metrics["loss"] + noise.sum()}
+
+    step = autopar.parallelize(noisy, stages=2, mesh=(4,), num_microbatches=2, donate_argnums=())
+    assert_equal(step(*inputs), jax.jit(noisy)(*inputs))
