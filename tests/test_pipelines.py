@@ -519,7 +519,7 @@ def test_what_is_made_of_constants_in_many_steps_is_followed_once(model: zoo.Mod
         state, metrics = model.step(state, batch)
         noise = jnp.cos(jnp.arange(4.0))
         for _ in range(64):
-            noise = noise - 0.1 * noise * noise
+            noise = 0.5 * noise + 0.1 * noise * noise
         return state, {**metrics, "noise": metrics["loss"] + noise.sum()}
 
     step = autopar.parallelize(noisy, stages=2, mesh=(4,), num_microbatches=2, donate_argnums=())
