@@ -9,6 +9,9 @@ slice, transpose) is fused into whatever reads it, and then its operands are wha
     sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
     v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
                    way out, and writes its result instead                                           -> _Fusion.absorbs
+    v joins        if a product makes it and a library's kernel goes on with it, which alone reads it -> _Fusion.joins
+    v is repeated  at most so often in one kernel, and is written where it would be there more often
+                                                                                                -> _Fusion._is_repeated
 
 That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
 xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of

@@ -6,8 +6,9 @@ reduction takes in neighbours, nearest first, products that none has taken yet a
     up      what makes an operand, if nothing outside the kernel reads that
     down    what reads the kernel's result, if nothing else does
 
-as long as the library knows them, and elementwise ones have 4,096 elements or more on a device (as seen of JAX 0.10.2;
-each device is taken to have an even share). Nothing is fused into such a kernel afterwards: what it reads is in memory,
+as long as the library knows them (of products those of matrices, the first of which is read row by row), and
+elementwise ones have 4,096 elements or more on a device (as seen of JAX 0.10.2; each device is taken to have an even
+share). Nothing is fused into such a kernel afterwards: what it reads is in memory,
 even a broadcast, and what others read of it as well.
 (openxla/xla, xla/backends/cpu/transforms/library_rewriter.cc.)
 """
