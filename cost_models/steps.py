@@ -217,9 +217,9 @@ class Program:
         return found
 
     @cached_property
-    def accumulated(self) -> AbstractSet[int]:
+    def accumulated(self) -> frozenset[int]:
         """Results of scatters that become one with the sum that reads them."""
-        return {*self.accumulating.values()}
+        return frozenset(self.accumulating.values())
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[Op | None]]:

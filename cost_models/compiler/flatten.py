@@ -69,7 +69,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
-        elif op.outputs[0] in p.accumulated or _merged(p, frame, op, (after, barriers)):
+        elif not p.accumulated.isdisjoint(op.outputs) or _merged(p, frame, op, (after, barriers)):
             continue
         elif (instead := simplified(p, op)) is not None:
             instead(p, frame, op, waits)
