@@ -481,13 +481,23 @@ class Scope:
         return self.at(value, copy, site, reader), copy
 
     def materialise(self, value: int, wanted: Layout, site: str, reader: Op) -> Any:
-        """A free value or a view, computed in the layout that is wanted."""
+        """A free value or a view, computed in the layout that is wanted.
+
+        Dimensions along which its operation is not cut are computed whole. Left to XLA, a pad between elements gives
+        another result where it is cut (tried on JAX 0.10.2 and 0.12.0, CPU).
+        """
         found = self.copies.get((value, wanted))
         if found is not None:
             return found
         op, position = self.lazy[value]
         rule = self.context.rules[op.signature]
         factors = [rule.results[position][d] if d >= 0 else d for d in wanted]
+        uncut = tuple(-1 if factor in rule.kept else d for d, factor in zip(wanted, factors, strict=True))
+        if uncut != wanted:
+            array = self.materialise(value, uncut, site, reader)
+            with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
+                found = self.copies[value, wanted] = self.context.constrain(array, wanted)
+            return found
         operands = [
             self._lazy_operand(atom, dims, factors, f"{op.tag}.in{k}", op)
             for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True))

@@ -241,3 +241,16 @@ def test_what_runs_on_pieces_reads_pieces_of_a_broadcast() -> None:
     x = jnp.arange(128.0).reshape(16, 8)
     step = parallelize(fn, mesh=(8,), cluster=dear((8,)), pins={"x": P("x")}, donate_argnums=())
     assert_equal(step(x), fn(x))
+
+
+def test_what_is_made_of_constants_is_padded_before_it_is_cut() -> None:
+    """XLA gives [1, 1] for [1, 0] and for [0, 1], each padded from one element to two that two devices hold."""
+
+    def fn(x: Any) -> Any:
+        one = jnp.ones(2)[:1]
+        row = jax.lax.pad(one, 0.0, [(0, 1, 1)]) + 2 * jax.lax.pad(one, 0.0, [(1, 0, 1)])
+        return jnp.broadcast_to(row, (8, 2)) * x
+
+    x, columns = jnp.ones((8, 2)), P(None, "x")
+    step = parallelize(fn, mesh=(2, 4), cluster=dear((2, 4)), pins={"x": columns, "out:0": columns}, donate_argnums=())
+    assert_equal(step(x), fn(x))
