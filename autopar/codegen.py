@@ -492,17 +492,15 @@ class Scope:
         op, position = self.lazy[value]
         rule = self.context.rules[op.signature]
         factors = [rule.results[position][d] if d >= 0 else d for d in wanted]
-        uncut = tuple(-1 if factor in rule.kept else d for d, factor in zip(wanted, factors, strict=True))
+        uncut = tuple(REPLICATED if f in rule.kept else d for d, f in zip(wanted, factors, strict=True))
         if uncut != wanted:
             array = self.materialise(value, uncut, site, reader)
-            with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-                found = self.copies[value, wanted] = self.context.constrain(array, wanted)
-            return found
-        operands = [
-            self._lazy_operand(atom, dims, factors, f"{op.tag}.in{k}", op)
-            for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True))
-        ]
-        array = self._bind(op, operands)[position]
+        else:
+            operands = [
+                self._lazy_operand(atom, dims, factors, f"{op.tag}.in{k}", op)
+                for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True))
+            ]
+            array = self._bind(op, operands)[position]
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             found = self.copies[value, wanted] = self.context.constrain(array, wanted)
         return found

@@ -52,7 +52,7 @@ def explained(
         plan, graph: what was compiled.
     """
     context, counts = Context(graph, plan), dict[str, int]()
-    left = Left(_joined(found.predicted_only), _joined(found.emitted_only))
+    left = Left(_merged(found.predicted_only), _merged(found.emitted_only))
     for name, exempt in EXCEPTIONS.get(platform, {}).items():
         rest = exempt(left, context, predicted)
         count = max(_runs(left.predicted) - _runs(rest.predicted), _runs(left.emitted) - _runs(rest.emitted))
@@ -61,7 +61,7 @@ def explained(
     return replace(found, predicted_only=left.predicted, emitted_only=left.emitted), counts
 
 
-def _joined(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+def _merged(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
     """Equal collectives as one that runs as often: a loop may be unrolled on one side."""
     runs: Counter[Collective] = Counter()
     for c in collectives:

@@ -191,8 +191,9 @@ def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective,
 
     def is_other(c: Collective) -> bool:
         op = _operation(c, graph)
-        is_result = op is not None and op.name in jax_compat.CALLBACKS and c.op == op.tag
-        return is_result or (op is not None and op.name == "shard_map")
+        if op is None:
+            return False
+        return op.name == "shard_map" or (op.name in jax_compat.CALLBACKS and c.op == op.tag)
 
     return tuple(c for c in found if not is_other(c)), tuple(filter(is_other, found))
 

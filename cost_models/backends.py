@@ -22,6 +22,7 @@ class Backend:
 
     Attributes:
         name: for people.
+        platforms: what JAX calls it in `jax.lax.platform_dependent`.
         runs_eagerly: everything runs as soon as its operands are there, breadth first; otherwise in program order,
             updates as soon as their gradients are there.
         keeps_barriers: recomputation waits for the gradient that needs it; otherwise it is done at once, and
@@ -41,7 +42,7 @@ class Backend:
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
-        transposes_gathers: a gather writes its windows one after the other, and what is wanted otherwise is turned.
+        transposes_gathers: a gather writes its windows one after the other, and what is wanted otherwise is transposed.
         solves_in_place: factorisations and triangular solves work in the memory of an operand that is read last there.
         accumulates_scatters: a scatter into zeros that is added to an array scatters into the array.
         masks_groups: a product of ragged groups reads a masked copy of its first operand for each of them.
@@ -66,6 +67,7 @@ class Backend:
     """
 
     name: str
+    platforms: tuple[str, ...] = ()
     runs_eagerly: bool = False
     keeps_barriers: bool = True
     has_library: bool = False
@@ -101,6 +103,7 @@ class Backend:
 
 CPU = Backend(
     "cpu",
+    platforms=("cpu",),
     runs_eagerly=True,
     keeps_barriers=False,
     has_library=True,
@@ -124,6 +127,7 @@ CPU = Backend(
 )
 TPU = Backend(
     "tpu",
+    platforms=("tpu",),
     products_repeat=True,
     products_absorb=True,
     scatters_fuse=True,
@@ -139,7 +143,7 @@ TPU = Backend(
     fragmentation=1.12,
 )
 #: XLA on GPUs: matrix products are library calls, everything light is fused into loops.
-GPU = Backend("gpu")
+GPU = Backend("gpu", platforms=("cuda", "rocm"))
 
 #: Backends by name, as targets of compilation name them.
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (CPU, TPU, GPU)}

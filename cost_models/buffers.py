@@ -30,7 +30,7 @@ from autopar.cost_models.copies import add_copies
 from autopar.cost_models.fusion import Written, written
 from autopar.cost_models.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.sizes import Buffer, End, Sizes
-from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, SCATTERS, WORKS_IN, Program, Step
+from autopar.cost_models.steps import HEAVY, IN_PLACE_OPERAND, LIGHT, LOOP, SCATTERS, Program, Step
 from autopar.graph import Graph
 from autopar.passes.homes import WHOLE, Home
 from autopar.passes.intra_op import Model, source_dims
@@ -278,8 +278,8 @@ def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
                 if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
                     found.add(v)
                     break
-        elif step.name in WORKS_IN and p.backend.solves_in_place:
-            v = step.inputs[WORKS_IN[step.name]]
+        elif step.name in IN_PLACE_OPERAND and p.backend.solves_in_place:
+            v = step.inputs[IN_PLACE_OPERAND[step.name]]
             if lives.death.get(v) == moment and p.type_of(v).nbytes == p.type_of(step.outputs[0]).nbytes:
                 found.add(v)
     return found

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.sizes import End, Kind, Sizes
-from autopar.cost_models.steps import HALVES, WORKS_IN
+from autopar.cost_models.steps import HALVES, IN_PLACE_OPERAND
 from autopar.cost_models.waiting import Waiting
 from autopar.passes.homes import projection
 from autopar.passes.problem import Floats, Ints
@@ -93,12 +93,12 @@ class _Copies:
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
     held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
-    columns: frozenset[End] = field(init=False)  # where routines read matrices column by column
+    column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
     waiting: Waiting = field(init=False)
 
     def __post_init__(self) -> None:
         self.waiting = Waiting(self.sizes)
-        self.columns = self._columns()
+        self.column_major = self._column_major()
         lives = self.sizes.lives
         for token, (_, key) in self.sizes.program.tokens.items():
             end = cast(End, key)
@@ -112,11 +112,11 @@ class _Copies:
         for i, edge in enumerate(self.sizes.model.problem.edges):
             self.edges.setdefault((edge.u, edge.v), []).append(i)
 
-    def _columns(self) -> frozenset[End]:
+    def _column_major(self) -> frozenset[End]:
         program = self.sizes.program
         if not self.sizes.backend.solves_in_place:
             return frozenset()
-        solves = [s for frame in program.top.walk() for s in frame.steps if s.name in WORKS_IN]
+        solves = [s for frame in program.top.walk() for s in frame.steps if s.name in IN_PLACE_OPERAND]
         return frozenset(cast(End, program.tokens[v][1]) for s in solves for v in s.inputs if v in program.tokens)
 
     def single(self, value: int, end: End) -> None:
@@ -139,9 +139,9 @@ class _Copies:
         link.other("copy", birth, death, of_target=True)
         travels = self.sizes.backend.overlaps and link.value not in self.sizes.graph.names
         if self.sizes.backend.gathers_turn or travels:
-            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.columns)
+            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.column_major)
         if self.sizes.backend.splits_all_to_all:
-            link.exchanged(birth)
+            link.all_to_all(birth)
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)
 
@@ -285,11 +285,11 @@ class _Link:
         """A buffer where the layouts differ, as large as the target's piece or the source's."""
         self._add(what, birth, death, True, of_target)
 
-    def gathered(self, birth: int, death: int, columns: bool) -> None:
-        """What an all-gather makes before it is turned or rounded; `columns`: a matrix is read column by column."""
+    def gathered(self, birth: int, death: int, column_major: bool) -> None:
+        """What an all-gather makes before it is turned or rounded; `column_major`: a matrix is read in that order."""
         if birth <= death:
             wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
-            outer = 1 if columns and len(self.kind.shape) == 2 else 0
+            outer = 1 if column_major and len(self.kind.shape) == 2 else 0
             at = self.sizes.at(("gathered", self.number, wide, outer), lambda: self._gathered(wide, outer))
             self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
 
@@ -326,12 +326,12 @@ class _Link:
             )
             self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
 
-    def exchanged(self, moment: int) -> None:
+    def all_to_all(self, moment: int) -> None:
         """The pieces that an all-to-all receives, before they are put together."""
-        at = self.sizes.at(("exchanged", self.number), self._exchanged)
+        at = self.sizes.at(("all_to_all", self.number), self._all_to_all)
         self.sizes.add("copy", self.value, moment, moment, at, edge=self.edge)
 
-    def _exchanged(self) -> Floats:
+    def _all_to_all(self) -> Floats:
         source, target = self.sources[:, None, :], self.targets[None, :, :]
         moved = np.any((source >= 0) & (target >= 0) & (source != target), axis=-1)
         return np.where(moved, self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)

@@ -9,9 +9,9 @@ slice, transpose) is fused into whatever reads it, and then its operands are wha
     sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
     v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
                    way out, and writes its result instead                                           -> _Fusion.absorbs
-    v joins        if a product makes it and a library's kernel goes on with it, which alone reads it -> _Fusion.joins
-    v is repeated  at most so often in one kernel, and is written where it would be there more often
-                                                                                                -> _Fusion._is_repeated
+    v is fused     if it is a product's and only the library kernel that contains the product reads it
+                                                                                         -> _Fusion.fuses_into_kernel
+    v is written   if a kernel would emit its code too often                           -> _Fusion._duplicates_too_much
 
 That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
 xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
@@ -31,7 +31,7 @@ from autopar.cost_models.steps import COSTLY, ELEMENTWISE, HEAVY, LIGHT, LOOP, P
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
-_COPIES = 15  # of one value's code in a kernel; XLA's limit
+_MAX_DUPLICATION = 15  # times that a kernel emits the code of one value (kAllowedCodeDuplication in XLA)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class _Fusion:
     leaving: set[int] = field(default_factory=set)
     library: Mapping[int, int] = field(default_factory=dict)
     absorbed: dict[int, Step] = field(default_factory=dict)
-    repeats: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
+    duplicates: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         p = self.p
@@ -141,18 +141,19 @@ class _Fusion:
         for step in reversed(self.steps):
             for v in step.outputs:
                 end = self.absorbs(step, ends) if ends and step.name in PRODUCTS else None
+                buffered = step.kind != LIGHT or self.writes(step, v) or self._duplicates_too_much(v)
                 if end is not None:
                     self.absorbed[v] = ends.pop(id(end))
                     self.kernels[v] = self._kernels(v)
-                elif not self.joins(step, v) and (step.kind != LIGHT or self.writes(step, v) or self._is_repeated(v)):
+                elif buffered and not self.fuses_into_kernel(step, v):
                     self.kept.add(v)
                 else:
                     self.kernels[v] = self._kernels(v)
 
-    def _is_repeated(self, value: int) -> bool:
-        """A kernel that reads a value would hold more copies of its code than compilers allow.
+    def _duplicates_too_much(self, value: int) -> bool:
+        """A kernel that reads a value would emit its code more often than XLA allows.
 
-        There is a copy for every index at which it is read: elementwise steps share theirs, others have their own.
+        It is emitted once per index at which it is read: elementwise steps share their reader's, others have their own.
         (openxla/xla, xla/service/fusion_node_indexing_evaluation.cc.)
         """
         if not self.p.backend.cheap_repeats:
@@ -160,12 +161,12 @@ class _Fusion:
         found: dict[int, dict[int, int]] = {}  # kernel -> what reads at an index of its own, and how often it is there
         for step in self.readers.get(value, ()):
             v = step.outputs[0] if step.outputs else -1
-            inside = self.repeats.get(v) if step.kind == LIGHT and v not in self.kept else None
+            inside = self.duplicates.get(v) if step.kind == LIGHT and v not in self.kept else None
             for kernel, indices in ({id(step): {id(step): 1}} if inside is None else inside).items():
                 own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
                 found.setdefault(kernel, {}).update(own)
-        self.repeats[value] = found
-        return any(sum(indices.values()) > _COPIES for indices in found.values())
+        self.duplicates[value] = found
+        return any(sum(indices.values()) > _MAX_DUPLICATION for indices in found.values())
 
     def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
         """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.
@@ -182,8 +183,8 @@ class _Fusion:
         same = self.p.type_of(end.outputs[0]).size == self.p.type_of(value).size
         return end if same else None
 
-    def joins(self, step: Step, value: int) -> bool:
-        """A product that a library's kernel goes on with, and nothing else reads."""
+    def fuses_into_kernel(self, step: Step, value: int) -> bool:
+        """Only the library kernel that contains the product reads its result."""
         number, readers = self.library.get(id(step)), self.readers.get(value, ())
         if number is None or step.name not in PRODUCTS or value in self.leaving:
             return False
@@ -246,8 +247,8 @@ class _Fusion:
             step = readers[0]
         return step.kind == REDUCTION
 
-    def _joined(self) -> Mapping[int, int]:
-        """Product that a library's kernel goes on with -> what the kernel writes."""
+    def _fused_products(self) -> Mapping[int, int]:
+        """Product that is fused into a library kernel -> what the kernel writes."""
         ends: dict[int, int] = {}
         for step in reversed(self.steps) if self.library else ():
             for v in step.outputs if id(step) in self.library else ():
@@ -285,7 +286,7 @@ class _Fusion:
             for v in frame.leaving:
                 read(v)
         ends = {v: end.outputs[0] for v, end in self.absorbed.items()}
-        ends.update(self._joined())
+        ends.update(self._fused_products())
         narrow = narrowed(self.p, self.steps, self.readers, self.thin, self.leaving, ends)
         inner = {id(end): frozenset(sources[v]) for v, end in self.absorbed.items()}
         return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow, ends, inner)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.steps import ELEMENTWISE, LIGHT, Program, Step
+from autopar.cost_models.steps import ELEMENTWISE, LIGHT, Program, Step, free_dims
 
 #: Elementwise operations that the library does not know.
 _UNKNOWN = frozenset((
@@ -59,14 +59,11 @@ def _is_product(step: Step) -> bool:
     """A product that the library knows: of matrices, of which the first is read row by row."""
     if step.name != "dot_general":
         return False
-    contracted, batch = step.op.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in step.op.equation.invars]
-    free = [
-        math.prod(n for d, n in enumerate(shape) if d not in contracted[k] and d not in batch[k])
-        for k, shape in enumerate(shapes)
-    ]
-    by_columns = len(shapes[0]) == 2 and tuple(contracted[0]) == (0,)
-    return min(free) > 1 and not by_columns
+    (lhs_contracted, _), _ = step.op.params["dimension_numbers"]
+    lhs, rhs = (v.aval.shape for v in step.op.equation.invars)
+    rows, columns = (math.prod(shape[d] for d in free_dims(step.op, k)) for k, shape in enumerate((lhs, rhs)))
+    by_columns = len(lhs) == 2 and tuple(lhs_contracted) == (0,)
+    return min(rows, columns) > 1 and not by_columns
 
 
 @dataclass(eq=False)

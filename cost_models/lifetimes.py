@@ -206,8 +206,8 @@ class _Clock:
             ready = max((self.ended.get(s, self.found.birth.get(s, begin)) for s in self._copied(v)), default=0)
             born = self._fetched(v, ready, begin)
             self.found.birth[v] = min(self.found.birth.get(v, born), born)
-            if v in self.p.through:
-                self._read(self.p.through[v], born, born)
+            if v in self.p.source_token:
+                self._read(self.p.source_token[v], born, born)
 
     def _fetched(self, token: int, ready: int, begin: int) -> int:
         """The moment at which a copy starts to be made of what is ready, to be read when a step begins."""

@@ -26,8 +26,8 @@ LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "s
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 #: Operations that change some elements of their first operand, in place if nothing else reads it.
 SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
-#: Operations that routines of LAPACK do in the memory of one operand -> its place among the operands.
-WORKS_IN: Mapping[str, int] = {
+#: Operation of LAPACK -> the position of the operand that it overwrites with its result.
+IN_PLACE_OPERAND: Mapping[str, int] = {
     **dict.fromkeys(("cholesky", "eigh", "lu", "geqrf", "householder_product"), 0),
     "triangular_solve": -1,
 }
@@ -127,7 +127,7 @@ class Program:
         like: value made here -> value of the graph with its shape and layout.
         made: value made here -> its type.
         tokens: value that is a copy -> (value copied, key).
-        through: token -> the token that it copies, where what is copied is itself another name for a copy.
+        source_token: token -> the token that it copies, where what is copied is itself an alias of a copy.
         pieces: value made here of a copy -> the copy's key.
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
@@ -145,7 +145,7 @@ class Program:
     like: dict[int, int] = field(default_factory=dict)
     made: dict[int, Type] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
-    through: dict[int, int] = field(default_factory=dict)
+    source_token: dict[int, int] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
     stacked: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
@@ -189,7 +189,7 @@ class Program:
             token = self._known[found, key] = self.new(found)
             self.tokens[token] = (found, key)
             if shown in self.tokens:
-                self.through[token] = shown
+                self.source_token[token] = shown
         return token
 
     @cached_property
@@ -204,22 +204,22 @@ class Program:
 
     @cached_property
     def scattered_into(self) -> AbstractSet[int]:
-        """Values that scatters change some elements of."""
+        """Operands that scatters update."""
         return {atom for op in self.graph.walk() if op.name in SCATTERS for atom in values(op.inputs[:1])}
 
     @cached_property
-    def accumulating(self) -> Mapping[int, int]:
-        """Sum (by index) -> its operand that is a scatter into zeros and is read there alone: they are one scatter."""
-        found: dict[int, int] = {}  # of a sum of two scatters, one is left
+    def adds_of_scatters(self) -> Mapping[int, int]:
+        """Add (by index) -> its operand that is a scatter into zeros with no other reader; both are one scatter."""
+        found: dict[int, int] = {}  # of an add of two scatters, one is fused
         for v, (reader, *others) in self.readers.items() if self.backend.accumulates_scatters else ():
             if reader is not None and not others and reader.name in ("add", "add_any") and self._is_into_zeros(v):
                 found.setdefault(reader.index, v)
         return found
 
     @cached_property
-    def accumulated(self) -> frozenset[int]:
-        """Results of scatters that become one with the sum that reads them."""
-        return frozenset(self.accumulating.values())
+    def fused_scatters(self) -> frozenset[int]:
+        """Results of scatters that are fused into the add that reads them."""
+        return frozenset(self.adds_of_scatters.values())
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[Op | None]]:
@@ -256,6 +256,12 @@ class Program:
     def results(self, op: Op, region: Region) -> tuple[Atom, ...]:
         """What leaves a body."""
         return tuple(self.read(f"{op.tag}.{region.name}.out{j}", atom) for j, atom in enumerate(region.outputs))
+
+
+def free_dims(op: Op, k: int) -> list[int]:
+    """Dimensions of operand k of a `dot_general` that are neither contracted nor batch dimensions."""
+    contracted, batch = op.params["dimension_numbers"]
+    return [d for d in range(len(op.equation.invars[k].aval.shape)) if d not in contracted[k] and d not in batch[k]]
 
 
 def values(atoms: Sequence[Atom]) -> tuple[int, ...]:

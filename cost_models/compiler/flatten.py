@@ -17,8 +17,8 @@ from collections.abc import Set as AbstractSet
 
 from autopar import jax_compat
 from autopar.cost_models.backends import Backend
-from autopar.cost_models.compiler.operands import computed, prepared, widened
-from autopar.cost_models.compiler.simplifications import is_renamed, simplified
+from autopar.cost_models.compiler.operands import add_normalized, in_float32, prepared
+from autopar.cost_models.compiler.simplifications import is_alias, simplified
 from autopar.cost_models.steps import (
     CHEAP,
     COSTLY,
@@ -34,7 +34,7 @@ from autopar.cost_models.steps import (
     Program,
     Step,
     values,
-)  # fmt: skip
+)
 from autopar.graph import Atom, Graph, Op, Region
 
 #: All other operations stand on their own: they read memory as it is and write their results.
@@ -65,19 +65,19 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
         if op.regions:
             _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
             continue
-        if isinstance(op.inputs[0] if op.inputs else None, int) and is_renamed(p, op):
+        if is_alias(p, op) and isinstance(op.inputs[0], int):
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
-        elif not p.accumulated.isdisjoint(op.outputs) or _merged(p, frame, op, (after, barriers)):
+        elif not p.fused_scatters.isdisjoint(op.outputs) or _merged(p, frame, op, (after, barriers)):
             continue
-        elif (instead := simplified(p, op)) is not None:
-            instead(p, frame, op, waits)
+        elif (add_steps := simplified(p, op)) is not None:
+            add_steps(p, frame, op, waits)
             barriers = ()
         else:
             inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), _kind(p, op)
             if op.name in (*PRODUCTS, *REDUCTIONS):
-                computed(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
+                add_normalized(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
             barriers = barriers if kind == LIGHT else ()
@@ -133,13 +133,13 @@ def _kind(p: Program, op: Op) -> str:
 def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     operands = p.operands(op)
     held = values(operands) if op.params.get("differentiated") and p.backend.keeps_barriers else ()
-    _instead(p, frame, op, op.regions[0], operands, (*after, *held))
+    _inline_region(p, frame, op, op.regions[0], operands, (*after, *held))
 
 
-def _instead(
+def _inline_region(
     p: Program, frame: Frame, op: Op, region: Region, operands: Sequence[Atom], after: tuple[int, ...]
 ) -> None:
-    """A body instead of the operation that has it."""
+    """Add the steps of one body in place of the operation that has it."""
     p.alias.update(zip(region.inputs, operands, strict=True))
     _emit(p, frame, region.ops, after)
     p.alias.update(zip(op.outputs, p.results(op, region), strict=True))
@@ -174,7 +174,7 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
 def _sliced(p: Program, frame: Frame, op: Op, atom: Atom) -> Atom:
     """What a loop takes slices of: in bfloat16 a copy in float32, which is made before the loop."""
     if isinstance(atom, int) and p.is_half(atom) and p.type_of(atom).dtype == "bfloat16":
-        return widened(p, frame, op, atom)
+        return in_float32(p, frame, op, atom)
     return atom
 
 
@@ -207,12 +207,12 @@ def _carried(leaving: Sequence[Atom], results: Sequence[int]) -> tuple[tuple[int
 def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place.
 
-    Of branches for different platforms there is one, that for the platform.
+    Of the branches of `jax.lax.platform_dependent` only the backend's is compiled.
     """
     operands = p.operands(op)
     for platforms, region in zip(op.params.get("branches_platforms") or (), op.regions, strict=False):
-        if platforms is None or p.backend.name in platforms:
-            _instead(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
+        if platforms is None or not {*platforms}.isdisjoint(p.backend.platforms):
+            _inline_region(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
             return
     frames: list[Frame] = []
     for region in op.regions:

@@ -1,17 +1,17 @@
 """What a compiler does with operands before an operation reads them, as steps of their own.
 
-    products, convolutions      operands transposed into one order of dimensions, once for all readers  -> _transposed
-    elementwise operations      smaller operands broadcast to the result's shape                        -> broadcast
-    products, sums of bf16/f16  operands converted to float32, the result rounded again                 -> computed
+    products, convolutions      operands transposed into one order of dimensions, once for all readers -> _transposed
+    elementwise operations      smaller operands broadcast to the result's shape                       -> broadcast
+    products, sums of bf16/f16  operands converted to float32, the result rounded again                -> add_normalized
 
-`made_of` keeps track of which copy of a value such a step reads.
+`new_from` keeps track of which copy of a value such a step reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from autopar.cost_models.steps import ELEMENTWISE, LIGHT, ROUND, Frame, Program, Step, values
+from autopar.cost_models.steps import ELEMENTWISE, LIGHT, ROUND, Frame, Program, Step, free_dims, values
 from autopar.graph import Atom, Op, Type
 
 
@@ -27,15 +27,15 @@ def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> It
 
 
 def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
-    """An operand with its dimensions in this order, as it is where that is the order that they are in.
+    """An operand transposed into this order of dimensions; no copy where that is their order.
 
-    Then it is read as a matrix, which is another name for it; what is cheap is made a second time for that.
+    It is then reshaped to a matrix, which is an alias, but of a cheap value a second one is computed.
     """
     if not order or (list(order) == sorted(order) and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
         return value
     key = (p.behind(value), tuple(order))
     if key not in frame.made:
-        frame.made[key] = made_of(p, value)
+        frame.made[key] = new_from(p, value)
         frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.made[key],)))
     return frame.made[key]
 
@@ -57,13 +57,12 @@ def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
 
 
 def _dot_order(op: Op, k: int) -> list[int]:
-    """Batch, rows, contracted; batch, contracted, columns. Nothing for matrices, which are multiplied from either side.
+    """Batch, rows, contracted; batch, contracted, columns. Empty for (batches of) matrices, contracted on either side.
 
-    Nor for stacks of them, one behind the other. (openxla/xla, xla/service/dot_decomposer.cc.)
+    (openxla/xla, xla/service/dot_decomposer.cc.)
     """
     contracted, batch = op.params["dimension_numbers"]
-    rank = len(op.equation.invars[k].aval.shape)
-    free = [d for d in range(rank) if d not in contracted[k] and d not in batch[k]]
+    free, rank = free_dims(op, k), len(op.equation.invars[k].aval.shape)
     if rank <= 2 or (tuple(batch[k]) in ((), (0,)) and max(len(free), len(contracted[k])) <= 1):
         return []
     return [*batch[k], *free, *contracted[k]] if k == 0 else [*batch[k], *contracted[k], *free]
@@ -81,9 +80,12 @@ _ORDERS: Mapping[str, Callable[[Op, int], list[int]]] = {
 }
 
 
-def computed(p: Program, frame: Frame, step: Step) -> None:
-    """A product or a reduction, in float32 if it is one of half floats: of copies, and its result is rounded."""
-    inputs = tuple(widened(p, frame, step.op, v) if p.is_half(v) else v for v in step.inputs)
+def add_normalized(p: Program, frame: Frame, step: Step) -> None:
+    """Add a product or a reduction; one of half floats in float32, of converted operands, and rounded.
+
+    (openxla/xla, xla/service/float_normalization.cc.)
+    """
+    inputs = tuple(in_float32(p, frame, step.op, v) if p.is_half(v) else v for v in step.inputs)
     rounded = tuple(v for v in step.outputs if p.is_half(v))
     wide = {v: p.new(v, _wide(p.type_of(v))) for v in rounded}
     outputs = tuple(wide.get(v, v) for v in step.outputs)
@@ -91,11 +93,11 @@ def computed(p: Program, frame: Frame, step: Step) -> None:
     frame.steps.extend(Step(step.op, ROUND, LIGHT, (wide[v],), (v,)) for v in rounded)
 
 
-def widened(p: Program, frame: Frame, op: Op, value: int) -> int:
-    """A value in float32, once for all that reads it so."""
+def in_float32(p: Program, frame: Frame, op: Op, value: int) -> int:
+    """The value converted to float32, once for all readers."""
     key = ("widened", p.behind(value))
     if key not in frame.made:
-        frame.made[key] = made_of(p, value, _wide(p.type_of(value)))
+        frame.made[key] = new_from(p, value, _wide(p.type_of(value)))
         frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.made[key],)))
     return frame.made[key]
 
@@ -104,8 +106,8 @@ def _wide(half: Type) -> Type:
     return Type(half.shape, "float32", 4)
 
 
-def made_of(p: Program, value: int, kind: Type | None = None) -> int:
-    """A value of this type, or of the same one, that is made of a value or a copy and lies where that does."""
+def new_from(p: Program, value: int, kind: Type | None = None) -> int:
+    """A new value of this type (default: the same) with the sharding of a value or of a copy of it."""
     made = p.new(p.behind(value), kind)
     piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
     if piece is not None:

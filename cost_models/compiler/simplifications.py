@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar import jax_compat
-from autopar.cost_models.compiler.operands import broadcast, computed, made_of
+from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from
 from autopar.cost_models.steps import HEAVY, LIGHT, REDUCTION, REDUCTIONS, RENAMINGS, Frame, Program, Step, values
 from autopar.graph import Graph, Op, Type
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
-"""Adds the steps of an operation to a frame, behind values that have to be there before."""
+"""Adds the steps of an operation to a frame; the values are those that its steps wait for."""
 
 
 def simplified(p: Program, op: Op) -> Simplification | None:
@@ -33,8 +33,8 @@ def simplified(p: Program, op: Op) -> Simplification | None:
     return next((found for applies, found in _TABLE.get(op.name, ()) if applies(p, op)), None)
 
 
-def is_renamed(p: Program, op: Op) -> bool:
-    """The result is another name for the operand: so is a transpose, if reductions alone read it."""
+def is_alias(p: Program, op: Op) -> bool:
+    """Whether the result is the operand's buffer; so is that of a transpose that only reductions read."""
     if op.name == "transpose" and p.backend.has_library:
         read = p.readers.get(op.outputs[0], ())
         return bool(read) and all(reader is not None and reader.name in REDUCTIONS for reader in read)
@@ -90,12 +90,12 @@ def _scatter_to_maxima(p: Program, frame: Frame, op: Op, after: tuple[int, ...])
 
 
 def _accumulates(p: Program, op: Op) -> bool:
-    return op.index in p.accumulating
+    return op.index in p.adds_of_scatters
 
 
 def _scatter_into_operand(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    """A sum with a scatter into zeros scatters into the other operand."""
-    scattered = p.accumulating[op.index]
+    """Scatter into the other operand of the add."""
+    scattered = p.adds_of_scatters[op.index]
     scatter, other = p.makers[scattered], 1 - op.inputs.index(scattered)
     inputs = values((p.operands(op)[other], *p.operands(scatter)[1:]))
     frame.steps.append(Step(op, scatter.name, HEAVY, inputs, op.outputs, after))
@@ -140,9 +140,9 @@ def _is_of_vectors(p: Program, op: Op) -> bool:
 
 def _multiply_and_reduce(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     operands = values(p.operands(op))
-    products = made_of(p, operands[0])
+    products = new_from(p, operands[0])
     frame.steps.append(Step(op, "mul", LIGHT, operands, (products,)))
-    computed(p, frame, Step(op, "reduce_sum", REDUCTION, (products,), op.outputs, after))
+    add_normalized(p, frame, Step(op, "reduce_sum", REDUCTION, (products,), op.outputs, after))
 
 
 def _is_ragged(p: Program, op: Op) -> bool:
@@ -161,9 +161,9 @@ def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> No
     for k in (0, 1) if numbers.lhs_ragged_dimensions[0] in contracted else (0,):
         for value in values(operands[k : k + 1]):
             type_ = p.type_of(p.behind(value))
-            masked[k] = made_of(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
+            masked[k] = new_from(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
             frame.steps.append(Step(op, "mask", LIGHT, values((value, *operands[2:])), values(masked[k : k + 1])))
-    computed(p, frame, Step(op, op.name, HEAVY, values(masked), op.outputs, after))
+    add_normalized(p, frame, Step(op, op.name, HEAVY, values(masked), op.outputs, after))
 
 
 # Gathers

@@ -169,6 +169,12 @@ def test_the_branch_for_the_platform_is_there_alone() -> None:
     assert kept(fn, args) == {"f32[64,64]": 2}
     assert kept(fn, args, GPU)["f32[64,64]"] > 2
 
+    def on_gpu(x: Any, w: Any) -> Any:
+        y = x @ w
+        return jax.lax.platform_dependent(y, cuda=lambda y: y @ w, default=lambda y: jnp.flip(y @ w @ w @ w))
+
+    assert kept(on_gpu, args, GPU) == {"f32[64,64]": 2}
+
 
 def test_a_sum_reads_what_it_sums_without_turning_it() -> None:
     args = array("float32", 64, 64), array("float32", 64, 64)
@@ -217,7 +223,7 @@ def test_a_window_that_is_added_to_zeros_and_then_to_an_array_needs_no_zeros() -
         return jnp.flip(jax.grad(lambda x: (part(x, 0) * part(x, 1)).sum())(x))
 
     program = flatten(trace(fn, array("float32", 64, 2, 64), array("float32", 64, 64)).graph, CPU, {})
-    assert len(program.accumulating) == 1
+    assert len(program.adds_of_scatters) == 1
 
 
 def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,5 +237,5 @@ def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: p
 
     args = array("float32", 64, 64), array("float32", 64, 64)
     within = kept(fn, args)["f32[64,64]"]
-    monkeypatch.setattr(fusion, "_COPIES", 10**9)
+    monkeypatch.setattr(fusion, "_MAX_DUPLICATION", 10**9)
     assert kept(fn, args)["f32[64,64]"] == 2 < within
