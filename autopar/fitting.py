@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import LogicalMesh
@@ -35,21 +35,38 @@ MARGIN = 0.1
 OF_THE_BATCH = ("residuals", "temporaries", "arguments")
 SHOWN = 10  # tensors that an error lists
 MOST_PARTS = 64  # microbatches that an error suggests
+GAP = 0.005  # share of a step time that a plan may lie above the bound on all plans
+NO_TIME = 1e-3  # s that a problem gets after the deadline: both bounds, and no search
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to solve: see `autopar.passes.optimize.optimize`."""
+    """How to solve: see `autopar.passes.optimize.optimize`.
+
+    `time_limit` holds for one problem, `deadline` (`time.monotonic()`) for all that are solved in one call.
+    """
 
     solver: str = "auto"
     time_limit: float = 60.0
     fold: bool = True
     presolve: bool = True
+    gap: float = GAP
+    deadline: float = math.inf
+
+    @property
+    def seconds(self) -> float:
+        """What the next problem may take."""
+        return min(self.time_limit, max(self.deadline - time.monotonic(), NO_TIME))
 
     def keywords(self) -> dict[str, Any]:
         """What `optimize` and `optimize_within` are called with."""
-        names = (one.name for one in fields(Search))
-        return {name: getattr(self, name) for name in names}
+        return {
+            "solver": self.solver,
+            "time_limit": self.seconds,
+            "fold": self.fold,
+            "presolve": self.presolve,
+            "gap": self.gap,
+        }
 
 
 def allowed(mesh: LogicalMesh, budget: float | str | None) -> float | str:
@@ -84,12 +101,13 @@ def solve(
     """
     if isinstance(budget, str):
         begin = time.monotonic()
-        least = least_memory(problem, source, deadline=begin + how.time_limit)
+        least = least_memory(problem, source, deadline=begin + how.seconds)
         return _smallest(problem, least, time.monotonic() - begin)
     if budget is None:
         return _by_default(problem, source, usable(mesh), how, fastest)
     try:
-        return optimize_within(problem, source, budget, **how.keywords())
+        free = fastest() if fastest is not None else None
+        return optimize_within(problem, source, budget, free=free, **how.keywords())
     except Infeasible as none:
         found = report(source, none.least.assignment)
         least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)

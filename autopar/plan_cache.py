@@ -39,7 +39,8 @@ MOST_BYTES = 512 * 2**20
 
 #: Solver statuses that are proofs, see `autopar.passes.optimize`; pipelines are "chosen", at any speed the same.
 PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal", "chosen")
-SOLVING = ("fold", "presolve", "bound", "ilp")
+SOLVING = ("fold", "presolve", "bound", "eliminate", "ilp", "memory")
+HURRY = ("time_limit", "deadline")  # fields of `Options` that have no say in what is kept
 UNHURRIED = 0.9  # share of the time limit below which the limit had no say
 
 
@@ -82,7 +83,7 @@ def question(
 ) -> str:
     """All that a plan follows from, as text that is the same in every process.
 
-    The time limit is not part of it: it has no say in what is kept. `further`: what a search for a pipeline is given.
+    Time limits are not part of it. `further`: what a search for a pipeline, or among meshes, is given besides.
     """
     parts = {
         "autopar": f"{__version__} {_sources()}",
@@ -92,7 +93,7 @@ def question(
         "types": repr(sorted(traced.pins.items())),
         "mesh": repr(mesh),
         "cluster": repr(cluster),
-        **{f.name: _option(getattr(options, f.name)) for f in fields(options) if f.name != "time_limit"},
+        **{f.name: _option(getattr(options, f.name)) for f in fields(options) if f.name not in HURRY},
         **{name: repr(value) for name, value in (further or {}).items()},
     }
     return "\n".join(f"{name}: {text}" for name, text in parts.items())

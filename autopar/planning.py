@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
@@ -48,6 +48,14 @@ class Options(fitting.Search):
     memory_budget: float | str | None = None
     remat: str = remat.NONE
     offload: str = offloading.NONE
+
+
+@dataclass(frozen=True, eq=False)
+class Beaten:
+    """No plan of a mesh is of interest: `lower_bound` (s) bounds them all."""
+
+    lower_bound: float
+    phases: Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +108,28 @@ def make_plan(
     parts: Parts | None = None,
 ) -> Planned:
     """Plan one traced function on one mesh; `parts` if that runs a step in microbatches."""
+    found = plan_below(math.inf, traced, mesh, cluster_name, options, trace_s, parts)
+    assert isinstance(found, Planned)
+    return found
+
+
+def plan_below(
+    bar: float,
+    traced: Traced,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    options: Options,
+    trace_s: float = 0.0,
+    parts: Parts | None = None,
+) -> Planned | Beaten:
+    """The same, unless the program as written has no plan that takes less than `bar` (s) by more than the gap.
+
+    What is recomputed or kept in the host's memory adds to a step, so that no such plan is of interest either.
+    """
     planner = _Planner(traced, mesh, options, parts or Parts(traced, lambda step: step))
     begin = time.perf_counter()
+    if math.isfinite(bar) and (lower := planner.beaten(bar)) is not None:
+        return Beaten(lower, planner.laps)
     found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed)
     if found.error is not None:
         raise found.error
@@ -110,7 +138,7 @@ def make_plan(
     clock = _Clock()
     plan = _export(traced.graph, draft, solution, mesh, cluster_name, planner.given)
     clock.lap("export")
-    phases = {"trace": trace_s, **draft.laps, **clock.laps, **solution.phases, "inter_op": 0.0}
+    phases = {"trace": trace_s, **planner.laps, **clock.laps, "inter_op": 0.0}
     others = time.perf_counter() - begin - sum(phases.values()) + trace_s
     phases.update({"remat": others} if planner.attempts > 1 else {})
     return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
@@ -126,8 +154,12 @@ class _Draft:
     rules: Mapping[int, Rule]
     model: intra_op.Model
     pinned: Pinned
-    liveness: Liveness
-    laps: Mapping[str, float]
+    alive: Callable[[], Liveness]
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What is in memory when; not asked for where a mesh is beaten."""
+        return self.alive()
 
     def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
         """Bytes per device in the host's memory."""
@@ -142,7 +174,6 @@ class _Program:
     rules: Mapping[int, Rule]
     model: intra_op.Model
     pinned: Pinned
-    laps: Mapping[str, float]
 
 
 @dataclass(eq=False)
@@ -154,6 +185,7 @@ class _Planner:
     options: Options
     parts: Parts
     attempts: int = 0
+    laps: dict[str, float] = field(default_factory=dict)
     drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
@@ -172,31 +204,28 @@ class _Planner:
     def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.parts.step.graph)
 
+    def beaten(self, bar: float) -> float | None:
+        """A bound on all plans of the program as written (s), if it has none of less than `bar`; see `plan_below`."""
+        found = self._fastest(self._draft(self._policies(()), self.always), bar * (1 - self.options.gap))
+        return found.lower_bound if found.status == "beaten" or found.objective >= bar else None
+
+    def _policies(self, policies: Sequence[str]) -> tuple[str, ...]:
+        """These, unless the user has given one for all layers."""
+        if self.options.remat not in (recomputation.AUTO, remat.NONE):
+            policies = recomputation.uniform(self.options.remat, self._recomputable)
+        return tuple(policies)
+
     def attempt(
         self, policies: Sequence[str], hosted: Sequence[int], effort: Effort
     ) -> Outcome[tuple[_Draft, Solution]]:
         """A plan with a policy for each layer, and state at these positions in the host's memory."""
         self.attempts += 1
-        if self.options.remat not in (recomputation.AUTO, remat.NONE):
-            policies = recomputation.uniform(self.options.remat, self._recomputable)
-        policies, hosted = tuple(policies), tuple(hosted) or self.always
+        policies, hosted = self._policies(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
-            solution = (
-                self._fastest(draft)
-                if effort == "fastest"
-                else fitting.solve(
-                    draft.model.problem,
-                    draft.liveness,
-                    self.mesh,
-                    self.options.memory_budget,
-                    self.options,
-                    self.parts.count,
-                    lambda: self._fastest(draft),
-                )
-            )
+            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft)
         except MemoryBudgetError as error:
             return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
         peak, _ = draft.liveness.peak(solution.assignment)
@@ -205,12 +234,35 @@ class _Planner:
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
-    def _fastest(self, draft: _Draft) -> Solution:
+    def _fastest(self, draft: _Draft, bar: float = math.inf) -> Solution:
         """The cheapest plan whatever it holds."""
         key = draft.policies, draft.hosted
         if key not in self.fastest:
-            self.fastest[key] = optimize(draft.model.problem, **self.options.keywords())
+            self.fastest[key] = optimize(draft.model.problem, bar=bar, **self.options.keywords())
+            self._count(self.fastest[key].phases)
         return self.fastest[key]
+
+    def _fitting(self, draft: _Draft) -> Solution:
+        """The cheapest plan that fits; MemoryBudgetError as `fitting.solve`."""
+        begin, counted = time.perf_counter(), sum(self.laps.values())
+        try:
+            return fitting.solve(
+                draft.model.problem,
+                draft.liveness,
+                self.mesh,
+                self.options.memory_budget,
+                self.options,
+                self.parts.count,
+                lambda: self._fastest(draft),
+            )
+        finally:
+            elapsed = time.perf_counter() - begin
+            self._count({"memory": elapsed - (sum(self.laps.values()) - counted)})
+
+    def _count(self, phases: Mapping[str, float]) -> None:
+        """Add to the seconds of each phase."""
+        for name, seconds in phases.items():
+            self.laps[name] = self.laps.get(name, 0.0) + seconds
 
     def _everywhere(self, policies: Sequence[str]) -> bool:
         """Whether the search has all layers recomputed that may be."""
@@ -254,20 +306,29 @@ class _Planner:
             graph = self.traced.graph if graph is step.graph else self.parts.split(replace(step, graph=graph)).graph
             rules = self._rules(graph)
             model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
-            self.programs[policies] = _Program(graph, rules, model, pinned, clock.laps)
+            self.programs[policies] = _Program(graph, rules, model, pinned)
+            self._count(clock.laps)
         return self.programs[policies]
 
     def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> _Draft:
         if (policies, hosted) not in self.drafts:
             p, clock = self._program(policies), _Clock()
             model = offload.priced(p.model, p.graph, self.mesh, hosted)
-            backend = backend_of(self.mesh.device)
-            backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
-            liveness = Liveness(p.graph, model, self.mesh, backend, self.given, hosted)
-            clock.lap("liveness")
-            laps = {**p.laps, **clock.laps}
-            self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, liveness, laps)
+            clock.lap("graph")
+            self._count(clock.laps)
+            alive = partial(self._liveness, p.graph, model, policies, hosted)
+            self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
         return self.drafts[policies, hosted]
+
+    def _liveness(
+        self, graph: Graph, model: intra_op.Model, policies: tuple[str, ...], hosted: tuple[int, ...]
+    ) -> Liveness:
+        clock, backend = _Clock(), backend_of(self.mesh.device)
+        backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
+        found = Liveness(graph, model, self.mesh, backend, self.given, hosted)
+        clock.lap("liveness")
+        self._count(clock.laps)
+        return found
 
 
 @contextmanager

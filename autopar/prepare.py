@@ -25,12 +25,12 @@ from autopar import (
     arguments,
     codegen,
     jax_compat,
+    mesh_search,
     meshes,
     offloading,
     pipeline_plan,
     pipelines,
     plan_cache,
-    side_by_side,
 )
 from autopar.accumulation import accumulated
 from autopar.cluster import Cluster
@@ -39,7 +39,6 @@ from autopar.errors import (
     AutoparWarning,
     GraphError,
     MicrobatchError,
-    PinError,
     PlanMismatchError,
     ScheduleError,
 )
@@ -54,7 +53,7 @@ from autopar.passes.state import match_state
 from autopar.pipelines import Pipelined
 from autopar.plan_checks import mismatches
 from autopar.plan_schema import FieldError
-from autopar.planning import Options, Parts, collector_paused, make_plan
+from autopar.planning import Options, Parts, collector_paused
 from autopar.plans import Plan, check_matches, graph_hash
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
@@ -65,6 +64,10 @@ from autopar.stage_runs import LaidOut, StagePlans
 from autopar.trace import Traced, trace
 
 MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
+
+#: Seconds that planning may take where no time limit is given: about as long as compiling, by operations.
+LEAST_SECONDS, SECONDS = 5.0, 2e-3
+SEARCH_SECONDS = 60.0  # of each problem in a search for stages
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -179,9 +182,12 @@ def _best(
     parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
+    seconds = s.time_limit or max(LEAST_SECONDS, SECONDS * sum(1 for _ in traced.graph.walk()))
     options = Options(
         solver=s.solver,
-        time_limit=s.time_limit,
+        time_limit=seconds,
+        deadline=time.monotonic() + seconds,
+        gap=s.gap,
         pins=s.pins,
         donate=_donated(traced, args, s),
         rules=rules,
@@ -189,25 +195,12 @@ def _best(
         remat=s.remat,
         offload=_offload(s, candidates[0], local),
     )
-    best: Prepared | None = None
-    tell = partial(_report, name_of(fn)) if s.progress else None
-    made = side_by_side.results([partial(_tried, traced, one, options, trace_s, parts, tell) for one in candidates])
-    for target, outcome in zip(candidates, made, strict=True):
-        if isinstance(outcome, PinError):
-            continue
-        plan, found = outcome
-        if best is None or plan.step_time_s < best.plan.step_time_s * (1 - 1e-9):
-            if count > 1:
-                plan = replace(
-                    plan,
-                    graph_hash=graph_hash(parts.step.graph),
-                    num_microbatches=count,
-                    batch=batch,
-                    per_microbatch=own,
-                )
-            best = Prepared(traced, plan, target, rules, found)
-    if best is None:
-        raise next(outcome for outcome in made if isinstance(outcome, PinError))
+    plan, found = _planned(traced, candidates, options, trace_s, parts, partial(_report, name_of(fn), s.progress))
+    (target,) = (t for t in candidates if t.logical.names == plan.mesh_names and t.logical.sizes == plan.mesh_sizes)
+    if count > 1:
+        step = graph_hash(parts.step.graph)
+        plan = replace(plan, graph_hash=step, num_microbatches=count, batch=batch, per_microbatch=own)
+    best = Prepared(traced, plan, target, rules, found)
     if best.plan.remat:
         best = replace(best, traced=executed(parts.step, best.plan))
     if changed := _changed(parts.step, best.traced):
@@ -244,7 +237,7 @@ def _searched(
     """The plan of the best pipeline, from the cache if it is there; on one mesh where that is one stage."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
-    options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=registered_rules())
+    options = Options(solver=s.solver, time_limit=s.time_limit or SEARCH_SECONDS, pins=s.pins, rules=registered_rules())
     asked = None
     if plan_cache.folder() is not None:
         whole = cluster.logical_mesh((cluster.num_devices,))
@@ -265,7 +258,7 @@ def _searched(
         laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
         found = _staged(fn, traced, args, s, target, staged, laps)
     if asked is not None:
-        plan_cache.write(asked, found.plan, s.time_limit)
+        plan_cache.write(asked, found.plan, options.time_limit)
     return found
 
 
@@ -313,45 +306,32 @@ def _staged(
     donated = _donated(traced, args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
-    options = Options(solver=s.solver, time_limit=s.time_limit, pins=s.pins, rules=rules)
+    options = Options(solver=s.solver, time_limit=s.time_limit or SEARCH_SECONDS, pins=s.pins, rules=rules)
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
-    if s.progress:
-        _report(name_of(fn), made)
+    _report(name_of(fn), s.progress, target, made)
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
 
 
-def _tried(
+def _planned(
     traced: Traced,
-    target: Target,
+    candidates: Sequence[Target],
     options: Options,
     trace_s: float,
     parts: Parts,
-    tell: Callable[[Plan], None] | None,
-) -> tuple[Plan, tuple[str, ...]] | PinError:
-    """As `_planned`; a pin may name axes that only some of the candidate meshes have. `tell` hears of the plan."""
-    try:
-        plan, found = _planned(traced, target, options, trace_s, parts)
-    except PinError as error:
-        return error
-    if tell is not None:
-        tell(plan)
-    return plan, found
-
-
-def _planned(
-    traced: Traced, target: Target, options: Options, trace_s: float, parts: Parts
+    tell: Callable[[Target, Plan | None], None],
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan for one mesh, from the cache if it is there, and what to warn of."""
+    """The best plan of the candidate meshes, from the cache if it is there, and what to warn of."""
     begin = time.perf_counter()
     asked = None
     if plan_cache.folder() is not None:
-        asked = plan_cache.question(traced, target.logical, target.cluster.name, options)
+        further = {"candidates": [one.logical for one in candidates]} if len(candidates) > 1 else {}
+        asked = plan_cache.question(traced, candidates[0].logical, candidates[0].cluster.name, options, further)
         kept = plan_cache.read(asked)
         if kept is not None:
             return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
-    made = make_plan(traced, target.logical, target.cluster.name, options, trace_s, parts)
+    made = mesh_search.best(traced, candidates, options, trace_s, parts, tell)
     if asked is not None:
         plan_cache.write(asked, made.plan, options.time_limit)
     return made.plan, made.solution.warnings
@@ -375,8 +355,13 @@ def _user_stacklevel() -> int:
     return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)
 
 
-def _report(name: str, made: Plan) -> None:
-    """What planning for one mesh took, on stderr."""
+def _report(name: str, wanted: bool | None, target: Target, made: Plan | None) -> None:
+    """What planning for one mesh came to, on stderr."""
+    if not wanted:
+        return
+    if made is None:
+        print(f"autopar: {name} on mesh {target.logical.shape}: no better than the best so far", file=sys.stderr)
+        return
     phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
     print(f"autopar: {name} on mesh {made.mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar import offloading
+from autopar import fitting, offloading
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, PinError, ScheduleError
 from autopar.figures import is_rate
@@ -38,7 +38,8 @@ class Settings:
     memory_budget: float | str | None = None
     pins: Pins | None = None
     solver: str = "auto"
-    time_limit: float = 60.0
+    time_limit: float | None = None
+    gap: float = fitting.GAP
     plan: Plan | None = None
     progress: bool | None = None
     remat: str = "auto"
@@ -57,6 +58,10 @@ class Settings:
 def _is_amount(value: Any) -> bool:
     """A number above zero, infinity among them."""
     return is_rate(value) or (isinstance(value, float) and value == math.inf)
+
+
+def _is_share(value: Any) -> bool:
+    return value == 0 or (is_rate(value) and value <= 1)
 
 
 def _is_one_of(*choices: str) -> Callable[[Any], bool]:
@@ -80,7 +85,8 @@ _CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | Pin
         PinError,
     ),
     "solver": (" or ".join(map(repr, SOLVERS)), _is_one_of(*SOLVERS), ArgumentError),
-    "time_limit": ("a number of seconds above zero", _is_amount, ArgumentError),
+    "time_limit": ("a number of seconds above zero", lambda value: value is None or _is_amount(value), ArgumentError),
+    "gap": ("a relative gap from 0 to 1, such as 0.005", _is_share, ArgumentError),
     "remat": (" or ".join(map(repr, CHOICES)), _is_one_of(*CHOICES), ArgumentError),
     "offload": (" or ".join(map(repr, offloading.CHOICES)), _is_one_of(*offloading.CHOICES), ArgumentError),
     "num_microbatches": ("'auto' or a number of microbatches", _is_count, ArgumentError),

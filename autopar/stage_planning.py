@@ -139,7 +139,7 @@ class Charges:
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
     layers: float = 1.0
-    how: Mapping[str, Any] = field(default_factory=lambda: {"enough": ENOUGH, "rounds": 0})
+    how: Mapping[str, Any] = field(default_factory=lambda: {"gap": ENOUGH, "rounds": 0})
     charged_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rough: bool = False
     solved: dict[float, Solution] = field(default_factory=dict)

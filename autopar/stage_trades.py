@@ -96,7 +96,7 @@ class Trades:
     @cached_property
     def charges(self) -> Charges:
         """The plans at rising rates for memory."""
-        how = {"enough": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
+        how = {"gap": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
         return Charges(
             self.graph, self.mesh, self.rules, self.options, layers=LAYERS, how=how, charged_how={"until": NEAR}
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.passes import ilp
+from autopar.passes import ilp, solvers
 from autopar.passes.hunt import CLOSED, Hunt
 from autopar.passes.least import LeastMemory, least_memory
 from autopar.passes.loaded import Folding, presolve
@@ -67,12 +67,12 @@ def optimize_within(
     *,
     solver: str = "auto",
     time_limit: float = 60.0,
-    target_gap: float = TARGET,
+    gap: float = TARGET,
     fold: bool = True,
     presolve: bool = True,
     free: Solution | None = None,
 ) -> BudgetedSolution:
-    """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `target_gap`.
+    """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
 
     `free` is the solution without a budget, where it is known. The gap is certified against the unfolded problem with
     all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
@@ -87,7 +87,7 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
-    hunt = Hunt(problem, source, budget, target_gap, begin + time_limit, lower=free.lower_bound)
+    hunt = Hunt(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound)
     hunt.seen.append(free.assignment)
     if hunt.offer(free.assignment):
         return _solution(free, hunt, free.status, free.solver_used, 0, begin)
@@ -112,7 +112,7 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
             break
     status, used, rows = "", "dual ascent", 0
     if hunt.gap > hunt.target and not hunt.late and _small(free):
-        status, used, rows = _by_ilp(hunt, "cbc", "none", full=full, longest=AFTER)
+        status, used, rows = _by_ilp(hunt, solvers.quickest(), "none", full=full, longest=AFTER)
     if not status or hunt.gap <= CLOSED:
         status = _status(hunt)
     return _solution(free, hunt, status, used, rows, begin)

@@ -2,8 +2,8 @@
 
     core        the problem without what presolving took out; `lift` brings its plans back               -> presolve
     outcome     the best plan so far, and the bound below all plans
-    narrow      bound, take out strategies whose bound exceeds the best plan, presolve, and so on        -> narrow
-    aim         where a gap is enough: the same with a limit just above the bound instead of the best plan  -> aim
+    narrow      bound, look for plans from the bound's messages, take out strategies whose bound exceeds the best
+                plan, presolve, and so on                                                                -> narrow
 
 A plan outside the core costs more than the best one, so that the core's lower bound holds for all plans, up to that.
 """
@@ -17,18 +17,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.errors import SolverError
 from autopar.passes.contract import contract
 from autopar.passes.dead_end import eliminate
 from autopar.passes.dual_ascent import Ascent, Gap, ascend, reparametrise
 from autopar.passes.fold import Folded
 from autopar.passes.problem import Ints, Problem
+from autopar.passes.solver import elimination
 
 CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
 FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
-AIM, AIMS = 0.05, 8  # how far above the bound plans are looked for, relative to it, and how often
+NARROW, WIDE = 256, 8192  # states of an elimination: after each ascent, and after the last
+
+PHASES = ("fold", "presolve", "bound", "eliminate", "ilp")
 
 Lift = Callable[[Ints], Ints]
 
@@ -60,6 +62,10 @@ class Outcome:
         """Whether the plan is proven to be within a relative gap of the optimum."""
         return bool(np.isfinite(self.value)) and self.value - self.lower <= gap * abs(self.value)
 
+    def beaten(self, bar: float) -> bool:
+        """Whether all plans are proven to cost about `bar` (s) or more."""
+        return bool(np.isfinite(bar)) and self.lower >= bar - CLOSED * abs(bar)
+
     @property
     def closed(self) -> bool:
         return self.within(CLOSED)
@@ -70,7 +76,7 @@ class Clock:
     """Seconds by phase, and those left until `deadline` (`time.monotonic()`)."""
 
     deadline: float
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("fold", "presolve", "bound", "ilp"), 0.0))
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -93,7 +99,7 @@ def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: b
     whole = Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if not raw:
-            return _reduced(whole, None, rounds)
+            return _ordered(_reduced(whole, None, rounds))
         reduced = eliminate(folded.problem, rounds=0)
         return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
@@ -110,20 +116,39 @@ def _reduced(core: Core, start: tuple[Ints, ...] | None, rounds: int) -> Core:
     return Core(left.problem, smaller.counts, smaller.pairings, core.constant + smaller.constant, lift)
 
 
+def _ordered(core: Core) -> Core:
+    """The same with its nodes in an order with a narrow frontier, which ascents converge faster in as well."""
+    order = elimination.order(core.problem)
+    place = np.argsort(np.array(order, dtype=np.int64))
+    nodes = tuple(core.problem.nodes[v] for v in order)
+    edges = tuple(replace(e, u=int(place[e.u]), v=int(place[e.v])) for e in core.problem.edges)
+    return replace(
+        core, problem=Problem(nodes, edges), counts=core.counts[order], lift=lambda plan: core.lift(plan[place])
+    )
+
+
 def narrow(
-    problem: Problem, core: Core, outcome: Outcome, clock: Clock, enough: float = CLOSED, until: float = 0.0
+    problem: Problem,
+    core: Core,
+    outcome: Outcome,
+    clock: Clock,
+    gap: float = CLOSED,
+    until: float = 0.0,
+    bar: float = np.inf,
 ) -> tuple[Core, Ascent, Outcome]:
-    """Bound, fix and presolve again while that shrinks the core, until the bounds meet, or are near enough.
+    """Bound, eliminate, fix and presolve again while that shrinks the core, until the bounds meet or are near enough.
 
     A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
-    `until`: the relative gap at which an ascent ends.
+    `until`: the relative gap at which an ascent ends; `bar` (s): plans that cost as much are of no interest.
     """
     size = 2 * core.problem.variables
     while True:
         ascent, outcome = _bound(problem, core, outcome, clock, until)
-        done = outcome.within(max(enough, CLOSED)) or not np.isfinite(outcome.value) or clock.left <= 0
-        if done or core.problem.variables > KEPT * size:
+        outcome = _eliminated(problem, core, ascent, outcome, clock, bar, NARROW)
+        if outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.beaten(bar):
             return core, ascent, outcome
+        if core.problem.variables > KEPT * size or clock.left <= 0:
+            return core, ascent, _eliminated(problem, core, ascent, outcome, clock, bar, WIDE)
         size = core.problem.variables
         core = fixed(core, ascent, outcome, clock)
 
@@ -143,6 +168,24 @@ def _bound(problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: 
     return ascent, replace(outcome, plan=plan, value=value, lower=lower)
 
 
+def _eliminated(
+    problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, bar: float, width: int
+) -> Outcome:
+    """A better plan by elimination with so many states, and a better bound where no plans are tied."""
+    if outcome.closed or not np.isfinite(outcome.value) or outcome.beaten(bar) or clock.left <= 0:
+        return outcome
+    with clock.phase("eliminate"):
+        limit = min(bar, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
+        found = elimination.search(core.problem, ascent, limit, width)
+    if found.plan is not None:
+        plan = core.lift(found.plan)
+        if (cost := problem.value(plan)) < outcome.value:
+            outcome = replace(outcome, plan=plan, value=cost)
+    if (core.counts > 1).any():
+        return replace(outcome, lower=min(outcome.lower, outcome.value))
+    return replace(outcome, lower=min(outcome.value, max(outcome.lower, core.constant + found.lower)))
+
+
 def fixed(core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Core:
     """The core without strategies whose bound exceeds the value of the best plan."""
     limit = outcome.value - core.constant + SLACK * abs(outcome.value)
@@ -152,44 +195,3 @@ def fixed(core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Core:
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
         return _reduced(replace(core, problem=reparametrise(core.problem, ascent.messages)), keep, LATER_ROUNDS)
-
-
-def aim(
-    problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, enough: float
-) -> tuple[Core, Outcome]:
-    """Better plans and a better bound from guesses at the optimum, each a little above the bound.
-
-    Strategies whose bound exceeds a guess are few to keep, and what is left is bounded well. Either the guess was too
-    low, which is a new bound, or the best plan is in there. The core is narrower where that found a better plan.
-    """
-    known = outcome.value
-    for _ in range(AIMS):
-        limit = outcome.lower + AIM * abs(outcome.lower)
-        if outcome.within(enough) or not np.isfinite(outcome.value) or limit >= outcome.value or clock.left <= 0:
-            break
-        before = outcome.lower
-        outcome = _below(problem, core, ascent, outcome, limit, clock)
-        if outcome.lower - before < enough / 2 * abs(before):
-            break
-    if outcome.value < known and not outcome.within(enough):
-        core, _, outcome = narrow(problem, core, outcome, clock, enough)
-    return core, outcome
-
-
-def _below(problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, limit: float, clock: Clock) -> Outcome:
-    """The outcome after a look at plans of the core that cost at most `limit` (s).
-
-    All others cost more than that, so that the bound on these holds for all up to the limit.
-    """
-    found, small, size = replace(outcome, lower=-np.inf), core, np.inf
-    while small.problem.variables < KEPT * size:
-        size = small.problem.variables
-        goal = min(limit, found.value)
-        try:
-            small = fixed(small, ascent, replace(found, value=goal), clock)
-        except SolverError:  # there are none
-            return replace(found, lower=max(outcome.lower, goal))
-        ascent, found = _bound(problem, small, found, clock)
-        if found.lower >= min(limit, found.value) or clock.left <= 0:
-            break
-    return replace(found, lower=max(outcome.lower, min(limit, found.lower)))

@@ -40,8 +40,8 @@ import numpy as np
 from autopar.passes.problem import Edge, Floats, Ints, Problem
 
 PASSES = 400
-PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS, else the ascent stops
-PROGRESS = 0.15
+PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS or the bound to rise by RISE, else it stops
+PROGRESS, RISE = 0.15, 1e-3  # shares of the gap and of the bound
 TOLERANCE = 1e-10  # relative gap that counts as closed
 REVIEW = 8  # passes between looks at how many strategies their bounds rule out
 SHRINK = 0.4  # share of strategies ruled out at which it pays to stop and go on without them
@@ -64,7 +64,8 @@ class Ascent:
     """lower and value in seconds; value is inf and assignment None if no feasible plan was met.
 
     strategy_bounds[v][a] (s) bounds from below every plan that takes strategy a at node v. messages[e] are those into
-    the lower and the higher node of edge e, per class (s).
+    the lower and the higher node of edge e, per class (s), after a pass towards the first node, and rest[v] is what
+    that pass kept at v (s).
     """
 
     lower: float
@@ -72,6 +73,7 @@ class Ascent:
     assignment: Ints | None
     strategy_bounds: tuple[Floats, ...]
     messages: tuple[tuple[Floats, Floats], ...]
+    rest: Floats
     passes: int
 
 
@@ -121,7 +123,10 @@ def ascend(
     state = initial(problem, counts)
     lower, value, best = -np.inf, np.inf, None
     gaps: list[float] = []
-    while not (_finished(gaps, min(value, upper), state, enough) or len(gaps) >= passes or _late(gaps, deadline)):
+    lowers: list[float] = []
+    while not (
+        _finished(gaps, lowers, min(value, upper), state, enough) or len(gaps) >= passes or _late(gaps, deadline)
+    ):
         bound, plan = sweep(problem, ends, state)
         lower = max(lower, bound)
         found = problem.value(plan)
@@ -131,11 +136,14 @@ def ascend(
             if found < value:
                 best, value = plan, found
         gaps.append(min(value, upper) - lower)
+        lowers.append(lower)
+    if state.passes % 2:
+        lower = max(lower, sweep(problem, ends, state)[0])
     messages = tuple((low, high) for low, high in state.into)
-    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.passes)
+    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes)
 
 
-def _finished(gaps: list[float], value: float, state: State, enough: Gap) -> bool:
+def _finished(gaps: list[float], lowers: list[float], value: float, state: State, enough: Gap) -> bool:
     """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
     if len(gaps) < 2:
         return False
@@ -145,7 +153,10 @@ def _finished(gaps: list[float], value: float, state: State, enough: Gap) -> boo
         bounds = np.concatenate(state.bounds)
         if len(bounds) > SMALL and np.count_nonzero(bounds > value + TOLERANCE * abs(value)) > SHRINK * len(bounds):
             return True
-    return len(gaps) > PATIENCE and not gaps[-1] < gaps[-1 - PATIENCE] * (1 - PROGRESS)
+    if len(gaps) <= PATIENCE:
+        return False
+    rises = lowers[-1] - lowers[-1 - PATIENCE] > RISE * abs(lowers[-1] + enough.constant)
+    return not (rises or gaps[-1] < gaps[-1 - PATIENCE] * (1 - PROGRESS))
 
 
 def _late(gaps: list[float], deadline: float) -> bool:

@@ -3,9 +3,9 @@
     fold        equal layers share one decision                          passes/fold.py
     presolve    dead ends go, nodes of degree <= 2 are contracted        passes/dead_end.py, passes/contract.py
     bound       lower and upper bound by dual ascent                     passes/dual_ascent.py
+    eliminate   plans, and proofs, by elimination with bounds            passes/elimination.py
     fix         strategies whose bound exceeds the best plan go, then
-                presolve and bound again                                 passes/core.py
-    aim         where a gap is enough: guesses just above the bound      passes/core.py
+                presolve, bound and eliminate again                      passes/core.py
     ilp         what is left is an integer program                       passes/ilp.py
 
 What a `Solution.status` proves, weakest last:
@@ -16,6 +16,7 @@ What a `Solution.status` proves, weakest last:
     near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time; or
                     at most the gap that was asked for
     open            more is left than the ILP was to be asked for
+    beaten          every plan costs as much as one that is known elsewhere, or more
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -29,8 +30,8 @@ import numpy as np
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.passes import fold as folding
-from autopar.passes import ilp
-from autopar.passes.core import CLOSED, FIRST_ROUNDS, SLACK, Clock, Core, Outcome, aim, fixed, narrow
+from autopar.passes import ilp, solvers
+from autopar.passes.core import CLOSED, FIRST_ROUNDS, SLACK, Clock, Core, Outcome, fixed, narrow
 from autopar.passes.core import presolve as presolved
 from autopar.passes.dual_ascent import Ascent
 from autopar.passes.fold import Folded
@@ -71,16 +72,18 @@ def optimize(
     time_limit: float = 60.0,
     fold: bool = True,
     presolve: bool = True,
-    enough: float = 0.0,
+    gap: float = 0.0,
     largest: float = np.inf,
     rounds: int = FIRST_ROUNDS,
     until: float = 0.0,
+    bar: float = np.inf,
 ) -> Solution:
-    """The cheapest plan. Only when the bounds do not meet does "auto" ask CBC; "cbc" and "highs" always run the ILP.
+    """The cheapest plan. Only where bounds and elimination leave a gap does "auto" run the ILP; the others always do.
 
-    `enough`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it
-    neither aims at plans nor asks CBC, and leaves the plan "open"; `rounds`: sweeps of dead-end elimination at the
-    start, 0 where bounds are soon near enough without; `until`: the relative gap at which an ascent ends.
+    `gap`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it does not
+    run the ILP, and leaves the plan "open"; `rounds`: sweeps of dead-end elimination at the start, 0 where bounds are
+    soon near enough without; `until`: the relative gap at which an ascent ends; `bar` (s): plans that cost as much are
+    of no interest, and the search ends, "beaten", once it is proven that there are no others.
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -95,29 +98,29 @@ def optimize(
         folded = folding.fold(problem) if fold else folding.identity(problem)
     core = presolved(folded, clock, rounds, raw=not presolve)
     nothing = Outcome(None, np.inf, -np.inf)
-    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, enough, until)
-    if solver == "auto" and enough and not folded.tied and small.problem.variables <= largest:
-        small, outcome = aim(folded.problem, small, ascent, outcome, clock, enough)
-    if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
+    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, bar)
+    if outcome.beaten(bar):
+        outcome = replace(outcome, status="beaten")
+    elif solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
-    elif status := _proven(outcome, enough):
+    elif status := _proven(outcome, gap):
         outcome = replace(outcome, status=status)
     elif small.problem.variables > largest:
         outcome = replace(outcome, status="open")
     elif not folded.tied:
-        outcome = _search(folded, small, outcome, clock, enough)
+        outcome = _search(folded, small, outcome, clock, gap)
     else:
-        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, enough), clock)
+        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, gap), clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
 
 
-def _proven(outcome: Outcome, enough: float) -> str:
+def _proven(outcome: Outcome, gap: float) -> str:
     """What the bounds say of the plan, if they are near enough."""
-    return "certified" if outcome.closed else "near-optimal" if outcome.within(enough) else ""
+    return "certified" if outcome.closed else "near-optimal" if outcome.within(gap) else ""
 
 
 def _untie(
-    problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, enough: float
+    problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float
 ) -> Outcome:
     """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
 
@@ -125,33 +128,33 @@ def _untie(
     once, many only if few strategies are left.
     """
     if problem.variables <= FEW * folded.problem.variables:
-        return _unfolded(problem, _lifted(folded, outcome), clock, enough)
-    tied = _tied(folded, core, ascent, outcome, clock, enough)
-    core, _, found = narrow(folded.problem, core, tied, clock, enough)
+        return _unfolded(problem, _lifted(folded, outcome), clock, gap)
+    tied = _tied(folded, core, ascent, outcome, clock, gap)
+    core, _, found = narrow(folded.problem, core, tied, clock, gap)
     known = _lifted(folded, found)
-    if status := _proven(found, enough):
+    if status := _proven(found, gap):
         return replace(known, status=status, warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(core.counts, core.problem.nodes, strict=True))
     if left > UNFOLDED_CORE or clock.left <= 0:
         return known
-    final = _unfolded(problem, replace(known, warnings=()), clock, enough)
+    final = _unfolded(problem, replace(known, warnings=()), clock, gap)
     return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
 
 
-def _unfolded(problem: Problem, known: Outcome, clock: Clock, enough: float) -> Outcome:
+def _unfolded(problem: Problem, known: Outcome, clock: Clock, gap: float) -> Outcome:
     """The whole problem, every node on its own, from a known plan."""
     whole = folding.identity(problem)
-    small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, enough)
-    if status := _proven(found, enough):
+    small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, gap)
+    if status := _proven(found, gap):
         return replace(found, status=status)
-    return _search(whole, small, found, clock, enough)
+    return _search(whole, small, found, clock, gap)
 
 
-def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, enough: float) -> Outcome:
+def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float) -> Outcome:
     """The optimum of the folded problem; the lower bound stays that of the unfolded one."""
     start = fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
     small, _, inner = narrow(folded.problem, start, outcome, clock)
-    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, enough)
+    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, gap)
     return replace(inner, lower=outcome.lower)
 
 
@@ -159,13 +162,14 @@ def _lifted(folded: Folded, outcome: Outcome) -> Outcome:
     return replace(outcome, plan=None if outcome.plan is None else folded.lift(outcome.plan))
 
 
-def _search(folded: Folded, core: Core, outcome: Outcome, clock: Clock, enough: float = 0.0) -> Outcome:
-    """CBC on the narrowed core, unless little can be gained there, to a relative gap that is enough."""
+def _search(folded: Folded, core: Core, outcome: Outcome, clock: Clock, gap: float = 0.0) -> Outcome:
+    """The ILP on the narrowed core, unless little can be gained there, to a relative gap that is enough."""
     if clock.left <= 0:
         return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
     if core.problem.variables > LARGE and outcome.value - outcome.lower <= NEAR * abs(outcome.value):
         return replace(outcome, status="near-optimal")
-    return _by_ilp(folded, core, "cbc", outcome, clock, cutoff=True, gap=enough * max(outcome.lower, 0.0))
+    solver = solvers.quickest()
+    return _by_ilp(folded, core, solver, outcome, clock, cutoff=True, gap=gap * max(outcome.lower, 0.0))
 
 
 def _by_ilp(

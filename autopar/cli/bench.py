@@ -331,6 +331,26 @@ def bench_corpus(
     raise typer.Exit(1 if any(row["state"] == measure.FAILED for row in rows) else 0)
 
 
+@app.command("first-call")
+def bench_first_call(
+    programs: Annotated[str | None, typer.Option(help="names, with commas between; default: corpus and toys")] = None,
+    sizes: Annotated[str | None, typer.Option(help="small, large or both, of the corpus")] = None,
+    corpus: Annotated[
+        str | None, typer.Option(help="module with PROGRAMS; default: tests.corpus.table of this checkout")
+    ] = None,
+    prove: Annotated[bool, typer.Option("--prove", help="also plan each with gap=0, for minutes")] = False,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Seconds until a plan and until the first step, with nothing given, beside those of jax.jit."""
+    from autopar.bench import corpus_program, first_call
+
+    chosen = words(sizes, first_call.SIZES)
+    rows = first_call.run(words(programs, ()), chosen, corpus or corpus_program.TABLE, prove, resume, say)
+    report(as_json, {**first_call.figures(rows), "rows": rows}, lambda: first_call.table(rows))
+    raise typer.Exit(0 if first_call.holds(rows) else 1)
+
+
 @app.command("ranking")
 def bench_ranking(
     models: Models = None,

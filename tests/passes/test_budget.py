@@ -42,7 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cbc": {"solver": "cbc"},
     "cbc unfolded": {"solver": "cbc", "fold": False},
 }
-EXACT = {"target_gap": 0.0}
+EXACT = {"gap": 0.0}
 
 
 def some_budget(problem: Problem, source: Points, share: float) -> float:
@@ -110,7 +110,7 @@ def test_a_target_is_kept_and_the_bound_holds(problem: Problem, seed: int, share
     budget = some_budget(problem, source, share)
     best = brute_within(problem, source, budget)
     assume(best < INF)
-    found = optimize_within(problem, source, budget, target_gap=target)
+    found = optimize_within(problem, source, budget, gap=target)
     honest(found, problem, source, budget)
     assert found.gap <= target
     assert found.objective <= best * (1 + 2 * target) + 1e-12

@@ -17,6 +17,7 @@ from autopar.errors import ArgumentError, SolverError
 from autopar.passes import solvers
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
+from autopar.passes.solver import elimination
 from tests.passes.small_problems import (
     brute,
     dense_problems,
@@ -48,6 +49,12 @@ FRACTIONAL = (
     *(f"prism-{n}" for n in (5, 7)),
     "petersen",
 )
+
+
+@pytest.fixture
+def no_elimination(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What bounds leave open is left to the ILP."""
+    monkeypatch.setattr(elimination, "search", lambda *how: elimination.Found(None, np.inf, -np.inf))
 
 
 def proven(solution: Solution, problem: Problem, best: float) -> None:
@@ -98,12 +105,35 @@ def test_certificate_and_solvers_agree(solver: str, presolve: bool, seed: int) -
 
 
 @pytest.mark.parametrize("name", FRACTIONAL)
-def test_where_the_bounds_do_not_meet_cbc_decides(name: str) -> None:
+def test_where_the_bounds_do_not_meet_elimination_decides(name: str) -> None:
     problem = frustrated(name)
     solution = optimize(problem)
     proven(solution, problem, brute(problem))
-    assert (solution.status, solution.solver_used) == ("optimal", "cbc")
+    assert (solution.status, solution.rows) == ("certified", 0)
+
+
+@pytest.mark.usefixtures("no_elimination")
+@pytest.mark.parametrize("name", FRACTIONAL)
+def test_where_the_bounds_do_not_meet_the_ilp_decides(name: str) -> None:
+    problem = frustrated(name)
+    solution = optimize(problem)
+    proven(solution, problem, brute(problem))
+    assert (solution.status, solution.solver_used) == ("optimal", solvers.quickest())
     assert solution.rows > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(dense_problems, st.floats(0.8, 1.3))
+def test_what_is_beaten_is_bounded_by_the_bar(problem: Problem, share: float) -> None:
+    """Either no plan is below the bar, up to rounding, or the best plan is found."""
+    best = brute(problem)
+    bar = share * best + 1e-3 * (share - 1)
+    found = optimize(problem, bar=bar)
+    assert found.lower_bound <= best + 1e-12
+    if found.status == "beaten":
+        assert best >= bar * (1 - 2e-9) - 1e-12
+    else:
+        assert found.objective == pytest.approx(best, abs=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -144,9 +174,10 @@ def test_a_tied_optimum_that_cannot_be_bettered_says_so(monkeypatch: pytest.Monk
     assert optimize(problem).objective == 0.0
 
 
+@pytest.mark.usefixtures("no_elimination")
 def test_phases_are_reported() -> None:
     phases = optimize(frustrated("complete-5")).phases
-    assert list(phases) == ["fold", "presolve", "bound", "ilp"]
+    assert list(phases) == ["fold", "presolve", "bound", "eliminate", "ilp"]
     assert all(seconds > 0 for seconds in phases.values())
 
 
@@ -163,6 +194,7 @@ def test_ties_are_broken_the_same_way_every_time() -> None:
         assert len(plans) == 1
 
 
+@pytest.mark.usefixtures("no_elimination")
 def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
     problem = frustrated("complete-9")
     exact, found = optimize(problem), optimize(problem, largest=10)
@@ -171,57 +203,59 @@ def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
     assert optimize(problem, largest=10_000).status == exact.status == "optimal"
 
 
+@pytest.mark.usefixtures("no_elimination")
 def test_a_gap_that_is_enough_ends_the_search() -> None:
     problem = frustrated("complete-9")
-    exact, found = optimize(problem), optimize(problem, enough=1.0)
+    exact, found = optimize(problem), optimize(problem, gap=1.0)
     assert (found.status, found.rows) == ("near-optimal", 0)
     assert found.lower_bound <= exact.objective <= found.objective
     assert 0 < found.gap <= 1.0
 
 
 @pytest.mark.parametrize("name", FRACTIONAL)
-@pytest.mark.parametrize("enough", [0.1, 0.4])
-def test_guesses_at_the_optimum_prove_what_they_say(name: str, enough: float) -> None:
+@pytest.mark.parametrize("gap", [0.1, 0.4])
+def test_guesses_at_the_optimum_prove_what_they_say(name: str, gap: float) -> None:
     problem = frustrated(name)
-    best, found = brute(problem), optimize(problem, enough=enough, fold=False)
-    quick = optimize(problem, enough=enough, fold=False, rounds=0, until=enough)
-    assert quick.gap <= enough
+    best, found = brute(problem), optimize(problem, gap=gap, fold=False)
+    quick = optimize(problem, gap=gap, fold=False, rounds=0, until=gap)
+    assert quick.gap <= gap
     assert quick.lower_bound <= best * (1 + 1e-9) <= quick.objective * (1 + 2e-9)
     assert found.objective == problem.value(found.assignment)
     assert found.lower_bound - 1e-12 <= best <= found.objective + 1e-12
-    assert found.gap <= enough
+    assert found.gap <= gap
     assert found.warnings == ()
 
 
 @settings(max_examples=60, deadline=None)
 @given(dense_problems, st.sampled_from([0.02, 0.1, 0.3]))
-def test_guesses_never_bound_above_brute_force(problem: Problem, enough: float) -> None:
+def test_guesses_never_bound_above_brute_force(problem: Problem, gap: float) -> None:
     best = brute(problem)
-    found = optimize(problem, enough=enough, fold=False)
+    found = optimize(problem, gap=gap, fold=False)
     assert found.lower_bound <= best + 1e-12
-    assert best - 1e-12 <= found.objective <= best / (1 - enough) + 1e-12
+    assert best - 1e-12 <= found.objective <= best / (1 - gap) + 1e-12
 
 
 @pytest.mark.parametrize("rungs", [2, 4, 6])
-@pytest.mark.parametrize("enough", [0.02, 0.3])
-def test_a_gap_that_is_enough_for_layers_solved_as_one(rungs: int, enough: float) -> None:
+@pytest.mark.parametrize("gap", [0.02, 0.3])
+def test_a_gap_that_is_enough_for_layers_solved_as_one(rungs: int, gap: float) -> None:
     """What is tied is optimized to the gap as well, and its plan is never said to be nearer than it is."""
     problem = twisted_ring(rungs)
-    best, found = brute(problem), optimize(problem, enough=enough)
+    best, found = brute(problem), optimize(problem, gap=gap)
     assert found.objective == problem.value(found.assignment)
     assert found.lower_bound <= best <= found.objective
-    assert found.objective <= best + enough * found.objective
+    assert found.objective <= best + gap * found.objective
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1000), shift=st.integers(0, 1), enough=st.sampled_from([0.02, 0.3]))
-def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, enough: float) -> None:
+@given(seed=st.integers(0, 1000), shift=st.integers(0, 1), gap=st.sampled_from([0.02, 0.3]))
+def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, gap: float) -> None:
     problem = layered(seed, 3, shift)
-    best, found = brute(problem), optimize(problem, enough=enough)
+    best, found = brute(problem), optimize(problem, gap=gap)
     assert found.lower_bound <= best + 1e-12
-    assert best - 1e-12 <= found.objective <= best / (1 - enough) + 1e-12
+    assert best - 1e-12 <= found.objective <= best / (1 - gap) + 1e-12
 
 
+@pytest.mark.usefixtures("no_elimination")
 def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = frustrated("petersen")
     exact = optimize(problem)
@@ -284,6 +318,7 @@ def kill_at_birth(command: list[str], **how: Any) -> Any:
     return solver
 
 
+@pytest.mark.usefixtures("no_elimination")
 @pytest.mark.parametrize("solver", ["auto", "cbc"])
 def test_a_killed_solver_leaves_the_best_plan_of_the_ascent(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = frustrated("complete-7/3")
@@ -298,6 +333,7 @@ def test_a_killed_solver_leaves_the_best_plan_of_the_ascent(solver: str, monkeyp
     assert solution.gap > 0
 
 
+@pytest.mark.usefixtures("no_elimination")
 def test_a_time_limit_is_a_status_with_a_gap() -> None:
     problem = frustrated("complete-16/3")
     solution = optimize(problem, time_limit=1.5)

@@ -1,0 +1,171 @@
+"""Dynamic programming along an order of the nodes, bounded by the messages of a dual ascent.
+
+    order      nodes one after another, so that few of those behind have edges to those ahead (the frontier)   -> order
+    state      strategies of the frontier, up to what edges ahead tell apart; the seconds spent on the nodes behind
+    step       every state with every strategy of the next node; of equal states the cheapest stays            -> _step
+    bound      seconds spent + what the nodes ahead cost at least; states above the limit go
+    width      of those left as many of the least bounds; the best bound that goes is a bound on all plans lost
+
+A pass of TRW-S towards the first node (`dual_ascent`) leaves at every node w ahead, with p_e the shares that it sent,
+
+    cost_w(s)  >=  rest_w + sum_{e to lower} p_e(s) - sum_{e to higher} m_{e->w}(s)         T_e + p_e - m_e >= 0
+
+and summed over the nodes ahead, for whatever strategies the frontier has,
+
+    seconds ahead  >=  sum_{w ahead} rest_w  +  sum_{e = (u, w), u behind} m_{e->u}(class_u)
+
+which begins with the bound of the ascent and only rises. Where nothing but states above the limit is lost, the plan is
+the optimum. This is bucket elimination (R. Dechter, AI 113, 1999) along a path decomposition, with bounds as in
+mini-bucket heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.dual_ascent import Ascent, End, ends_of
+from autopar.passes.problem import Floats, Ints, Problem
+
+STARTS = 8  # nodes that an order is tried from
+SPARE = 4  # times the width that is looked at for equal states
+MOST = 1 << 62  # combinations of classes that are numbered without looking at which there are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """The best plan among the states kept, None if all went; lower (s) bounds all plans below the limit."""
+
+    plan: Ints | None
+    value: float
+    lower: float
+
+
+def order(problem: Problem) -> list[int]:
+    """An order of the nodes with a narrow frontier: each time the neighbour that opens fewest combinations.
+
+    The frontier is measured in bits: log2 of the strategies of its nodes. Orders from several nodes are compared, those
+    of least degree first.
+    """
+    around: list[set[int]] = [set() for _ in problem.nodes]
+    for e in problem.edges:
+        around[e.u].add(e.v)
+        around[e.v].add(e.u)
+    bits = [float(np.log2(max(2, len(n.cost)))) for n in problem.nodes]
+    starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[:STARTS]
+    found = [_order_from(v, around, bits) for v in starts]
+    return min(found, key=lambda one: one[0])[1] if found else []
+
+
+def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -> tuple[tuple[float, float], list[int]]:
+    """(widest frontier, sum of frontiers) in bits, and the order."""
+    ahead = [len(a) for a in around]  # neighbours that are not behind
+    done = [False] * len(around)
+    near: set[int] = {start}
+    taken: list[int] = []
+    now = widest = total = 0.0
+    first = 0
+
+    def opened(v: int) -> float:
+        """Bits that the frontier gains."""
+        own = bits[v] if ahead[v] else 0.0
+        return own - sum(bits[u] for u in around[v] if done[u] and ahead[u] == 1)
+
+    while len(taken) < len(around):
+        if not near:
+            while done[first]:
+                first += 1
+            near = {first}
+        v = min(near, key=lambda w: (opened(w), ahead[w] - len(around[w]), w))
+        now += opened(v)
+        done[v] = True
+        taken.append(v)
+        near.discard(v)
+        for u in around[v]:
+            ahead[u] -= 1
+            if not done[u]:
+                near.add(u)
+        widest, total = max(widest, now), total + now
+    return (widest, total), taken
+
+
+def search(problem: Problem, ascent: Ascent, limit: float, width: int) -> Found:
+    """The best plan of at most `limit` (s) that so many states per node find."""
+    ends = ends_of(problem)
+    last = [max((x.other for x in around), default=v) for v, around in enumerate(ends)]
+    bounds = np.array([float(ascent.rest.sum())])
+    frontier: dict[int, Ints] = {}
+    steps: list[tuple[Ints, Ints]] = []
+    lost = np.inf
+    for v in range(len(problem.nodes)):
+        total = _step(problem, ascent, ends[v], v, bounds, frontier)
+        kept = np.flatnonzero(total <= limit)
+        if not len(kept):
+            return Found(None, np.inf, min(lost, limit))
+        kept, least = _least(total, kept, SPARE * width)
+        parent, strategy = np.divmod(kept, len(problem.nodes[v].cost))
+        frontier = {u: held[parent] for u, held in frontier.items() if last[u] > v}
+        if last[v] > v:
+            frontier[v] = strategy
+        distinct = _distinct(total[kept], frontier, ends, v)
+        narrow, less = _least(total[kept], distinct, width)
+        lost = min(lost, least, less)
+        bounds = total[kept][narrow]
+        frontier = {u: held[narrow] for u, held in frontier.items()}
+        steps.append((parent[narrow], strategy[narrow]))
+    best = int(bounds.argmin()) if len(bounds) else 0
+    return Found(_traced(steps, best), float(bounds[best]), min(lost, float(bounds[best])))
+
+
+def _step(
+    problem: Problem, ascent: Ascent, ends: Sequence[End], v: int, bounds: Floats, frontier: dict[int, Ints]
+) -> Floats:
+    """Bounds of every state with every strategy of v, flat."""
+    own = problem.nodes[v].cost - ascent.rest[v]
+    for x in ends:
+        if x.other > v:
+            own = own + ascent.messages[x.edge][0][x.classes]
+    total = bounds[:, None] + own
+    for x in ends:
+        if x.other < v:
+            behind = x.others[frontier[x.other]]
+            moved = x.table.T[behind] - ascent.messages[x.edge][0][behind][:, None]
+            total += moved[:, x.classes]
+    return total.ravel()
+
+
+def _least(values: Floats, indices: Ints, most: int) -> tuple[Ints, float]:
+    """The indices of at most so many least values, ascending, and the least of the others (inf if there are none)."""
+    if len(indices) <= most:
+        return indices, np.inf
+    parted = indices[np.argpartition(values[indices], most)]
+    return np.sort(parted[:most]), float(values[parted[most:]].min())
+
+
+def _distinct(bounds: Floats, frontier: dict[int, Ints], ends: Sequence[Sequence[End]], v: int) -> Ints:
+    """Indices of the cheapest of those states that no edge to a node after v tells apart, ascending."""
+    group, span = np.zeros(len(bounds), dtype=np.int64), 1
+    for u, held in frontier.items():
+        for x in ends[u]:
+            if x.other <= v:
+                continue
+            size = x.table.shape[0]
+            if span * size > MOST:
+                group = np.unique(group, return_inverse=True)[1].ravel()
+                span = len(group)
+            group, span = group * size + x.classes[held], span * size
+    by_group = np.lexsort((bounds, group))
+    first = np.ones(len(by_group), dtype=bool)
+    first[1:] = group[by_group][1:] != group[by_group][:-1]
+    return np.sort(by_group[first])
+
+
+def _traced(steps: Sequence[tuple[Ints, Ints]], last: int) -> Ints:
+    """The strategies that led to a state of the last step."""
+    plan = np.zeros(len(steps), dtype=np.int64)
+    for v in range(len(steps) - 1, -1, -1):
+        parent, strategy = steps[v]
+        plan[v], last = strategy[last], int(parent[last])
+    return plan
