@@ -53,7 +53,7 @@ def forced(graph, rules, sizes, name):
     whole = np.array([int(np.flatnonzero((s.held == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
-    draft = planning._Draft((), (), graph, rules, model, Pinned({}, {}), Liveness(graph, model, mesh, CPU), {})
+    draft = planning._Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
 
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
