@@ -92,22 +92,26 @@ def solve(
     how: Search,
     microbatches: int = 1,
     fastest: Callable[[], Solution] | None = None,
+    below: float = math.inf,
 ) -> Solution:
     """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
 
-    `microbatches`: those that the program runs its step in already; `fastest`: knows the cheapest plan of all.
+    `microbatches`: those that the program runs its step in already; `fastest`: knows the cheapest plan of all; `below`:
+    of the plans that have to be looked for, those that take so many seconds or longer are of no interest.
 
-    Raises MemoryBudgetError where no plan fits into a budget that was given.
+    Raises:
+        MemoryBudgetError: no plan fits into a budget that was given.
+        Beyond: none that fits is of interest.
     """
     if isinstance(budget, str):
         begin = time.monotonic()
         least = least_memory(problem, source, deadline=begin + how.seconds)
         return _smallest(problem, least, time.monotonic() - begin)
     if budget is None:
-        return _by_default(problem, source, usable(mesh), how, fastest)
+        return _by_default(problem, source, usable(mesh), how, fastest, below)
     try:
         free = fastest() if fastest is not None else None
-        return optimize_within(problem, source, budget, free=free, **how.keywords())
+        return optimize_within(problem, source, budget, free=free, below=below, **how.keywords())
     except Infeasible as none:
         found = report(source, none.least.assignment)
         least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
@@ -116,7 +120,12 @@ def solve(
 
 
 def _by_default(
-    problem: Problem, source: Liveness, within: float, how: Search, fastest: Callable[[], Solution] | None
+    problem: Problem,
+    source: Liveness,
+    within: float,
+    how: Search,
+    fastest: Callable[[], Solution] | None,
+    below: float,
 ) -> Solution:
     """The cheapest plan that the device has memory for, else the cheapest with a warning.
 
@@ -129,7 +138,7 @@ def _by_default(
     least = smallest(row)
     if least <= within:
         try:
-            return optimize_within(problem, source, within, free=free, **how.keywords())
+            return optimize_within(problem, source, within, free=free, below=below, **how.keywords())
         except Infeasible as none:
             least = none.least.lower_bytes
     warning = (

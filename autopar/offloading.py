@@ -44,8 +44,9 @@ STEPS = 32  # parts of the state that are moved one by one
 
 T = TypeVar("T")
 
-#: Plans with a policy for each layer and with the arguments at some positions in the host's memory.
-Attempt = Callable[[Sequence[str], Sequence[int], Effort], Outcome[T]]
+#: Plans with a policy for each layer and with the arguments at some positions in the host's memory; what takes so many
+#: seconds or longer is of no interest.
+Attempt = Callable[[Sequence[str], Sequence[int], Effort, float], Outcome[T]]
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,20 @@ class _Known(Generic[T]):
     attempt: Attempt[T]
     made: dict[tuple[tuple[str, ...], tuple[int, ...], Effort], Outcome[T]] = field(default_factory=dict)
 
-    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort) -> Outcome[T]:
+    def __call__(
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float = math.inf
+    ) -> Outcome[T]:
         what = tuple(policies), tuple(hosted)
         fastest = self.made.get((*what, "fastest"))
         if fastest is not None and fastest.fits:
             return fastest
         if (*what, effort) not in self.made:
-            self.made[*what, effort] = self.attempt(*what, effort)
+            self.made[*what, effort] = self.attempt(*what, effort, below)
         return self.made[*what, effort]
 
     def hosting(self, hosted: Sequence[int]) -> recomputation.Attempt[T]:
         """The same with this state in the host's memory, whatever is recomputed."""
-        return lambda policies, effort: self(policies, hosted, effort)
+        return lambda policies, effort, below=math.inf: self(policies, hosted, effort, below)
 
 
 def _best(found: Sequence[Outcome[T]]) -> Outcome[T]:

@@ -26,6 +26,7 @@ from autopar.graph import Graph
 from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
+from autopar.passes.budget import Beyond
 from autopar.passes.homes import Clustering
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
@@ -216,16 +217,21 @@ class _Planner:
         return tuple(policies)
 
     def attempt(
-        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float
     ) -> Outcome[tuple[_Draft, Solution]]:
-        """A plan with a policy for each layer, and state at these positions in the host's memory."""
+        """A plan with a policy for each layer, and state at these positions in the host's memory.
+
+        Plans that fit and take `below` seconds or longer are of no interest.
+        """
         self.attempts += 1
         policies, hosted = self._policies(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
-            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft)
+            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft, below)
+        except Beyond:
+            return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
         except MemoryBudgetError as error:
             return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
         peak, _ = draft.liveness.peak(solution.assignment)
@@ -242,8 +248,8 @@ class _Planner:
             self._count(self.fastest[key].phases)
         return self.fastest[key]
 
-    def _fitting(self, draft: _Draft) -> Solution:
-        """The cheapest plan that fits; MemoryBudgetError as `fitting.solve`."""
+    def _fitting(self, draft: _Draft, below: float) -> Solution:
+        """The cheapest plan that fits; errors as of `fitting.solve`."""
         begin, counted = time.perf_counter(), sum(self.laps.values())
         try:
             return fitting.solve(
@@ -254,6 +260,7 @@ class _Planner:
                 self.options,
                 self.parts.count,
                 lambda: self._fastest(draft),
+                below,
             )
         finally:
             elapsed = time.perf_counter() - begin
@@ -278,9 +285,10 @@ class _Planner:
         moved = hosted != self.always
         chosen = moved or (policies and self.options.remat == recomputation.AUTO)
         within = self.allowed if chosen else self.options.memory_budget
-        if not isinstance(within, float) or (effort == "fastest" and not self._everywhere(policies)):
-            return 0.0
         at_home = self.solved.get((policies, self.always))
+        known = moved and at_home is not None
+        if not isinstance(within, float) or (effort == "fastest" and not known and not self._everywhere(policies)):
+            return 0.0
         if moved and at_home is not None:  # a bound: what waits in the host's memory is on the device at times
             draft, solution = at_home
             waiting = frozenset(draft.graph.inputs[i] for i in hosted)

@@ -1,12 +1,15 @@
 """Which layers are recomputed, where memory forces something.
 
-    as written     first, and alone if memory makes the plan no costlier
+    as written     alone if its fastest plan fits
     uniform        every layer that has something to drop, by "dots" and by "full"; where even the fastest plan does
                    not fit, the best that does
     some layers    otherwise the first k of them, the smallest k whose fastest plan fits: the first, for what they keep
                    lives longest; the peak falls about evenly with k, so that k is found by interpolation -> Search
 
 The policy that by interpolation promises the shorter step is searched first, the other only where it promises more.
+The program as written in layouts that fit comes last, and is given up once it is plain that it takes longer than what
+is found: to fit by layouts alone is the hardest of these problems, and seldom the best answer.
+
 Of all that fit the one with the shortest step is taken, of equals the one found first. For the budget "min" it is the
 smallest peak, of the program as written and of the one with everything recomputed.
 """
@@ -17,7 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from autopar.errors import MemoryBudgetError
 from autopar.passes.remat import DOTS, FULL, NONE, POLICIES
@@ -26,6 +29,7 @@ AUTO = "auto"
 #: What the option `remat` may be.
 CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
 
+MATTERS = 0.005  # share of a step below which what another policy promises is not worth its search
 HALVED = 3  # every third guess halves what is left, where the peak does not fall evenly
 
 T = TypeVar("T")
@@ -61,8 +65,10 @@ class Outcome(Generic[T]):
     hosted: tuple[int, ...] = ()
 
 
-#: Plans with a policy for each layer.
-Attempt = Callable[[Sequence[str], Effort], Outcome[T]]
+class Attempt(Protocol[T]):
+    """Plans with a policy for each layer; what takes `below` seconds or longer is of no interest."""
+
+    def __call__(self, policies: Sequence[str], effort: Effort, below: float = math.inf) -> Outcome[T]: ...
 
 
 def uniform(policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
@@ -97,21 +103,24 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
 
 def search(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str) -> list[Outcome[T]]:
     """The outcomes among which `choose` chooses, the program as written first."""
-    found = [attempt((), "fitting")]
     if isinstance(budget, str):
-        return [*found, *([attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else [])]
-    if not found[0].pressed:
-        return found
+        smallest = [attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else []
+        return [attempt((), "fitting"), *smallest]
+    nowhere = attempt((), "fastest")
+    if nowhere.fits:
+        return [nowhere]
+    found: list[Outcome[T]] = []
     policies = (DOTS, FULL) if any(layers := open_to()) else ()
-    nowhere = attempt((), "fastest") if policies else found[0]
 
     def along(policy: str) -> Search[T]:
         return Search(lambda count, effort: attempt(first(count, policy, layers), effort), sum(layers), budget, nowhere)
 
     for line in sorted(map(along, policies), key=lambda s: s.estimate):
-        promising = line.estimate < min((o.seconds for o in found if o.fits), default=math.inf)
+        promising = line.estimate < (1 - MATTERS) * min((o.seconds for o in found if o.fits), default=math.inf)
         found.append(line.run() if promising else line.everywhere)
-    return found
+    best = min((o.seconds for o in found if o.fits), default=math.inf)
+    as_written = attempt((), "fitting", below=best) if nowhere.seconds < best else nowhere
+    return [as_written, *found]
 
 
 def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]], budget: float | str) -> Outcome[T]:

@@ -60,6 +60,10 @@ class Infeasible(Exception):
         self.least = least
 
 
+class Beyond(Exception):
+    """No plan that fits takes fewer seconds than are of interest, or none was found."""
+
+
 def optimize_within(
     problem: Problem,
     source: RowSource,
@@ -71,14 +75,18 @@ def optimize_within(
     fold: bool = True,
     presolve: bool = True,
     free: Solution | None = None,
+    below: float = np.inf,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
 
-    `free` is the solution without a budget, where it is known. The gap is certified against the unfolded problem with
-    all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
+    `free` is the solution without a budget, where it is known. Where `below` (s) is given, plans that take as long are
+    of no interest, and what fits is looked for by prices alone, without the search for the least peak. The gap is
+    certified against the unfolded problem with all rows. "cbc" and "highs" force the ILP, with rows added as they are
+    needed.
 
     Raises:
         Infeasible: no plan fits, or none was found.
+        Beyond: none below `below` fits, or was found.
         SolverError: no plan exists whatever its memory.
         ArgumentError: an unknown solver, or a time limit that is not above zero, or a budget that is no number.
     """
@@ -92,6 +100,8 @@ def optimize_within(
     if hunt.offer(free.assignment):
         return _solution(free, hunt, free.status, free.solver_used, 0, begin)
     hunt.learn(source.rows())
+    if np.isfinite(below):
+        return _below(hunt, free, below, begin, "tie" if fold else "none", full=presolve)
     if solver != "auto":
         return _forced(hunt, free, solver, begin, "tie" if fold else "none", full=presolve)
     return _auto(hunt, free, begin, "tie" if fold else "none", full=presolve)
@@ -116,6 +126,16 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
     if not status or hunt.gap <= CLOSED:
         status = _status(hunt)
     return _solution(free, hunt, status, used, rows, begin)
+
+
+def _below(hunt: Hunt, free: Solution, below: float, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
+    """The best plan that fits and takes less than `below` (s); Beyond where none is found or there can be none."""
+    hunt.seconds = below
+    if not hunt.done:
+        search(hunt, how, free.variables_unfolded <= FEW * free.variables, full=full)
+    if hunt.plan is None:
+        raise Beyond
+    return _solution(free, hunt, _status(hunt), "dual ascent", 0, begin)
 
 
 def _least(hunt: Hunt, free: Solution) -> LeastMemory:

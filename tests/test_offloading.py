@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -44,7 +45,7 @@ class Planner:
     give: float = 0.0
     tried: list[tuple[tuple[str, ...], int, Effort]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort) -> Outcome[str]:
+    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float) -> Outcome[str]:
         policies, hosted = tuple(policies), tuple(hosted)
         self.tried.append((policies, len(hosted), effort))
         names = policies or ("none",) * len(LAYERS)
@@ -106,7 +107,8 @@ def test_what_can_fit_does_and_the_host_never_makes_it_slower(
     budget: float, copy: float, penalty: float, give: float
 ) -> None:
     planner = Planner(budget, copy, penalty, give)
-    found, alone = planner.choose(), recomputation.choose(lambda p, e: planner(p, (), e), lambda: LAYERS, budget)
+    found = planner.choose()
+    alone = recomputation.choose(lambda p, e, below=math.inf: planner(p, (), e, below), lambda: LAYERS, budget)
     assert found.fits
     assert found.peak_bytes <= budget
     assert found.seconds <= alone.seconds

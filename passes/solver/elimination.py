@@ -22,7 +22,7 @@ mini-bucket heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,6 +57,13 @@ def order(problem: Problem) -> list[int]:
     starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[:STARTS]
     found = [_order_from(v, around, bits) for v in starts]
     return min(found, key=lambda one: one[0])[1] if found else []
+
+
+def reordered(problem: Problem, nodes: Sequence[int]) -> Problem:
+    """The problem with its nodes in this order; edges stay where they are in theirs."""
+    place = {v: i for i, v in enumerate(nodes)}
+    edges = tuple(replace(e, u=place[e.u], v=place[e.v]) for e in problem.edges)
+    return Problem(tuple(problem.nodes[v] for v in nodes), edges)
 
 
 def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -> tuple[tuple[float, float], list[int]]:
