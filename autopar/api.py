@@ -45,9 +45,11 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
         donate_argnums: positional arguments whose buffers may be reused; default: state leaves, never the batch.
         static_argnums: positional arguments that are not traced; they must be hashable.
         pins: {path glob, "arg:i" or "out:i": PartitionSpec}, layouts that the plan must keep.
-        solver: "auto", "cbc" or "highs"; time_limit: seconds.
+        solver: "auto", "cbc" or "highs".
+        gap: how far the step may lie above the bound on all plans, relative to it; 0 asks for a proof; default: 0.005.
+        time_limit: seconds for planning; default: about what compiling takes, 5 at least.
         plan: a Plan, or the path of a saved one, to run instead of planning.
-        progress: print phases to stderr.
+        progress: say on stderr what is planned; default: in a terminal, after two seconds.
         memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
         remat: "auto", "none", "dots" or "full": what the backward pass recomputes; "auto": what memory forces it to.
         offload: "auto", "none" or "all": which optimizer state waits in the host's memory between steps; "auto": what

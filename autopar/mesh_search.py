@@ -20,8 +20,10 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.meshes import Target
 from autopar.passes.core import CLOSED
 from autopar.planning import Beaten, Options, Parts, Planned, plan_below
-from autopar.plans import Plan
+from autopar.report import text
 from autopar.trace import Traced
+
+SHOWN = 0.01  # s of a phase that is told of
 
 
 def best(
@@ -30,24 +32,41 @@ def best(
     options: Options,
     trace_s: float,
     parts: Parts,
-    tell: Callable[[Target, Plan | None], None] = lambda target, plan: None,
-) -> Planned:
-    """The plan with the shortest step; `tell` hears of every mesh, with its plan if it has one of interest.
+    tell: Callable[[str], None] = lambda line: None,
+    below: float = math.inf,
+) -> Planned | None:
+    """The plan with the shortest step, None if none takes less than `below` (s) by more than the gap.
+
+    `tell` hears of every mesh before and after.
 
     Raises:
         PinError: a pin names axes that none of the meshes has.
         MemoryBudgetError: none has a plan that fits; the one with the smallest plan.
     """
-    found = _Best(options)
+    found = _Best(options, below)
     for target in sorted(candidates, key=lambda one: len(one.logical.sizes)):
+        tell(f"planning mesh {shown(target)}{found.so_far()}")
         try:
             made = plan_below(found.bar, traced, target.logical, target.cluster.name, options, trace_s, parts)
         except (PinError, MemoryBudgetError) as error:
             found.errors.append(error)
             continue
-        tell(target, made.plan if isinstance(made, Planned) else None)
+        tell(f"mesh {shown(target)}: {told(made)}")
         found.hear(target, made)
     return found.answer(trace_s)
+
+
+def shown(target: Target) -> str:
+    """A mesh for people."""
+    return "x".join(map(str, target.logical.sizes))
+
+
+def told(made: Planned | Beaten) -> str:
+    """What a mesh came to, for people."""
+    if isinstance(made, Beaten):
+        return f"no plan takes less than {text.seconds(made.lower_bound)}, or none that fits is better than the best"
+    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in made.plan.phases.items() if lap >= SHOWN)
+    return f"{text.seconds(made.plan.step_time_s)} per step, gap {made.plan.gap:.2%} ({laps})"
 
 
 @dataclass
@@ -55,6 +74,7 @@ class _Best:
     """What is known so far."""
 
     options: Options
+    below: float
     planned: Planned | None = None
     fits: bool = False
     lower: float = math.inf
@@ -64,9 +84,13 @@ class _Best:
     @property
     def bar(self) -> float:
         """Seconds that a plan of another mesh has to stay below; inf where it may be of interest all the same."""
-        if self.planned is None or not self.fits or isinstance(self.options.memory_budget, str):
+        if isinstance(self.options.memory_budget, str):
             return math.inf
-        return self.planned.plan.step_time_s
+        return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.below
+
+    def so_far(self) -> str:
+        """The best step so far, for people."""
+        return "" if self.planned is None else f"; best so far {text.seconds(self.planned.plan.step_time_s)} per step"
 
     def hear(self, target: Target, made: Planned | Beaten) -> None:
         """Count one mesh in."""
@@ -83,14 +107,17 @@ class _Best:
         if (fits and not self.fits) or (fits == self.fits and shorter):
             self.planned, self.fits = made, fits
 
-    def answer(self, trace_s: float) -> Planned:
+    def answer(self, trace_s: float) -> Planned | None:
         """The best plan, with its gap against all candidates and the seconds of all of them."""
+        if self.planned is None and math.isfinite(self.lower):
+            return None
         if self.planned is None:
             tight = [error for error in self.errors if isinstance(error, MemoryBudgetError)]
             raise min(tight, key=lambda error: error.least_bytes) if tight else self.errors[0]
         plan = replace(self.planned.plan, phases={**self.phases, "trace": trace_s})
         if not isinstance(self.options.memory_budget, str) and self.lower < plan.lower_bound_s * (1 - CLOSED):
-            status = plan.solver_status if plan.gap > 0 else "near-optimal"
             gap = 1 - self.lower / plan.step_time_s
+            status = "near-optimal" if gap <= self.options.gap else "open"
+            status = plan.solver_status if plan.gap > self.options.gap else status
             plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=status)
         return replace(self.planned, plan=plan)

@@ -113,16 +113,25 @@ def notes(graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], nbytes: float)
 
 
 def choose(
-    attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], leaves: Leaves, budget: float | str
+    attempt: Attempt[T],
+    open_to: Callable[[], Sequence[bool]],
+    leaves: Leaves,
+    budget: float | str,
+    below: float = math.inf,
 ) -> Outcome[T]:
-    """The best outcome within a budget (bytes per device, or "min"); `open_to` as in `recomputation.choose`."""
+    """The best outcome within a budget (bytes per device, or "min"); `open_to` as in `recomputation.choose`.
+
+    Where what takes `below` seconds or longer is of no interest, it may be one that does not fit.
+    """
     known = _Known(attempt)
-    found = recomputation.search(known.hosting(()), open_to, budget)
+    found = recomputation.search(known.hosting(()), open_to, budget, below)
     if leaves.positions and isinstance(budget, str):
         found += recomputation.search(known.hosting(leaves.positions), open_to, budget)
     elif leaves.positions and not isinstance(budget, str) and found[0].pressed:
-        found += _moved(known, found, open_to, leaves, budget)
+        found += _moved(known, found, open_to, leaves, budget, below)
         found += _fewest(known, found, leaves, budget)
+    if math.isfinite(below) and not any(o.fits for o in found):
+        return found[0]
     return recomputation.settle(lambda o: known(o.policies, o.hosted, "proven"), found, budget)
 
 
@@ -159,10 +168,11 @@ def _moved(
     open_to: Callable[[], Sequence[bool]],
     leaves: Leaves,
     budget: float,
+    below: float,
 ) -> list[Outcome[T]]:
     """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
     if not any(o.fits for o in found):
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget)
+        return recomputation.search(known.hosting(leaves.positions), open_to, budget, below)
     best = _best(found)
     added: list[Outcome[T]] = []
     for policies in dict.fromkeys(((), best.policies)):

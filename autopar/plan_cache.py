@@ -37,8 +37,8 @@ VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_FILES = 256
 MOST_BYTES = 512 * 2**20
 
-#: Solver statuses that are proofs, see `autopar.passes.optimize`; pipelines are "chosen", at any speed the same.
-PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal", "chosen")
+#: Solver statuses that do not hang on the clock, see `autopar.passes.optimize`; pipelines are "chosen".
+PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal", "open", "chosen")
 SOLVING = ("fold", "presolve", "bound", "eliminate", "ilp", "memory")
 HURRY = ("time_limit", "deadline")  # fields of `Options` that have no say in what is kept
 UNHURRIED = 0.9  # share of the time limit below which the limit had no say

@@ -123,15 +123,17 @@ def plan_below(
     trace_s: float = 0.0,
     parts: Parts | None = None,
 ) -> Planned | Beaten:
-    """The same, unless the program as written has no plan that takes less than `bar` (s) by more than the gap.
+    """The same, unless there is no plan that takes less than `bar` (s) by more than the gap.
 
-    What is recomputed or kept in the host's memory adds to a step, so that no such plan is of interest either.
+    That is mostly plain from the program as written: what is recomputed or kept in the host's memory adds to a step.
     """
     planner = _Planner(traced, mesh, options, parts or Parts(traced, lambda step: step))
     begin = time.perf_counter()
     if math.isfinite(bar) and (lower := planner.beaten(bar)) is not None:
         return Beaten(lower, planner.laps)
-    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed)
+    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed, bar)
+    if math.isfinite(bar) and not (found.fits and found.seconds < bar):
+        return Beaten(planner.fastest[planner.as_written].lower_bound, planner.laps)
     if found.error is not None:
         raise found.error
     assert found.made is not None
@@ -207,8 +209,13 @@ class _Planner:
 
     def beaten(self, bar: float) -> float | None:
         """A bound on all plans of the program as written (s), if it has none of less than `bar`; see `plan_below`."""
-        found = self._fastest(self._draft(self._policies(()), self.always), bar * (1 - self.options.gap))
+        found = self._fastest(self._draft(*self.as_written), bar * (1 - self.options.gap))
         return found.lower_bound if found.status == "beaten" or found.objective >= bar else None
+
+    @property
+    def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What is recomputed and kept in the host's memory if nothing is but what the user asks for."""
+        return self._policies(()), self.always
 
     def _policies(self, policies: Sequence[str]) -> tuple[str, ...]:
         """These, unless the user has given one for all layers."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import (
     arguments,
     codegen,
+    fitting,
     jax_compat,
     mesh_search,
     meshes,
@@ -38,6 +37,7 @@ from autopar.errors import (
     ArgumentError,
     AutoparWarning,
     GraphError,
+    MemoryBudgetError,
     MicrobatchError,
     PlanMismatchError,
     ScheduleError,
@@ -55,6 +55,8 @@ from autopar.plan_checks import mismatches
 from autopar.plan_schema import FieldError
 from autopar.planning import Options, Parts, collector_paused
 from autopar.plans import Plan, check_matches, graph_hash
+from autopar.progress import Progress, told
+from autopar.report.text import seconds
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
 from autopar.runtime import PipelineStep, build
@@ -143,8 +145,9 @@ def prepare(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
 ) -> Prepared:
     """Trace and plan; `local`: the plan is to run here. For the errors see `autopar.parallelize`."""
-    with collector_paused():
+    with collector_paused(), told(name_of(fn), s.progress) as tell:
         begin = time.perf_counter()
+        tell("tracing")
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
         trace_s = time.perf_counter() - begin
@@ -152,10 +155,10 @@ def prepare(
             if s.plan is not None:
                 return _loaded(fn, traced, replace(s, plan=_donating_no_more(s.plan, args, s)))
             if s.pipelined:
-                return _in_stages(fn, traced, args, s, local, trace_s)
+                return _in_stages(fn, traced, args, s, local, trace_s, tell)
             if not traced.pins and pipelines.is_open(s, traced.graph):
-                return _searched(fn, traced, args, s, local, trace_s)
-            return _best(fn, traced, args, s, local, trace_s)
+                return _searched(fn, traced, args, s, local, trace_s, tell)
+            return _best(fn, traced, args, s, local, trace_s, tell)
 
 
 def _check_sizes(name: str, graph: Graph) -> None:
@@ -172,9 +175,33 @@ def _check_sizes(name: str, graph: Graph) -> None:
 
 
 def _best(
-    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    s: Settings,
+    local: bool,
+    trace_s: float,
+    tell: Progress,
 ) -> Prepared:
     """The plan with the shortest step among the candidate meshes."""
+    best = _on_one_mesh(fn, traced, args, s, local, trace_s, tell)
+    assert best is not None
+    for warning in best.warnings:
+        warn(f"{name_of(fn)}: {warning}")
+    return best
+
+
+def _on_one_mesh(
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    s: Settings,
+    local: bool,
+    trace_s: float,
+    tell: Progress,
+    below: float = math.inf,
+) -> Prepared | None:
+    """The same without a word; None if it takes `below` (s) or longer."""
     candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
     _check_batch(fn, traced, args, s, candidates)
     count, batch = _microbatches(traced, args, s)
@@ -182,11 +209,11 @@ def _best(
     parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
-    seconds = s.time_limit or max(LEAST_SECONDS, SECONDS * sum(1 for _ in traced.graph.walk()))
+    limit = s.time_limit or max(LEAST_SECONDS, SECONDS * sum(1 for _ in traced.graph.walk()))
     options = Options(
         solver=s.solver,
-        time_limit=seconds,
-        deadline=time.monotonic() + seconds,
+        time_limit=limit,
+        deadline=time.monotonic() + limit,
         gap=s.gap,
         pins=s.pins,
         donate=_donated(traced, args, s),
@@ -195,7 +222,10 @@ def _best(
         remat=s.remat,
         offload=_offload(s, candidates[0], local),
     )
-    plan, found = _planned(traced, candidates, options, trace_s, parts, partial(_report, name_of(fn), s.progress))
+    answer = _planned(traced, candidates, options, trace_s, parts, tell, below)
+    if answer is None:
+        return None
+    plan, found = answer
     (target,) = (t for t in candidates if t.logical.names == plan.mesh_names and t.logical.sizes == plan.mesh_sizes)
     if count > 1:
         step = graph_hash(parts.step.graph)
@@ -206,8 +236,6 @@ def _best(
     if changed := _changed(parts.step, best.traced):
         (stage,) = best.plan.stages
         best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
-    for warning in best.warnings:
-        warn(f"{name_of(fn)}: {warning}")
     return best
 
 
@@ -232,9 +260,15 @@ def _memory_kinds(target: Target) -> tuple[str, ...]:
 
 
 def _searched(
-    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    s: Settings,
+    local: bool,
+    trace_s: float,
+    tell: Progress,
 ) -> Prepared:
-    """The plan of the best pipeline, from the cache if it is there; on one mesh where that is one stage."""
+    """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
     options = Options(solver=s.solver, time_limit=s.time_limit or SEARCH_SECONDS, pins=s.pins, rules=registered_rules())
@@ -247,19 +281,71 @@ def _searched(
             kept = replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
                 return _from_cache(fn, traced, replace(s, plan=kept), local)
+    tell(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
     choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
-    if choice is None or not choice.borders:
-        count = s.num_microbatches if choice is None else choice.microbatches
-        found = _best(fn, traced, args, replace(s, num_microbatches=count), local, trace_s)
-    else:
+    staged: Prepared | None = None
+    laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
+    if choice is not None and choice.borders:
         sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
         target = Target(cluster.logical_mesh(sizes), cluster)
-        staged = pipelines.assemble(traced.graph, choice, target)
-        laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
-        found = _staged(fn, traced, args, s, target, staged, laps)
+        assembled = pipelines.assemble(traced.graph, choice, target)
+        staged = _staged(fn, traced, args, s, target, assembled, laps, tell)
+        laps = dict(staged.plan.phases)
+    found = staged
+    if staged is None or s.schedule == "auto":
+        counts = _counts(s, choice)
+        found = _on_some_mesh(fn, traced, args, [replace(s, num_microbatches=n) for n in counts], local, staged, tell)
+    assert found is not None
+    laps["one_mesh"] = time.perf_counter() - begin + trace_s - sum(laps.values())
+    found = replace(found, plan=replace(found.plan, phases=laps))
+    for warning in found.warnings:
+        warn(f"{name_of(fn)}: {warning}")
     if asked is not None:
         plan_cache.write(asked, found.plan, options.time_limit)
     return found
+
+
+def _counts(s: Settings, choice: pipelines.StageChoice | None) -> tuple[int | str, ...]:
+    """Numbers of microbatches to plan one mesh with: one, and that of the search where it is for one stage."""
+    if choice is None or isinstance(s.num_microbatches, int):
+        return (s.num_microbatches,)
+    return (1,) if choice.borders else tuple(dict.fromkeys((1, choice.microbatches)))
+
+
+def _on_some_mesh(
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    choices: Sequence[Settings],
+    local: bool,
+    staged: Prepared | None,
+    tell: Progress,
+) -> Prepared:
+    """The best of a pipeline and the plans on one mesh with these settings; those that fit into memory first.
+
+    Raises:
+        MemoryBudgetError: there is no pipeline, and no plan fits.
+    """
+    found, refusal = staged, None
+    for s in choices:
+        below = found.plan.step_time_s if found is not None and _fits(found, s) else math.inf
+        try:
+            one = _on_one_mesh(fn, traced, args, s, local, 0.0, tell, below)
+        except MemoryBudgetError as error:
+            refusal = refusal or error
+            continue
+        if one is not None and (found is None or _fits(one, s) or not _fits(found, s)):
+            found = one
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found
+
+
+def _fits(found: Prepared, s: Settings) -> bool:
+    """Whether every device has memory for its part."""
+    allowed = fitting.allowed(found.target.logical, s.memory_budget)
+    return isinstance(allowed, str) or all(stage.peak_memory_bytes <= allowed for stage in found.plan.stages)
 
 
 #: Settings that a search for a pipeline depends on, besides those that are `Options`.
@@ -283,13 +369,19 @@ def _from_cache(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool
 
 
 def _in_stages(
-    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, local: bool, trace_s: float
+    fn: Callable[..., Any],
+    traced: Traced,
+    args: Sequence[Any],
+    s: Settings,
+    local: bool,
+    trace_s: float,
+    tell: Progress,
 ) -> Prepared:
     """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
     pipelines.check_options(s, bool(traced.pins), traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=local)[0]
     found = pipelines.pipelined(traced.graph, _batch_leaves(args, s), target, s)
-    return _staged(fn, traced, args, s, target, found, {"trace": trace_s})
+    return _staged(fn, traced, args, s, target, found, {"trace": trace_s}, tell)
 
 
 def _staged(
@@ -300,9 +392,11 @@ def _staged(
     target: Target,
     found: Pipelined,
     laps: Mapping[str, float],
+    tell: Progress,
 ) -> Prepared:
     """The plan of a step in stages."""
     begin = time.perf_counter()
+    tell(f"planning {len(found.stages.stages)} stages in {found.choice.microbatches} microbatches")
     donated = _donated(traced, args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
@@ -310,7 +404,7 @@ def _staged(
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
-    _report(name_of(fn), s.progress, target, made)
+    tell(f"{len(made.stages)} stages take {seconds(made.step_time_s)}")
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
 
 
@@ -320,18 +414,24 @@ def _planned(
     options: Options,
     trace_s: float,
     parts: Parts,
-    tell: Callable[[Target, Plan | None], None],
-) -> tuple[Plan, tuple[str, ...]]:
-    """The best plan of the candidate meshes, from the cache if it is there, and what to warn of."""
+    tell: Progress,
+    below: float,
+) -> tuple[Plan, tuple[str, ...]] | None:
+    """The best plan of the candidate meshes, from the cache if it is there, and what to warn of.
+
+    None if it takes `below` (s) or longer.
+    """
     begin = time.perf_counter()
     asked = None
-    if plan_cache.folder() is not None:
+    if plan_cache.folder() is not None and math.isinf(below):
         further = {"candidates": [one.logical for one in candidates]} if len(candidates) > 1 else {}
         asked = plan_cache.question(traced, candidates[0].logical, candidates[0].cluster.name, options, further)
         kept = plan_cache.read(asked)
         if kept is not None:
             return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
-    made = mesh_search.best(traced, candidates, options, trace_s, parts, tell)
+    made = mesh_search.best(traced, candidates, options, trace_s, parts, tell, below)
+    if made is None:
+        return None
     if asked is not None:
         plan_cache.write(asked, made.plan, options.time_limit)
     return made.plan, made.solution.warnings
@@ -353,17 +453,6 @@ def _user_stacklevel() -> int:
     files = [frame.f_code.co_filename for frame in jax_compat.frames()]
     # `warnings.warn` counts from `warn`, one frame above this one, as 1
     return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)
-
-
-def _report(name: str, wanted: bool | None, target: Target, made: Plan | None) -> None:
-    """What planning for one mesh came to, on stderr."""
-    if not wanted:
-        return
-    if made is None:
-        print(f"autopar: {name} on mesh {target.logical.shape}: no better than the best so far", file=sys.stderr)
-        return
-    phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made.phases.items())
-    print(f"autopar: {name} on mesh {made.mesh}: {made.step_time_s:.3g} s per step; {phases}", file=sys.stderr)
 
 
 def name_of(fn: Callable[..., Any]) -> str:

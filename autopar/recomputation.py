@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Literal, Protocol, TypeVar
 
 from autopar.errors import MemoryBudgetError
@@ -101,8 +102,13 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
     return settle(lambda o: attempt(o.policies, "proven"), found, budget)
 
 
-def search(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str) -> list[Outcome[T]]:
-    """The outcomes among which `choose` chooses, the program as written first."""
+def search(
+    attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str, below: float = math.inf
+) -> list[Outcome[T]]:
+    """The outcomes among which `choose` chooses, the program as written first.
+
+    What takes `below` seconds or longer is of no interest; then there may be nothing that fits.
+    """
     if isinstance(budget, str):
         smallest = [attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else []
         return [attempt((), "fitting"), *smallest]
@@ -113,14 +119,23 @@ def search(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
     policies = (DOTS, FULL) if any(layers := open_to()) else ()
 
     def along(policy: str) -> Search[T]:
-        return Search(lambda count, effort: attempt(first(count, policy, layers), effort), sum(layers), budget, nowhere)
+        steps = partial(_first_steps, attempt, policy, layers)
+        return Search(steps, sum(layers), budget, nowhere)
 
+    best = below
     for line in sorted(map(along, policies), key=lambda s: s.estimate):
-        promising = line.estimate < (1 - MATTERS) * min((o.seconds for o in found if o.fits), default=math.inf)
-        found.append(line.run() if promising else line.everywhere)
-    best = min((o.seconds for o in found if o.fits), default=math.inf)
+        outcome = line.run(best) if line.estimate < (1 - MATTERS) * best else line.everywhere
+        found.append(outcome)
+        best = min(best, outcome.seconds) if outcome.fits else best
     as_written = attempt((), "fitting", below=best) if nowhere.seconds < best else nowhere
     return [as_written, *found]
+
+
+def _first_steps(
+    attempt: Attempt[T], policy: str, layers: Sequence[bool], count: int, effort: Effort, below: float
+) -> Outcome[T]:
+    """An attempt with a policy for the first layers."""
+    return attempt(first(count, policy, layers), effort, below)
 
 
 def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]], budget: float | str) -> Outcome[T]:
@@ -145,19 +160,22 @@ class Search(Generic[T]):
     """
 
     def __init__(
-        self, attempt: Callable[[int, Effort], Outcome[T]], steps: int, budget: float, nowhere: Outcome[T]
+        self, attempt: Callable[[int, Effort, float], Outcome[T]], steps: int, budget: float, nowhere: Outcome[T]
     ) -> None:
         self._attempt, self._steps, self._budget, self._nowhere = attempt, steps, budget, nowhere
-        self.everywhere = attempt(steps, "fastest")
+        self.everywhere = attempt(steps, "fastest", math.inf)
         share = self._count(0, nowhere.peak_bytes, steps, self.everywhere.peak_bytes) / steps
         dearer = self.everywhere.seconds - nowhere.seconds
         self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
 
-    def run(self) -> Outcome[T]:
-        """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all."""
+    def run(self, below: float = math.inf) -> Outcome[T]:
+        """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
+
+        What takes `below` seconds or longer is of no interest.
+        """
         best = self.everywhere
         if not best.fits:
-            return self._attempt(self._steps, "fitting")
+            return self._attempt(self._steps, "fitting", below)
         low, above = 0, self._nowhere.peak_bytes
         high, below = self._steps, best.peak_bytes
         for turn in itertools.count():
@@ -166,7 +184,7 @@ class Search(Generic[T]):
             halved = turn % HALVED == HALVED - 1
             guess = (low + high) // 2 if halved else self._count(low, above, high, below)
             count = min(max(guess, low + 1), high - 1)
-            tried = self._attempt(count, "fastest")
+            tried = self._attempt(count, "fastest", math.inf)
             if tried.fits:
                 high, below, best = count, tried.peak_bytes, tried
             else:

@@ -5,7 +5,7 @@ as dicts, which is several times faster than sums of products), written as an MP
 solved by a child process, so that a solver that crashes, is killed or hangs takes nothing along:
 
     cbc     the binary that PuLP 3 carries, or that `pulp[cbc]` brings along for PuLP 4, or `cbc` on the PATH
-    highs   `highs_child.py` under this Python, where highspy is installed
+    highs   `highs_child.py` under this Python
 
 Both run on one thread with a gap of zero, and their output goes to the folder. `solve` answers every mishap with a
 status.

@@ -18,6 +18,7 @@ from autopar.cli import bench
 from autopar.cli.options import (
     Batch,
     ClusterName,
+    Gap,
     Hosts,
     Json,
     Layers,
@@ -33,6 +34,7 @@ from autopar.cli.options import (
     Solver,
     Stages,
     Target,
+    TimeLimit,
     cache,
     options,
     report,
@@ -65,6 +67,8 @@ def plan(
     schedule: ScheduleName = "auto",
     per_microbatch: PerMicrobatch = None,
     solver: Solver = "auto",
+    gap: Gap = None,
+    time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
     as_json: Json = False,
     no_cache: NoCache = False,
@@ -78,7 +82,7 @@ def plan(
     with cache(not no_cache):
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
         parts = {"num_microbatches": num_microbatches or "auto", "per_microbatch": words(per_microbatch, ())}
-        where = {"remat": remat, "offload": offload}
+        where = {"remat": remat, "offload": offload, "time_limit": time_limit, **({} if gap is None else {"gap": gap})}
         found = api.plan(
             fn,
             *args,

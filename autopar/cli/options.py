@@ -24,6 +24,12 @@ Batch = Annotated[int | None, typer.Option(help="global batch")]
 Seq = Annotated[int | None, typer.Option(help="tokens per sequence")]
 Dtype = Annotated[str | None, typer.Option(help="dtype of parameters and computation, such as bfloat16")]
 Solver = Annotated[str, typer.Option(help="auto, cbc or highs")]
+Gap = Annotated[
+    float | None, typer.Option(help="tolerance of the step, against the bound on all plans; default: 0.005, 0: a proof")
+]
+TimeLimit = Annotated[
+    float | None, typer.Option(help="seconds for planning; default: about what compiling takes, 5 at least")
+]
 MemoryBudget = Annotated[
     str | None, typer.Option(help="bytes per device, as in 12GiB, or min; default: the device's memory")
 ]

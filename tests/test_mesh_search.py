@@ -1,0 +1,140 @@
+"""The choice among candidate meshes, and between one mesh and stages, against every candidate planned by itself."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import Cluster, Plan, mesh_search, meshes, zoo
+from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError
+from autopar.meshes import factorisations
+from autopar.planning import Beaten, Options, Parts, Planned, plan_below
+from autopar.trace import trace
+from tests.processes import printed_twice
+
+P = jax.sharding.PartitionSpec
+CLUSTER = Cluster.preset("dgx-h100", hosts=1)
+SIX = Cluster.custom((6,), alpha=1e-6, beta=1e-9, peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e9)
+MODELS = ("mlp-toy", "gpt-toy-scan")
+
+
+@cache
+def planned(model: str, mesh: tuple[int, ...] | None, **options: Any) -> Plan:
+    built = zoo.build(model)
+    return autopar.plan(built.step, *built.abstract_args(), mesh=mesh, cluster=CLUSTER, **options)
+
+
+@cache
+def alone(model: str) -> dict[tuple[int, ...], Plan]:
+    """The optimum of every mesh."""
+    return {sizes: planned(model, sizes, gap=0.0, time_limit=60.0) for sizes in factorisations(CLUSTER.num_devices)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gap", [0.0, 0.005, 0.2])
+def test_the_answer_is_within_the_gap_of_the_best_mesh(model: str, gap: float) -> None:
+    found, best = planned(model, None, gap=gap), min(plan.step_time_s for plan in alone(model).values())
+    assert found.lower_bound_s <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= found.step_time_s <= best / (1 - gap) * (1 + 1e-9)
+    assert found.gap == pytest.approx(max(0.0, 1 - found.lower_bound_s / found.step_time_s), abs=1e-9)
+    assert found.gap <= gap + 1e-9
+    assert alone(model)[found.mesh_sizes].step_time_s <= found.step_time_s * (1 + 1e-9)
+
+
+def test_a_mesh_is_left_once_its_bound_is_no_better() -> None:
+    built = zoo.build("mlp-toy")
+    traced, mesh = trace(built.step, *built.abstract_args()), CLUSTER.logical_mesh((8,))
+    parts, options = Parts(traced, lambda step: step), Options()
+    whole = plan_below(math.inf, traced, mesh, "local", options, 0.0, parts)
+    assert isinstance(whole, Planned)
+    best = whole.plan.step_time_s
+    left = plan_below(0.9 * best, traced, mesh, "local", options, 0.0, parts)
+    assert isinstance(left, Beaten)
+    assert left.lower_bound <= best * (1 + 1e-9)
+    again = plan_below(1.1 * best, traced, mesh, "local", options, 0.0, parts)
+    assert isinstance(again, Planned)
+    assert again.plan.step_time_s == pytest.approx(best)
+
+
+def test_with_no_time_there_is_a_plan_and_an_honest_gap() -> None:
+    best = alone("gpt-toy-scan")
+    with pytest.warns(AutoparWarning, match="the time limit was reached"):
+        found = planned("gpt-toy-scan", None, time_limit=1e-3, gap=0.0)
+    assert found.lower_bound_s <= min(plan.step_time_s for plan in best.values()) * (1 + 1e-9)
+    assert found.step_time_s >= min(plan.step_time_s for plan in best.values()) * (1 - 1e-9)
+
+
+def test_phases_are_those_of_all_meshes() -> None:
+    phases = planned("mlp-toy", None, gap=0.0, time_limit=60.0).phases
+    assert {"trace", "rules", "graph", "fold", "presolve", "bound", "eliminate", "export"} <= {*phases}
+    assert all(seconds >= 0 for seconds in phases.values())
+
+
+def test_a_pin_that_few_meshes_can_take_is_no_error() -> None:
+    """An axis "y" is there with two axes and not with one; one that none has is an error."""
+    step, w, x = (lambda w, x: w - jnp.tanh(x @ w).sum()), np.ones((16, 16), "f4"), np.ones((16, 16), "f4")
+    found = autopar.plan(step, w, x, cluster=CLUSTER, pins={"w": P("y")})
+    assert len(found.mesh_sizes) > 1
+    with pytest.raises(PinError):
+        autopar.plan(step, w, x, cluster=CLUSTER, pins={"w": P("model")})
+
+
+def test_what_fits_on_one_mesh_is_planned_there() -> None:
+    """A budget that not all meshes can keep is refused only where none can."""
+
+    def plan(mesh: tuple[int, ...] | None, budget: float | str) -> Plan:
+        shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((6, 8), (8, 6))]
+        return autopar.plan(lambda a, b: jnp.tanh(a @ b).sum(), *shapes, mesh=mesh, cluster=SIX, memory_budget=budget)
+
+    least = [plan(sizes, "min").stages[0].peak_memory_bytes for sizes in factorisations(6)]
+    assert min(least) < max(least)
+    assert plan(None, float(min(least))).stages[0].peak_memory_bytes <= min(least)
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan(None, float(min(least)) / 4)
+    assert refused.value.least_bytes == min(least)
+
+
+@pytest.mark.parametrize("gap", [-0.1, 1.5, "small", math.nan, True])
+def test_the_gap_is_checked(gap: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"gap=.* must be a relative gap from 0 to 1"):
+        planned("mlp-toy", None, gap=gap)
+
+
+def test_every_process_finds_the_same_plan() -> None:
+    code = (
+        "import dataclasses; from autopar import zoo, plan, Cluster; m = zoo.build('mlp-toy'); "
+        "p = plan(m.step, *m.abstract_args(), cluster=Cluster.preset('dgx-h100')); "
+        "print(dataclasses.replace(p, phases={}).to_json())"
+    )
+    printed_twice(code)
+
+
+@pytest.mark.parametrize(("model", "hosts"), [("mlp-toy", 1), ("mlp-toy", 2), ("gpt-toy-scan", 2)])
+def test_stages_are_searched_among_plans_of_one_mesh(model: str, hosts: int) -> None:
+    built, cluster = zoo.build(model), Cluster.preset("p3.16xlarge", hosts=hosts)
+    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    for sizes in factorisations(cluster.num_devices):
+        one = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
+        assert found.step_time_s <= one.step_time_s * 1.005, (sizes, found.mesh_sizes, len(found.stages))
+
+
+def test_meshes_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    built, lines = zoo.build("mlp-toy"), list[str]()
+    traced = trace(built.step, *built.abstract_args())
+    targets = [meshes.Target(CLUSTER.logical_mesh(sizes), CLUSTER) for sizes in ((2, 4), (8,))]
+    mesh_search.best(traced, targets, Options(), 0.0, Parts(traced, lambda step: step), lines.append)
+    assert [line.split(":")[0].split(";")[0] for line in lines] == [
+        "planning mesh 8",
+        "mesh 8",
+        "planning mesh 2x4",
+        "mesh 2x4",
+    ]
+    assert "best so far" in lines[2]
+    assert capsys.readouterr() == ("", "")
