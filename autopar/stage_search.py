@@ -37,7 +37,7 @@ import numpy as np
 from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.even import written_bytes
-from autopar.errors import MicrobatchError
+from autopar.errors import ClusterError, MicrobatchError
 from autopar.extrapolation import ways_at
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
@@ -200,7 +200,7 @@ class Hunt:
         total = self.cluster.num_devices
 
         def may_be(n: int) -> bool:
-            return total <= ANY_SIZE or total % n == 0
+            return (total <= ANY_SIZE or total % n == 0) and _is_part(self.cluster, n)
 
         self.where = tuple(
             placements([(g.num_devices // g.devices_per_host, g.devices_per_host) for g in groups], may_be)
@@ -497,6 +497,15 @@ class Hunt:
             for k, nbytes in enumerate(self.borders):
                 found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
         return found
+
+
+def _is_part(cluster: Cluster, devices: int) -> bool:
+    """Whether the first so many devices are some with links of their own: five of two rows of four are not."""
+    try:
+        cluster.part(0, devices)
+    except ClusterError:
+        return False
+    return True
 
 
 def _made_for(choice: Open) -> tuple[str, ...]:

@@ -125,6 +125,16 @@ def test_stages_are_searched_among_plans_of_one_mesh(model: str, hosts: int) -> 
         assert found.step_time_s <= one.step_time_s * 1.005, (sizes, found.mesh_sizes, len(found.stages))
 
 
+def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
+    """Five of two rows of four devices are no submesh; they are not among those tried."""
+    built = zoo.build("mlp-toy")
+    cluster = Cluster.custom((2, 4), alpha=1e-6, beta=1e-9, peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e9)
+    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    for sizes in factorisations(8):
+        one = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
+        assert found.step_time_s <= one.step_time_s * 1.005
+
+
 def test_meshes_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     built, lines = zoo.build("mlp-toy"), list[str]()
     traced = trace(built.step, *built.abstract_args())
