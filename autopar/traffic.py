@@ -22,6 +22,7 @@ XLA's cost analysis calls the sum "bytes accessed".
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -117,12 +118,12 @@ class _Moves:
 class _Cone:
     """What one value in memory is computed from: operations on arrays fused with it, values in memory -> bytes read."""
 
-    ops: tuple[int, ...]
+    ops: frozenset[int]
     sources: Mapping[int, int]
 
-
-#: Operation -> what it reads from memory, with bytes, and the operations fused with it that make the rest.
-_Links = dict[int, tuple[Sequence[tuple[int, int]], Sequence[Op]]]
+    def of(self, op: int) -> _Cone:
+        """The same with the operation that makes the value, even if that is one number."""
+        return self if op in self.ops else _Cone(self.ops | {op}, self.sources)
 
 
 @dataclass(eq=False)
@@ -223,18 +224,12 @@ class _Counter:
             total += sum(self.body(r.ops, r.inputs, r.outputs, runs) for r in op.regions)
         made = {v: op for op in ops if not op.regions for v in op.outputs}
         stored = self._stored(ops, inputs, outputs)
-        known: _Links = {}
-        cones = {v: self._cone(v, made, stored, known) for v in made if v in stored}
+        cones = self._cones(ops, made, stored)
         products = frozenset(v for v in cones if made[v].name in PRODUCTS)
         within = _within_one_loop(products, cones, _loops(cones, products, _depths(cones)), made)
         fixed = {*inputs, *outputs}
         fused = {v for v in within if v not in fixed and made[v].index not in self.summing}
-        kept, known = stored - fused, {}
-        cones = {
-            v: cone if fused.isdisjoint(cone.sources) else self._cone(v, made, kept, known)
-            for v, cone in cones.items()
-            if v in kept
-        }
+        cones = self._cones(ops, made, stored - fused) if fused else cones
         depths = _depths(cones)
         loops = _loops(cones, products, depths)
         reductions = frozenset(v for v in cones if made[v].name in REDUCTIONS and made[v].index not in self.summing)
@@ -272,24 +267,24 @@ class _Counter:
         before, after = ([n for n in self.graph.type_of(a).shape if n > 1][-1:] for a in (op.inputs[0], op.outputs[0]))
         return before != after
 
-    def _cone(self, value: int, made: Mapping[int, Op], stored: AbstractSet[int], known: _Links) -> _Cone:
+    def _cones(self, ops: Sequence[Op], made: Mapping[int, Op], stored: AbstractSet[int]) -> dict[int, _Cone]:
+        """What every value in memory that is made here is computed with; see `_Cone`."""
+        known: dict[int, _Cone] = {}  # operation -> its cone, where it is more than one number with itself
+        for op in ops:
+            if op.index not in known and any(made.get(v) is op for v in op.outputs):
+                known[op.index] = self._cone(op, known, made, stored)
+        return {v: known[op.index].of(op.index) for v, op in made.items() if v in stored}
+
+    def _cone(self, op: Op, known: Mapping[int, _Cone], made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
+        """What is one number is made wherever it is read, so that no loops are shared by it."""
+        memory, fused = self._links(op, made, stored)
+        makers = [known[maker.index] for maker in fused]
+        own = frozenset([op.index]) if self._is_array(op) else frozenset[int]()
         sources: dict[int, int] = {}
-        queue, seen = [made[value]], {made[value].index: made[value]}
-        while queue:
-            op = queue.pop()
-            links = known.get(op.index)
-            if links is None:
-                links = known[op.index] = self._links(op, made, stored)
-            for atom, size in links[0]:
-                if size > sources.get(atom, -1):
-                    sources[atom] = size
-            for maker in links[1]:
-                if maker.index not in seen:
-                    seen[maker.index] = maker
-                    queue.append(maker)
-        # what is one number is made wherever it is read
-        arrays = (index for index, op in seen.items() if op.index == made[value].index or self._is_array(op))
-        return _Cone(tuple(arrays), sources)
+        for atom, size in itertools.chain(memory, *(maker.sources.items() for maker in makers)):
+            if size > sources.get(atom, -1):
+                sources[atom] = size
+        return _Cone(own.union(*(maker.ops for maker in makers)), sources)
 
     def _is_array(self, op: Op) -> bool:
         return any(self.graph.types[v].rank for v in op.outputs)
