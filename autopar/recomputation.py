@@ -166,10 +166,13 @@ class Search(Generic[T]):
         self.everywhere = attempt(steps, "fastest", math.inf)
         share = self._count(0, nowhere.peak_bytes, steps, self.everywhere.peak_bytes) / steps
         dearer = self.everywhere.seconds - nowhere.seconds
+        self._each = dearer / steps
         self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
 
     def run(self, below: float = math.inf) -> Outcome[T]:
         """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
+
+        Where one step fewer hardly matters and is not likely to fit, it is not tried.
 
         What takes `below` seconds or longer is of no interest.
         """
@@ -183,6 +186,8 @@ class Search(Generic[T]):
                 break
             halved = turn % HALVED == HALVED - 1
             guess = (low + high) // 2 if halved else self._count(low, above, high, below)
+            if guess >= high and self._each <= MATTERS * best.seconds:
+                break
             count = min(max(guess, low + 1), high - 1)
             tried = self._attempt(count, "fastest", math.inf)
             if tried.fits:
