@@ -117,7 +117,7 @@ class _Best:
         plan = replace(self.planned.plan, phases={**self.phases, "trace": trace_s})
         if not isinstance(self.options.memory_budget, str) and self.lower < plan.lower_bound_s * (1 - CLOSED):
             gap = 1 - self.lower / plan.step_time_s
-            status = "near-optimal" if gap <= self.options.gap else "open"
-            status = plan.solver_status if plan.gap > self.options.gap else status
+            status = "near-optimal" if gap <= self.options.gap + CLOSED else "open"
+            status = plan.solver_status if plan.gap > self.options.gap + CLOSED else status
             plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=status)
         return replace(self.planned, plan=plan)

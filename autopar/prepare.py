@@ -271,7 +271,7 @@ def _searched(
     """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
-    options = Options(solver=s.solver, time_limit=s.time_limit or SEARCH_SECONDS, pins=s.pins, rules=registered_rules())
+    options = _options_of_stages(s)
     asked = None
     if plan_cache.folder() is not None:
         whole = cluster.logical_mesh((cluster.num_devices,))
@@ -305,11 +305,17 @@ def _searched(
     return found
 
 
+def _options_of_stages(s: Settings) -> Options:
+    """How stages are solved."""
+    limit, rules = s.time_limit or SEARCH_SECONDS, registered_rules()
+    return Options(solver=s.solver, time_limit=limit, gap=s.gap, pins=s.pins, rules=rules)
+
+
 def _counts(s: Settings, choice: pipelines.StageChoice | None) -> tuple[int | str, ...]:
-    """Numbers of microbatches to plan one mesh with: one, and that of the search where it is for one stage."""
+    """Numbers of microbatches to plan one mesh with: that of the search where it is for one stage, then one."""
     if choice is None or isinstance(s.num_microbatches, int):
         return (s.num_microbatches,)
-    return (1,) if choice.borders else tuple(dict.fromkeys((1, choice.microbatches)))
+    return (1,) if choice.borders else tuple(dict.fromkeys((choice.microbatches, 1)))
 
 
 def _on_some_mesh(
@@ -400,7 +406,7 @@ def _staged(
     donated = _donated(traced, args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
-    options = Options(solver=s.solver, time_limit=s.time_limit or SEARCH_SECONDS, pins=s.pins, rules=rules)
+    options = _options_of_stages(s)
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})

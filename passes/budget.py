@@ -29,6 +29,7 @@ from autopar.passes.search import search
 TARGET = 1e-3
 AGAIN = 4  # times that rows learnt by untied plans start everything anew
 SMALL, TINY, FEW = 4_000, 200, 2  # strategies that the ILP gets: at most; of many layers; times those of the folded
+FITTING = 60.0  # s that the search for a plan that fits may take, whatever the deadline
 AFTER = 15.0  # s that the ILP gets for a problem after everything else
 TOLERATED = 1e-6  # share of the budget that a solver's tolerance may cost
 ENDS = {"optimal": "optimal", "infeasible": "optimal", "time-limit": "time-limit"}
@@ -142,10 +143,10 @@ def _least(hunt: Hunt, free: Solution) -> LeastMemory:
     """A plan that fits, or the one with the least peak.
 
     The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
-    plans.
+    plans. It may take longer than the deadline, for where it ended early a plan that fits would be refused.
     """
-    seeds = [free.assignment]
-    return least_memory(hunt.problem, hunt.source, seeds=seeds, deadline=hunt.deadline, asked=hunt.budget)
+    seeds, deadline = [free.assignment], max(hunt.deadline, time.monotonic() + FITTING)
+    return least_memory(hunt.problem, hunt.source, seeds=seeds, deadline=deadline, asked=hunt.budget)
 
 
 def _small(free: Solution) -> bool:

@@ -4,9 +4,7 @@
 building the graph of decisions, solving, writing the plan. Importing JAX and autopar and describing the model's shapes
 come before; what they load on first use counts. Nothing is kept between repeats: no jit cache, no rules, no plan. With
 `from_cache` one process keeps its plan in a new folder, and it is measured how long others take that find it there.
-On a given mesh the program is planned as it is written, `remat="none"`, unless the spec says otherwise: whether its
-memory suffices is another question, and trying recomputation costs several plans. Where a pipeline is searched,
-recomputation is part of the search.
+Everything is as a user has it who gives no option: where memory does not suffice, recomputation is searched.
 `cpu_s` is the processor time of the same span, of all threads: on a busy machine it is the steadier figure.
 """
 
@@ -26,7 +24,10 @@ from autopar import api, plan_cache, targets
 from autopar.bench import worker
 from autopar.errors import ArgumentError
 
-PHASES = ("trace", "cache", "rules", "graph", "fold", "presolve", "bound", "ilp", "inter_op", "export")
+PHASES = (
+    *("trace", "cache", "rules", "graph", "liveness", "fold", "presolve", "bound", "eliminate", "ilp", "memory"),
+    *("remat", "inter_op", "stages", "one_mesh", "export"),
+)
 
 Result = dict[str, Any]
 
@@ -100,7 +101,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
             cluster=found,
             solver=spec.get("solver") or "auto",
             memory_budget=spec.get("memory_budget"),
-            remat=spec.get("remat") or ("none" if mesh else "auto"),
+            remat=spec.get("remat") or "auto",
             offload=spec.get("offload") or "auto",
             per_microbatch=spec.get("per_microbatch") or (),
         )
@@ -141,7 +142,7 @@ def _peak_rss() -> int:
 
 def table(found: Result) -> str:
     """The result for people."""
-    phases = "  ".join(f"{p} {found['phases'][p]:.2f}" for p in PHASES)
+    phases = "  ".join(f"{p} {found['phases'][p]:.2f}" for p in PHASES if found["phases"][p] >= 0.005)
     kept = ", from the cache" if found["from_cache"] else ""
     return "\n".join(
         [

@@ -22,6 +22,7 @@ from autopar.cli.options import (
     Offload,
     PerMicrobatch,
     Plot,
+    Remat,
     Repeats,
     Seq,
     Solver,
@@ -47,19 +48,14 @@ def bench_plan(
     seq: Seq = None,
     solver: Solver = "auto",
     memory_budget: MemoryBudget = None,
-    remat: Annotated[
-        str | None, typer.Option(help="auto, none, dots or full; default: none on a mesh, else auto")
-    ] = None,
+    remat: Remat = "auto",
     offload: Offload = "auto",
     per_microbatch: PerMicrobatch = None,
     from_cache: Annotated[bool, typer.Option("--from-cache", help="where the plan is kept on disk already")] = False,
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
-    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8.
-
-    On a mesh the program is planned as written; with --remat auto, recomputed where its memory does not suffice.
-    """
+    """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8."""
     from autopar.bench import plan as measure
 
     found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)

@@ -39,8 +39,8 @@ def test_a_fresh_process_measures_a_toy():
     found = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append)
     assert set(found) >= KEYS
     assert set(found["phases"]) == set(plan.PHASES)
-    assert sum(found["phases"].values()) <= found["total_s"]
-    assert found["gap"] == 0.0
+    assert 0.8 * found["total_s"] <= sum(found["phases"].values()) <= found["total_s"]
+    assert found["gap"] <= 0.005
     assert found["certified"] == (found["ilp_calls"] == 0)
     assert len(heard) == 1
     assert plan.table(found).startswith("mlp-toy on 2x4 of dgx-h100")
