@@ -247,7 +247,11 @@ def _is_far_too_large(s: Settings, graph: Graph) -> bool:
     """Whether a step needs more than `FAR` times the memory of all devices, and the user has left to us what to do."""
     if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
         return False
-    cluster = s.cluster or Cluster.local()
+    return holds_far_too_much(graph, s.cluster or Cluster.local())
+
+
+def holds_far_too_much(graph: Graph, cluster: Cluster) -> bool:
+    """Whether a step as written needs more than `FAR` times the memory of all devices."""
     devices = cluster.logical_mesh((cluster.num_devices,))
     return written_bytes(graph) > FAR * cluster.num_devices * usable(devices)
 

@@ -293,7 +293,7 @@ def _searched(
         laps = dict(staged.plan.phases)
     found = staged
     if staged is None or s.schedule == "auto":
-        counts = _counts(s, choice)
+        counts = _counts(s, choice, traced.graph, cluster)
         found = _on_some_mesh(fn, traced, args, [replace(s, num_microbatches=n) for n in counts], local, staged, tell)
     assert found is not None
     laps["one_mesh"] = time.perf_counter() - begin + trace_s - sum(laps.values())
@@ -311,11 +311,15 @@ def _options_of_stages(s: Settings) -> Options:
     return Options(solver=s.solver, time_limit=limit, gap=s.gap, pins=s.pins, rules=rules)
 
 
-def _counts(s: Settings, choice: pipelines.StageChoice | None) -> tuple[int | str, ...]:
-    """Numbers of microbatches to plan one mesh with: that of the search where it is for one stage, then one."""
+def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, cluster: Cluster) -> tuple[int | str, ...]:
+    """Numbers of microbatches to plan one mesh with.
+
+    That of the search where it is for one stage, then one, unless a step of one holds far more than there is room for.
+    """
     if choice is None or isinstance(s.num_microbatches, int):
         return (s.num_microbatches,)
-    return (1,) if choice.borders else tuple(dict.fromkeys((choice.microbatches, 1)))
+    found = () if choice.borders else (choice.microbatches,)
+    return tuple(dict.fromkeys(found if pipelines.holds_far_too_much(graph, cluster) else (*found, 1)))
 
 
 def _on_some_mesh(

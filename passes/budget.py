@@ -81,9 +81,8 @@ def optimize_within(
     """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
 
     `free` is the solution without a budget, where it is known. Where `below` (s) is given, plans that take as long are
-    of no interest, and what fits is looked for by prices alone, without the search for the least peak. The gap is
-    certified against the unfolded problem with all rows. "cbc" and "highs" force the ILP, with rows added as they are
-    needed.
+    of no interest, and the search ends once there can be no others. The gap is certified against the unfolded problem
+    with all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
 
     Raises:
         Infeasible: no plan fits, or none was found.
@@ -130,10 +129,20 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
 
 
 def _below(hunt: Hunt, free: Solution, below: float, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
-    """The best plan that fits and takes less than `below` (s); Beyond where none is found or there can be none."""
+    """The best plan that fits and takes less than `below` (s); Beyond where none is found or there can be none.
+
+    By prices alone at first: where all that fits takes longer, that is mostly enough to see it.
+    """
     hunt.seconds = below
+    few = free.variables_unfolded <= FEW * free.variables
     if not hunt.done:
-        search(hunt, how, free.variables_unfolded <= FEW * free.variables, full=full)
+        search(hunt, how, few, full=full)
+    if hunt.plan is None and not hunt.done:
+        least = _least(hunt, free)
+        hunt.learn(least.rows)
+        hunt.offer(least.assignment)
+        hunt.seen.append(least.assignment)
+        search(hunt, how, few, full=full)
     if hunt.plan is None:
         raise Beyond
     return _solution(free, hunt, _status(hunt), "dual ascent", 0, begin)
