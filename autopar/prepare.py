@@ -289,6 +289,7 @@ def _searched(
         sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
         target = Target(cluster.logical_mesh(sizes), cluster)
         assembled = pipelines.assemble(traced.graph, choice, target)
+        laps["inter_op"] = time.perf_counter() - begin
         staged = _staged(fn, traced, args, s, target, assembled, laps, tell)
         laps = dict(staged.plan.phases)
     found = staged
