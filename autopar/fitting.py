@@ -74,6 +74,12 @@ def allowed(mesh: LogicalMesh, budget: float | str | None) -> float | str:
     return usable(mesh) if budget is None else budget
 
 
+def fits(peak_bytes: float, mesh: LogicalMesh, budget: float | str | None) -> bool:
+    """Whether a device may hold so much; any plan fits where the smallest is asked for."""
+    within = allowed(mesh, budget)
+    return isinstance(within, str) or peak_bytes <= within
+
+
 def usable(mesh: LogicalMesh) -> float:
     """Bytes of a device's own memory, less `MARGIN`."""
     return mesh.device.memory_bytes * (1 - MARGIN)
@@ -92,26 +98,26 @@ def solve(
     how: Search,
     microbatches: int = 1,
     fastest: Callable[[], Solution] | None = None,
-    below: float = math.inf,
+    cutoff: float = math.inf,
 ) -> Solution:
     """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
 
-    `microbatches`: those that the program runs its step in already; `fastest`: knows the cheapest plan of all; `below`:
-    of the plans that have to be looked for, those that take so many seconds or longer are of no interest.
+    `microbatches`: those that the program runs its step in already; `fastest`: knows the cheapest plan of all;
+    `cutoff`: of the plans that have to be looked for, those that take so many seconds or longer are of no interest.
 
     Raises:
         MemoryBudgetError: no plan fits into a budget that was given.
-        Beyond: none that fits is of interest.
+        Pruned: none that fits is of interest.
     """
     if isinstance(budget, str):
         begin = time.monotonic()
         least = least_memory(problem, source, deadline=begin + how.seconds)
         return _smallest(problem, least, time.monotonic() - begin)
+    free = fastest() if fastest is not None else optimize(problem, **how.keywords())
     if budget is None:
-        return _by_default(problem, source, usable(mesh), how, fastest, below)
+        return _by_default(problem, source, usable(mesh), how, free, cutoff)
     try:
-        free = fastest() if fastest is not None else None
-        return optimize_within(problem, source, budget, free=free, below=below, **how.keywords())
+        return optimize_within(problem, source, budget, free=free, cutoff=cutoff, **how.keywords())
     except Infeasible as none:
         found = report(source, none.least.assignment)
         least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
@@ -124,21 +130,20 @@ def _by_default(
     source: Liveness,
     within: float,
     how: Search,
-    fastest: Callable[[], Solution] | None,
-    below: float,
+    free: Solution,
+    cutoff: float,
 ) -> Solution:
     """The cheapest plan that the device has memory for, else the cheapest with a warning.
 
     Where nothing fits is mostly plain from one program point: the smallest that each tensor there can be is too much.
     """
-    free = fastest() if fastest is not None else optimize(problem, **how.keywords())
     peak, row = source.peak(free.assignment)
     if peak <= within:
         return free
     least = smallest(row)
     if least <= within:
         try:
-            return optimize_within(problem, source, within, free=free, below=below, **how.keywords())
+            return optimize_within(problem, source, within, free=free, cutoff=cutoff, **how.keywords())
         except Infeasible as none:
             least = none.least.lower_bytes
     warning = (

@@ -12,14 +12,17 @@ and not against its own alone. Plans that fit into memory come first, whatever t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar import fitting
 from autopar.errors import MemoryBudgetError, PinError
 from autopar.meshes import Target
 from autopar.passes.core import CLOSED
-from autopar.planning import Beaten, Options, Parts, Planned, plan_below
+from autopar.passes.optimize import Pruned
+from autopar.planning import Options, Parts, Planned, make_plan
+from autopar.plans import Plan
 from autopar.report import text
 from autopar.trace import Traced
 
@@ -30,51 +33,51 @@ def best(
     traced: Traced,
     candidates: Sequence[Target],
     options: Options,
-    trace_s: float,
     parts: Parts,
-    tell: Callable[[str], None] = lambda line: None,
-    below: float = math.inf,
+    report: Callable[[str], None] = lambda line: None,
+    cutoff: float = math.inf,
 ) -> Planned | None:
-    """The plan with the shortest step, None if none takes less than `below` (s) by more than the gap.
+    """The plan with the shortest step, None if none takes less than `cutoff` (s) by more than the gap.
 
-    `tell` hears of every mesh before and after.
+    `report` is called before and after every mesh.
 
     Raises:
         PinError: a pin names axes that none of the meshes has.
         MemoryBudgetError: none has a plan that fits; the one with the smallest plan.
     """
-    found = _Best(options, below)
+    found = _Best(options, cutoff)
     for target in sorted(candidates, key=lambda one: len(one.logical.sizes)):
-        tell(f"planning mesh {shown(target)}{found.so_far()}")
+        title = "x".join(map(str, target.logical.sizes))
+        report(f"planning mesh {title}{found.summary()}")
         try:
-            made = plan_below(found.bar, traced, target.logical, target.cluster.name, options, trace_s, parts)
+            made = make_plan(
+                traced, target.logical, target.cluster.name, options, parts=parts, cutoff=found.step_to_beat
+            )
         except (PinError, MemoryBudgetError) as error:
             found.errors.append(error)
-            continue
-        tell(f"mesh {shown(target)}: {told(made)}")
-        found.hear(target, made)
-    return found.answer(trace_s)
+        except Pruned as pruned:
+            found.add(pruned.lower_bound, pruned.phases)
+            least = text.seconds(pruned.lower_bound)
+            report(f"mesh {title}: no plan takes less than {least}, or none that fits is better than the best")
+        else:
+            found.add(made.plan.lower_bound_s, made.plan.phases)
+            found.choose(target, made)
+            report(f"mesh {title}: {_described(made.plan)}")
+    return found.answer()
 
 
-def shown(target: Target) -> str:
-    """A mesh for people."""
-    return "x".join(map(str, target.logical.sizes))
-
-
-def told(made: Planned | Beaten) -> str:
-    """What a mesh came to, for people."""
-    if isinstance(made, Beaten):
-        return f"no plan takes less than {text.seconds(made.lower_bound)}, or none that fits is better than the best"
-    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in made.plan.phases.items() if lap >= SHOWN)
-    return f"{text.seconds(made.plan.step_time_s)} per step, gap {made.plan.gap:.2%} ({laps})"
+def _described(plan: Plan) -> str:
+    """A plan in one line."""
+    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in plan.phases.items() if lap >= SHOWN)
+    return f"{text.seconds(plan.step_time_s)} per step, gap {plan.gap:.2%} ({laps})"
 
 
 @dataclass
 class _Best:
-    """What is known so far."""
+    """The best plan so far, and what is known of all meshes."""
 
     options: Options
-    below: float
+    cutoff: float
     planned: Planned | None = None
     fits: bool = False
     lower: float = math.inf
@@ -82,42 +85,47 @@ class _Best:
     errors: list[PinError | MemoryBudgetError] = field(default_factory=list[PinError | MemoryBudgetError])
 
     @property
-    def bar(self) -> float:
+    def step_to_beat(self) -> float:
         """Seconds that a plan of another mesh has to stay below; inf where it may be of interest all the same."""
         if isinstance(self.options.memory_budget, str):
             return math.inf
-        return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.below
+        return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.cutoff
 
-    def so_far(self) -> str:
+    def summary(self) -> str:
         """The best step so far, for people."""
         return "" if self.planned is None else f"; best so far {text.seconds(self.planned.plan.step_time_s)} per step"
 
-    def hear(self, target: Target, made: Planned | Beaten) -> None:
-        """Count one mesh in."""
-        phases = made.plan.phases if isinstance(made, Planned) else made.phases
+    def add(self, lower_bound: float, phases: Mapping[str, float]) -> None:
+        """Count the bound and the seconds of one mesh."""
+        self.lower = min(self.lower, lower_bound)
         for name, seconds in phases.items():
-            self.phases[name] = self.phases.get(name, 0.0) + (seconds if name != "trace" else 0.0)
-        if isinstance(made, Beaten):
-            self.lower = min(self.lower, made.lower_bound)
-            return
-        self.lower = min(self.lower, made.plan.lower_bound_s)
-        allowed = fitting.allowed(target.logical, self.options.memory_budget)
-        fits = isinstance(allowed, str) or made.plan.stages[0].peak_memory_bytes <= allowed
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+    def choose(self, target: Target, made: Planned) -> None:
+        """Keep the better of the best plan and this one."""
+        fits = fitting.fits(made.plan.stages[0].peak_memory_bytes, target.logical, self.options.memory_budget)
         shorter = self.planned is None or made.plan.step_time_s < self.planned.plan.step_time_s * (1 - CLOSED)
         if (fits and not self.fits) or (fits == self.fits and shorter):
             self.planned, self.fits = made, fits
 
-    def answer(self, trace_s: float) -> Planned | None:
+    def answer(self) -> Planned | None:
         """The best plan, with its gap against all candidates and the seconds of all of them."""
         if self.planned is None and math.isfinite(self.lower):
             return None
         if self.planned is None:
             tight = [error for error in self.errors if isinstance(error, MemoryBudgetError)]
             raise min(tight, key=lambda error: error.least_bytes) if tight else self.errors[0]
-        plan = replace(self.planned.plan, phases={**self.phases, "trace": trace_s})
+        plan = replace(self.planned.plan, phases=self.phases)
         if not isinstance(self.options.memory_budget, str) and self.lower < plan.lower_bound_s * (1 - CLOSED):
             gap = 1 - self.lower / plan.step_time_s
-            status = "near-optimal" if gap <= self.options.gap + CLOSED else "open"
-            status = plan.solver_status if plan.gap > self.options.gap + CLOSED else status
-            plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=status)
+            plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=self._status(plan, gap))
         return replace(self.planned, plan=plan)
+
+    def _status(self, plan: Plan, gap: float) -> str:
+        """What is proven of the choice, where the bounds of other meshes leave a wider gap than the plan's own."""
+        enough = self.options.gap + CLOSED
+        if gap <= enough:
+            return "near-optimal"
+        if plan.gap > enough:
+            return plan.solver_status
+        return "time-limit" if time.monotonic() > self.options.deadline else "open"

@@ -117,20 +117,20 @@ def choose(
     open_to: Callable[[], Sequence[bool]],
     leaves: Leaves,
     budget: float | str,
-    below: float = math.inf,
+    cutoff: float = math.inf,
 ) -> Outcome[T]:
     """The best outcome within a budget (bytes per device, or "min"); `open_to` as in `recomputation.choose`.
 
-    Where what takes `below` seconds or longer is of no interest, it may be one that does not fit.
+    Where what takes `cutoff` seconds or longer is of no interest, it may be one that does not fit.
     """
     known = _Known(attempt)
-    found = recomputation.search(known.hosting(()), open_to, budget, below)
+    found = recomputation.search(known.hosting(()), open_to, budget, cutoff)
     if leaves.positions and isinstance(budget, str):
         found += recomputation.search(known.hosting(leaves.positions), open_to, budget)
     elif leaves.positions and not isinstance(budget, str) and found[0].pressed:
-        found += _moved(known, found, open_to, leaves, budget, below)
+        found += _moved(known, found, open_to, leaves, budget, cutoff)
         found += _fewest(known, found, leaves, budget)
-    if math.isfinite(below) and not any(o.fits for o in found):
+    if math.isfinite(cutoff) and not any(o.fits for o in found):
         return found[0]
     return recomputation.settle(lambda o: known(o.policies, o.hosted, "proven"), found, budget)
 
@@ -143,19 +143,19 @@ class _Known(Generic[T]):
     made: dict[tuple[tuple[str, ...], tuple[int, ...], Effort], Outcome[T]] = field(default_factory=dict)
 
     def __call__(
-        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float = math.inf
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float = math.inf
     ) -> Outcome[T]:
         what = tuple(policies), tuple(hosted)
         fastest = self.made.get((*what, "fastest"))
         if fastest is not None and fastest.fits:
             return fastest
         if (*what, effort) not in self.made:
-            self.made[*what, effort] = self.attempt(*what, effort, below)
+            self.made[*what, effort] = self.attempt(*what, effort, cutoff)
         return self.made[*what, effort]
 
     def hosting(self, hosted: Sequence[int]) -> recomputation.Attempt[T]:
         """The same with this state in the host's memory, whatever is recomputed."""
-        return lambda policies, effort, below=math.inf: self(policies, hosted, effort, below)
+        return lambda policies, effort, cutoff=math.inf: self(policies, hosted, effort, cutoff)
 
 
 def _best(found: Sequence[Outcome[T]]) -> Outcome[T]:
@@ -168,11 +168,11 @@ def _moved(
     open_to: Callable[[], Sequence[bool]],
     leaves: Leaves,
     budget: float,
-    below: float,
+    cutoff: float,
 ) -> list[Outcome[T]]:
     """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
     if not any(o.fits for o in found):
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget, below)
+        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff)
     best = _best(found)
     added: list[Outcome[T]] = []
     for policies in dict.fromkeys(((), best.policies)):

@@ -26,9 +26,8 @@ from autopar.graph import Graph
 from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
-from autopar.passes.budget import Beyond
 from autopar.passes.homes import Clustering
-from autopar.passes.optimize import Solution, optimize
+from autopar.passes.optimize import Pruned, Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops
@@ -49,14 +48,6 @@ class Options(fitting.Search):
     memory_budget: float | str | None = None
     remat: str = remat.NONE
     offload: str = offloading.NONE
-
-
-@dataclass(frozen=True, eq=False)
-class Beaten:
-    """No plan of a mesh is of interest: `lower_bound` (s) bounds them all."""
-
-    lower_bound: float
-    phases: Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,33 +98,21 @@ def make_plan(
     options: Options,
     trace_s: float = 0.0,
     parts: Parts | None = None,
+    cutoff: float = math.inf,
 ) -> Planned:
-    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches."""
-    found = plan_below(math.inf, traced, mesh, cluster_name, options, trace_s, parts)
-    assert isinstance(found, Planned)
-    return found
+    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches.
 
-
-def plan_below(
-    bar: float,
-    traced: Traced,
-    mesh: LogicalMesh,
-    cluster_name: str,
-    options: Options,
-    trace_s: float = 0.0,
-    parts: Parts | None = None,
-) -> Planned | Beaten:
-    """The same, unless there is no plan that takes less than `bar` (s) by more than the gap.
-
-    That is mostly plain from the program as written: what is recomputed or kept in the host's memory adds to a step.
+    Raises:
+        Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
+            written: what is recomputed or kept in the host's memory adds to a step.
     """
     planner = _Planner(traced, mesh, options, parts or Parts(traced, lambda step: step))
     begin = time.perf_counter()
-    if math.isfinite(bar) and (lower := planner.beaten(bar)) is not None:
-        return Beaten(lower, planner.laps)
-    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed, bar)
-    if math.isfinite(bar) and not (found.fits and found.seconds < bar):
-        return Beaten(planner.fastest[planner.as_written].lower_bound, planner.laps)
+    if math.isfinite(cutoff):
+        planner.check(cutoff)
+    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed, cutoff)
+    if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
+        raise Pruned(planner.fastest[planner.as_written].lower_bound, planner.laps)
     if found.error is not None:
         raise found.error
     assert found.made is not None
@@ -161,7 +140,7 @@ class _Draft:
 
     @cached_property
     def liveness(self) -> Liveness:
-        """What is in memory when; not asked for where a mesh is beaten."""
+        """What is in memory when; not asked for where a mesh is pruned."""
         return self.alive()
 
     def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
@@ -207,10 +186,11 @@ class _Planner:
     def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.parts.step.graph)
 
-    def beaten(self, bar: float) -> float | None:
-        """A bound on all plans of the program as written (s), if it has none of less than `bar`; see `plan_below`."""
-        found = self._fastest(self._draft(*self.as_written), bar * (1 - self.options.gap))
-        return found.lower_bound if found.status == "beaten" or found.objective >= bar else None
+    def check(self, cutoff: float) -> None:
+        """Raise Pruned where the program as written has no plan of less than the cutoff; see `make_plan`."""
+        found = self._fastest(self._draft(*self.as_written), cutoff * (1 - self.options.gap))
+        if found.status == "cutoff" or found.objective >= cutoff:
+            raise Pruned(found.lower_bound, self.laps)
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -224,11 +204,11 @@ class _Planner:
         return tuple(policies)
 
     def attempt(
-        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
     ) -> Outcome[tuple[_Draft, Solution]]:
         """A plan with a policy for each layer, and state at these positions in the host's memory.
 
-        Plans that fit and take `below` seconds or longer are of no interest.
+        Plans that fit and take `cutoff` seconds or longer are of no interest.
         """
         self.attempts += 1
         policies, hosted = self._policies(policies), tuple(hosted) or self.always
@@ -236,26 +216,26 @@ class _Planner:
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
-            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft, below)
-        except Beyond:
+            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft, cutoff)
+        except Pruned:
             return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
         except MemoryBudgetError as error:
             return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
         peak, _ = draft.liveness.peak(solution.assignment)
-        fits = isinstance(self.allowed, str) or peak <= self.allowed
+        fits = fitting.fits(peak, self.mesh, self.options.memory_budget)
         pressed = not fits or fitting.is_pressed(solution)
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
-    def _fastest(self, draft: _Draft, bar: float = math.inf) -> Solution:
+    def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan whatever it holds."""
         key = draft.policies, draft.hosted
         if key not in self.fastest:
-            self.fastest[key] = optimize(draft.model.problem, bar=bar, **self.options.keywords())
+            self.fastest[key] = optimize(draft.model.problem, cutoff=cutoff, **self.options.keywords())
             self._count(self.fastest[key].phases)
         return self.fastest[key]
 
-    def _fitting(self, draft: _Draft, below: float) -> Solution:
+    def _fitting(self, draft: _Draft, cutoff: float) -> Solution:
         """The cheapest plan that fits; errors as of `fitting.solve`."""
         begin, counted = time.perf_counter(), sum(self.laps.values())
         try:
@@ -267,7 +247,7 @@ class _Planner:
                 self.options,
                 self.parts.count,
                 lambda: self._fastest(draft),
-                below,
+                cutoff,
             )
         finally:
             elapsed = time.perf_counter() - begin

@@ -35,9 +35,9 @@ from autopar.accumulation import accumulated
 from autopar.cluster import Cluster
 from autopar.errors import (
     ArgumentError,
+    AutoparError,
     AutoparWarning,
     GraphError,
-    MemoryBudgetError,
     MicrobatchError,
     PlanMismatchError,
     ScheduleError,
@@ -150,15 +150,34 @@ def prepare(
         tell("tracing")
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
-        trace_s = time.perf_counter() - begin
+        call = _Call(fn, traced, args, local, time.perf_counter() - begin, tell)
         with jax_compat.automatic_axes():
             if s.plan is not None:
                 return _loaded(fn, traced, replace(s, plan=_donating_no_more(s.plan, args, s)))
             if s.pipelined:
-                return _in_stages(fn, traced, args, s, local, trace_s, tell)
+                return _in_stages(call, s)
             if not traced.pins and pipelines.is_open(s, traced.graph):
-                return _searched(fn, traced, args, s, local, trace_s, tell)
-            return _best(fn, traced, args, s, local, trace_s, tell)
+                return _searched(call, s)
+            return _best(call, s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What is planned.
+
+    Attributes:
+        fn, traced, args: the function, its trace and the arguments.
+        local: the plan is to run here.
+        trace_s: seconds that tracing took.
+        report: says what is done.
+    """
+
+    fn: Callable[..., Any]
+    traced: Traced
+    args: Sequence[Any]
+    local: bool
+    trace_s: float
+    report: Progress
 
 
 def _check_sizes(name: str, graph: Graph) -> None:
@@ -174,39 +193,22 @@ def _check_sizes(name: str, graph: Graph) -> None:
     )
 
 
-def _best(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    local: bool,
-    trace_s: float,
-    tell: Progress,
-) -> Prepared:
+def _best(call: _Call, s: Settings) -> Prepared:
     """The plan with the shortest step among the candidate meshes."""
-    best = _on_one_mesh(fn, traced, args, s, local, trace_s, tell)
+    best = _on_one_mesh(call, s)
     assert best is not None
     for warning in best.warnings:
-        warn(f"{name_of(fn)}: {warning}")
+        warn(f"{name_of(call.fn)}: {warning}")
     return best
 
 
-def _on_one_mesh(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    local: bool,
-    trace_s: float,
-    tell: Progress,
-    below: float = math.inf,
-) -> Prepared | None:
-    """The same without a word; None if it takes `below` (s) or longer."""
-    candidates = meshes.targets(_mesh(traced, s), s.cluster, local=local)
-    _check_batch(fn, traced, args, s, candidates)
-    count, batch = _microbatches(traced, args, s)
+def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared | None:
+    """The same without a word; None if it takes `cutoff` (s) or longer."""
+    candidates = meshes.targets(_mesh(call.traced, s), s.cluster, local=call.local)
+    _check_batch(call.fn, call.traced, call.args, s, candidates)
+    count, batch = _microbatches(call.traced, call.args, s)
     devices, own = candidates[0].logical.size, s.per_microbatch
-    parts = Parts(traced, lambda step: accumulated(step, count, batch, devices, own), count)
+    parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
     limit = s.time_limit or max(LEAST_SECONDS, SECONDS * sum(1 for _ in traced.graph.walk()))
@@ -216,13 +218,13 @@ def _on_one_mesh(
         deadline=time.monotonic() + limit,
         gap=s.gap,
         pins=s.pins,
-        donate=_donated(traced, args, s),
+        donate=_donated(call.traced, call.args, s),
         rules=rules,
         memory_budget=s.memory_budget,
         remat=s.remat,
-        offload=_offload(s, candidates[0], local),
+        offload=_offload(s, candidates[0], call.local),
     )
-    answer = _planned(traced, candidates, options, trace_s, parts, tell, below)
+    answer = _planned(call, traced, candidates, options, parts, cutoff)
     if answer is None:
         return None
     plan, found = answer
@@ -259,15 +261,7 @@ def _memory_kinds(target: Target) -> tuple[str, ...]:
     return jax_compat.memory_kinds(meshes.concrete(target).flat[0])
 
 
-def _searched(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    local: bool,
-    trace_s: float,
-    tell: Progress,
-) -> Prepared:
+def _searched(call: _Call, s: Settings) -> Prepared:
     """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
@@ -275,32 +269,32 @@ def _searched(
     asked = None
     if plan_cache.folder() is not None:
         whole = cluster.logical_mesh((cluster.num_devices,))
-        asked = plan_cache.question(traced, whole, repr(cluster), options, _asked(s))
+        asked = plan_cache.question(call.traced, whole, repr(cluster), options, _asked(s))
         kept = plan_cache.read(asked)
         if kept is not None:
-            kept = replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin})
+            kept = replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
-                return _from_cache(fn, traced, replace(s, plan=kept), local)
-    tell(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
-    choice = pipelines.searched(traced, _batch_leaves(args, s), cluster, s, options)
+                return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
+    call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
+    choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options)
     staged: Prepared | None = None
-    laps = {"trace": trace_s, "inter_op": time.perf_counter() - begin}
+    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     if choice is not None and choice.borders:
         sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
         target = Target(cluster.logical_mesh(sizes), cluster)
-        assembled = pipelines.assemble(traced.graph, choice, target)
+        assembled = pipelines.assemble(call.traced.graph, choice, target)
         laps["inter_op"] = time.perf_counter() - begin
-        staged = _staged(fn, traced, args, s, target, assembled, laps, tell)
+        staged = _staged(call, s, target, assembled, laps)
         laps = dict(staged.plan.phases)
     found = staged
     if staged is None or s.schedule == "auto":
-        counts = _counts(s, choice, traced.graph, cluster)
-        found = _on_some_mesh(fn, traced, args, [replace(s, num_microbatches=n) for n in counts], local, staged, tell)
+        counts = _counts(s, choice, call.traced.graph, cluster)
+        found = _pipeline_or_mesh(call, [replace(s, num_microbatches=n) for n in counts], staged)
     assert found is not None
-    laps["one_mesh"] = time.perf_counter() - begin + trace_s - sum(laps.values())
+    laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
     found = replace(found, plan=replace(found.plan, phases=laps))
     for warning in found.warnings:
-        warn(f"{name_of(fn)}: {warning}")
+        warn(f"{name_of(call.fn)}: {warning}")
     if asked is not None:
         plan_cache.write(asked, found.plan, options.time_limit)
     return found
@@ -323,40 +317,33 @@ def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, clu
     return tuple(dict.fromkeys(found if pipelines.holds_far_too_much(graph, cluster) else (*found, 1)))
 
 
-def _on_some_mesh(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    choices: Sequence[Settings],
-    local: bool,
-    staged: Prepared | None,
-    tell: Progress,
-) -> Prepared:
+def _pipeline_or_mesh(call: _Call, choices: Sequence[Settings], staged: Prepared | None) -> Prepared:
     """The best of a pipeline and the plans on one mesh with these settings; those that fit into memory first.
 
+    What one mesh refuses, such as a batch that its axes do not divide, is no matter where another plan is found.
+
     Raises:
-        MemoryBudgetError: there is no pipeline, and no plan fits.
+        AutoparError: the first refusal, where there is no plan at all.
     """
-    found, refusal = staged, None
+    found, refusals = staged, list[AutoparError]()
     for s in choices:
-        below = found.plan.step_time_s if found is not None and _fits(found, s) else math.inf
+        cutoff = found.plan.step_time_s if found is not None and _fits(found, s) else math.inf
         try:
-            one = _on_one_mesh(fn, traced, args, s, local, 0.0, tell, below)
-        except MemoryBudgetError as error:
-            refusal = refusal or error
+            one = _on_one_mesh(call, s, cutoff)
+        except AutoparError as error:
+            refusals.append(error)
             continue
         if one is not None and (found is None or _fits(one, s) or not _fits(found, s)):
             found = one
     if found is None:
-        assert refusal is not None
-        raise refusal
+        raise refusals[0]
     return found
 
 
 def _fits(found: Prepared, s: Settings) -> bool:
     """Whether every device has memory for its part."""
-    allowed = fitting.allowed(found.target.logical, s.memory_budget)
-    return isinstance(allowed, str) or all(stage.peak_memory_bytes <= allowed for stage in found.plan.stages)
+    peak = max(stage.peak_memory_bytes for stage in found.plan.stages)
+    return fitting.fits(peak, found.target.logical, s.memory_budget)
 
 
 #: Settings that a search for a pipeline depends on, besides those that are `Options`.
@@ -379,70 +366,49 @@ def _from_cache(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool
     return Prepared(traced, s.plan, target, registered_rules())
 
 
-def _in_stages(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    local: bool,
-    trace_s: float,
-    tell: Progress,
-) -> Prepared:
+def _in_stages(call: _Call, s: Settings) -> Prepared:
     """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
-    pipelines.check_options(s, bool(traced.pins), traced.graph)
-    target = meshes.targets(s.mesh, s.cluster, local=local)[0]
-    found = pipelines.pipelined(traced.graph, _batch_leaves(args, s), target, s)
-    return _staged(fn, traced, args, s, target, found, {"trace": trace_s}, tell)
+    pipelines.check_options(s, bool(call.traced.pins), call.traced.graph)
+    target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
+    found = pipelines.pipelined(call.traced.graph, _batch_leaves(call.args, s), target, s)
+    return _staged(call, s, target, found, {"trace": call.trace_s})
 
 
-def _staged(
-    fn: Callable[..., Any],
-    traced: Traced,
-    args: Sequence[Any],
-    s: Settings,
-    target: Target,
-    found: Pipelined,
-    laps: Mapping[str, float],
-    tell: Progress,
-) -> Prepared:
+def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Mapping[str, float]) -> Prepared:
     """The plan of a step in stages."""
     begin = time.perf_counter()
-    tell(f"planning {len(found.stages.stages)} stages in {found.choice.microbatches} microbatches")
-    donated = _donated(traced, args, s)
+    call.report(f"planning {len(found.stages.stages)} stages in {found.choice.microbatches} microbatches")
+    traced, donated = call.traced, _donated(call.traced, call.args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
     options = _options_of_stages(s)
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
-    tell(f"{len(made.stages)} stages take {seconds(made.step_time_s)}")
+    call.report(f"{len(made.stages)} stages take {seconds(made.step_time_s)}")
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
 
 
 def _planned(
-    traced: Traced,
-    candidates: Sequence[Target],
-    options: Options,
-    trace_s: float,
-    parts: Parts,
-    tell: Progress,
-    below: float,
+    call: _Call, traced: Traced, candidates: Sequence[Target], options: Options, parts: Parts, cutoff: float
 ) -> tuple[Plan, tuple[str, ...]] | None:
     """The best plan of the candidate meshes, from the cache if it is there, and what to warn of.
 
-    None if it takes `below` (s) or longer.
+    `traced`: the program in microbatches.
+    None if it takes `cutoff` (s) or longer.
     """
     begin = time.perf_counter()
     asked = None
-    if plan_cache.folder() is not None and math.isinf(below):
+    if plan_cache.folder() is not None and math.isinf(cutoff):
         further = {"candidates": [one.logical for one in candidates]} if len(candidates) > 1 else {}
         asked = plan_cache.question(traced, candidates[0].logical, candidates[0].cluster.name, options, further)
         kept = plan_cache.read(asked)
         if kept is not None:
-            return replace(kept, phases={"trace": trace_s, "cache": time.perf_counter() - begin}), ()
-    made = mesh_search.best(traced, candidates, options, trace_s, parts, tell, below)
+            return replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin}), ()
+    made = mesh_search.best(traced, candidates, options, parts, call.report, cutoff)
     if made is None:
         return None
+    made = replace(made, plan=replace(made.plan, phases={**made.plan.phases, "trace": call.trace_s}))
     if asked is not None:
         plan_cache.write(asked, made.plan, options.time_limit)
     return made.plan, made.solution.warnings

@@ -67,9 +67,9 @@ class Outcome(Generic[T]):
 
 
 class Attempt(Protocol[T]):
-    """Plans with a policy for each layer; what takes `below` seconds or longer is of no interest."""
+    """Plans with a policy for each layer; what takes `cutoff` seconds or longer is of no interest."""
 
-    def __call__(self, policies: Sequence[str], effort: Effort, below: float = math.inf) -> Outcome[T]: ...
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[T]: ...
 
 
 def uniform(policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
@@ -103,11 +103,11 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
 
 
 def search(
-    attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str, below: float = math.inf
+    attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str, cutoff: float = math.inf
 ) -> list[Outcome[T]]:
     """The outcomes among which `choose` chooses, the program as written first.
 
-    What takes `below` seconds or longer is of no interest; then there may be nothing that fits.
+    What takes `cutoff` seconds or longer is of no interest; then there may be nothing that fits.
     """
     if isinstance(budget, str):
         smallest = [attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else []
@@ -122,20 +122,20 @@ def search(
         steps = partial(_first_steps, attempt, policy, layers)
         return Search(steps, sum(layers), budget, nowhere)
 
-    best = below
+    best = cutoff
     for line in sorted(map(along, policies), key=lambda s: s.estimate):
         outcome = line.run(best) if line.estimate < (1 - MATTERS) * best else line.everywhere
         found.append(outcome)
         best = min(best, outcome.seconds) if outcome.fits else best
-    as_written = attempt((), "fitting", below=best) if nowhere.seconds < best else nowhere
+    as_written = attempt((), "fitting", cutoff=best) if nowhere.seconds < best else nowhere
     return [as_written, *found]
 
 
 def _first_steps(
-    attempt: Attempt[T], policy: str, layers: Sequence[bool], count: int, effort: Effort, below: float
+    attempt: Attempt[T], policy: str, layers: Sequence[bool], count: int, effort: Effort, cutoff: float
 ) -> Outcome[T]:
     """An attempt with a policy for the first layers."""
-    return attempt(first(count, policy, layers), effort, below)
+    return attempt(first(count, policy, layers), effort, cutoff)
 
 
 def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]], budget: float | str) -> Outcome[T]:
@@ -169,16 +169,16 @@ class Search(Generic[T]):
         self._each = dearer / steps
         self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
 
-    def run(self, below: float = math.inf) -> Outcome[T]:
+    def run(self, cutoff: float = math.inf) -> Outcome[T]:
         """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
 
         Where one step fewer hardly matters and is not likely to fit, it is not tried.
 
-        What takes `below` seconds or longer is of no interest.
+        What takes `cutoff` seconds or longer is of no interest.
         """
         best = self.everywhere
         if not best.fits:
-            return self._attempt(self._steps, "fitting", below)
+            return self._attempt(self._steps, "fitting", cutoff)
         low, above = 0, self._nowhere.peak_bytes
         high, below = self._steps, best.peak_bytes
         for turn in itertools.count():
@@ -197,7 +197,7 @@ class Search(Generic[T]):
         return best
 
     def _count(self, low: int, above: float, high: int, below: float) -> int:
-        """Steps to take, if the peak falls evenly from `above` with `low` of them to `below` with `high`."""
+        """Steps to take, if the peak falls evenly from `above` with `low` of them to `cutoff` with `high`."""
         if above <= below:
             return high
         return min(high, low + math.ceil((high - low) * (above - self._budget) / (above - below)))

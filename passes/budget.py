@@ -22,7 +22,7 @@ from autopar.passes.hunt import CLOSED, Hunt
 from autopar.passes.least import LeastMemory, least_memory
 from autopar.passes.loaded import Folding, presolve
 from autopar.passes.memory_rows import RowSource
-from autopar.passes.optimize import Solution, optimize
+from autopar.passes.optimize import Pruned, Solution, optimize
 from autopar.passes.problem import Problem
 from autopar.passes.search import search
 
@@ -61,10 +61,6 @@ class Infeasible(Exception):
         self.least = least
 
 
-class Beyond(Exception):
-    """No plan that fits takes fewer seconds than are of interest, or none was found."""
-
-
 def optimize_within(
     problem: Problem,
     source: RowSource,
@@ -76,17 +72,17 @@ def optimize_within(
     fold: bool = True,
     presolve: bool = True,
     free: Solution | None = None,
-    below: float = np.inf,
+    cutoff: float = np.inf,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
 
-    `free` is the solution without a budget, where it is known. Where `below` (s) is given, plans that take as long are
+    `free` is the solution without a budget, where it is known. Where `cutoff` (s) is given, plans that take as long are
     of no interest, and the search ends once there can be no others. The gap is certified against the unfolded problem
     with all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
 
     Raises:
         Infeasible: no plan fits, or none was found.
-        Beyond: none below `below` fits, or was found.
+        Pruned: none below `cutoff` fits, or was found.
         SolverError: no plan exists whatever its memory.
         ArgumentError: an unknown solver, or a time limit that is not above zero, or a budget that is no number.
     """
@@ -100,8 +96,8 @@ def optimize_within(
     if hunt.offer(free.assignment):
         return _solution(free, hunt, free.status, free.solver_used, 0, begin)
     hunt.learn(source.rows())
-    if np.isfinite(below):
-        return _below(hunt, free, below, begin, "tie" if fold else "none", full=presolve)
+    if np.isfinite(cutoff):
+        return _under_cutoff(hunt, free, cutoff, begin, "tie" if fold else "none", full=presolve)
     if solver != "auto":
         return _forced(hunt, free, solver, begin, "tie" if fold else "none", full=presolve)
     return _auto(hunt, free, begin, "tie" if fold else "none", full=presolve)
@@ -128,12 +124,14 @@ def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool)
     return _solution(free, hunt, status, used, rows, begin)
 
 
-def _below(hunt: Hunt, free: Solution, below: float, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
-    """The best plan that fits and takes less than `below` (s); Beyond where none is found or there can be none.
+def _under_cutoff(
+    hunt: Hunt, free: Solution, cutoff: float, begin: float, how: Folding, *, full: bool
+) -> BudgetedSolution:
+    """The best plan that fits and takes less than `cutoff` (s); Pruned where none is found or there can be none.
 
     By prices alone at first: where all that fits takes longer, that is mostly enough to see it.
     """
-    hunt.seconds = below
+    hunt.seconds = cutoff
     few = free.variables_unfolded <= FEW * free.variables
     if not hunt.done:
         search(hunt, how, few, full=full)
@@ -144,7 +142,7 @@ def _below(hunt: Hunt, free: Solution, below: float, begin: float, how: Folding,
         hunt.seen.append(least.assignment)
         search(hunt, how, few, full=full)
     if hunt.plan is None:
-        raise Beyond
+        raise Pruned(hunt.lower)
     return _solution(free, hunt, _status(hunt), "dual ascent", 0, begin)
 
 

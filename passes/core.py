@@ -28,7 +28,7 @@ CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
 FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
 KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
-NARROW, WIDE = 256, 8192  # states of an elimination: after each ascent, and after the last
+NARROW, WIDE = 256, 8192  # beam widths of an elimination: after each ascent, and after the last
 
 PHASES = ("fold", "presolve", "bound", "eliminate", "ilp")
 
@@ -62,9 +62,9 @@ class Outcome:
         """Whether the plan is proven to be within a relative gap of the optimum."""
         return bool(np.isfinite(self.value)) and self.value - self.lower <= gap * abs(self.value)
 
-    def beaten(self, bar: float) -> bool:
-        """Whether all plans are proven to cost about `bar` (s) or more."""
-        return bool(np.isfinite(bar)) and self.lower >= bar - CLOSED * abs(bar)
+    def reaches(self, cutoff: float) -> bool:
+        """Whether all plans are proven to cost about `cutoff` (s) or more."""
+        return bool(np.isfinite(cutoff)) and self.lower >= cutoff - CLOSED * abs(cutoff)
 
     @property
     def closed(self) -> bool:
@@ -118,10 +118,8 @@ def _reduced(core: Core, start: tuple[Ints, ...] | None, rounds: int) -> Core:
 
 def _ordered(core: Core) -> Core:
     """The same with its nodes in an order with a narrow frontier, in which ascents converge sooner as well."""
-    nodes = elimination.order(core.problem)
-    place = np.argsort(np.array(nodes, dtype=np.int64))
-    problem, counts = elimination.reordered(core.problem, nodes), core.counts[nodes]
-    return replace(core, problem=problem, counts=counts, lift=lambda plan: core.lift(plan[place]))
+    problem, nodes, place = elimination.ordered(core.problem)
+    return replace(core, problem=problem, counts=core.counts[nodes], lift=lambda plan: core.lift(plan[place]))
 
 
 def narrow(
@@ -131,21 +129,21 @@ def narrow(
     clock: Clock,
     gap: float = CLOSED,
     until: float = 0.0,
-    bar: float = np.inf,
+    cutoff: float = np.inf,
 ) -> tuple[Core, Ascent, Outcome]:
     """Bound, eliminate, fix and presolve again while that shrinks the core, until the bounds meet or are near enough.
 
     A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
-    `until`: the relative gap at which an ascent ends; `bar` (s): plans that cost as much are of no interest.
+    `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much are of no interest.
     """
     size = 2 * core.problem.variables
     while True:
         ascent, outcome = _bound(problem, core, outcome, clock, until)
-        outcome = _eliminated(problem, core, ascent, outcome, clock, bar, NARROW)
-        if outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.beaten(bar):
+        outcome = _eliminated(problem, core, ascent, outcome, clock, cutoff, NARROW)
+        if outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.reaches(cutoff):
             return core, ascent, outcome
         if core.problem.variables > KEPT * size or clock.left <= 0:
-            return core, ascent, _eliminated(problem, core, ascent, outcome, clock, bar, WIDE)
+            return core, ascent, _eliminated(problem, core, ascent, outcome, clock, cutoff, WIDE)
         size = core.problem.variables
         core = fixed(core, ascent, outcome, clock)
 
@@ -166,13 +164,13 @@ def _bound(problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: 
 
 
 def _eliminated(
-    problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, bar: float, width: int
+    problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, cutoff: float, width: int
 ) -> Outcome:
     """A better plan by elimination with so many states, and a better bound where no plans are tied."""
-    if outcome.closed or not np.isfinite(outcome.value) or outcome.beaten(bar) or clock.left <= 0:
+    if outcome.closed or not np.isfinite(outcome.value) or outcome.reaches(cutoff) or clock.left <= 0:
         return outcome
     with clock.phase("eliminate"):
-        limit = min(bar, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
+        limit = min(cutoff, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
         found = elimination.search(core.problem, ascent, limit, width)
     if found.plan is not None:
         plan = core.lift(found.plan)

@@ -3,7 +3,7 @@
 Strategy a of node v goes when
 
     infeasible    cost(a) = inf, or some edge forbids a with every live class of its other end    -> _feasible
-    equivalent    some b lies in the same class on every edge and costs no more                    -> _cheapest
+    equivalent    some b lies in the same class on every edge and costs no more                    -> problem.cheapest
     dominated     cost(a) - cost(b) + sum_e min_t (T_e[a,t] - T_e[b,t]) >= 0 for some b            -> _undominated
 
 The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994); t runs
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.passes.problem import Edge, Floats, Ints, Problem, renumber, restrict, used
+from autopar.passes.problem import Edge, Floats, Ints, Problem, cheapest, renumber, restrict, used
 
 FULL = 160  # strategies up to which every pair is compared; above it only with the most promising dominators
 LEADERS = 64  # how many of those
@@ -34,7 +34,6 @@ PRICES = (
     1.0,
     10.0,
 )  # of bytes, for choosing leaders: 1 where all bytes at stake weigh as much as all seconds
-MOST = 1 << 31  # combinations of classes that are numbered without looking at which there are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +167,7 @@ class _State:
             return live
         held = self.held[v][:, keep] if v in self.held else np.zeros((0, len(keep)))
         equal = [np.unique(row[live], return_inverse=True)[1].ravel() for row in held]
-        live = live[_cheapest(cost[live], [s.classes[keep[live]] for s in sides] + equal)]
+        live = live[cheapest(cost[live], [s.classes[keep[live]] for s in sides] + equal)]
         parts: list[Part] = []
         for s, cols in zip(sides, columns, strict=True):
             rows = s.live(keep[live])
@@ -203,23 +202,6 @@ def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints)
     for side, cols in zip(sides, columns, strict=True):
         live &= np.logical_or.reduce(np.isfinite(side.table[:, cols]), axis=1)[side.classes[keep]]
     return live
-
-
-def _cheapest(cost: Floats, classes: list[Ints]) -> Ints:
-    """Per combination of classes the first cheapest strategy, ascending."""
-    if not classes:
-        return np.array([cost.argmin()])
-    group, span = np.zeros(len(cost), dtype=np.int64), 1
-    for one in classes:
-        size = int(one.max()) + 1
-        if span * size > MOST:
-            group = np.unique(group, return_inverse=True)[1].ravel()
-            span = len(cost)
-        group, span = group * size + one, span * size
-    order = np.lexsort((cost, group))
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = group[order][1:] != group[order][:-1]
-    return np.sort(order[first])
 
 
 Part = tuple[_Side, Ints, Ints, Ints]  # side, live rows (classes), row of each strategy, live columns

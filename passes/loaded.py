@@ -203,12 +203,11 @@ def contracted(core: Core) -> Core:
 def ordered(core: Core) -> Core:
     """With nodes in an order with a narrow frontier, in which ascents converge sooner."""
     loaded, lift = core.loaded, core.lift
-    nodes = elimination.order(loaded.problem)
-    place = np.argsort(np.array(nodes, dtype=np.int64))
+    problem, nodes, place = elimination.ordered(loaded.problem)
     held = {i: loaded.nodes[v] for i, v in enumerate(nodes) if v in loaded.nodes}
     return replace(
         core,
-        loaded=replace(loaded, problem=elimination.reordered(loaded.problem, nodes), nodes=held),
+        loaded=replace(loaded, problem=problem, nodes=held),
         counts=core.counts[nodes],
         lift=lambda plan: lift(plan[place]),
         first=core.first[nodes],

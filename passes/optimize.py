@@ -3,7 +3,7 @@
     fold        equal layers share one decision                          passes/fold.py
     presolve    dead ends go, nodes of degree <= 2 are contracted        passes/dead_end.py, passes/contract.py
     bound       lower and upper bound by dual ascent                     passes/dual_ascent.py
-    eliminate   plans, and proofs, by elimination with bounds            passes/elimination.py
+    eliminate   plans, and proofs, by elimination with bounds            passes/solver/elimination.py
     fix         strategies whose bound exceeds the best plan go, then
                 presolve, bound and eliminate again                      passes/core.py
     ilp         what is left is an integer program                       passes/ilp.py
@@ -16,7 +16,7 @@ What a `Solution.status` proves, weakest last:
     near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time; or
                     at most the gap that was asked for
     open            more is left than the ILP was to be asked for
-    beaten          every plan costs as much as one that is known elsewhere, or more
+    cutoff          every plan costs as much as one that is known elsewhere, or more
     time-limit      the time was up; the best plan so far and its gap
     fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
 """
@@ -24,7 +24,9 @@ What a `Solution.status` proves, weakest last:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -65,6 +67,20 @@ class Solution:
     rows: int
 
 
+class Pruned(Exception):
+    """No plan costs less than the cutoff, or none was found.
+
+    Attributes:
+        lower_bound: of all plans, s.
+        phases: seconds spent, by phase.
+    """
+
+    def __init__(self, lower_bound: float, phases: Mapping[str, float] = MappingProxyType({})) -> None:
+        super().__init__(f"no plan is known that costs less than the cutoff; the bound is {lower_bound} s")
+        self.lower_bound = lower_bound
+        self.phases = phases
+
+
 def optimize(
     problem: Problem,
     *,
@@ -76,14 +92,14 @@ def optimize(
     largest: float = np.inf,
     rounds: int = FIRST_ROUNDS,
     until: float = 0.0,
-    bar: float = np.inf,
+    cutoff: float = np.inf,
 ) -> Solution:
     """The cheapest plan. Only where bounds and elimination leave a gap does "auto" run the ILP; the others always do.
 
     `gap`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it does not
     run the ILP, and leaves the plan "open"; `rounds`: sweeps of dead-end elimination at the start, 0 where bounds are
-    soon near enough without; `until`: the relative gap at which an ascent ends; `bar` (s): plans that cost as much are
-    of no interest, and the search ends, "beaten", once it is proven that there are no others.
+    soon near enough without; `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much
+    are of no interest, and the search ends, "cutoff", once it is proven that there are no others.
 
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
@@ -98,9 +114,9 @@ def optimize(
         folded = folding.fold(problem) if fold else folding.identity(problem)
     core = presolved(folded, clock, rounds, raw=not presolve)
     nothing = Outcome(None, np.inf, -np.inf)
-    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, bar)
-    if outcome.beaten(bar):
-        outcome = replace(outcome, status="beaten")
+    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, cutoff)
+    if outcome.reaches(cutoff):
+        outcome = replace(outcome, status="cutoff")
     elif solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
         outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
     elif status := _proven(outcome, gap):

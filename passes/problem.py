@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from autopar.errors import SolverError
 
+MOST = 1 << 31  # combinations of classes that are numbered without looking at which there are
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -176,3 +178,20 @@ def renumber(classes: Ints, present: Ints, size: int) -> Ints:
     place = np.zeros(size, dtype=np.int64)
     place[present] = np.arange(len(present))
     return place[classes]
+
+
+def cheapest(cost: Floats, classes: Sequence[Ints]) -> Ints:
+    """Per combination of classes the first cheapest strategy, ascending."""
+    if not classes:
+        return np.array([cost.argmin()])
+    group, span = np.zeros(len(cost), dtype=np.int64), 1
+    for one in classes:
+        size = int(one.max()) + 1
+        if span * size > MOST:
+            group = np.unique(group, return_inverse=True)[1].ravel()
+            span = len(cost)
+        group, span = group * size + one, span * size
+    order = np.lexsort((cost, group))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = group[order][1:] != group[order][:-1]
+    return np.sort(order[first])

@@ -15,7 +15,8 @@ import autopar
 from autopar import Cluster, Plan, mesh_search, meshes, zoo
 from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError
 from autopar.meshes import factorisations
-from autopar.planning import Beaten, Options, Parts, Planned, plan_below
+from autopar.passes.optimize import Pruned
+from autopar.planning import Options, Parts, make_plan
 from autopar.trace import trace
 from tests.processes import printed_twice
 
@@ -51,16 +52,12 @@ def test_the_answer_is_within_the_gap_of_the_best_mesh(model: str, gap: float) -
 def test_a_mesh_is_left_once_its_bound_is_no_better() -> None:
     built = zoo.build("mlp-toy")
     traced, mesh = trace(built.step, *built.abstract_args()), CLUSTER.logical_mesh((8,))
-    parts, options = Parts(traced, lambda step: step), Options()
-    whole = plan_below(math.inf, traced, mesh, "local", options, 0.0, parts)
-    assert isinstance(whole, Planned)
-    best = whole.plan.step_time_s
-    left = plan_below(0.9 * best, traced, mesh, "local", options, 0.0, parts)
-    assert isinstance(left, Beaten)
-    assert left.lower_bound <= best * (1 + 1e-9)
-    again = plan_below(1.1 * best, traced, mesh, "local", options, 0.0, parts)
-    assert isinstance(again, Planned)
-    assert again.plan.step_time_s == pytest.approx(best)
+    best = make_plan(traced, mesh, "local", Options()).plan.step_time_s
+    with pytest.raises(Pruned) as left:
+        make_plan(traced, mesh, "local", Options(), cutoff=0.9 * best)
+    assert left.value.lower_bound <= best * (1 + 1e-9)
+    assert left.value.phases["graph"] > 0
+    assert make_plan(traced, mesh, "local", Options(), cutoff=1.1 * best).plan.step_time_s == pytest.approx(best)
 
 
 def test_with_no_time_there_is_a_plan_and_an_honest_gap() -> None:
@@ -135,11 +132,23 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
         assert found.step_time_s <= one.step_time_s * 1.005
 
 
+def test_what_one_mesh_refuses_leaves_the_stages() -> None:
+    """A batch of five divides by no mesh axis, and falls into five microbatches."""
+    built = zoo.build("gpt-toy", batch=5)
+    cluster = Cluster.custom(
+        (2, 4), alpha=(1e-3, 1e-6), beta=(1e-7, 1e-10), peak_flops=1e9, memory_bandwidth=1e11, memory_bytes=1e9
+    )
+    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", batch_argnums=(1,))
+    assert (len(found.stages), found.num_microbatches) == (2, 5)
+    with pytest.raises(ArgumentError, match=r"batch argument .* of shape \(5, 16\).* does not divide"):
+        autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(2, 4), batch_argnums=(1,))
+
+
 def test_meshes_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     built, lines = zoo.build("mlp-toy"), list[str]()
     traced = trace(built.step, *built.abstract_args())
     targets = [meshes.Target(CLUSTER.logical_mesh(sizes), CLUSTER) for sizes in ((2, 4), (8,))]
-    mesh_search.best(traced, targets, Options(), 0.0, Parts(traced, lambda step: step), lines.append)
+    mesh_search.best(traced, targets, Options(), Parts(traced, lambda step: step), lines.append)
     assert [line.split(":")[0].split(";")[0] for line in lines] == [
         "planning mesh 8",
         "mesh 8",

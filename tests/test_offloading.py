@@ -45,7 +45,7 @@ class Planner:
     give: float = 0.0
     tried: list[tuple[tuple[str, ...], int, Effort]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, below: float) -> Outcome[str]:
+    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float) -> Outcome[str]:
         policies, hosted = tuple(policies), tuple(hosted)
         self.tried.append((policies, len(hosted), effort))
         names = policies or ("none",) * len(LAYERS)
@@ -108,7 +108,7 @@ def test_what_can_fit_does_and_the_host_never_makes_it_slower(
 ) -> None:
     planner = Planner(budget, copy, penalty, give)
     found = planner.choose()
-    alone = recomputation.choose(lambda p, e, below=math.inf: planner(p, (), e, below), lambda: LAYERS, budget)
+    alone = recomputation.choose(lambda p, e, cutoff=math.inf: planner(p, (), e, cutoff), lambda: LAYERS, budget)
     assert found.fits
     assert found.peak_bytes <= budget
     assert found.seconds <= alone.seconds

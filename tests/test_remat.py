@@ -36,7 +36,7 @@ class Planner:
     penalty: float = 0.0
     tried: list[tuple[tuple[str, ...], Effort]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], effort: Effort, below: float = math.inf) -> Outcome[str]:
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
         policies = tuple(policies)
         self.tried.append((policies, effort))
         names = policies or ("none",) * len(LAYERS)

@@ -27,11 +27,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.passes.dual_ascent import Ascent, End, ends_of
-from autopar.passes.problem import Floats, Ints, Problem
+from autopar.passes.problem import Floats, Ints, Problem, cheapest
 
 STARTS = 8  # nodes that an order is tried from
 SPARE = 4  # times the width that is looked at for equal states
-MOST = 1 << 62  # combinations of classes that are numbered without looking at which there are
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +58,12 @@ def order(problem: Problem) -> list[int]:
     return min(found, key=lambda one: one[0])[1] if found else []
 
 
-def reordered(problem: Problem, nodes: Sequence[int]) -> Problem:
-    """The problem with its nodes in this order; edges stay where they are in theirs."""
-    place = {v: i for i, v in enumerate(nodes)}
-    edges = tuple(replace(e, u=place[e.u], v=place[e.v]) for e in problem.edges)
-    return Problem(tuple(problem.nodes[v] for v in nodes), edges)
+def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
+    """The problem with its nodes in `order`, that order, and the place of each node in it."""
+    nodes = np.array(order(problem), dtype=np.int64)
+    place = np.argsort(nodes)
+    edges = tuple(replace(e, u=int(place[e.u]), v=int(place[e.v])) for e in problem.edges)
+    return Problem(tuple(problem.nodes[v] for v in nodes), edges), nodes, place
 
 
 def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -> tuple[tuple[float, float], list[int]]:
@@ -116,8 +116,8 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int) -> Found:
         frontier = {u: held[parent] for u, held in frontier.items() if last[u] > v}
         if last[v] > v:
             frontier[v] = strategy
-        distinct = _distinct(total[kept], frontier, ends, v)
-        narrow, less = _least(total[kept], distinct, width)
+        ahead = [x.classes[held] for u, held in frontier.items() for x in ends[u] if x.other > v]
+        narrow, less = _least(total[kept], cheapest(total[kept], ahead), width)
         lost = min(lost, least, less)
         bounds = total[kept][narrow]
         frontier = {u: held[narrow] for u, held in frontier.items()}
@@ -149,24 +149,6 @@ def _least(values: Floats, indices: Ints, most: int) -> tuple[Ints, float]:
         return indices, np.inf
     parted = indices[np.argpartition(values[indices], most)]
     return np.sort(parted[:most]), float(values[parted[most:]].min())
-
-
-def _distinct(bounds: Floats, frontier: dict[int, Ints], ends: Sequence[Sequence[End]], v: int) -> Ints:
-    """Indices of the cheapest of those states that no edge to a node after v tells apart, ascending."""
-    group, span = np.zeros(len(bounds), dtype=np.int64), 1
-    for u, held in frontier.items():
-        for x in ends[u]:
-            if x.other <= v:
-                continue
-            size = x.table.shape[0]
-            if span * size > MOST:
-                group = np.unique(group, return_inverse=True)[1].ravel()
-                span = len(group)
-            group, span = group * size + x.classes[held], span * size
-    by_group = np.lexsort((bounds, group))
-    first = np.ones(len(by_group), dtype=bool)
-    first[1:] = group[by_group][1:] != group[by_group][:-1]
-    return np.sort(by_group[first])
 
 
 def _traced(steps: Sequence[tuple[Ints, Ints]], last: int) -> Ints:

@@ -124,14 +124,14 @@ def test_where_the_bounds_do_not_meet_the_ilp_decides(name: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(dense_problems, st.floats(0.8, 1.3))
-def test_what_is_beaten_is_bounded_by_the_bar(problem: Problem, share: float) -> None:
-    """Either no plan is below the bar, up to rounding, or the best plan is found."""
+def test_what_reaches_the_cutoff_is_bounded_by_it(problem: Problem, share: float) -> None:
+    """Either no plan is below the cutoff, up to rounding, or the best plan is found."""
     best = brute(problem)
-    bar = share * best + 1e-3 * (share - 1)
-    found = optimize(problem, bar=bar)
+    cutoff = share * best + 1e-3 * (share - 1)
+    found = optimize(problem, cutoff=cutoff)
     assert found.lower_bound <= best + 1e-12
-    if found.status == "beaten":
-        assert best >= bar * (1 - 2e-9) - 1e-12
+    if found.status == "cutoff":
+        assert best >= cutoff * (1 - 2e-9) - 1e-12
     else:
         assert found.objective == pytest.approx(best, abs=1e-12)
 
