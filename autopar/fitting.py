@@ -24,7 +24,7 @@ from autopar.cost_models.memory_report import Memory, report
 from autopar.errors import MemoryBudgetError
 from autopar.passes.budget import BudgetedSolution, Infeasible, optimize_within
 from autopar.passes.least import LeastMemory, least_memory
-from autopar.passes.memory_rows import Row
+from autopar.passes.memory_rows import smallest
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
 from autopar.report.text import size
@@ -151,11 +151,6 @@ def _by_default(
         f"than {size(least)}; memory_budget='min' gives the smallest"
     )
     return replace(free, warnings=(*free.warnings, warning))
-
-
-def smallest(row: Row) -> float:
-    """Bytes at one program point if each tensor there is as small as it can be; no plan's peak is below."""
-    return row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
 
 
 def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:

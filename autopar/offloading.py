@@ -30,7 +30,7 @@ from autopar.cost_models import offload
 from autopar.errors import ArgumentError
 from autopar.graph import Graph
 from autopar.passes import offload as offload_pass
-from autopar.recomputation import Effort, Outcome
+from autopar.recomputation import Effort, Expected, Outcome
 from autopar.report.text import size
 
 AUTO, NONE, ALL = "auto", "none", "all"
@@ -118,17 +118,19 @@ def choose(
     leaves: Leaves,
     budget: float | str,
     cutoff: float = math.inf,
+    expected: Expected[T] | None = None,
 ) -> Outcome[T]:
-    """The best outcome within a budget (bytes per device, or "min"); `open_to` as in `recomputation.choose`.
+    """The best outcome within a budget (bytes per device, or "min"); the rest as in
+    `recomputation.search`.
 
     Where what takes `cutoff` seconds or longer is of no interest, it may be one that does not fit.
     """
     known = _Known(attempt)
-    found = recomputation.search(known.hosting(()), open_to, budget, cutoff)
+    found = recomputation.search(known.hosting(()), open_to, budget, cutoff, expected)
     if leaves.positions and isinstance(budget, str):
         found += recomputation.search(known.hosting(leaves.positions), open_to, budget)
     elif leaves.positions and not isinstance(budget, str) and found[0].pressed:
-        found += _moved(known, found, open_to, leaves, budget, cutoff)
+        found += _moved(known, found, open_to, leaves, budget, cutoff, expected)
         found += _fewest(known, found, leaves, budget)
     if math.isfinite(cutoff) and not any(o.fits for o in found):
         return found[0]
@@ -169,10 +171,11 @@ def _moved(
     leaves: Leaves,
     budget: float,
     cutoff: float,
+    expected: Expected[T] | None,
 ) -> list[Outcome[T]]:
     """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
     if not any(o.fits for o in found):
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff)
+        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, expected)
     best = _best(found)
     added: list[Outcome[T]] = []
     for policies in dict.fromkeys(((), best.policies)):

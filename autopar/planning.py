@@ -27,8 +27,10 @@ from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
 from autopar.passes.homes import Clustering
+from autopar.passes.memory_rows import smallest
 from autopar.passes.optimize import Pruned, Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
+from autopar.passes.remat_estimates import Forecast, forecast
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
@@ -110,7 +112,9 @@ def make_plan(
     begin = time.perf_counter()
     if math.isfinite(cutoff):
         planner.check(cutoff)
-    found = offloading.choose(planner.attempt, planner.open_to, planner.leaves, planner.allowed, cutoff)
+    found = offloading.choose(
+        planner.attempt, planner.open_to, planner.leaves, planner.allowed, cutoff, planner.forecast
+    )
     if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
         raise Pruned(planner.fastest[planner.as_written].lower_bound, planner.laps)
     if found.error is not None:
@@ -185,6 +189,18 @@ class _Planner:
     @cached_property
     def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.parts.step.graph)
+
+    def forecast(self, as_written: Outcome[tuple[_Draft, Solution]], policy: str) -> Forecast | None:
+        """What recomputing layers by a policy costs and frees, read off this plan; None if that is not known."""
+        if as_written.made is None or self.parts.step is not self.traced:
+            return None
+        draft, solution = as_written.made
+        plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
+        return forecast(*plan, policy, self._recomputable)
+
+    def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
+        """The best outcome within the memory that is allowed; see `offloading.choose`."""
+        return offloading.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecast)
 
     def check(self, cutoff: float) -> None:
         """Raise Pruned where the program as written has no plan of less than the cutoff; see `make_plan`."""
@@ -282,7 +298,7 @@ class _Planner:
             rows = [draft.liveness.at_peak_without(waiting, solution.assignment)]
         else:
             rows = self._draft(policies, hosted).liveness.rows()
-        least = max(map(fitting.smallest, rows))
+        least = max(map(smallest, rows))
         return least if least > within else 0.0
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:

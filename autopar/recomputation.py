@@ -1,12 +1,13 @@
 """Which layers are recomputed, where memory forces something.
 
     as written     alone if its fastest plan fits
-    uniform        every layer that has something to drop, by "dots" and by "full"; where even the fastest plan does
-                   not fit, the best that does
-    some layers    otherwise the first k of them, the smallest k whose fastest plan fits: the first, for what they keep
-                   lives longest; the peak falls about evenly with k, so that k is found by interpolation -> Search
+    some layers    the first k of those that have something to drop, by "dots" or by "full", the smallest k whose
+                   fastest plan fits: the first, for what they keep lives longest                         -> Line
+    uniform        where even with all of them the fastest plan does not fit, the best that does
 
-The policy that by interpolation promises the shorter step is searched first, the other only where it promises more.
+What a layer costs and frees is estimated on the plan as written (`autopar.passes.remat_estimates`), and corrected by
+every plan that is made. So k is mostly met at once. Of the two policies the one that promises the shorter step is
+tried first, the other only where it may promise more.
 The program as written in layouts that fit comes last, and is given up once it is plain that it takes longer than what
 is found: to fit by layouts alone is the hardest of these problems, and seldom the best answer.
 
@@ -25,11 +26,13 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from autopar.errors import MemoryBudgetError
 from autopar.passes.remat import DOTS, FULL, NONE, POLICIES
+from autopar.passes.remat_estimates import Estimate, Forecast
 
 AUTO = "auto"
 #: What the option `remat` may be.
 CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
 
+TRUST = 0.25  # share of what recomputing is estimated to cost by which the estimate may be too high
 MATTERS = 0.005  # share of a step below which what another policy promises is not worth its search
 HALVED = 3  # every third guess halves what is left, where the peak does not fall evenly
 
@@ -72,6 +75,10 @@ class Attempt(Protocol[T]):
     def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[T]: ...
 
 
+#: What recomputing layers by a policy costs and frees, read off the outcome as written; None if nothing is known.
+Expected = Callable[[Outcome[T], str], Forecast | None]
+
+
 def uniform(policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
     """One policy for all layers that it changes; empty if it changes none."""
     if policy == NONE or not any(open_to):
@@ -103,7 +110,11 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
 
 
 def search(
-    attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: float | str, cutoff: float = math.inf
+    attempt: Attempt[T],
+    open_to: Callable[[], Sequence[bool]],
+    budget: float | str,
+    cutoff: float = math.inf,
+    expected: Expected[T] | None = None,
 ) -> list[Outcome[T]]:
     """The outcomes among which `choose` chooses, the program as written first.
 
@@ -115,18 +126,23 @@ def search(
     nowhere = attempt((), "fastest")
     if nowhere.fits:
         return [nowhere]
-    found: list[Outcome[T]] = []
     policies = (DOTS, FULL) if any(layers := open_to()) else ()
 
-    def along(policy: str) -> Search[T]:
-        steps = partial(_first_steps, attempt, policy, layers)
-        return Search(steps, sum(layers), budget, nowhere)
+    def along(policy: str) -> Line[T]:
+        forecast = expected(nowhere, policy) if expected is not None else None
+        return Line(partial(_first_steps, attempt, policy, layers), sum(layers), budget, nowhere, forecast)
 
-    best = cutoff
-    for line in sorted(map(along, policies), key=lambda s: s.estimate):
-        outcome = line.run(best) if line.estimate < (1 - MATTERS) * best else line.everywhere
-        found.append(outcome)
-        best = min(best, outcome.seconds) if outcome.fits else best
+    lines = sorted(map(along, policies), key=lambda line: (line.hopeless, line.promise))
+    for line in lines:
+        suffice = [other for other in lines if other.tried and not other.exhausted]
+        least = min([cutoff, *(other.promise for other in suffice)])
+        if line.at_best < (1 - MATTERS) * least and not (line.hopeless and suffice):
+            line.probe()
+    best, found = cutoff, [line.best for line in lines if line.tried]
+    for line in sorted(lines, key=lambda line: line.promise):
+        if line.tried and line.promise < (1 - MATTERS) * best:
+            found.append(line.run(best))
+        best = min([best, *(o.seconds for o in found if o.fits)])
     as_written = attempt((), "fitting", cutoff=best) if nowhere.seconds < best else nowhere
     return [as_written, *found]
 
@@ -151,23 +167,70 @@ def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]
     return found[0] if found[0].made is not None else _refusal(prove, found)
 
 
-class Search(Generic[T]):
-    """The search for the best outcome along a line: the first of `steps` steps taken, each at about the same price.
+class Line(Generic[T]):
+    """The search for the best outcome along a line: the first of `steps` steps taken.
+
+    Seconds and peak after k steps are those of the nearest outcomes tried, and between and beyond them in proportion to
+    what is expected of the steps.
 
     Attributes:
-        everywhere: the fastest plan with all steps taken.
-        estimate: about how many seconds the best outcome takes: each step costs and frees about as much as the next.
+        hopeless: all steps are expected to be too few, whatever the layouts.
+
+    Args:
+        attempt: makes the outcome of so many steps; what takes the cutoff or longer is of no interest.
+        steps: how many there are.
+        budget: bytes per device.
+        nowhere: the outcome without any step.
+        forecast: what each step costs and frees; None: all the same, which the outcome of all steps then tells.
     """
 
     def __init__(
-        self, attempt: Callable[[int, Effort, float], Outcome[T]], steps: int, budget: float, nowhere: Outcome[T]
+        self,
+        attempt: Callable[[int, Effort, float], Outcome[T]],
+        steps: int,
+        budget: float,
+        nowhere: Outcome[T],
+        forecast: Forecast | None = None,
     ) -> None:
-        self._attempt, self._steps, self._budget, self._nowhere = attempt, steps, budget, nowhere
-        self.everywhere = attempt(steps, "fastest", math.inf)
-        share = self._count(0, nowhere.peak_bytes, steps, self.everywhere.peak_bytes) / steps
-        dearer = self.everywhere.seconds - nowhere.seconds
-        self._each = dearer / steps
-        self.estimate = nowhere.seconds + dearer * (share if self.everywhere.fits else 1.0)
+        self._attempt, self._steps, self._budget = attempt, steps, budget
+        self._points = {0: nowhere}
+        each = [Estimate(1.0, 1.0)] * steps if forecast is None else forecast.steps
+        self._seconds = (0.0, *itertools.accumulate(max(e.seconds, 0.0) for e in each))
+        self._bytes = (0.0, *itertools.accumulate(max(e.nbytes, 0.0) for e in each))
+        self.hopeless = forecast is not None and forecast.least_bytes > budget
+        if forecast is None:
+            self._try(steps)
+
+    @property
+    def tried(self) -> bool:
+        """Whether any step was."""
+        return len(self._points) > 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether even the fastest plan with all steps taken does not fit."""
+        return self._low == self._steps
+
+    @property
+    def best(self) -> Outcome[T]:
+        """Of the outcomes tried the one with the fewest steps that fits, or that with the most."""
+        return self._points[max(self._points) if self._high is None else self._high]
+
+    @property
+    def promise(self) -> float:
+        """About how many seconds the best outcome takes."""
+        return self._at(self._count())
+
+    @property
+    def at_best(self) -> float:
+        """About how many seconds it takes at least, as far as estimates can be trusted."""
+        as_written = self._points[0].seconds
+        return self.promise if self.tried else as_written + (1 - TRUST) * (self.promise - as_written)
+
+    def probe(self) -> None:
+        """Try as many steps as are expected to do."""
+        if not self.tried:
+            self._try(self._count())
 
     def run(self, cutoff: float = math.inf) -> Outcome[T]:
         """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
@@ -176,31 +239,56 @@ class Search(Generic[T]):
 
         What takes `cutoff` seconds or longer is of no interest.
         """
-        best = self.everywhere
-        if not best.fits:
-            return self._attempt(self._steps, "fitting", cutoff)
-        low, above = 0, self._nowhere.peak_bytes
-        high, below = self._steps, best.peak_bytes
         for turn in itertools.count():
-            if high - low <= 1:
+            low, high = self._low, self._high
+            if self.exhausted:
+                return self._attempt(low, "fitting", cutoff)
+            if high is None:
+                self._try(self._count())
+                continue
+            guess = (low + high) // 2 if turn % HALVED == HALVED - 1 else self._count()
+            hardly = self._at(high) - self._at(high - 1) <= MATTERS * self.best.seconds
+            if high - low <= 1 or (guess == high and hardly):
                 break
-            halved = turn % HALVED == HALVED - 1
-            guess = (low + high) // 2 if halved else self._count(low, above, high, below)
-            if guess >= high and self._each <= MATTERS * best.seconds:
-                break
-            count = min(max(guess, low + 1), high - 1)
-            tried = self._attempt(count, "fastest", math.inf)
-            if tried.fits:
-                high, below, best = count, tried.peak_bytes, tried
-            else:
-                low, above = count, tried.peak_bytes
-        return best
+            self._try(min(guess, high - 1))
+        return self.best
 
-    def _count(self, low: int, above: float, high: int, below: float) -> int:
-        """Steps to take, if the peak falls evenly from `above` with `low` of them to `cutoff` with `high`."""
-        if above <= below:
-            return high
-        return min(high, low + math.ceil((high - low) * (above - self._budget) / (above - below)))
+    @property
+    def _low(self) -> int:
+        """The most steps that were tried and are too few."""
+        return max(k for k, outcome in self._points.items() if not outcome.fits)
+
+    @property
+    def _high(self) -> int | None:
+        """The fewest steps that were tried and suffice."""
+        return min((k for k, outcome in self._points.items() if outcome.fits), default=None)
+
+    def _try(self, count: int) -> None:
+        self._points[count] = self._attempt(count, "fastest", math.inf)
+
+    def _around(self) -> tuple[int, int]:
+        """Two outcomes that tell how the estimates are to be corrected; the same twice if there is one alone."""
+        low, high = self._low, self._high
+        return (low, high) if high is not None else (0, low)
+
+    def _count(self) -> int:
+        """The fewest steps that should suffice; all of them if none do."""
+        a, b = self._around()
+        fell = self._points[a].peak_bytes - self._points[b].peak_bytes
+        expected = self._bytes[b] - self._bytes[a]
+        ratio = fell / expected if a != b and expected > 0 and fell > 0 else 1.0
+        start = self._low
+        over = self._points[start].peak_bytes - self._budget
+        last = self._steps if self._high is None else self._high
+        enough = (k for k in range(start + 1, last) if ratio * (self._bytes[k] - self._bytes[start]) >= over)
+        return next(enough, last)
+
+    def _at(self, count: int) -> float:
+        """About how many seconds so many steps take."""
+        a, b = self._around()
+        dearer, expected = self._points[b].seconds - self._points[a].seconds, self._seconds[b] - self._seconds[a]
+        ratio = max(dearer, 0.0) / expected if a != b and expected > 0 else 1.0
+        return self._points[a].seconds + ratio * (self._seconds[count] - self._seconds[a])
 
 
 def _refusal(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]]) -> Outcome[T]:

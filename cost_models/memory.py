@@ -119,10 +119,10 @@ class Liveness:
         smallest = np.array([int(np.argmin(p)) for p in prints], np.int64)
         return tuple({row.name: row for row in (self.peak(a)[1] for a in (cheapest, smallest))}.values())
 
-    def at_peak_without(self, arguments: Collection[int], assignment: Ints) -> Row:
-        """The row of an assignment's peak without these arguments (values of the graph) and their copies."""
+    def at_peak_without(self, values: Collection[int], assignment: Ints) -> Row:
+        """The row of an assignment's peak without these values of the graph and their copies."""
         _, moment, alive = self._at_peak(self.sizes(assignment))
-        kept = np.array([b.value not in arguments for b in self.buffers], bool)
+        kept = np.array([b.value not in values for b in self.buffers], bool)
         return self._sum(self._name(moment), alive & kept)
 
     def row(self, moment: int | None) -> Row:

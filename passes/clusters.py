@@ -409,8 +409,7 @@ def _charge(b: Builder, home: Home, value: int, op: int) -> None:
     key = tuple(sorted(d for d in home.dims if d >= 0))
     nbytes = b.graph.types[value].nbytes * (b.pace.get(op, draft.repeats) / draft.repeats)
     draft.light[key] = draft.light.get(key, 0.0) + nbytes
-    if b.graph.repeats is not None:
-        b.charges.append(Charge(home.cluster, key, nbytes * draft.weight, op))
+    b.charges.append(Charge(home.cluster, key, nbytes * draft.weight, op))
 
 
 def _value(atom: Atom) -> int:

@@ -105,6 +105,11 @@ def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], me
 _Placed = tuple[tuple[int, int], Collective]
 
 
+def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:
+    """The communication steps between layouts that the uses of the clustering ask for."""
+    return (c for _, c in _reshards(graph, model, found, mesh))
+
+
 def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
     seen: set[tuple[int, Layout]] = set()
     homes = model.clustering.homes

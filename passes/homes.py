@@ -110,7 +110,7 @@ class Charge(NamedTuple):
 class Clustering:
     """The whole program's decisions: which clusters, where every value lives, who reads what how.
 
-    `charges` are the light traffic of the clusters one by one, kept where passes repeat (`Graph.repeats`).
+    `charges` are the light traffic of the clusters one by one.
     """
 
     clusters: tuple[Cluster, ...]

@@ -39,6 +39,11 @@ class Row:
         return self.constant + nodes + sum(float(b[e.gu[assignment[e.u]], e.gv[assignment[e.v]]]) for e, b in ends)
 
 
+def smallest(row: Row) -> float:
+    """Bytes at one program point if each tensor there is as small as it can be; no plan's peak is below."""
+    return row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
+
+
 class RowSource(Protocol):
     """The memory model of one problem: every program point, of which rows are made as they are needed.
 

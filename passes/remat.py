@@ -25,7 +25,7 @@ operations on the same keys, so random numbers come out bit for bit; operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -81,6 +81,45 @@ def recomputable(graph: Graph) -> tuple[bool, ...]:
         return bool(_residuals(draft, layer, FULL)[-1])
 
     return tuple(map(frees, range(len(found.layers))))
+
+
+@dataclass(frozen=True)
+class Change:
+    """What recomputing one layer changes.
+
+    Attributes:
+        again: indices of the operations that run once more, those inside regions included.
+        dropped: values of the layer that are not kept for the backward pass.
+        kept: results of products of the layer that the recomputation starts from.
+    """
+
+    again: frozenset[int]
+    dropped: frozenset[int]
+    kept: frozenset[int]
+
+
+def changes(graph: Graph, policy: str) -> tuple[Change | None, ...]:
+    """For each layer what this policy changes in it; None for a loop over layers."""
+    found = layers_pass.find(graph)
+    draft = _Draft(graph, found)
+    return tuple(None if _is_scan(found, i) else _change(draft, i, policy) for i in range(len(found.layers)))
+
+
+def _change(draft: _Draft, layer: int, policy: str) -> Change:
+    kept, gone, residuals = _residuals(draft, layer, policy)
+    ops = draft.layers.ops(layer)
+    again = _needed(ops, residuals, kept)
+    starts = {v for op in again for v in _values(op.inputs)}
+    own = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
+    return Change(frozenset(op.index for op in _inside(again)), frozenset(gone), frozenset(own & kept & starts))
+
+
+def _inside(ops: Iterable[Op]) -> Iterator[Op]:
+    """These operations and all in their regions."""
+    for op in ops:
+        yield op
+        for region in op.regions:
+            yield from _inside(region.ops)
 
 
 def _is_scan(found: Layers, layer: int) -> bool:
