@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Literal, Protocol, TypeVar
@@ -33,6 +33,7 @@ AUTO = "auto"
 CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
 
 TRUST = 0.25  # share of what recomputing is estimated to cost by which the estimate may be too high
+DOUBT = 0.05  # share of the bytes that one step frees by which the estimate may be too high
 MATTERS = 0.005  # share of a step below which what another policy promises is not worth its search
 HALVED = 3  # every third guess halves what is left, where the peak does not fall evenly
 
@@ -134,6 +135,7 @@ def search(
 
     lines = sorted(map(along, policies), key=lambda line: (line.hopeless, line.promise))
     for line in lines:
+        line.follow(lines)
         suffice = [other for other in lines if other.tried and not other.exhausted]
         least = min([cutoff, *(other.promise for other in suffice)])
         if line.at_best < (1 - MATTERS) * least and not (line.hopeless and suffice):
@@ -198,6 +200,8 @@ class Line(Generic[T]):
         self._seconds = (0.0, *itertools.accumulate(max(e.seconds, 0.0) for e in each))
         self._bytes = (0.0, *itertools.accumulate(max(e.nbytes, 0.0) for e in each))
         self.hopeless = forecast is not None and forecast.least_bytes > budget
+        self._estimated = forecast is not None
+        self._freed = 1.0  # bytes for each that is expected, until an outcome tells
         if forecast is None:
             self._try(steps)
 
@@ -227,6 +231,12 @@ class Line(Generic[T]):
         as_written = self._points[0].seconds
         return self.promise if self.tried else as_written + (1 - TRUST) * (self.promise - as_written)
 
+    def follow(self, others: Iterable[Line[T]]) -> None:
+        """Expect estimates of bytes to be as far off as they were on other lines: what stays at a peak is the same."""
+        ratios = [other._ratio for other in others if other is not self and other.tried and not other.exhausted]
+        if ratios and not self.tried:
+            self._freed = min(ratios)
+
     def probe(self) -> None:
         """Try as many steps as are expected to do."""
         if not self.tried:
@@ -235,7 +245,7 @@ class Line(Generic[T]):
     def run(self, cutoff: float = math.inf) -> Outcome[T]:
         """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
 
-        Where one step fewer hardly matters and is not likely to fit, it is not tried.
+        Where one step fewer is not likely to fit, it is not tried if it hardly matters, nor if that is plain.
 
         What takes `cutoff` seconds or longer is of no interest.
         """
@@ -248,7 +258,7 @@ class Line(Generic[T]):
                 continue
             guess = (low + high) // 2 if turn % HALVED == HALVED - 1 else self._count()
             hardly = self._at(high) - self._at(high - 1) <= MATTERS * self.best.seconds
-            if high - low <= 1 or (guess == high and hardly):
+            if high - low <= 1 or (guess == high and (hardly or self._is_plain(high))):
                 break
             self._try(min(guess, high - 1))
         return self.best
@@ -271,17 +281,26 @@ class Line(Generic[T]):
         low, high = self._low, self._high
         return (low, high) if high is not None else (0, low)
 
-    def _count(self) -> int:
-        """The fewest steps that should suffice; all of them if none do."""
+    @property
+    def _ratio(self) -> float:
+        """Bytes freed for each that is expected."""
         a, b = self._around()
         fell = self._points[a].peak_bytes - self._points[b].peak_bytes
         expected = self._bytes[b] - self._bytes[a]
-        ratio = fell / expected if a != b and expected > 0 and fell > 0 else 1.0
-        start = self._low
+        return fell / expected if a != b and expected > 0 and fell > 0 else self._freed
+
+    def _count(self) -> int:
+        """The fewest steps that should suffice; all of them if none do."""
+        start, ratio = self._low, self._ratio
         over = self._points[start].peak_bytes - self._budget
         last = self._steps if self._high is None else self._high
         enough = (k for k in range(start + 1, last) if ratio * (self._bytes[k] - self._bytes[start]) >= over)
         return next(enough, last)
+
+    def _is_plain(self, high: int) -> bool:
+        """Whether one step fewer than these, which suffice, is plainly too few: estimates of one step are good."""
+        freed = min(self._ratio, 1.0) * (self._bytes[high] - self._bytes[high - 1])
+        return self._estimated and self._points[high].peak_bytes + (1 - DOUBT) * freed > self._budget
 
     def _at(self, count: int) -> float:
         """About how many seconds so many steps take."""
