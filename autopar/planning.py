@@ -30,7 +30,7 @@ from autopar.passes.homes import Clustering
 from autopar.passes.memory_rows import smallest
 from autopar.passes.optimize import Pruned, Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
-from autopar.passes.remat_estimates import Forecast, forecast
+from autopar.passes.remat_estimates import AsWritten, Forecast
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
@@ -176,6 +176,7 @@ class _Planner:
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
     fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
+    forecasts: dict[tuple[tuple[str, ...], tuple[int, ...]], AsWritten] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
@@ -195,8 +196,11 @@ class _Planner:
         if as_written.made is None or self.parts.step is not self.traced:
             return None
         draft, solution = as_written.made
-        plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
-        return forecast(*plan, policy, self._recomputable)
+        key = draft.policies, draft.hosted
+        if key not in self.forecasts:
+            plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
+            self.forecasts[key] = AsWritten.of(*plan)
+        return self.forecasts[key].forecast(policy, self._recomputable)
 
     def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
         """The best outcome within the memory that is allowed; see `offloading.choose`."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count
 
 from networkx.utils import UnionFind
@@ -61,7 +61,7 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
             f"remat={tuple(policies)!r:.60} must be {len(found.layers)} of {', '.join(map(repr, POLICIES))}, "
             "one for each layer"
         )
-    draft = _Draft(graph, found)
+    draft = _Draft(_program(graph))
     for i, policy in enumerate(policies):
         if policy != NONE:
             (_scan if _is_scan(found, i) else _unrolled)(draft, i, policy)
@@ -70,15 +70,16 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
 
 def recomputable(graph: Graph) -> tuple[bool, ...]:
     """For each layer whether recomputing it frees anything. Not the last: its backward pass begins at once."""
-    found = layers_pass.find(graph)
-    draft, last = _Draft(graph, found), len(found.layers) - 1
+    program = _program(graph)
+    found = program.layers
+    last = len(found.layers) - 1
 
     def frees(layer: int) -> bool:
         if layer == last and found.layers[layer].trips == 1:
             return False
         if _is_scan(found, layer):
-            return _loop_back(draft, layer, FULL) is not None
-        return bool(_residuals(draft, layer, FULL)[-1])
+            return _loop_back(_Draft(program), layer, FULL) is not None
+        return bool(_residuals(program, layer, FULL)[1])
 
     return tuple(map(frees, range(len(found.layers))))
 
@@ -100,14 +101,14 @@ class Change:
 
 def changes(graph: Graph, policy: str) -> tuple[Change | None, ...]:
     """For each layer what this policy changes in it; None for a loop over layers."""
-    found = layers_pass.find(graph)
-    draft = _Draft(graph, found)
-    return tuple(None if _is_scan(found, i) else _change(draft, i, policy) for i in range(len(found.layers)))
+    program = _program(graph)
+    found = program.layers
+    return tuple(None if _is_scan(found, i) else _change(program, i, policy) for i in range(len(found.layers)))
 
 
-def _change(draft: _Draft, layer: int, policy: str) -> Change:
-    kept, gone, residuals = _residuals(draft, layer, policy)
-    ops = draft.layers.ops(layer)
+def _change(program: _Program, layer: int, policy: str) -> Change:
+    gone, residuals, kept = _residuals(program, layer, policy)
+    ops = program.layers.ops(layer)
     again = _needed(ops, residuals, kept)
     starts = {v for op in again for v in _values(op.inputs)}
     own = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
@@ -127,6 +128,72 @@ def _is_scan(found: Layers, layer: int) -> bool:
     return len(ops) == 1 and ops[0].name == "scan"
 
 
+# The program as written
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A program with what every rewriting of it asks for. Positions are those of its operations."""
+
+    graph: Graph
+    layers: Layers
+    residuals: dict[tuple[int, str], tuple[Set[int], Sequence[int], Set[int]]] = field(default_factory=dict)  # memo
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[int]]:
+        """Value -> positions of the operations that read it; len(ops) is the caller."""
+        found: dict[int, list[int]] = {}
+        for position, op in enumerate(self.graph.ops):
+            for v in _values(op.inputs):
+                found.setdefault(v, []).append(position)
+        for v in _values(self.graph.outputs):
+            found.setdefault(v, []).append(len(self.graph.ops))
+        return found
+
+    @cached_property
+    def made(self) -> Mapping[int, int]:
+        """Value -> position of the operation that makes it; arguments are not listed."""
+        return {v: position for position, op in enumerate(self.graph.ops) for v in op.outputs}
+
+    @cached_property
+    def constant(self) -> frozenset[int]:
+        """Values that depend on no argument."""
+        return _constants(self.graph.ops, [v for v, _ in self.graph.constants])
+
+    @cached_property
+    def avals(self) -> Mapping[int, object]:
+        """JAX's types of all values that top-level operations read."""
+        return {
+            a: variable.aval
+            for op in self.graph.ops
+            for a, variable in zip(op.inputs, op.equation.invars, strict=True)
+            if isinstance(a, int)
+        }
+
+    @cached_property
+    def backward(self) -> Mapping[int, Sequence[int]]:
+        """Layer -> positions of its backward operations, in order; the user's own rematerialisation is not listed."""
+        found: dict[int, list[int]] = {}
+        for position, layer in self.layers.backward.items():
+            if not _is_users(self.graph.ops[position]):
+                found.setdefault(layer, []).append(position)
+        return found
+
+    @cached_property
+    def last_signature(self) -> int:
+        """The largest that an operation has."""
+        return max(op.signature for op in self.graph.walk())
+
+    def phase(self, position: int) -> str:
+        """Of the operation at a position."""
+        return self.graph.ops[position].phase if position < len(self.graph.ops) else "result"
+
+
+@lru_cache(maxsize=4)  # asked again for every choice of what to recompute
+def _program(graph: Graph) -> _Program:
+    return _Program(graph, layers_pass.find(graph))
+
+
 # The growing program
 
 
@@ -134,8 +201,7 @@ def _is_scan(found: Layers, layer: int) -> bool:
 class _Draft:
     """A program under change; local to one `rewrite`. Positions are those of the original's operations."""
 
-    original: Graph
-    layers: Layers
+    program: _Program
     types: list[Type] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     before: dict[int, list[Op]] = field(default_factory=dict)  # position -> what is inserted there
@@ -143,9 +209,10 @@ class _Draft:
     barred: dict[int, dict[int, int]] = field(default_factory=dict)  # position -> value -> what stands behind a barrier
 
     def __post_init__(self) -> None:
+        self.original, self.layers = self.program.graph, self.program.layers
         self.types = list(self.original.types)
         self.ops = list(self.original.ops)
-        self._fresh = count(1 + max(op.signature for op in self.original.walk()))
+        self._fresh = count(1 + self.program.last_signature)
         self._signatures: dict[object, int] = {}
 
     def value(self, type_: Type) -> int:
@@ -158,40 +225,6 @@ class _Draft:
             self._signatures[key] = next(self._fresh)
         return self._signatures[key]
 
-    @cached_property
-    def readers(self) -> Mapping[int, Sequence[int]]:
-        """Value -> positions of the operations that read it in the original; len(ops) is the caller."""
-        found: dict[int, list[int]] = {}
-        for position, op in enumerate(self.original.ops):
-            for v in _values(op.inputs):
-                found.setdefault(v, []).append(position)
-        for v in _values(self.original.outputs):
-            found.setdefault(v, []).append(len(self.original.ops))
-        return found
-
-    @cached_property
-    def made(self) -> Mapping[int, int]:
-        """Value -> position of the operation that makes it; arguments are not listed."""
-        return {v: position for position, op in enumerate(self.original.ops) for v in op.outputs}
-
-    @cached_property
-    def constant(self) -> frozenset[int]:
-        """Values that depend on no argument."""
-        return _constants(self.original.ops, [v for v, _ in self.original.constants])
-
-    @cached_property
-    def avals(self) -> Mapping[int, object]:
-        """JAX's types of all values that top-level operations of the original read."""
-        return {
-            a: variable.aval
-            for op in self.original.ops
-            for a, variable in zip(op.inputs, op.equation.invars, strict=True)
-            if isinstance(a, int)
-        }
-
-    def phase(self, position: int) -> str:
-        return self.ops[position].phase if position < len(self.ops) else "result"
-
     def graph(self) -> Graph:
         """The program so far: reads replaced, dead operations left out, numbered anew."""
         ops: list[Op] = []
@@ -202,9 +235,12 @@ class _Draft:
         return replace(self.original, types=tuple(self.types), ops=numbered(alive, count()))
 
     def _reads(self, position: int) -> Mapping[int, int]:
-        if self.phase(position) != "backward":
+        """What the operation at a position reads in place of what it read in the original."""
+        if self.program.phase(position) != "backward":
             return {}
-        return {**self.barred.get(position, {}), **self.dropped}
+        barred = self.barred.get(position, {})
+        read = _values(self.ops[position].inputs)
+        return {v: self.dropped.get(v, barred.get(v, v)) for v in read if v in self.dropped or v in barred}
 
 
 def _values(atoms: Iterable[Atom]) -> list[int]:
@@ -247,6 +283,9 @@ def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
     found: list[Op] = []
     for op in ops:
         index = next(numbers)
+        if not op.regions and op.index == index:
+            found.append(op)
+            continue
         regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
         found.append(replace(op, index=index, regions=regions))
     return tuple(found)
@@ -302,10 +341,10 @@ def _irreproducible(ops: Sequence[Op]) -> frozenset[int]:
 
 def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
-    kept, gone, residuals = _residuals(draft, layer, policy)
+    gone, residuals, kept = _residuals(draft.program, layer, policy)
     if not residuals:
         return
-    backward = [q for q, of in draft.layers.backward.items() if of == layer and not _is_users(draft.ops[q])]
+    backward = draft.program.backward.get(layer, ())
     apart = _by_reader(draft, _connected(_needed(draft.layers.ops(layer), residuals, kept)), set(residuals))
     parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> what is recomputed in front of it
     for first, part in sorted(apart.items()):
@@ -316,14 +355,17 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
         _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), gone, residuals)
 
 
-def _residuals(draft: _Draft, layer: int, policy: str) -> tuple[Set[int], Set[int], Sequence[int]]:
-    """What stays in memory, constants included; a layer's other values; those of them that its backward pass reads."""
-    ops = draft.layers.ops(layer)
-    own = {v for op in ops for v in op.outputs}
-    kept = {v for op in ops for v in op.outputs if _is_kept(draft, op, v, own, policy)} | draft.constant
-    gone = own - kept
-    read = (v for v in sorted(gone) if any(draft.phase(q) == "backward" for q in draft.readers.get(v, ())))
-    return kept, gone, tuple(read)
+def _residuals(program: _Program, layer: int, policy: str) -> tuple[Set[int], Sequence[int], Set[int]]:
+    """A layer's values that do not stay in memory; those of them that its backward pass reads; its values that do."""
+    known = program.residuals.get((layer, policy))
+    if known is None:
+        ops = program.layers.ops(layer)
+        own = {v for op in ops for v in op.outputs}
+        kept = {v for op in ops for v in op.outputs if v in program.constant or _is_kept(program, op, v, own, policy)}
+        gone = own - kept
+        read = (v for v in sorted(gone) if any(program.phase(q) == "backward" for q in program.readers.get(v, ())))
+        known = program.residuals[layer, policy] = (gone, tuple(read), kept)
+    return known
 
 
 def _waits(draft: _Draft, last: int, first: int) -> bool:
@@ -340,7 +382,7 @@ def _by_reader(draft: _Draft, parts: Sequence[Sequence[Op]], residuals: Set[int]
     found: dict[int, list[Op]] = {}
     for part in parts:
         made = [v for op in part for v in op.outputs if v in residuals]
-        readers = [q for v in made for q in draft.readers[v] if draft.phase(q) == "backward"]
+        readers = [q for v in made for q in draft.program.readers[v] if draft.program.phase(q) == "backward"]
         found.setdefault(min(readers), []).extend(part)
     return found
 
@@ -352,8 +394,9 @@ def _again(
     mine = {v for op in again for v in op.outputs}
     outside = [v for op in again for v in _values(op.inputs) if v not in mine]
     outside += _read_from_outside(draft, group, first)
-    held = [v for v in dict.fromkeys(outside) if v not in draft.constant and v not in gone and v in draft.avals]
-    if not again and all(v in draft.made and draft.phase(draft.made[v]) == "backward" for v in held):
+    program = draft.program
+    held = [v for v in dict.fromkeys(outside) if v not in program.constant and v not in gone and v in program.avals]
+    if not again and all(v in program.made and program.phase(program.made[v]) == "backward" for v in held):
         return  # gradients alone
     barrier = _barrier(draft, held, first)
     behind = dict(zip(held, barrier.outputs, strict=True))
@@ -380,14 +423,14 @@ def _connected(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
     return tuple(parts.values())
 
 
-def _is_kept(draft: _Draft, op: Op, value: int, own: Set[int], policy: str) -> bool:
+def _is_kept(program: _Program, op: Op, value: int, own: Set[int], policy: str) -> bool:
     """A value of a layer stays in memory: others than the layer's own passes read it, or the policy says so."""
     if op.equation.effects or (policy == DOTS and op.name in PRODUCTS):
         return True
-    for q in draft.readers.get(value, ()):
-        phase = draft.phase(q)
-        inside = phase == "forward" and not own.isdisjoint(draft.ops[q].outputs)
-        if not inside and (phase != "backward" or _is_users(draft.ops[q])):
+    for q in program.readers.get(value, ()):
+        phase = program.phase(q)
+        inside = phase == "forward" and not own.isdisjoint(program.graph.ops[q].outputs)
+        if not inside and (phase != "backward" or _is_users(program.graph.ops[q])):
             return True
     return False
 
@@ -409,8 +452,8 @@ def _read_from_outside(draft: _Draft, group: Sequence[int], first: int) -> list[
         read = _values(draft.original.ops[q].inputs)
         enters = own.isdisjoint(read)
         for v in read:
-            made = draft.made.get(v, -1)
-            gradient = made >= 0 and draft.phase(made) == "backward"
+            made = draft.program.made.get(v, -1)
+            gradient = made >= 0 and draft.program.phase(made) == "backward"
             if made < first and v not in draft.dropped and (enters or not gradient):
                 found.append(v)
     return found
@@ -425,7 +468,7 @@ def _barrier(draft: _Draft, held: Sequence[int], position: int) -> Op:
         signature=draft.signature(layers_pass.BARRIER, types),
         inputs=tuple(held),
         outputs=tuple(draft.value(t) for t in types),
-        equation=jax_compat.barrier_equation([draft.avals[v] for v in held], reader.equation.source_info),
+        equation=jax_compat.barrier_equation([draft.program.avals[v] for v in held], reader.equation.source_info),
         name_stack=jax_compat.rematted(reader.name_stack),
         phase="backward",
         source=reader.source,
@@ -447,8 +490,8 @@ def _scan(draft: _Draft, layer: int, policy: str) -> None:
 def _loop_back(draft: _Draft, layer: int, policy: str) -> tuple[int, Sequence[int]] | None:
     """Position of the loop that goes back, and which stacked results its body can recompute; None if none."""
     there = _Loop.of(draft.ops[_position(draft, layer)])
-    for q in dict.fromkeys(q for v in there.stacked for q in draft.readers.get(v, ())):
-        if draft.phase(q) != "backward" or draft.ops[q].name != "scan" or draft.ops[q].trips != there.op.trips:
+    for q in dict.fromkeys(q for v in there.stacked for q in draft.program.readers.get(v, ())):
+        if draft.program.phase(q) != "backward" or draft.ops[q].name != "scan" or draft.ops[q].trips != there.op.trips:
             continue
         back = _Loop.of(draft.ops[q])
         gone = [j for j in range(len(there.stacked)) if _is_droppable(draft, there, j, back, q, policy)]
@@ -501,7 +544,7 @@ def _is_droppable(draft: _Draft, there: _Loop, result: int, back: _Loop, positio
     if maker is None or atom in _irreproducible(there.body.ops) or (policy == DOTS and maker.name in PRODUCTS):
         return False
     places = [k for k, a in enumerate(back.op.inputs) if a == stack]
-    if list(draft.readers[stack]) != [position] or min(places) < back.first:
+    if list(draft.program.readers[stack]) != [position] or min(places) < back.first:
         return False
     inner = {back.body.inputs[k] for k in places}
     return not any(_is_users(op) and not inner.isdisjoint(_values(op.inputs)) for op in back.body.ops)

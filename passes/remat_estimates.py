@@ -53,47 +53,14 @@ class Forecast:
     least_bytes: float
 
 
-def forecast(
-    graph: Graph,
-    model: Model,
-    mesh: LogicalMesh,
-    liveness: Liveness,
-    assignment: Ints,
-    policy: str,
-    open_to: Sequence[bool],
-) -> Forecast | None:
-    """What recomputing layers by a policy costs and frees; None where loops over layers are recomputed.
-
-    Args:
-        graph: the program as written; `model`, `liveness` and `assignment` are its problem, memory and plan.
-        mesh: the mesh it is planned for.
-        policy: one of `autopar.passes.remat.POLICIES`.
-        open_to: for each layer whether it may be recomputed.
-    """
-    chosen = [
-        (layer.kind, change)
-        for layer, change, open_ in zip(layers_pass.find(graph).layers, changes(graph, policy), open_to, strict=True)
-        if open_
-    ]
-    plan = _Plan.of(graph, model, mesh, liveness, assignment)
-    kinds: dict[int, Estimate] = {}  # layers of one kind are equal programs
-    least = 0.0
-    for kind, change in chosen:
-        if change is None:
-            return None
-        if kind not in kinds:
-            kinds[kind] = Estimate(plan.seconds(change), plan.nbytes(change))
-        least += sum(graph.types[v].nbytes for v in change.kept if v not in plan.held) / mesh.size
-    dropped = {v for _, change in chosen if change is not None for v in change.dropped}
-    least += smallest(liveness.at_peak_without(dropped, assignment))
-    return Forecast(tuple(kinds[kind] for kind, _ in chosen), least)
-
-
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """The plan of the program as written, by operation and by value.
+class AsWritten:
+    """The plan of the program as written, by operation and by value: what forecasts are read off.
 
     Attributes:
+        graph, model, mesh: the program, its problem and the mesh it is planned for.
+        liveness, assignment: its memory and its plan.
+        layouts: those of the plan.
         own: operation -> s per step of its own work, its light traffic included.
         uses: operation -> what it reads that is not made of parameters alone.
         held: value -> bytes per device at the peak.
@@ -102,13 +69,15 @@ class _Plan:
     graph: Graph
     model: Model
     mesh: LogicalMesh
+    liveness: Liveness
+    assignment: Ints
     layouts: decode.Layouts
     own: Mapping[int, float]
     uses: Mapping[int, Sequence[Use]]
     held: Mapping[int, float]
 
     @staticmethod
-    def of(graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints) -> _Plan:
+    def of(graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints) -> AsWritten:
         own: dict[int, float] = {}
         for op, seconds in _work(model, mesh, assignment):
             own[op] = own.get(op, 0.0) + seconds
@@ -120,7 +89,31 @@ class _Plan:
         held: dict[int, float] = {}
         for buffer, nbytes in liveness.at_peak(assignment)[2]:
             held[buffer.value] = held.get(buffer.value, 0.0) + nbytes
-        return _Plan(graph, model, mesh, decode.layouts(model, assignment), own, uses, held)
+        layouts = decode.layouts(model, assignment)
+        return AsWritten(graph, model, mesh, liveness, assignment, layouts, own, uses, held)
+
+    def forecast(self, policy: str, open_to: Sequence[bool]) -> Forecast | None:
+        """What recomputing layers by a policy costs and frees; None where loops over layers are recomputed.
+
+        Args:
+            policy: one of `autopar.passes.remat.POLICIES`.
+            open_to: for each layer whether it may be recomputed.
+        """
+        layers = layers_pass.find(self.graph).layers
+        found = zip(layers, changes(self.graph, policy), open_to, strict=True)
+        chosen = [(layer.kind, change) for layer, change, open_ in found if open_]
+        kinds: dict[int, Estimate] = {}  # layers of one kind are equal programs
+        dropped: set[int] = set()
+        least = 0.0
+        for kind, change in chosen:
+            if change is None:
+                return None
+            if kind not in kinds:
+                kinds[kind] = Estimate(self.seconds(change), self.nbytes(change))
+            dropped |= change.dropped
+            least += sum(self.graph.types[v].nbytes for v in change.kept if v not in self.held) / self.mesh.size
+        least += smallest(self.liveness.at_peak_without(dropped, self.assignment))
+        return Forecast(tuple(kinds[kind] for kind, _ in chosen), least)
 
     def seconds(self, change: Change) -> float:
         """s per step of the operations that run once more."""
@@ -164,8 +157,11 @@ def _work(model: Model, mesh: LogicalMesh, assignment: Ints) -> Iterator[tuple[i
     for index, c in enumerate(clusters):
         if c.op >= 0:
             yield c.op, c.weight * float(c.strategies.cost[assignment[index]])
+    pieces: dict[tuple[int, int, tuple[int, ...]], float] = {}
     for charge in model.clustering.charges:
-        strategies, choice = clusters[charge.cluster].strategies, assignment[charge.cluster]
-        held = strategies.held[choice : choice + 1]
-        piece = float(share(shares(held, strategies.sizes, mesh.sizes), charge.dims)[0])
-        yield charge.op, charge.nbytes * piece / mesh.device.memory_bandwidth
+        strategies, choice = clusters[charge.cluster].strategies, int(assignment[charge.cluster])
+        key = strategies.index, choice, charge.dims
+        if key not in pieces:
+            each = shares(strategies.held[choice : choice + 1], strategies.sizes, mesh.sizes)
+            pieces[key] = float(share(each, charge.dims)[0])
+        yield charge.op, charge.nbytes * pieces[key] / mesh.device.memory_bandwidth
