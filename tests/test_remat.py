@@ -12,12 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import autopar
 from autopar import Cluster, MemoryBudgetError, fitting, planning, recomputation, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.passes.optimize import Solution, optimize
 from autopar.passes.problem import Problem
+from autopar.passes.remat_estimates import Estimate, Forecast
 from autopar.plans import Plan
 from autopar.recomputation import Effort, Outcome
 
@@ -94,6 +97,69 @@ def test_a_program_without_layers_is_planned_as_written() -> None:
     error = recomputation.choose(planner, lambda: (False,), 5.0).error
     assert error is not None
     assert error.least_bytes == 80
+
+
+# The same where it is forecast what layers cost and free
+
+
+@dataclasses.dataclass
+class Line:
+    """Eight layers of unequal bytes and seconds, recomputed by "full" alone; `off`: truth over forecast of bytes."""
+
+    budget: float
+    nbytes: tuple[float, ...]
+    off: float = 1.0
+    tried: list[int] = dataclasses.field(default_factory=list)
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
+        policies = tuple(policies)
+        if "dots" in policies:
+            return Outcome(policies, None, math.inf, 2 * self.budget, fits=False, pressed=True)
+        count = policies.count("full")
+        if effort == "fastest":
+            self.tried.append(count)
+        held, fits = self.peak(count), self.peak(count) <= self.budget
+        if effort != "fastest" and not fits:
+            error = MemoryBudgetError("too much", self.budget, int(held) + 1, int(held)) if effort == "proven" else None
+            return Outcome(policies, None, math.inf, held, fits=False, pressed=True, error=error)
+        return Outcome(policies, "plan", 10.0 + count, held, fits, pressed=not fits)
+
+    def peak(self, count: int) -> float:
+        return 1.0 + sum(self.nbytes) - sum(self.nbytes[:count])
+
+    def forecast(self, as_written: Outcome[str], policy: str) -> Forecast:
+        steps = tuple(Estimate(1.0, n / self.off) for n in self.nbytes)
+        return Forecast(steps, 1.0 if policy == "full" else 2 * self.budget)
+
+    def fewest(self) -> int | None:
+        return next((k for k in range(len(self.nbytes) + 1) if self.peak(k) <= self.budget), None)
+
+
+UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
+
+
+@given(UNEQUAL, st.floats(0.0, 1.1))
+def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
+    line = Line(1.0 + share * sum(nbytes), nbytes)
+    found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
+    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    assert best.policies.count("full") == line.fewest()
+    assert len(line.tried) <= 3
+
+
+@given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
+def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...], share: float, off: float) -> None:
+    line = Line(1.0 + share * sum(nbytes), nbytes, off)
+    found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
+    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    assert best.policies.count("full") == line.fewest()
+    assert len(line.tried) == len({*line.tried})
+
+
+def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> None:
+    line = Line(30.0, (10.0,) * 8)
+    found = recomputation.search(line, lambda: (True,) * 8, 30.0, expected=line.forecast)
+    assert not any("dots" in o.policies for o in found)
 
 
 # Planned, run and measured

@@ -18,10 +18,10 @@ from autopar.cluster import LogicalMesh
 from autopar.cost_models import offload
 from autopar.cost_models.backends import BACKENDS, Backend
 from autopar.cost_models.memory import Liveness
-from autopar.passes.memory_rows import smallest
 from autopar.graph import Graph
 from autopar.layout import local_shape
 from autopar.passes.intra_op import layout_at
+from autopar.passes.memory_rows import smallest
 from autopar.passes.offload import waiting
 from autopar.passes.optimize import optimize
 from autopar.passes.state import match_state
