@@ -140,7 +140,7 @@ UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
 
 @given(UNEQUAL, st.floats(0.0, 1.1))
 def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
-    line = Line(1.0 + share * sum(nbytes), nbytes)
+    line = Line(1.001 + share * sum(nbytes), nbytes)
     found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
     assert best.policies.count("full") == line.fewest()
@@ -149,7 +149,7 @@ def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, 
 
 @given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
 def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...], share: float, off: float) -> None:
-    line = Line(1.0 + share * sum(nbytes), nbytes, off)
+    line = Line(1.001 + share * sum(nbytes), nbytes, off)
     found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
     assert best.policies.count("full") == line.fewest()
