@@ -11,7 +11,7 @@ the "-tied" variants agree with it within 1%, and the untied ones have V D more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -36,6 +36,8 @@ from autopar.zoo.model import (
     trainable_with_master,
     with_layer_axis,
 )
+
+Activation = Callable[[jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +158,21 @@ def block_spec(width: int, heads: int) -> dict[str, Param]:
     return {**attention_spec(width, heads), **feed_forward_spec(width, 4 * width)}
 
 
-def attention(params: Tree, x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """x [B,S,D] plus self-attention of its norm."""
+def attention(params: Tree, x: jax.Array, bias: jax.Array | None, source: jax.Array | None = None) -> jax.Array:
+    """x [B,S,D] plus attention of its norm: to itself, or to a source [B,T,D]."""
     h = nn.layer_norm(x, params["ln1_scale"], params["ln1_bias"])
-    query, value = (nn.affine(h, params[f"w{n}"], params[f"b{n}"]) for n in "qv")
-    key = nn.project(h, params["wk"])
-    return x + nn.add_bias(nn.merge_heads(nn.attend(query, key, value, bias), params["wo"]), params["bo"])
+    return x + nn.multi_head(params, h, h if source is None else source, bias)
 
 
-def feed_forward(params: Tree, x: jax.Array) -> jax.Array:
+def feed_forward(params: Tree, x: jax.Array, activation: Activation = nn.gelu) -> jax.Array:
     """x [B,S,D] plus the feed-forward layer of its norm."""
     h = nn.layer_norm(x, params["ln2_scale"], params["ln2_bias"])
-    return x + nn.affine(nn.gelu(nn.affine(h, params["w1"], params["b1"])), params["w2"], params["b2"])
+    return x + nn.affine(activation(nn.affine(h, params["w1"], params["b1"])), params["w2"], params["b2"])
 
 
-def block(params: Tree, x: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """One transformer block on x [B,S,D]; `bias` [S,S] is the mask, None attends to everything."""
-    return feed_forward(params, attention(params, x, bias))
+def block(params: Tree, x: jax.Array, bias: jax.Array | None = None, *, activation: Activation = nn.gelu) -> jax.Array:
+    """One transformer block on x [B,S,D]; `bias` is the mask, as `nn.attend` takes it, None attends to everything."""
+    return feed_forward(params, attention(params, x, bias), activation)
 
 
 def embed(params: Tree, tokens: jax.Array, dtype: str) -> jax.Array:

@@ -175,6 +175,29 @@ def trainable(
     return init, step
 
 
+def trainable_with_statistics(
+    spec: Tree,
+    stats: Tree,
+    loss: Callable[[Tree, Tree, Batch], tuple[jax.Array, Tree]],
+    optimizer: optax.GradientTransformation,
+    dtype: str,
+) -> tuple[Callable[[jax.Array], State], Callable[[State, Batch], tuple[State, Metrics]]]:
+    """Like `trainable`, for a loss that also hands back statistics: state = {"params", "stats", "opt"}."""
+
+    @jax.jit
+    def init(key: jax.Array) -> State:
+        params = draw(spec, key, dtype)
+        return {"params": params, "stats": draw(stats, key, dtype), "opt": optimizer.init(params)}
+
+    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        compute = jax.value_and_grad(loss, has_aux=True)
+        (value, stats), grads = compute(state["params"], state["stats"], batch)
+        updates, opt = optimizer.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, {"loss": value}
+
+    return init, step
+
+
 def trainable_with_master(
     spec: Tree,
     loss: Callable[[Tree, Batch], jax.Array],
@@ -217,6 +240,20 @@ def token_batch(batch: int, seq: int, vocab: int) -> Callable[[jax.Array], Batch
         return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
     return make_batch
+
+
+def lengths_between(key: jax.Array, batch: int, most: int) -> jax.Array:
+    """Lengths of padded sequences, int32[batch]: from half of `most`, at least 1, to `most`."""
+    return jax.random.randint(key, (batch,), max(1, most // 2), most + 1, jnp.int32)
+
+
+def ended_text(key: jax.Array, batch: int, seq: int, end: int, words: tuple[int, int]) -> jax.Array:
+    """Text of different lengths, int32[batch, seq]: words in [words[0], words[1]), the token `end`, then zeros."""
+    one, two = jax.random.split(key)
+    last = lengths_between(one, batch, seq)[:, None] - 1
+    text = jax.random.randint(two, (batch, seq), *words, jnp.int32)
+    where = jnp.arange(seq)
+    return jnp.where(where < last, text, jnp.where(where == last, end, 0))
 
 
 def image_batch(batch: int, size: int, channels: int, classes: int, dtype: str) -> Callable[[jax.Array], Batch]:

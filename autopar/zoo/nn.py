@@ -10,6 +10,8 @@ casts its weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -56,6 +58,16 @@ def silu(x: jax.Array) -> jax.Array:
     return lax.mul(x, lax.logistic(x))
 
 
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """x logistic(1.702 x), the GELU of CLIP (Hendrycks and Gimpel, 2016, section 2)."""
+    return lax.mul(x, lax.logistic(1.702 * x))
+
+
+def erf_gelu(x: jax.Array) -> jax.Array:
+    """GELU in its exact form, by the error function."""
+    return jax.nn.gelu(x, approximate=False)
+
+
 def causal_bias(seq: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """dtype[seq, seq], 0 where the key is not after the query, else so low that softmax gives 0."""
     query = lax.broadcasted_iota(jnp.int32, (seq, seq), 0)
@@ -64,12 +76,31 @@ def causal_bias(seq: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     return lax.select(query >= key, jnp.zeros((seq, seq), dtype), jnp.full((seq, seq), low, dtype))
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Scaled attention of query [B,S,H,K] over key, value [B,T,H,K] with bias [S,T] -> [B,H,S,K].
+def mask_bias(mask: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """dtype[...], 0 where the mask bool[...] holds, else so low that softmax gives 0."""
+    low = float(jnp.finfo(dtype).min) / 2
+    return lax.select(mask, jnp.zeros(mask.shape, dtype), jnp.full(mask.shape, low, dtype))
 
-    The result keeps the batch dimensions of the contraction in front; `merge_heads` takes it from there.
+
+def before(lengths: jax.Array, seq: int) -> jax.Array:
+    """bool[B,seq], whether a position is before the end of its sequence, from lengths int32[B]."""
+    return jnp.arange(seq) < lengths[:, None]
+
+
+def causal(seq: int) -> jax.Array:
+    """bool[seq,seq], whether the key is not after the query."""
+    return jnp.arange(seq)[:, None] >= jnp.arange(seq)
+
+
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None, *, scaled: bool = True
+) -> jax.Array:
+    """Attention of query [B,S,H,K] over key, value [B,T,H,K] -> [B,H,S,K], scaled by 1/sqrt(K) unless told otherwise.
+
+    The bias is [S,T], [H,S,T] or [B,H,S,T]; a dimension of 1 stands for all. The result keeps the batch dimensions of
+    the contraction in front; `merge_heads` takes it from there.
     """
-    query = lax.mul(query, lax.full_like(query, query.shape[-1] ** -0.5))
+    query = lax.mul(query, lax.full_like(query, query.shape[-1] ** -0.5)) if scaled else query
     scores = lax.dot_general(query, key, (((3,), (3,)), ((0, 2), (0, 2))))
     scores = scores if bias is None else add_bias(scores, bias)
     return lax.dot_general(softmax(scores), value, (((3,), (1,)), ((0, 1), (0, 2))))
@@ -78,6 +109,30 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array |
 def merge_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
     """[B,H,S,K] by a weight [H,K,D] -> [B,S,D]."""
     return lax.dot_general(x, lax.convert_element_type(weight, x.dtype), (((1, 3), (0, 1)), ((), ())))
+
+
+def multi_head(
+    params: Mapping[str, jax.Array],
+    x: jax.Array,
+    source: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    scaled: bool = True,
+) -> jax.Array:
+    """Attention with queries from x [B,S,D], keys and values from source [B,T,E] -> [B,S,D].
+
+    Weights are wq [D,H,K], wk and wv [E,H,K] and wo [H,K,D]. Each of bq, bk, bv and bo is added where it is there. The
+    bias and the scale are those of `attend`.
+    """
+    query, value = (_heads(params, name, inputs) for name, inputs in (("q", x), ("v", source)))
+    key = _heads(params, "k", source)
+    mixed = merge_heads(attend(query, key, value, bias, scaled=scaled), params["wo"])
+    return add_bias(mixed, params["bo"]) if "bo" in params else mixed
+
+
+def _heads(params: Mapping[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+    y = project(x, params[f"w{name}"])
+    return add_bias(y, params[f"b{name}"]) if f"b{name}" in params else y
 
 
 def softmax(x: jax.Array) -> jax.Array:
@@ -97,6 +152,26 @@ def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, (stride, stride), [(pad, pad)] * 2, dimension_numbers=layout)
 
 
+def convolve1d(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    """x [N,T,C] by a kernel [k,C/g,D], cast to x's dtype, in g groups, padded by k - 1 -> [N,ceil(T/stride),D]."""
+    size = kernel.shape[0]
+    return lax.conv_general_dilated(
+        x,
+        lax.convert_element_type(kernel, x.dtype),
+        (stride,),
+        [((size - 1) // 2, size // 2)],
+        dimension_numbers=("NWC", "WIO", "NWC"),
+        feature_group_count=x.shape[-1] // kernel.shape[1],
+    )
+
+
+def sinusoids(positions: jax.Array, width: int) -> jax.Array:
+    """Sinusoids of positions [N] -> [N, width], cosines before sines (Vaswani et al., 2017, section 3.5)."""
+    rates = 10_000.0 ** (-jnp.arange(width // 2, dtype=positions.dtype) / (width // 2))
+    angles = positions[:, None] * rates
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
+
+
 def lookup(table: jax.Array, ids: jax.Array, dtype: str) -> jax.Array:
     """Rows of table [V,D] at ids [...], cast to `dtype` -> [...,D]; ids are trusted to be in range."""
     return table.at[ids].get(mode="promise_in_bounds").astype(dtype)
@@ -105,6 +180,13 @@ def lookup(table: jax.Array, ids: jax.Array, dtype: str) -> jax.Array:
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean softmax cross-entropy of logits [...,V] and integer labels [...], in float32 or wider."""
     return optax.softmax_cross_entropy_with_integer_labels(_widen(logits), labels).mean()
+
+
+def weighted_cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    """`cross_entropy` of each label, averaged with weights [...] that sum to the number of labels that count."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(_widen(logits), labels)
+    weights = weights.astype(losses.dtype)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 def _widen(x: jax.Array) -> jax.Array:

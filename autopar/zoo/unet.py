@@ -236,20 +236,13 @@ def _double(x: jax.Array) -> jax.Array:
     return wide.reshape(batch, 2 * height, 2 * width, channels)
 
 
-def time_embedding(times: jax.Array, width: int) -> jax.Array:
-    """Sinusoids of times [N] -> [N, width] (Vaswani et al., 2017, section 3.5)."""
-    rates = 10_000.0 ** (-jnp.arange(width // 2, dtype=times.dtype) / (width // 2))
-    angles = times[:, None] * rates
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
-
-
 # The network
 
 
 def _predict(config: Config, params: Tree, images: jax.Array, times: jax.Array, context: jax.Array) -> jax.Array:
     plain = partial(_block, config)
     block = jax.checkpoint(plain) if config.remat else plain
-    time = nn.silu(_dense(time_embedding(times, config.channels).astype(images.dtype), params["time1"]))
+    time = nn.silu(_dense(nn.sinusoids(times, config.channels).astype(images.dtype), params["time1"]))
     time = _dense(time, params["time2"])
     x = _conv(images, params["first"])
     skips: list[jax.Array] = []

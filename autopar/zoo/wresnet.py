@@ -26,14 +26,12 @@ from autopar.zoo import nn
 from autopar.zoo.model import (
     SINGLE,
     Batch,
-    Metrics,
     Model,
     Param,
     Precision,
-    State,
     Tree,
-    draw,
     image_batch,
+    trainable_with_statistics,
     with_layer_axis,
 )
 
@@ -84,21 +82,9 @@ def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"images" [batch, image, image, 3], "labels" int32[batch]}."""
     optimizer = optax.sgd(0.1, momentum=0.9, nesterov=True) if config.sgd else optax.adamw(1e-3)
 
-    @jax.jit
-    def init(key: jax.Array) -> State:
-        params = draw(_params(config), key, config.precision.params)
-        return {
-            "params": params,
-            "stats": draw(_stats(config), key, config.precision.params),
-            "opt": optimizer.init(params),
-        }
-
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        compute = jax.value_and_grad(partial(_loss, config), has_aux=True)
-        (value, stats), grads = compute(state["params"], state["stats"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "stats": stats, "opt": opt}, {"loss": value}
-
+    init, step = trainable_with_statistics(
+        parameters(config), statistics(config), partial(_loss, config), optimizer, config.precision.params
+    )
     batch = image_batch(config.batch, config.image, 3, config.classes, config.precision.params)
     notes = "Dimensions: Alpa (Zheng et al., 2022), section 8. The last norm of a block starts at 1, not 0."
     return Model(name, "wresnet", step, init, batch, with_layer_axis(TABLE, frozenset()), notes)
@@ -127,7 +113,8 @@ def _norm_stats(channels: int) -> dict[str, Param]:
     return {"mean": Param((channels,)), "var": Param((channels,), mean=1.0)}
 
 
-def _params(config: Config) -> Tree:
+def parameters(config: Config) -> Tree:
+    """What is trained."""
     last = 4 * config.channels * 2 ** (len(config.stages) - 1)
     return {
         "stem": _kernel(7, 3, config.channels),
@@ -152,7 +139,9 @@ def _block_params(config: Config, index: int, inputs: int, filters: int) -> Tree
     return {**params, **shortcut} if index == 0 else params
 
 
-def _stats(config: Config) -> Tree:
+def statistics(config: Config) -> Tree:
+    """The running moments of every norm, in a tree like that of the parameters."""
+
     def of_block(index: int, filters: int) -> Tree:
         widths = {"norm1": filters, "norm2": filters * config.factor, "norm3": 4 * filters}
         widths |= {"norm0": 4 * filters} if index == 0 else {}
@@ -200,8 +189,9 @@ def _stage(
     return x, moved
 
 
-def _loss(config: Config, params: Tree, stats: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-    x = nn.convolve(batch["images"].astype(config.precision.compute), params["stem"], 2)
+def forward(config: Config, params: Tree, stats: Tree, images: jax.Array) -> tuple[jax.Array, Tree]:
+    """Logits [N,classes] of images [N,H,W,3], and the moved statistics."""
+    x = nn.convolve(images.astype(config.precision.compute), params["stem"], 2)
     x, stem = batch_norm(x, params["stem_norm"], stats["stem_norm"])
     x = jax.nn.relu(x)
     if config.image >= 64:
@@ -213,4 +203,9 @@ def _loss(config: Config, params: Tree, stats: Tree, batch: Batch) -> tuple[jax.
         x, new = _stage(config, 1 if index == 0 else 2, stage_params, stage_stats, x)
         moved.append(new)
     logits = nn.affine(jnp.mean(x, (1, 2)), params["head"], params["head_bias"])
-    return nn.cross_entropy(logits, batch["labels"]), {"stem_norm": stem, "stages": moved}
+    return logits, {"stem_norm": stem, "stages": moved}
+
+
+def _loss(config: Config, params: Tree, stats: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    logits, moved = forward(config, params, stats, batch["images"])
+    return nn.cross_entropy(logits, batch["labels"]), moved
