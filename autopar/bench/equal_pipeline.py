@@ -24,8 +24,8 @@ STAGES = (2, 4)
 #: What the devices of a stage divide among them: the batch, or parameters by the model's table for tensor parallelism.
 INNER = ("data", "tensor")
 DEVICES = 8
-#: Batch norm over the whole batch.
-COUPLED = ("wresnet-toy",)
+#: Batch norm over the whole batch, and a loss that compares all of its examples.
+COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
 
 Row = Mapping[str, Any]
 Key = tuple[str, str, int, str, str]

@@ -17,7 +17,23 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import ArgumentError
-from autopar.zoo import gpt, libraries, llama3, mlp, moe, rnn, unet, vit, wresnet
+from autopar.zoo import (
+    bert,
+    clip,
+    ctc,
+    gpt,
+    libraries,
+    llama3,
+    mlp,
+    moe,
+    resnet,
+    rnn,
+    speech,
+    t5,
+    unet,
+    vit,
+    wresnet,
+)
 from autopar.zoo.model import Model, Precision
 
 
@@ -38,6 +54,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "wresnet": Family(wresnet.SIZES, wresnet.build),
         "vit": Family(vit.SIZES, vit.build),
         "unet": Family(unet.SIZES, unet.build),
+        "bert": Family(bert.SIZES, bert.build),
+        "t5": Family(t5.SIZES, t5.build),
+        "speech": Family(speech.SIZES, speech.build),
+        "clip": Family(clip.SIZES, clip.build),
+        "resnet": Family(resnet.SIZES, resnet.build),
+        "ctc": Family(ctc.SIZES, ctc.build),
         "rnn": Family(rnn.SIZES, rnn.build),
         "flax-nnx": Family(libraries.SEQUENCE_TOY, libraries.lazily("flax_nnx", "flax")),
         "flax-linen": Family(libraries.TOY, libraries.lazily("flax_linen", "flax")),
@@ -60,6 +82,12 @@ TOYS: tuple[str, ...] = (
     "wresnet-toy",
     "vit-toy",
     "unet-toy",
+    "bert-toy",
+    "t5-toy",
+    "speech-toy",
+    "clip-toy",
+    "resnet-toy",
+    "ctc-toy",
     "rnn-toy",
     "flax-nnx-toy",
     "flax-linen-toy",

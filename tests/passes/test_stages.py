@@ -22,6 +22,16 @@ from autopar.zoo import build
 from tests.passes.microbatch import batch_programs as programs
 
 COUNT = 4
+#: Parameters that both ends of a model use; of speech-toy, both ends of the decoder, which is in one stage or in two.
+TIED = {
+    "gpt-toy-tied": (["state/params/embed"],),
+    "bert-toy": (["state/params/embed"],),
+    "speech-toy": ([], ["state/params/decoder/embed"]),
+}
+#: Models without borders between layers: of a single one, and one whose examples depend on each other in a product.
+WHOLE = ("flax-linen-toy", "clip-toy")
+#: The bias that layers share is made anew in every stage, but its cotangent [B,H,S,S] is summed on the way back.
+UNEVEN = pytest.mark.xfail(reason="the cotangent of a shared position bias goes back whole")
 
 
 def perceptron(state: Any, batch: Any) -> Any:
@@ -226,12 +236,12 @@ def test_only_activations_and_their_cotangents_cross(target: str) -> None:
 
 
 @pytest.mark.parametrize("policy", remat.POLICIES)
-@pytest.mark.parametrize("target", [name for name in zoo.TOYS if name != "flax-linen-toy"])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(n, marks=UNEVEN) if n == "t5-toy" else n for n in zoo.TOYS if n not in WHOLE],
+)
 def test_as_much_goes_back_as_comes(target: str, policy: str) -> None:
-    """At every border between layers, recomputed or not; and a parameter lies in two stages only if both use it.
-
-    flax-linen-toy is one layer, without borders.
-    """
+    """At every border between layers, recomputed or not; and a parameter lies in two stages only if both use it."""
     model = build(target)
     graph = trace(model.step, *model.abstract_args()).graph
     graph = remat.rewrite(graph, [policy if open_ else remat.NONE for open_ in remat.recomputable(graph)])
@@ -243,7 +253,7 @@ def test_as_much_goes_back_as_comes(target: str, policy: str) -> None:
         assert sorted(graph.types[v].nbytes for v in back) == sorted(graph.types[v].nbytes for v in forth)
         both = {*found.stages[0].arguments} & {*found.stages[1].arguments}
         shared = [graph.names[v] for v in sorted(both) if "params" in graph.names[v]]
-        assert shared == (["state/params/embed"] if target == "gpt-toy-tied" else [])
+        assert shared in TIED.get(target, ([],))
 
 
 def test_tied_weights_have_one_sum_per_stage() -> None:

@@ -24,7 +24,7 @@ from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs
 
 #: Zoo models whose examples depend on each other.
-COUPLED = ("wresnet-toy",)
+COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
 COUNT = 4
 #: One layer shows what several do.
 SHORT_ONES = ("gpt-toy", "gpt-toy-remat", "gpt-toy-tied", "llama3-toy", "vit-toy", "flax-nnx-toy")
