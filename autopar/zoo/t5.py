@@ -90,8 +90,8 @@ def build(name: str, config: Config) -> Model:
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **TABLE}, names)
     notes = (
-        "Dimensions: Raffel et al. (2020), section 3.7; lengths, batch and 114 targets of span corruption: sections "
-        "3.1.2 and 3.1.4. No dropout; AdamW unless -adafactor, which is the paper's."
+        "Dimensions: Raffel et al. (2020), section 3.7; length and batch: section 3.1.2; 114 targets are what its span "
+        "corruption makes of 512 tokens. No dropout; AdamW unless -adafactor, which is the paper's."
     )
     return Model(name, "t5", step, init, jax.jit(partial(_batch, config)), table, notes)
 
