@@ -147,8 +147,8 @@ def _by_default(
         except Infeasible as none:
             least = none.least.lower_bytes
     warning = (
-        f"the plan needs {size(peak)} per device, more than the {size(within)} that are there, and no plan needs less "
-        f"than {size(least)}; memory_budget='min' gives the smallest"
+        f"the plan needs {size(peak)} per device, more than the {size(within)} that are there, and no layouts of it "
+        f"need less than {size(least)}; memory_budget='min' gives the smallest"
     )
     return replace(free, warnings=(*free.warnings, warning))
 

@@ -393,8 +393,13 @@ def _check_fits(name: str, stages: Stages) -> None:
 def _unfit(name: str, works: bool) -> str:
     """What to say of a schedule for a step that has backward passes, or has none."""
     others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
-    has, step = ("no backward passes", "has") if works else ("backward passes", "has none")
-    return f"schedule '{name}' has {has} and the step {step}; use {others}"
+    if works:
+        return f"schedule '{name}' has no backward passes and the step has; use {others}"
+    return (
+        f"schedule '{name}' has backward passes, and the step has none that runs microbatch by microbatch: there is no "
+        f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {others}, or one "
+        "mesh (leave out stages and schedule)"
+    )
 
 
 def _microbatches(

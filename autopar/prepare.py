@@ -282,10 +282,16 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     if choice is not None and choice.borders:
         sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
         target = Target(cluster.logical_mesh(sizes), cluster)
-        assembled = pipelines.assemble(call.traced.graph, choice, target)
-        laps["inter_op"] = time.perf_counter() - begin
-        staged = _staged(call, s, target, assembled, laps)
-        laps = dict(staged.plan.phases)
+        try:
+            assembled = pipelines.assemble(call.traced.graph, choice, target)
+        except ScheduleError:  # all of the backward pass needs the whole batch, so that no stage has a pass of its own
+            if s.schedule != "auto":
+                raise
+            choice = None
+        else:
+            laps["inter_op"] = time.perf_counter() - begin
+            staged = _staged(call, s, target, assembled, laps)
+            laps = dict(staged.plan.phases)
     found = staged
     if staged is None or s.schedule == "auto":
         counts = _counts(s, choice, call.traced.graph, cluster)

@@ -104,7 +104,7 @@ def choose(attempt: Attempt[T], open_to: Callable[[], Sequence[bool]], budget: f
     """The best outcome within a budget (bytes per device, or "min").
 
     `open_to` tells for each layer whether recomputing it helps. Without any plan that fits the outcome has an error, or
-    is the program as written where that has a plan all the same.
+    is the one with the smallest peak where the program as written has a plan all the same.
     """
     found = search(attempt, open_to, budget)
     return settle(lambda o: attempt(o.policies, "proven"), found, budget)
@@ -159,6 +159,8 @@ def _first_steps(
 def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]], budget: float | str) -> Outcome[T]:
     """The best of these outcomes, the first of them that of the program as written; see `choose`.
 
+    Where that has a plan though nothing fits, the one that comes closest without more in the host's memory is the best.
+
     `prove` repeats an attempt until it has a plan that fits or the proof that none does.
     """
     if isinstance(budget, str):
@@ -166,7 +168,10 @@ def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]
     fitting = [o for o in found if o.fits]
     if fitting:
         return min(fitting, key=lambda o: o.seconds)
-    return found[0] if found[0].made is not None else _refusal(prove, found)
+    if found[0].made is None:
+        return _refusal(prove, found)
+    closest = min((o for o in found if o.hosted == found[0].hosted), key=lambda o: o.peak_bytes)
+    return closest if closest is found[0] else prove(closest)
 
 
 class Line(Generic[T]):

@@ -74,7 +74,7 @@ def test_where_nothing_fits_the_error_says_what_would(least: Plan) -> None:
 
 def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
     small = Cluster.custom((8,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
-    with pytest.warns(AutoparWarning, match="more than the 18 kB that are there, and no plan needs less than"):
+    with pytest.warns(AutoparWarning, match="more than the 18 kB that are there, and no layouts of it need less than"):
         plan = autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=(8,), cluster=small)
     assert peak(plan) > 20_000
     assert any("memory_budget='min'" in note for note in plan.notes)
