@@ -379,9 +379,7 @@ def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], mes
 
 
 def test_a_backward_schedule_for_a_forward_function_is_refused() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"schedule '1f1b' has backward passes, and the step has none .*'inference'"
-    ):
+    with pytest.raises(ScheduleError, match=r"schedule '1f1b' has backward passes.*has none.*'inference'"):
         autopar.plan(
             lambda p, x: jnp.tanh(x @ p) @ p, jnp.eye(8), jnp.ones((16, 8)), stages=2, mesh=(2,), schedule="1f1b",
             batch_argnums=1,
