@@ -14,8 +14,8 @@ how far before the gather they were made.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -43,6 +43,8 @@ class Waiting:
     """The products of a program that may wait for transfers."""
 
     sizes: Sizes
+    reads: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)  # by moment
+    seconds: dict[int, float] = field(default_factory=dict)  # by moment
 
     def delays(self, moment: int) -> bool:
         """Whether products may wait for what a moment gathers: it is of the backward pass, and none of them."""
@@ -65,8 +67,13 @@ class Waiting:
             passed += sum(map(self._seconds, group))
             done += len(group)
 
-    def _read(self, moment: int) -> Iterator[tuple[int, int]]:
+    def _read(self, moment: int) -> Sequence[tuple[int, int]]:
         """What is written and read by the product of a moment, and when that is last read."""
+        if moment not in self.reads:
+            self.reads[moment] = tuple(self._last_read(moment))
+        return self.reads[moment]
+
+    def _last_read(self, moment: int) -> Iterator[tuple[int, int]]:
         program, lives = self.sizes.program, self.sizes.lives
         for v in self.sizes.w.reads(lives.moments[moment]):
             root = program.behind(v) if v in program.tokens else v
@@ -78,6 +85,11 @@ class Waiting:
         return self.sizes.program.type_of(v).size * kind.itemsize / self.sizes.mesh.size
 
     def _seconds(self, moment: int) -> float:
+        if moment not in self.seconds:
+            self.seconds[moment] = self._even_seconds(moment)
+        return self.seconds[moment]
+
+    def _even_seconds(self, moment: int) -> float:
         s, op = self.sizes, self.sizes.lives.moments[moment].op
         nbytes = sum(s.graph.type_of(a).nbytes for a in op.inputs) + sum(s.graph.types[v].nbytes for v in op.outputs)
         dtype = s.graph.type_of(op.inputs[0]).dtype

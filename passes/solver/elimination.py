@@ -21,6 +21,7 @@ mini-bucket heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised m
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -70,30 +71,42 @@ def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -
     """(widest frontier, sum of frontiers) in bits, and the order."""
     ahead = [len(a) for a in around]  # neighbours that are not behind
     done = [False] * len(around)
-    near: set[int] = {start}
     taken: list[int] = []
     now = widest = total = 0.0
-    first = 0
 
     def opened(v: int) -> float:
         """Bits that the frontier gains."""
         own = bits[v] if ahead[v] else 0.0
         return own - sum(bits[u] for u in around[v] if done[u] and ahead[u] == 1)
 
+    def key(v: int) -> tuple[float, int, int]:
+        return opened(v), ahead[v] - len(around[v]), v
+
+    rest = iter(range(len(around)))
+    keys = {start: key(start)}  # of the nodes near what is taken
+    heap = [keys[start]]  # with keys that are no longer so
     while len(taken) < len(around):
-        if not near:
-            while done[first]:
-                first += 1
-            near = {first}
-        v = min(near, key=lambda w: (opened(w), ahead[w] - len(around[w]), w))
-        now += opened(v)
+        if not keys:
+            first = next(v for v in rest if not done[v])
+            keys[first] = key(first)
+            heapq.heappush(heap, keys[first])
+        best = heapq.heappop(heap)
+        v = best[2]
+        if keys.get(v) != best:
+            continue
+        now += best[0]
         done[v] = True
         taken.append(v)
-        near.discard(v)
+        del keys[v]
         for u in around[v]:
             ahead[u] -= 1
-            if not done[u]:
-                near.add(u)
+        changed = {u for u in around[v] if not done[u]}
+        for u in (v, *around[v]):
+            if done[u] and ahead[u] == 1:
+                changed.add(next(w for w in around[u] if not done[w]))
+        for u in changed:
+            keys[u] = key(u)
+            heapq.heappush(heap, keys[u])
         widest, total = max(widest, now), total + now
     return (widest, total), taken
 
