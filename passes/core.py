@@ -138,7 +138,7 @@ def narrow(
     """
     size = 2 * core.problem.variables
     while True:
-        ascent, outcome = _bound(problem, core, outcome, clock, until)
+        ascent, outcome = _bound(problem, core, outcome, clock, until, cutoff)
         outcome = _eliminated(problem, core, ascent, outcome, clock, cutoff, NARROW)
         if outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.reaches(cutoff):
             return core, ascent, outcome
@@ -148,12 +148,21 @@ def narrow(
         core = fixed(core, ascent, outcome, clock)
 
 
-def _bound(problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: float = 0.0) -> tuple[Ascent, Outcome]:
+def _bound(
+    problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: float, cutoff: float
+) -> tuple[Ascent, Outcome]:
     """Dual ascent on the core: a better plan, if found, and a better lower bound."""
     with clock.phase("bound"):
         known = outcome.value - core.constant
         gap = Gap(until, core.constant)
-        ascent = ascend(core.problem, counts=core.counts, upper=known, deadline=clock.deadline, enough=gap)
+        ascent = ascend(
+            core.problem,
+            counts=core.counts,
+            upper=known,
+            deadline=clock.deadline,
+            enough=gap,
+            limit=cutoff - core.constant,
+        )
     plan, value = outcome.plan, outcome.value
     if ascent.assignment is not None:
         found = core.lift(ascent.assignment)

@@ -111,13 +111,14 @@ def ascend(
     deadline: float = np.inf,
     passes: int = PASSES,
     enough: Gap = Gap(),
+    limit: float = np.inf,
 ) -> Ascent:
     """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
 
     Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `counts` are the
     sizes of folded classes, for strategy bounds that hold unfolded; `upper` (s) is the value of a plan known elsewhere.
-    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value, and at a gap
-    that is `enough`.
+    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value, at a gap
+    that is `enough`, and once the bound reaches `limit` (s).
     """
     ends = ends_of(problem)
     state = initial(problem, counts)
@@ -125,7 +126,9 @@ def ascend(
     gaps: list[float] = []
     lowers: list[float] = []
     while not (
-        _finished(gaps, lowers, min(value, upper), state, enough) or len(gaps) >= passes or _late(gaps, deadline)
+        _finished(gaps, lowers, min(value, upper), state, enough)
+        or len(gaps) >= passes
+        or (len(gaps) >= 2 and (lower >= limit or time.monotonic() > deadline))
     ):
         bound, plan = sweep(problem, ends, state)
         lower = max(lower, bound)
@@ -157,10 +160,6 @@ def _finished(gaps: list[float], lowers: list[float], value: float, state: State
         return False
     rises = lowers[-1] - lowers[-1 - PATIENCE] > RISE * abs(lowers[-1] + enough.constant)
     return not (rises or gaps[-1] < gaps[-1 - PATIENCE] * (1 - PROGRESS))
-
-
-def _late(gaps: list[float], deadline: float) -> bool:
-    return len(gaps) >= 2 and time.monotonic() > deadline
 
 
 def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -> Problem:
