@@ -58,6 +58,7 @@ class StageChoice:
         shapes: of every rank, sizes of the axes of its submesh; empty: slices of the mesh.
         pieces: scans over layers are cut into so many; 0: as many as there are stages.
         limits: what every stage may hold; empty: what a device has, with one microbatch at a time.
+        seconds: about what a step takes, as the search prices it; infinite where nothing was searched.
         schedule: a name of `autopar.schedules.SCHEDULES`.
         microbatches: parts of the batch.
         batch: positions of the argument leaves that are cut so.
@@ -77,6 +78,7 @@ class StageChoice:
     shapes: tuple[tuple[int, ...], ...] = ()
     pieces: int = 0
     limits: tuple[Limit, ...] = ()
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,6 +333,7 @@ def _chosen(
         tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in found.stages),
         pieces,
         found.limits,
+        found.seconds,
     )
 
 

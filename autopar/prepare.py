@@ -70,6 +70,9 @@ MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
 #: Seconds that planning may take where no time limit is given: about as long as compiling, by operations.
 LEAST_SECONDS, SECONDS = 5.0, 2e-3
 SEARCH_SECONDS = 60.0  # of each problem in a search for stages
+#: Share of the seconds that a search expects of stages, for which a plan on one mesh ends the matter: planned, stages
+#: took 0.75 to 1.04 of what was expected (T5, speech, BERT, Conformer and GPT-39B on p3.16xlarge and TPU v5e).
+SURELY = 0.75
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -211,7 +214,7 @@ def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared
     parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
-    limit = s.time_limit or max(LEAST_SECONDS, SECONDS * sum(1 for _ in traced.graph.walk()))
+    limit = s.time_limit or time_limit(traced.graph)
     options = Options(
         solver=s.solver,
         time_limit=limit,
@@ -239,6 +242,11 @@ def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared
         (stage,) = best.plan.stages
         best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
     return best
+
+
+def time_limit(graph: Graph) -> float:
+    """Seconds that planning may take where nobody says: about as long as compiling, by operations."""
+    return max(LEAST_SECONDS, SECONDS * sum(1 for _ in graph.walk()))
 
 
 def _offload(s: Settings, target: Target, local: bool) -> str:
@@ -277,25 +285,24 @@ def _searched(call: _Call, s: Settings) -> Prepared:
                 return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
     call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
     choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options)
-    staged: Prepared | None = None
+    piped = _assembled_choice(call, s, choice, cluster)
     laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
-    if choice is not None and choice.borders:
-        sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
-        target = Target(cluster.logical_mesh(sizes), cluster)
-        try:
-            assembled = pipelines.assemble(call.traced.graph, choice, target)
-        except ScheduleError:  # all of the backward pass needs the whole batch, so that no stage has a pass of its own
-            if s.schedule != "auto":
-                raise
-            choice = None
-        else:
-            laps["inter_op"] = time.perf_counter() - begin
+    ways = [replace(s, num_microbatches=n) for n in _counts(s, choice, call.traced.graph, cluster)]
+    found: Prepared | None = None
+    if piped is None:
+        found = _on_meshes(call, ways, None)
+    else:
+        target, assembled = piped
+        likely = assembled.choice.seconds
+        if s.schedule == "auto":
+            with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
+                found = _on_meshes(call, ways, None, likely)
+        if found is None or not _fits(found, s) or found.plan.step_time_s > SURELY * likely:
             staged = _staged(call, s, target, assembled, laps)
             laps = dict(staged.plan.phases)
-    found = staged
-    if staged is None or s.schedule == "auto":
-        counts = _counts(s, choice, call.traced.graph, cluster)
-        found = _pipeline_or_mesh(call, [replace(s, num_microbatches=n) for n in counts], staged)
+            found = _better(staged, found, s)
+            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > likely:
+                found = _on_meshes(call, ways, staged)
     assert found is not None
     laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
     found = replace(found, plan=replace(found.plan, phases=laps))
@@ -304,6 +311,25 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     if asked is not None:
         plan_cache.write(asked, found.plan, options.time_limit)
     return found
+
+
+def _assembled_choice(
+    call: _Call, s: Settings, choice: pipelines.StageChoice | None, cluster: Cluster
+) -> tuple[Target, Pipelined] | None:
+    """The stages that were chosen, on a mesh of all devices; None where none were, or none has a backward pass.
+
+    That is so where all of the backward pass needs the whole batch. ScheduleError where a schedule was asked for.
+    """
+    if choice is None or not choice.borders:
+        return None
+    sizes = (cluster.num_devices, *[1] * (len(choice.shapes[0]) - 1))
+    target = Target(cluster.logical_mesh(sizes), cluster)
+    try:
+        return target, pipelines.assemble(call.traced.graph, choice, target)
+    except ScheduleError:
+        if s.schedule != "auto":
+            raise
+        return None
 
 
 def _options_of_stages(s: Settings) -> Options:
@@ -323,27 +349,38 @@ def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, clu
     return tuple(dict.fromkeys(found if pipelines.holds_far_too_much(graph, cluster) else (*found, 1)))
 
 
-def _pipeline_or_mesh(call: _Call, choices: Sequence[Settings], staged: Prepared | None) -> Prepared:
-    """The best of a pipeline and the plans on one mesh with these settings; those that fit into memory first.
+def _on_meshes(
+    call: _Call, ways: Sequence[Settings], found: Prepared | None, cutoff: float = math.inf
+) -> Prepared | None:
+    """The best of what is found and the plans on one mesh with these settings; those that fit into memory first.
 
-    What one mesh refuses, such as a batch that its axes do not divide, is no matter where another plan is found.
+    Plans on one mesh that take `cutoff` (s) or longer are of no interest. What one mesh refuses, such as a batch that
+    its axes do not divide, is no matter where another plan is found.
 
     Raises:
         AutoparError: the first refusal, where there is no plan at all.
     """
-    found, refusals = staged, list[AutoparError]()
-    for s in choices:
-        cutoff = found.plan.step_time_s if found is not None and _fits(found, s) else math.inf
+    refusals = list[AutoparError]()
+    for s in ways:
+        limit = min(cutoff, found.plan.step_time_s) if found is not None and _fits(found, s) else cutoff
         try:
-            one = _on_one_mesh(call, s, cutoff)
+            one = _on_one_mesh(call, s, limit)
         except AutoparError as error:
             refusals.append(error)
             continue
-        if one is not None and (found is None or _fits(one, s) or not _fits(found, s)):
-            found = one
-    if found is None:
+        found = one if found is None else _better(found, one, s)
+    if found is None and refusals:
         raise refusals[0]
     return found
+
+
+def _better(found: Prepared, other: Prepared | None, s: Settings) -> Prepared:
+    """The shorter of two plans that fit, or the one that does; of others the latter."""
+    if other is None:
+        return found
+    if _fits(found, s) and _fits(other, s):
+        return min(found, other, key=lambda one: one.plan.step_time_s)
+    return found if _fits(found, s) else other
 
 
 def _fits(found: Prepared, s: Settings) -> bool:
@@ -387,7 +424,8 @@ def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Ma
     traced, donated = call.traced, _donated(call.traced, call.args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
-    options = _options_of_stages(s)
+    whole = s.time_limit or time_limit(traced.graph)
+    options = replace(_options_of_stages(s), time_limit=whole / len(found.stages.stages))
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})

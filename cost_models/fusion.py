@@ -87,6 +87,7 @@ class _Fusion:
     leaving: set[int] = field(default_factory=set)
     library: Mapping[int, int] = field(default_factory=dict)
     absorbed: dict[int, Step] = field(default_factory=dict)
+    feeding: dict[int, bool] = field(default_factory=dict)  # by step: `_feeds_reduction`
     duplicates: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -239,13 +240,17 @@ class _Fusion:
         return id(step) in self.library if self.p.backend.has_library else self._feeds_reduction(step)
 
     def _feeds_reduction(self, step: Step) -> bool:
-        """A step is a reduction, or a link of a chain that only a reduction reads."""
-        while step.kind == LIGHT and step.outputs[0] not in self.kept:
-            readers = self.readers.get(step.outputs[0], ())
-            if len(readers) != 1:
-                return False
+        """A step is a reduction, or a link of a chain that only a reduction reads; asked once all is decided."""
+        chain: list[int] = []
+        while (found := self.feeding.get(id(step))) is None:
+            chain.append(id(step))
+            readers = self.readers.get(step.outputs[0], ()) if step.kind == LIGHT else ()
+            if step.kind != LIGHT or step.outputs[0] in self.kept or len(readers) != 1:
+                found = step.kind == REDUCTION
+                break
             step = readers[0]
-        return step.kind == REDUCTION
+        self.feeding.update(dict.fromkeys(chain, found))
+        return found
 
     def _fused_products(self) -> Mapping[int, int]:
         """Product that is fused into a library kernel -> what the kernel writes."""

@@ -180,7 +180,7 @@ def _eliminated(
         return outcome
     with clock.phase("eliminate"):
         limit = min(cutoff, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
-        found = elimination.search(core.problem, ascent, limit, width)
+        found = elimination.search(core.problem, ascent, limit, width, clock.deadline)
     if found.plan is not None:
         plan = core.lift(found.plan)
         if (cost := problem.value(plan)) < outcome.value:

@@ -22,6 +22,7 @@ mini-bucket heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised m
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -111,8 +112,11 @@ def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -
     return (widest, total), taken
 
 
-def search(problem: Problem, ascent: Ascent, limit: float, width: int) -> Found:
-    """The best plan of at most `limit` (s) that so many states per node find."""
+def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline: float = np.inf) -> Found:
+    """The best plan of at most `limit` (s) that so many states per node find.
+
+    Nothing is found, and nothing proven, once `time.monotonic()` is at the deadline.
+    """
     ends = ends_of(problem)
     last = [max((x.other for x in around), default=v) for v, around in enumerate(ends)]
     bounds = np.array([float(ascent.rest.sum())])
@@ -120,6 +124,8 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int) -> Found:
     steps: list[tuple[Ints, Ints]] = []
     lost = np.inf
     for v in range(len(problem.nodes)):
+        if time.monotonic() >= deadline:
+            return Found(None, np.inf, -np.inf)
         total = _step(problem, ascent, ends[v], v, bounds, frontier)
         kept = np.flatnonzero(total <= limit)
         if not len(kept):
