@@ -6,7 +6,8 @@ tolerance of the best plan so far. What the answer may lack is measured against 
 
     gap  =  (seconds of the plan - least lower bound of all candidates) / seconds of the plan
 
-and not against its own alone. Plans that fit into memory come first, whatever they take.
+and not against its own alone. Plans that fit into memory come first, whatever they take. Where the first mesh has none,
+the others are left as soon as it is plain that they have none either; their bounds do not count then.
 """
 
 from __future__ import annotations
@@ -51,14 +52,21 @@ def best(
         report(f"planning mesh {title}{found.summary()}")
         try:
             made = make_plan(
-                traced, target.logical, target.cluster.name, options, parts=parts, cutoff=found.step_to_beat
+                traced,
+                target.logical,
+                target.cluster.name,
+                options,
+                parts=parts,
+                cutoff=found.step_to_beat,
+                must_fit=found.must_fit,
             )
         except (PinError, MemoryBudgetError) as error:
             found.errors.append(error)
         except Pruned as pruned:
             found.add(pruned.lower_bound, pruned.phases)
-            least = text.seconds(pruned.lower_bound)
-            report(f"mesh {title}: no plan takes less than {least}, or none that fits is better than the best")
+            bounded = f"no plan takes less than {text.seconds(pruned.lower_bound)}, or "
+            bounded = bounded if math.isfinite(pruned.lower_bound) else ""
+            report(f"mesh {title}: {bounded}none that fits is better than the best")
         else:
             found.add(made.plan.lower_bound_s, made.plan.phases)
             found.choose(target, made)
@@ -90,6 +98,11 @@ class _Best:
         if isinstance(self.options.memory_budget, str):
             return math.inf
         return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.cutoff
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether a plan that does not fit is known already, so that no other such is of interest."""
+        return self.planned is not None and not self.fits and self.options.memory_budget is None
 
     def summary(self) -> str:
         """The best step so far, for people."""

@@ -252,10 +252,10 @@ def _is_far_too_large(s: Settings, graph: Graph) -> bool:
     return holds_far_too_much(graph, s.cluster or Cluster.local())
 
 
-def holds_far_too_much(graph: Graph, cluster: Cluster) -> bool:
-    """Whether a step as written needs more than `FAR` times the memory of all devices."""
+def holds_far_too_much(graph: Graph, cluster: Cluster, times: float = FAR) -> bool:
+    """Whether a step as written needs more than so many times the memory of all devices."""
     devices = cluster.logical_mesh((cluster.num_devices,))
-    return written_bytes(graph) > FAR * cluster.num_devices * usable(devices)
+    return written_bytes(graph) > times * cluster.num_devices * usable(devices)
 
 
 def searched(

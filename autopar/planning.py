@@ -101,8 +101,12 @@ def make_plan(
     trace_s: float = 0.0,
     parts: Parts | None = None,
     cutoff: float = math.inf,
+    *,
+    must_fit: bool = False,
 ) -> Planned:
     """Plan one traced function on one mesh; `parts` if that runs a step in microbatches.
+
+    `must_fit`: plans that need more memory than there is are of no interest.
 
     Raises:
         Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
@@ -112,6 +116,8 @@ def make_plan(
     begin = time.perf_counter()
     if math.isfinite(cutoff):
         planner.check(cutoff)
+    if must_fit and planner.cannot_fit():
+        raise Pruned(math.inf, planner.laps)
     found = offloading.choose(
         planner.attempt, planner.open_to, planner.leaves, planner.allowed, cutoff, planner.forecast
     )
@@ -211,6 +217,15 @@ class _Planner:
         found = self._fastest(self._draft(*self.as_written), cutoff * (1 - self.options.gap))
         if found.status == "cutoff" or found.objective >= cutoff:
             raise Pruned(found.lower_bound, self.laps)
+
+    def cannot_fit(self) -> bool:
+        """Whether it takes more memory than there is with all recomputed and all in the host's memory that may be."""
+        layers = self.open_to()
+        if not any(layers) or isinstance(self.allowed, str):
+            return False
+        draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), self.always)
+        _, row = draft.liveness.peak(self._fastest(draft).assignment)
+        return smallest(row) - sum(self.leaves.nbytes) > self.allowed
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -132,6 +132,25 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
         assert found.step_time_s <= one.step_time_s * 1.005
 
 
+def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: list[float] = []
+
+    def recorded(*args: Any, **keywords: Any) -> Any:
+        try:
+            return make_plan(*args, **keywords)
+        except Pruned as pruned:
+            bounds.append(pruned.lower_bound)
+            raise
+
+    monkeypatch.setattr(mesh_search, "make_plan", recorded)
+    built, tiny = zoo.build("gpt-toy"), Cluster.custom((8,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
+    with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
+        plan = autopar.plan(built.step, *built.abstract_args(), cluster=tiny, stages=1)
+    assert plan.mesh_sizes == (8,)
+    assert set(plan.remat) == {"none", "full"}
+    assert bounds == [math.inf] * (len(factorisations(8)) - 2)  # (4, 2) is (2, 4) there
+
+
 def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:
     """Its gradient needs the whole batch, so that no stage has a backward pass of its own."""
     built, cluster = zoo.build("clip-toy"), Cluster.preset("p3.16xlarge", hosts=2)

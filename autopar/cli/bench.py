@@ -285,6 +285,35 @@ def bench_alpa(
     )
 
 
+@app.command("named")
+def bench_named(
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """What the search answers beside every mesh and every uniform pipeline that a user can name."""
+    from autopar.bench import named
+
+    rows = named.run(resume=resume, tell=say)
+    report(as_json, {"rows": rows}, lambda: named.table(rows))
+    raise typer.Exit(0 if all(map(named.holds, rows)) else 1)
+
+
+@app.command("sizes")
+def bench_sizes(
+    models: Models = None,
+    clusters: Annotated[str | None, typer.Option(help="presets, with commas between; default: all")] = None,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time planning of models of published sizes on several hosts, a cluster given and nothing else."""
+    from autopar.bench import sizes as measure
+
+    chosen = words(clusters, tuple(measure.CLUSTERS))
+    rows = measure.run(words(models, measure.MODELS), chosen, resume, say)
+    report(as_json, {"rows": rows}, lambda: measure.table(rows))
+    raise typer.Exit(0 if all(map(measure.holds, rows)) else 1)
+
+
 @app.command("published")
 def bench_published(as_json: Json = False) -> None:
     """Count and price GPT of the Alpa paper beside what was published."""

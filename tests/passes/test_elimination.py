@@ -47,6 +47,12 @@ def test_a_narrow_width_is_honest(problem: Problem, width: int, share: float) ->
         assert best - 1e-12 <= problem.value(found.plan) <= limit + 1e-12
 
 
+def test_at_the_deadline_nothing_is_found_and_nothing_proven() -> None:
+    problem = feasible(frustrated("petersen"))
+    found = elimination.search(problem, ascend(problem), np.inf, WIDE, deadline=0.0)
+    assert (found.plan, found.lower) == (None, -np.inf)
+
+
 @pytest.mark.parametrize("name", ["complete-7", "wheel-9", "circulant-9/3", "petersen"])
 def test_frustrated_graphs_are_proven(name: str) -> None:
     """Where the relaxation is fractional the bound of the ascent is not met; that of the elimination is."""
