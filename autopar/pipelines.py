@@ -254,8 +254,19 @@ def _is_far_too_large(s: Settings, graph: Graph) -> bool:
 
 def holds_far_too_much(graph: Graph, cluster: Cluster, times: float = FAR) -> bool:
     """Whether a step as written needs more than so many times the memory of all devices."""
-    devices = cluster.logical_mesh((cluster.num_devices,))
-    return written_bytes(graph) > times * cluster.num_devices * usable(devices)
+    return written_bytes(graph) > times * _memory(cluster)
+
+
+def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
+    """Whether a step may fit into the memory of all devices with what may be recomputed, by the option `remat`."""
+    policy = remat.FULL if asked == recomputation.AUTO else asked
+    again = recomputation.uniform(policy, remat.recomputable(graph))
+    return written_bytes(remat.rewrite(graph, again)) <= _memory(cluster)
+
+
+def _memory(cluster: Cluster) -> float:
+    """Bytes that all devices may hold together."""
+    return cluster.num_devices * usable(cluster.logical_mesh((cluster.num_devices,)))
 
 
 def searched(

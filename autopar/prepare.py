@@ -341,13 +341,12 @@ def _options_of_stages(s: Settings) -> Options:
 def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, cluster: Cluster) -> tuple[int | str, ...]:
     """Numbers of microbatches to plan one mesh with.
 
-    That of the search where it is for one stage; and one, unless a step of one holds far more than there is room for,
-    first where there should be room for it.
+    That of the search where it is for one stage; and one where that may fit, first if it does as it is written.
     """
     if choice is None or isinstance(s.num_microbatches, int):
         return (s.num_microbatches,)
     found = () if choice.borders else (choice.microbatches,)
-    if pipelines.holds_far_too_much(graph, cluster):
+    if not pipelines.may_fit(graph, cluster, s.remat):
         return found
     return tuple(dict.fromkeys((*found, 1) if pipelines.holds_far_too_much(graph, cluster, 1.0) else (1, *found)))
 
