@@ -221,7 +221,11 @@ def split(
                 return found
             if best is None or found.share > best.share:
                 best = found
-    raise MicrobatchError(f"the step does not fall into {count} microbatches") if best is None else _refusal(best)
+    raise (
+        MicrobatchError(f"the step does not fall into {count} microbatches")
+        if best is None
+        else _refusal(best, per_microbatch)
+    )
 
 
 def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -236,14 +240,17 @@ def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards
     yield from (n for n in found if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
 
 
-def _refusal(found: Microbatches) -> MicrobatchError:
+def _refusal(found: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:
+    """`per_microbatch` as it was given: what it covers already is not advised."""
     shown = found.reasons[:3]
     lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in shown))
     reasons = "; ".join(map(str, shown))
+    given = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
+    accept = "" if given else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
     return MicrobatchError(
         f"the step does not fall into {found.count} microbatches: {1 - found.share:.0%} of its FLOPs need more than one"
-        f" of them: {reasons}. Use one microbatch, accept each microbatch's own totals with per_microbatch={lines!r} "
-        "or '*' for all, or rewrite the operation per example. What is cut is the first dimension of "
+        f" of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut is the "
+        "first dimension of "
         f"{_batch_names(found)}: if one of these holds no examples, say with batch_argnums which do."
     )
 
