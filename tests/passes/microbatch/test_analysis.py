@@ -196,7 +196,7 @@ def test_counts_and_arguments_are_checked() -> None:
 
 def test_what_was_given_already_is_not_advised() -> None:
     """Products of the whole batch with itself are no totals that a microbatch could have of its own."""
-    model = zoo.build("clip-toy")
+    model = build("clip-toy")
     traced = trace(model.step, *model.abstract_args())
     with pytest.raises(MicrobatchError, match="Use one microbatch, accept each microbatch's own totals with"):
         split_step(traced, COUNT)
