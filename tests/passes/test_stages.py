@@ -31,7 +31,7 @@ TIED = {
 #: Models without borders between layers: of a single one, and one whose examples depend on each other in a product.
 WHOLE = ("flax-linen-toy", "clip-toy")
 #: The bias that layers share is made anew in every stage, but its cotangent [B,H,S,S] is summed on the way back.
-UNEVEN = pytest.mark.xfail(reason="the cotangent of a shared position bias goes back whole")
+UNEVEN = pytest.mark.xfail(strict=True, reason="the cotangent of a shared position bias goes back whole")
 
 
 def perceptron(state: Any, batch: Any) -> Any:
