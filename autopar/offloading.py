@@ -175,6 +175,8 @@ def _moved(
 ) -> list[Outcome[T]]:
     """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
     if not any(o.fits for o in found):
+        if math.isfinite(cutoff) and any(_too_slow(o, leaves, budget, cutoff) for o in found):
+            return []
         return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, expected)
     best = _best(found)
     added: list[Outcome[T]] = []
@@ -183,6 +185,13 @@ def _moved(
         if start.seconds + leaves.seconds(max(0.0, start.peak_bytes - budget)) < best.seconds * (1 - MATTERS):
             added.append(known(policies, leaves.positions, "fitting"))
     return added
+
+
+def _too_slow(tried: Outcome[T], leaves: Leaves, budget: float, cutoff: float) -> bool:
+    """Whether layers are recomputed, too few even with all of the state in the host's memory, and no time is left."""
+    moved = leaves.between(0, len(leaves.steps()) - 1)
+    short = bool(tried.policies) and tried.made is not None and tried.peak_bytes - moved > budget
+    return short and tried.seconds + leaves.seconds(moved) >= cutoff * (1 - MATTERS)
 
 
 def _fewest(known: _Known[T], found: Sequence[Outcome[T]], leaves: Leaves, budget: float) -> list[Outcome[T]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
@@ -214,7 +215,10 @@ class _Planner:
 
     def check(self, cutoff: float) -> None:
         """Raise Pruned where the program as written has no plan of less than the cutoff; see `make_plan`."""
-        found = self._fastest(self._draft(*self.as_written), cutoff * (1 - self.options.gap))
+        draft, least = self._draft(*self.as_written), cutoff * (1 - self.options.gap)
+        found = self._quick(draft, least)
+        if found.status == "open" and found.objective >= cutoff:
+            found = self._fastest(draft, least)
         if found.status == "cutoff" or found.objective >= cutoff:
             raise Pruned(found.lower_bound, self.laps)
 
@@ -251,7 +255,7 @@ class _Planner:
             return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
-            solution = self._fastest(draft) if effort == "fastest" else self._fitting(draft, cutoff)
+            solution = self._start(draft) if effort == "fastest" else self._fitting(draft, cutoff)
         except Pruned:
             return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
         except MemoryBudgetError as error:
@@ -262,13 +266,31 @@ class _Planner:
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
+    def _start(self, draft: _Draft) -> Solution:
+        """The cheapest plan whatever it holds; about so if that needs the ILP, and what bounds find does not fit."""
+        found = self._quick(draft)
+        peak, _ = draft.liveness.peak(found.assignment)
+        fits = fitting.fits(peak, self.mesh, self.options.memory_budget)
+        return self._fastest(draft) if fits and found.status == "open" else found
+
+    def _quick(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
+        """The same without the ILP: "open" where bounds and elimination leave a gap."""
+        key = draft.policies, draft.hosted
+        if key not in self.fastest:
+            self.fastest[key] = self._solved(draft, cutoff, largest=0)
+        return self.fastest[key]
+
     def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan whatever it holds."""
         key = draft.policies, draft.hosted
-        if key not in self.fastest:
-            self.fastest[key] = optimize(draft.model.problem, cutoff=cutoff, **self.options.keywords())
-            self._count(self.fastest[key].phases)
+        if self._quick(draft, cutoff).status == "open":
+            self.fastest[key] = self._solved(draft, cutoff)
         return self.fastest[key]
+
+    def _solved(self, draft: _Draft, cutoff: float, **further: Any) -> Solution:
+        found = optimize(draft.model.problem, cutoff=cutoff, **self.options.keywords(), **further)
+        self._count(found.phases)
+        return found
 
     def _fitting(self, draft: _Draft, cutoff: float) -> Solution:
         """The cheapest plan that fits; errors as of `fitting.solve`."""
@@ -281,7 +303,7 @@ class _Planner:
                 self.options.memory_budget,
                 self.options,
                 self.parts.count,
-                lambda: self._fastest(draft),
+                lambda: self._start(draft),
                 cutoff,
             )
         finally:

@@ -119,7 +119,13 @@ class _Moves:
 
 @dataclass(frozen=True, slots=True)
 class _Cone:
-    """What one value in memory is computed from: operations on arrays fused with it, values in memory -> bytes read."""
+    """What one value in memory is computed from.
+
+    Attributes:
+        ops: the first operations on arrays that are fused with it. Values that have any operation in common have all in
+            common that it is computed from, and so one of these.
+        sources: values in memory -> bytes read.
+    """
 
     ops: frozenset[int]
     sources: Mapping[int, int]
@@ -287,12 +293,14 @@ class _Counter:
         """What is one number is made wherever it is read, so that no loops are shared by it."""
         memory, fused = self._links(op, made, stored)
         makers = [known[maker.index] for maker in fused]
-        own = frozenset([op.index]) if self._is_array(op) else frozenset[int]()
+        first = frozenset[int]().union(*(maker.ops for maker in makers))
+        if not first and self._is_array(op):
+            first = frozenset([op.index])
         sources: dict[int, int] = {}
         for atom, size in itertools.chain(memory, *(maker.sources.items() for maker in makers)):
             if size > sources.get(atom, -1):
                 sources[atom] = size
-        return _Cone(own.union(*(maker.ops for maker in makers)), sources)
+        return _Cone(first, sources)
 
     def _is_array(self, op: Op) -> bool:
         return any(self.graph.types[v].rank for v in op.outputs)
@@ -344,10 +352,8 @@ def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int], depths: Mappi
     joined: UnionFind[int] = UnionFind(cones)
     for value, cone in cones.items():
         owner = owners.setdefault(depths[value], {})
-        for op in () if value in products else cone.ops:
-            other = owner.setdefault(op, value)
-            if other != value:
-                joined.union(other, value)
+        others = {owner.setdefault(op, value) for op in (() if value in products else cone.ops)}
+        joined.union(value, *sorted(others))
     return {value: joined[value] for value in cones}
 
 

@@ -9,7 +9,7 @@ what a loop stacks               if products read it as it is, or moved         
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost_models.steps import HEAVY, LIGHT, LOOP, MOVES, PRODUCTS, REDUCTION, Program, Step
@@ -46,6 +46,7 @@ class _Narrowing:
     thin: set[int]
     leaving: set[int]
     absorbed: Mapping[int, int]
+    spreading: dict[int, bool] = field(default_factory=dict)  # by reduction: `_spreads_again`
 
     def found(self) -> set[int]:
         """All of them."""
@@ -100,6 +101,11 @@ class _Narrowing:
 
     def _spreads_again(self, reduction: Step) -> bool:
         """What a reduction makes becomes as large as what it read, and so cannot be made in the same kernel."""
+        if id(reduction) not in self.spreading:
+            self.spreading[id(reduction)] = self._grows_again(reduction)
+        return self.spreading[id(reduction)]
+
+    def _grows_again(self, reduction: Step) -> bool:
         size = self.p.type_of(reduction.inputs[0]).nbytes
         waiting, seen = list(reduction.outputs), set(reduction.outputs)
         while waiting:

@@ -45,6 +45,7 @@ class Waiting:
     sizes: Sizes
     reads: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)  # by moment
     seconds: dict[int, float] = field(default_factory=dict)  # by moment
+    shares: dict[int, float] = field(default_factory=dict)  # by value
 
     def delays(self, moment: int) -> bool:
         """Whether products may wait for what a moment gathers: it is of the backward pass, and none of them."""
@@ -81,8 +82,10 @@ class Waiting:
                 yield root, max(lives.death[root], lives.death.get(v, 0))
 
     def _share(self, v: int) -> float:
-        kind = self.sizes.kind(v)
-        return self.sizes.program.type_of(v).size * kind.itemsize / self.sizes.mesh.size
+        if v not in self.shares:
+            size = self.sizes.program.type_of(v).size * self.sizes.kind(v).itemsize
+            self.shares[v] = size / self.sizes.mesh.size
+        return self.shares[v]
 
     def _seconds(self, moment: int) -> float:
         if moment not in self.seconds:
