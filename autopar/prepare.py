@@ -70,9 +70,10 @@ MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
 #: Seconds that planning may take where no time limit is given: about as long as compiling, by operations.
 LEAST_SECONDS, SECONDS = 5.0, 2e-3
 SEARCH_SECONDS = 60.0  # of each problem in a search for stages
-#: Share of the seconds that a search expects of stages, for which a plan on one mesh ends the matter: planned, stages
-#: took 0.75 to 1.04 of what was expected (T5, speech, BERT, Conformer and GPT-39B on p3.16xlarge and TPU v5e).
-SURELY = 0.75
+#: Shares of the seconds that a search expects of stages: a plan on one mesh that takes the former ends the matter, and
+#: one that takes the latter is of no interest. Planned, stages took 0.75 to 1.04 of what was expected (T5, speech, BERT,
+#: Conformer and GPT-39B on p3.16xlarge and TPU v5e).
+SURELY, MOSTLY = 0.75, 1.05
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -296,12 +297,12 @@ def _searched(call: _Call, s: Settings) -> Prepared:
         likely = assembled.choice.seconds
         if s.schedule == "auto":
             with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
-                found = _on_meshes(call, ways, None, likely)
+                found = _on_meshes(call, ways, None, MOSTLY * likely)
         if found is None or not _fits(found, s) or found.plan.step_time_s > SURELY * likely:
             staged = _staged(call, s, target, assembled, laps)
             laps = dict(staged.plan.phases)
             found = _better(staged, found, s)
-            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > likely:
+            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > MOSTLY * likely:
                 found = _on_meshes(call, ways, staged)
     assert found is not None
     laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
