@@ -71,8 +71,8 @@ MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
 LEAST_SECONDS, SECONDS = 5.0, 2e-3
 SEARCH_SECONDS = 60.0  # of each problem in a search for stages
 #: Shares of the seconds that a search expects of stages: a plan on one mesh that takes the former ends the matter, and
-#: one that takes the latter is of no interest. Planned, stages took 0.75 to 1.04 of what was expected (T5, speech, BERT,
-#: Conformer and GPT-39B on p3.16xlarge and TPU v5e).
+#: one that takes the latter is of no interest. Planned, stages took 0.75 to 1.04 of what was expected (T5, speech,
+#: BERT, Conformer and GPT-39B on p3.16xlarge and TPU v5e).
 SURELY, MOSTLY = 0.75, 1.05
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
