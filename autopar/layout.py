@@ -99,6 +99,13 @@ def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(shape[dim] % parts == 0 for dim, parts in cuts(layout, sizes).items())
 
 
+def device_share(layout: Layout | None, shape: Sequence[int], sizes: Sequence[int]) -> float:
+    """The share of a value that each device holds, padding included; without a layout all of it."""
+    if layout is None:
+        return 1.0
+    return math.prod(-(-shape[d] // n) / shape[d] for d, n in cuts(layout, sizes).items())
+
+
 def local_shape(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """Shape of one device's piece, padding included."""
     parts = cuts(layout, sizes)

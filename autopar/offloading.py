@@ -30,7 +30,7 @@ from autopar.cost_models import offload
 from autopar.errors import ArgumentError
 from autopar.graph import Graph
 from autopar.passes import offload as offload_pass
-from autopar.recomputation import Effort, Expected, Outcome
+from autopar.recomputation import Effort, Forecasts, Outcome
 from autopar.report.text import size
 
 AUTO, NONE, ALL = "auto", "none", "all"
@@ -63,9 +63,14 @@ class Leaves:
     nbytes: tuple[float, ...]
     seconds: Callable[[float], float]
 
+    @property
+    def total(self) -> float:
+        """Bytes of one device's even share of all of them."""
+        return sum(self.nbytes)
+
     def steps(self) -> tuple[tuple[int, ...], ...]:
         """The positions that wait after each step, from none to all of them."""
-        share = sum(self.nbytes) / STEPS
+        share = self.total / STEPS
         chosen: list[tuple[int, ...]] = [()]
         filled = 0.0
         for count, nbytes in enumerate(self.nbytes, 1):
@@ -118,19 +123,18 @@ def choose(
     leaves: Leaves,
     budget: float | str,
     cutoff: float = math.inf,
-    expected: Expected[T] | None = None,
+    forecasts: Forecasts[T] = lambda as_written: {},
 ) -> Outcome[T]:
-    """The best outcome within a budget (bytes per device, or "min"); the rest as in
-    `recomputation.search`.
+    """The best outcome within a budget (bytes per device, or "min"); for the rest see `recomputation.search`.
 
     Where what takes `cutoff` seconds or longer is of no interest, it may be one that does not fit.
     """
     known = _Known(attempt)
-    found = recomputation.search(known.hosting(()), open_to, budget, cutoff, expected)
+    found = recomputation.search(known.hosting(()), open_to, budget, cutoff, forecasts)
     if leaves.positions and isinstance(budget, str):
         found += recomputation.search(known.hosting(leaves.positions), open_to, budget)
     elif leaves.positions and not isinstance(budget, str) and found[0].pressed:
-        found += _moved(known, found, open_to, leaves, budget, cutoff, expected)
+        found += _moved(known, found, open_to, leaves, budget, cutoff, forecasts)
         found += _fewest(known, found, leaves, budget)
     if math.isfinite(cutoff) and not any(o.fits for o in found):
         return found[0]
@@ -171,13 +175,13 @@ def _moved(
     leaves: Leaves,
     budget: float,
     cutoff: float,
-    expected: Expected[T] | None,
+    forecasts: Forecasts[T],
 ) -> list[Outcome[T]]:
     """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
     if not any(o.fits for o in found):
         if math.isfinite(cutoff) and any(_too_slow(o, leaves, budget, cutoff) for o in found):
             return []
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, expected)
+        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, forecasts)
     best = _best(found)
     added: list[Outcome[T]] = []
     for policies in dict.fromkeys(((), best.policies)):
@@ -188,15 +192,14 @@ def _moved(
 
 
 def _too_slow(tried: Outcome[T], leaves: Leaves, budget: float, cutoff: float) -> bool:
-    """Whether layers are recomputed, too few even with all of the state in the host's memory, and no time is left."""
-    moved = leaves.between(0, len(leaves.steps()) - 1)
-    short = bool(tried.policies) and tried.made is not None and tried.peak_bytes - moved > budget
-    return short and tried.seconds + leaves.seconds(moved) >= cutoff * (1 - MATTERS)
+    """Whether too few layers are recomputed even with all of the state in the host's memory, and more take too long."""
+    short = bool(tried.policies) and tried.made is not None and tried.peak_bytes - leaves.total > budget
+    return short and tried.seconds + leaves.seconds(leaves.total) >= cutoff * (1 - MATTERS)
 
 
 def _fewest(known: _Known[T], found: Sequence[Outcome[T]], leaves: Leaves, budget: float) -> list[Outcome[T]]:
     """Outcomes with less in the host's memory than the one that promises most with all of it there."""
-    all_of_it = leaves.seconds(leaves.between(0, len(leaves.steps()) - 1))
+    all_of_it = leaves.seconds(leaves.total)
 
     def promise(whole: Outcome[T]) -> float:
         """Seconds without the copies of what there is room for; where layouts make room, without any copies."""

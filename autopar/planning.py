@@ -31,7 +31,7 @@ from autopar.passes.homes import Clustering
 from autopar.passes.memory_rows import smallest
 from autopar.passes.optimize import Pruned, Solution, optimize
 from autopar.passes.pins import Pinned, Pins, resolve
-from autopar.passes.remat_estimates import AsWritten, Forecast
+from autopar.passes.remat_estimates import Forecast, forecasts
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
@@ -119,9 +119,7 @@ def make_plan(
         planner.check(cutoff)
     if must_fit and planner.cannot_fit():
         raise Pruned(math.inf, planner.laps)
-    found = offloading.choose(
-        planner.attempt, planner.open_to, planner.leaves, planner.allowed, cutoff, planner.forecast
-    )
+    found = planner.choose(cutoff)
     if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
         raise Pruned(planner.fastest[planner.as_written].lower_bound, planner.laps)
     if found.error is not None:
@@ -183,7 +181,6 @@ class _Planner:
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
     fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
-    forecasts: dict[tuple[tuple[str, ...], tuple[int, ...]], AsWritten] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
@@ -198,20 +195,17 @@ class _Planner:
     def _recomputable(self) -> tuple[bool, ...]:
         return remat.recomputable(self.parts.step.graph)
 
-    def forecast(self, as_written: Outcome[tuple[_Draft, Solution]], policy: str) -> Forecast | None:
-        """What recomputing layers by a policy costs and frees, read off this plan; None if that is not known."""
+    def forecasts(self, as_written: Outcome[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
+        """Policy -> what recomputing layers costs and frees, read off this plan; empty where that is not known."""
         if as_written.made is None or self.parts.step is not self.traced:
-            return None
+            return {}
         draft, solution = as_written.made
-        key = draft.policies, draft.hosted
-        if key not in self.forecasts:
-            plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
-            self.forecasts[key] = AsWritten.of(*plan)
-        return self.forecasts[key].forecast(policy, self._recomputable)
+        plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
+        return forecasts(*plan, self._recomputable)
 
     def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
         """The best outcome within the memory that is allowed; see `offloading.choose`."""
-        return offloading.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecast)
+        return offloading.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecasts)
 
     def check(self, cutoff: float) -> None:
         """Raise Pruned where the program as written has no plan of less than the cutoff; see `make_plan`."""
@@ -228,8 +222,8 @@ class _Planner:
         if not any(layers) or isinstance(self.allowed, str):
             return False
         draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), self.always)
-        _, row = draft.liveness.peak(self._fastest(draft).assignment)
-        return smallest(row) - sum(self.leaves.nbytes) > self.allowed
+        _, row = draft.liveness.peak(self._quick(draft).assignment)
+        return smallest(row) - self.leaves.total > self.allowed
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:

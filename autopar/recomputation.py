@@ -2,12 +2,12 @@
 
     as written     alone if its fastest plan fits
     some layers    the first k of those that have something to drop, by "dots" or by "full", the smallest k whose
-                   fastest plan fits: the first, for what they keep lives longest                         -> Line
+                   fastest plan fits: the first, for what they keep lives longest                  -> LayerSearch
     uniform        where even with all of them the fastest plan does not fit, the best that does
 
-What a layer costs and frees is estimated on the plan as written (`autopar.passes.remat_estimates`), and corrected by
-every plan that is made. So k is mostly met at once. Of the two policies the one that promises the shorter step is
-tried first, the other only where it may promise more.
+What a layer costs and frees is forecast from the plan as written (`autopar.passes.remat_estimates`), and corrected by
+every plan that is made, so that k is mostly met at once. The policy with the shorter estimate is planned first, the
+other only where its own may be shorter still.
 The program as written in layouts that fit comes last, and is given up once it is plain that it takes longer than what
 is found: to fit by layouts alone is the hardest of these problems, and seldom the best answer.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -33,10 +33,10 @@ AUTO = "auto"
 #: What the option `remat` may be.
 CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
 
-#: Share of the seconds that recomputing is estimated to cost by which the estimate may be too high: of five models of
-#: published sizes up to 0.08 for all of a layer, 0.20 for all but products (0.40 on toys).
-TOO_HIGH: Mapping[str, float] = MappingProxyType({DOTS: 0.3, FULL: 0.1})
-DOUBT = 0.05  # share of the bytes that one step frees by which the estimate may be too high
+#: Policy -> share of a forecast of seconds by which it may be too high: on five models of published sizes up to 0.08
+#: for "full", 0.20 for "dots" (0.40 on toys).
+OVERESTIMATE: Mapping[str, float] = MappingProxyType({DOTS: 0.3, FULL: 0.1})
+LAYER_OVERESTIMATE = 0.05  # share of the forecast bytes of one layer, next to a number of layers that was planned
 MATTERS = 0.005  # share of a step below which what another policy promises is not worth its search
 HALVED = 3  # every third guess halves what is left, where the peak does not fall evenly
 
@@ -79,8 +79,8 @@ class Attempt(Protocol[T]):
     def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[T]: ...
 
 
-#: What recomputing layers by a policy costs and frees, read off the outcome as written; None if nothing is known.
-Expected = Callable[[Outcome[T], str], Forecast | None]
+#: Policy -> what recomputing layers costs and frees, read off the outcome as written; without what is not forecast.
+Forecasts = Callable[[Outcome[T]], Mapping[str, Forecast]]
 
 
 def uniform(policy: str, open_to: Sequence[bool]) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def search(
     open_to: Callable[[], Sequence[bool]],
     budget: float | str,
     cutoff: float = math.inf,
-    expected: Expected[T] | None = None,
+    forecasts: Forecasts[T] = lambda as_written: {},
 ) -> list[Outcome[T]]:
     """The outcomes among which `choose` chooses, the program as written first.
 
@@ -127,33 +127,34 @@ def search(
     if isinstance(budget, str):
         smallest = [attempt(uniform(FULL, layers), "fitting")] if any(layers := open_to()) else []
         return [attempt((), "fitting"), *smallest]
-    nowhere = attempt((), "fastest")
-    if nowhere.fits:
-        return [nowhere]
+    free = attempt((), "fastest")
+    if free.fits:
+        return [free]
     policies = (DOTS, FULL) if any(layers := open_to()) else ()
+    forecast = forecasts(free) if policies else {}
 
-    def along(policy: str) -> Line[T]:
-        forecast = expected(nowhere, policy) if expected is not None else None
-        steps = partial(_first_steps, attempt, policy, layers)
-        return Line(steps, sum(layers), budget, nowhere, forecast, TOO_HIGH[policy])
+    def of(policy: str) -> LayerSearch[T]:
+        plan = partial(_first_layers, attempt, policy, layers)
+        return LayerSearch(plan, sum(layers), budget, free, forecast.get(policy), OVERESTIMATE[policy])
 
-    lines = sorted(map(along, policies), key=lambda line: (line.hopeless, line.promise))
-    for line in lines:
-        line.follow(lines)
-        suffice = [other for other in lines if other.tried and not other.exhausted]
-        least = min([cutoff, *(other.promise for other in suffice)])
-        if line.at_best < (1 - MATTERS) * least and not (line.hopeless and suffice):
-            line.probe()
-    best, found = cutoff, [line.best for line in lines if line.tried]
-    for line in sorted(lines, key=lambda line: line.promise):
-        if line.tried and line.promise < (1 - MATTERS) * best:
-            found.append(line.run(best))
+    searches = sorted(map(of, policies), key=lambda one: (one.insufficient, one.estimate))
+    for one in searches:
+        suffice = [other for other in searches if other.planned and not other.exhausted]
+        one.calibrate(suffice)
+        shortest = min([cutoff, *(other.estimate for other in suffice)])
+        if one.least_estimate < (1 - MATTERS) * shortest and not (one.insufficient and suffice):
+            one.start()
+    started = [one for one in searches if one.planned]
+    best, found = cutoff, [one.best for one in started]
+    for one in sorted(started, key=lambda one: one.estimate):
+        if one.estimate < (1 - MATTERS) * best:
+            found.append(one.run(best))
         best = min([best, *(o.seconds for o in found if o.fits)])
-    as_written = attempt((), "fitting", cutoff=best) if nowhere.seconds < best else nowhere
+    as_written = attempt((), "fitting", cutoff=best) if free.seconds < best else free
     return [as_written, *found]
 
 
-def _first_steps(
+def _first_layers(
     attempt: Attempt[T], policy: str, layers: Sequence[bool], count: int, effort: Effort, cutoff: float
 ) -> Outcome[T]:
     """An attempt with a policy for the first layers."""
@@ -178,147 +179,147 @@ def settle(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]
     return closest if closest is found[0] else prove(closest)
 
 
-class Line(Generic[T]):
-    """The search for the best outcome along a line: the first of `steps` steps taken.
+class LayerSearch(Generic[T]):
+    """The search for the fewest layers that one policy has to recompute, the first ones first.
 
-    Seconds and peak after k steps are those of the nearest outcomes tried, and between and beyond them in proportion to
-    what is expected of the steps.
-
-    Attributes:
-        hopeless: all steps are expected to be too few, whatever the layouts.
+    Seconds and peak with k layers recomputed are those of the nearest numbers that were planned. Between and beyond
+    them they follow the forecast, scaled to meet the plans.
 
     Args:
-        attempt: makes the outcome of so many steps; what takes the cutoff or longer is of no interest.
-        steps: how many there are.
+        plan: the outcome with so many layers recomputed; what takes the cutoff or longer is of no interest.
+        layers: how many may be recomputed.
         budget: bytes per device.
-        nowhere: the outcome without any step.
-        forecast: what each step costs and frees; None: all the same, which the outcome of all steps then tells.
-        too_high: share of the seconds of all steps by which they may be forecast too high.
+        free: the outcome with none.
+        forecast: what each layer costs and frees; None: all the same, for which all of them are planned at once.
+        overestimate: share of the forecast seconds by which they may be too high.
+
+    Attributes:
+        insufficient: all layers are forecast to be too few, whatever the layouts.
     """
 
     def __init__(
         self,
-        attempt: Callable[[int, Effort, float], Outcome[T]],
-        steps: int,
+        plan: Callable[[int, Effort, float], Outcome[T]],
+        layers: int,
         budget: float,
-        nowhere: Outcome[T],
+        free: Outcome[T],
         forecast: Forecast | None = None,
-        too_high: float = 0.0,
+        overestimate: float = 0.0,
     ) -> None:
-        self._attempt, self._steps, self._budget, self._too_high = attempt, steps, budget, too_high
-        self._points = {0: nowhere}
-        each = [Estimate(1.0, 1.0)] * steps if forecast is None else forecast.steps
+        self._plan, self._layers, self._budget, self._overestimate = plan, layers, budget, overestimate
+        self._outcomes = {0: free}
+        each = [Estimate(1.0, 1.0)] * layers if forecast is None else forecast.layers
         self._seconds = (0.0, *itertools.accumulate(max(e.seconds, 0.0) for e in each))
         self._bytes = (0.0, *itertools.accumulate(max(e.nbytes, 0.0) for e in each))
-        self.hopeless = forecast is not None and forecast.least_bytes > budget
-        self._estimated = forecast is not None
-        self._freed = 1.0  # bytes for each that is expected, until an outcome tells
+        self.insufficient = forecast is not None and forecast.least_bytes > budget
+        self._forecast = forecast is not None
+        self._prior = 1.0  # bytes freed for each that is forecast, until a plan tells
         if forecast is None:
-            self._try(steps)
+            self._try(layers)
 
     @property
-    def tried(self) -> bool:
-        """Whether any step was."""
-        return len(self._points) > 1
+    def planned(self) -> bool:
+        """Whether any number of layers was."""
+        return len(self._outcomes) > 1
 
     @property
     def exhausted(self) -> bool:
-        """Whether even the fastest plan with all steps taken does not fit."""
-        return self._low == self._steps
+        """Whether even the fastest plan with all layers recomputed does not fit."""
+        return self._low == self._layers
 
     @property
     def best(self) -> Outcome[T]:
-        """Of the outcomes tried the one with the fewest steps that fits, or that with the most."""
-        return self._points[max(self._points) if self._high is None else self._high]
+        """Of the outcomes so far the one with the fewest layers that fits, or that with the most."""
+        return self._outcomes[max(self._outcomes) if self._high is None else self._high]
 
     @property
-    def promise(self) -> float:
+    def estimate(self) -> float:
         """About how many seconds the best outcome takes."""
         return self._at(self._count())
 
     @property
-    def at_best(self) -> float:
-        """About how many seconds it takes at least, as far as estimates can be trusted."""
-        as_written = self._points[0].seconds
-        return self.promise if self.tried else as_written + (1 - self._too_high) * (self.promise - as_written)
+    def least_estimate(self) -> float:
+        """The same, less what a forecast that no plan has corrected may be too high."""
+        if self.planned:
+            return self.estimate
+        free = self._outcomes[0].seconds
+        return free + (1 - self._overestimate) * (self.estimate - free)
 
-    def follow(self, others: Iterable[Line[T]]) -> None:
-        """Expect estimates of bytes to be as far off as they were on other lines: what stays at a peak is the same."""
-        ratios = [other._ratio for other in others if other is not self and other.tried and not other.exhausted]
-        if ratios and not self.tried:
-            self._freed = min(ratios)
+    def calibrate(self, others: Sequence[LayerSearch[T]]) -> None:
+        """Take forecasts of bytes to be as far off as those of other policies were: what remains at a peak is alike."""
+        if others and not self.planned:
+            self._prior = min(other._scale for other in others)
 
-    def probe(self) -> None:
-        """Try as many steps as are expected to do."""
-        if not self.tried:
+    def start(self) -> None:
+        """Plan with as many layers as are forecast to suffice, unless some number was planned."""
+        if not self.planned:
             self._try(self._count())
 
     def run(self, cutoff: float = math.inf) -> Outcome[T]:
-        """The outcome with the fewest steps taken whose fastest plan fits, or the best that fits with all.
+        """The outcome with the fewest layers whose fastest plan fits, or the best that fits with all.
 
-        Where one step fewer is not likely to fit, it is not tried if it hardly matters, nor if that is plain.
-
+        One layer fewer that is not likely to fit is not tried if it hardly matters, nor if the forecast is clear.
         What takes `cutoff` seconds or longer is of no interest.
         """
         for turn in itertools.count():
             low, high = self._low, self._high
             if self.exhausted:
-                return self._attempt(low, "fitting", cutoff)
+                return self._plan(low, "fitting", cutoff)
             if high is None:
                 self._try(self._count())
                 continue
             guess = (low + high) // 2 if turn % HALVED == HALVED - 1 else self._count()
             hardly = self._at(high) - self._at(high - 1) <= MATTERS * self.best.seconds
-            if high - low <= 1 or (guess == high and (hardly or self._is_plain(high))):
+            if high - low <= 1 or (guess == high and (hardly or self._is_least(high))):
                 break
             self._try(min(guess, high - 1))
         return self.best
 
     @property
     def _low(self) -> int:
-        """The most steps that were tried and are too few."""
-        return max(k for k, outcome in self._points.items() if not outcome.fits)
+        """The most layers that were planned and are too few."""
+        return max(k for k, outcome in self._outcomes.items() if not outcome.fits)
 
     @property
     def _high(self) -> int | None:
-        """The fewest steps that were tried and suffice."""
-        return min((k for k, outcome in self._points.items() if outcome.fits), default=None)
+        """The fewest layers that were planned and suffice."""
+        return min((k for k, outcome in self._outcomes.items() if outcome.fits), default=None)
 
     def _try(self, count: int) -> None:
-        self._points[count] = self._attempt(count, "fastest", math.inf)
+        self._outcomes[count] = self._plan(count, "fastest", math.inf)
 
     def _around(self) -> tuple[int, int]:
-        """Two outcomes that tell how the estimates are to be corrected; the same twice if there is one alone."""
+        """Two planned numbers of layers that the forecast is scaled by; equal if none but 0 was planned."""
         low, high = self._low, self._high
         return (low, high) if high is not None else (0, low)
 
     @property
-    def _ratio(self) -> float:
-        """Bytes freed for each that is expected."""
+    def _scale(self) -> float:
+        """Bytes freed for each that is forecast."""
         a, b = self._around()
-        fell = self._points[a].peak_bytes - self._points[b].peak_bytes
-        expected = self._bytes[b] - self._bytes[a]
-        return fell / expected if a != b and expected > 0 and fell > 0 else self._freed
+        freed = self._outcomes[a].peak_bytes - self._outcomes[b].peak_bytes
+        forecast = self._bytes[b] - self._bytes[a]
+        return freed / forecast if forecast > 0 and freed > 0 else self._prior
 
     def _count(self) -> int:
-        """The fewest steps that should suffice; all of them if none do."""
-        start, ratio = self._low, self._ratio
-        over = self._points[start].peak_bytes - self._budget
-        last = self._steps if self._high is None else self._high
-        enough = (k for k in range(start + 1, last) if ratio * (self._bytes[k] - self._bytes[start]) >= over)
-        return next(enough, last)
+        """The fewest layers that should suffice; all of them if none do."""
+        low, scale = self._low, self._scale
+        over = self._outcomes[low].peak_bytes - self._budget
+        most = self._layers if self._high is None else self._high
+        enough = (k for k in range(low + 1, most) if scale * (self._bytes[k] - self._bytes[low]) >= over)
+        return next(enough, most)
 
-    def _is_plain(self, high: int) -> bool:
-        """Whether one step fewer than these, which suffice, is plainly too few: estimates of one step are good."""
-        freed = min(self._ratio, 1.0) * (self._bytes[high] - self._bytes[high - 1])
-        return self._estimated and self._points[high].peak_bytes + (1 - DOUBT) * freed > self._budget
+    def _is_least(self, high: int) -> bool:
+        """Whether one layer fewer than these, which suffice, is too few by the forecast of that layer alone."""
+        freed = min(self._scale, 1.0) * (self._bytes[high] - self._bytes[high - 1])
+        return self._forecast and self._outcomes[high].peak_bytes + (1 - LAYER_OVERESTIMATE) * freed > self._budget
 
     def _at(self, count: int) -> float:
-        """About how many seconds so many steps take."""
+        """About how many seconds the plan with so many layers takes."""
         a, b = self._around()
-        dearer, expected = self._points[b].seconds - self._points[a].seconds, self._seconds[b] - self._seconds[a]
-        ratio = max(dearer, 0.0) / expected if a != b and expected > 0 else 1.0
-        return self._points[a].seconds + ratio * (self._seconds[count] - self._seconds[a])
+        dearer, forecast = self._outcomes[b].seconds - self._outcomes[a].seconds, self._seconds[b] - self._seconds[a]
+        scale = max(dearer, 0.0) / forecast if forecast > 0 else 1.0
+        return self._outcomes[a].seconds + scale * (self._seconds[count] - self._seconds[a])
 
 
 def _refusal(prove: Callable[[Outcome[T]], Outcome[T]], found: Sequence[Outcome[T]]) -> Outcome[T]:

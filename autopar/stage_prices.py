@@ -12,15 +12,14 @@ prices at next to nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.pipeline import Prices
 from autopar.graph import Type
-from autopar.layout import REPLICATED, Layout, cuts
+from autopar.layout import device_share
+from autopar.passes import decode
 from autopar.passes.stages import KINDS
 from autopar.stage_graphs import BEGIN
 
@@ -147,20 +146,15 @@ def _of(plan: StagePlan, op: int) -> str:
 
 
 def _operations(plan: StagePlan) -> Iterator[tuple[str, float]]:
-    for index, c in enumerate(plan.model.clustering.clusters):
-        if c.op >= 0:
-            yield _of(plan, c.op), c.weight * float(c.strategies.cost[plan.solution.assignment[index]])
+    for op, seconds in decode.operation_seconds(plan.model, plan.solution.assignment):
+        yield _of(plan, op), seconds
 
 
 def _light(plan: StagePlan) -> Iterator[tuple[str, float]]:
-    clusters, bandwidth = plan.model.clustering.clusters, plan.mesh.device.memory_bandwidth
-    readers = _first_readers(plan)
-    for charge in plan.model.clustering.charges:
-        c = clusters[charge.cluster]
-        cut = c.strategies.held[plan.solution.assignment[charge.cluster]].tolist()
-        piece = _share(c.strategies.sizes, tuple(f if f in charge.dims else REPLICATED for f in cut), plan.mesh.sizes)
-        program = _of(plan, charge.op) if charge.op >= 0 else readers.get(c.value, UPDATE)
-        yield program, charge.nbytes * piece / bandwidth
+    clusters, readers = plan.model.clustering.clusters, _first_readers(plan)
+    for charge, seconds in decode.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
+        value = clusters[charge.cluster].value
+        yield _of(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
 
 
 def _first_readers(plan: StagePlan) -> Mapping[int, str]:
@@ -185,8 +179,7 @@ def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
         if (program == UPDATE) == ended:
             on = behind if slack.moves(use.value, use.op) else mesh
             once = c.count < _count(plan)  # a copy that all passes share
-            axes = tuple(mesh.axis(name) for name in c.axes)
-            yield UPDATE if once else program, c.count * collective_time(c.kind, c.bytes, axes, on)
+            yield UPDATE if once else program, decode.collective_seconds(c, on)
 
 
 def _at(plan: StagePlan, op: int, site: str) -> str:
@@ -244,7 +237,7 @@ def _shared(plan: StagePlan) -> float:
 def held(plan: StagePlan, value: int, *, wide: bool = False) -> float:
     """Bytes per device of a value where it lives; `wide`: at least four per number, as sums have."""
     type_, layout = plan.graph.graph.types[value], plan.layout(value)
-    return _whole(type_, wide) * _share(type_.shape, layout, plan.mesh.sizes)
+    return _whole(type_, wide) * device_share(layout, type_.shape, plan.mesh.sizes)
 
 
 def even(plan: StagePlan, value: int, *, wide: bool = False) -> float:
@@ -254,12 +247,6 @@ def even(plan: StagePlan, value: int, *, wide: bool = False) -> float:
 
 def _whole(type_: Type, wide: bool) -> float:
     return type_.size * (max(type_.itemsize, 4) if wide and "float" in type_.dtype else type_.itemsize)
-
-
-def _share(shape: Sequence[int], layout: Layout | None, sizes: Sequence[int]) -> float:
-    if layout is None:
-        return 1.0
-    return math.prod(-(-shape[d] // n) / shape[d] for d, n in cuts(layout, sizes).items())
 
 
 def _kept(plan: StagePlan) -> Sequence[int]:

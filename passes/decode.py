@@ -17,8 +17,8 @@ from autopar.cluster import LogicalMesh
 from autopar.collective import Collective
 from autopar.cost_models.collectives import collective_time
 from autopar.graph import Graph, Op, Type
-from autopar.layout import Layout, divides, steps
-from autopar.passes.homes import Cluster, Home, Use
+from autopar.layout import REPLICATED, Layout, device_share, divides, steps
+from autopar.passes.homes import Charge, Cluster, Home, Use
 from autopar.passes.intra_op import Model, layout_at
 from autopar.passes.problem import Ints
 from autopar.passes.strategies import padding, share, shares
@@ -102,7 +102,29 @@ def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], me
     return total
 
 
+def collective_seconds(c: Collective, mesh: LogicalMesh) -> float:
+    """s per step of all runs of a planned collective."""
+    return c.count * collective_time(c.kind, c.bytes, tuple(mesh.axis(name) for name in c.axes), mesh)
+
+
 _Placed = tuple[tuple[int, int], Collective]
+
+
+def operation_seconds(model: Model, assignment: Ints) -> Iterator[tuple[int, float]]:
+    """Operation and s per step of its work, with the collectives that end its sums, of all that have strategies."""
+    for c, choice in zip(model.clustering.clusters, assignment.tolist(), strict=False):  # copies come after clusters
+        if c.op >= 0:
+            yield c.op, c.weight * float(c.strategies.cost[choice])
+
+
+def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[tuple[Charge, float]]:
+    """Charge and s per step of the light traffic that it stands for."""
+    bandwidth = mesh.device.memory_bandwidth
+    for charge in model.clustering.charges:
+        strategies = model.clustering.clusters[charge.cluster].strategies
+        held = strategies.held[assignment[charge.cluster]].tolist()
+        layout = tuple(f if f in charge.dims else REPLICATED for f in held)
+        yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
 
 def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:

@@ -25,10 +25,11 @@ operations on the same keys, so random numbers come out bit for bit; operations 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import count
+from typing import NamedTuple
 
 from networkx.utils import UnionFind
 
@@ -79,48 +80,40 @@ def recomputable(graph: Graph) -> tuple[bool, ...]:
             return False
         if _is_scan(found, layer):
             return _loop_back(_Draft(program), layer, FULL) is not None
-        return bool(_residuals(program, layer, FULL)[1])
+        return bool(program.residuals(layer, FULL).read)
 
     return tuple(map(frees, range(len(found.layers))))
 
 
 @dataclass(frozen=True)
-class Change:
-    """What recomputing one layer changes.
+class Rematerialised:
+    """What rematerialising one layer changes.
 
     Attributes:
-        again: indices of the operations that run once more, those inside regions included.
-        dropped: values of the layer that are not kept for the backward pass.
-        kept: results of products of the layer that the recomputation starts from.
+        recomputed: indices of the operations that the backward pass runs again, those inside regions included.
+        dropped: values of the layer that no longer wait for the backward pass.
+        saved: results of the layer's products that the recomputation starts from.
     """
 
-    again: frozenset[int]
+    recomputed: frozenset[int]
     dropped: frozenset[int]
-    kept: frozenset[int]
+    saved: frozenset[int]
 
 
-def changes(graph: Graph, policy: str) -> tuple[Change | None, ...]:
+def rematerialised(graph: Graph, policy: str) -> tuple[Rematerialised | None, ...]:
     """For each layer what this policy changes in it; None for a loop over layers."""
     program = _program(graph)
     found = program.layers
-    return tuple(None if _is_scan(found, i) else _change(program, i, policy) for i in range(len(found.layers)))
+    return tuple(None if _is_scan(found, i) else _changed(program, i, policy) for i in range(len(found.layers)))
 
 
-def _change(program: _Program, layer: int, policy: str) -> Change:
-    gone, residuals, kept = _residuals(program, layer, policy)
-    ops = program.layers.ops(layer)
-    again = _needed(ops, residuals, kept)
+def _changed(program: _Program, layer: int, policy: str) -> Rematerialised:
+    values, ops = program.residuals(layer, policy), program.layers.ops(layer)
+    again = _needed(ops, values.read, values.kept)
     starts = {v for op in again for v in _values(op.inputs)}
-    own = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
-    return Change(frozenset(op.index for op in _inside(again)), frozenset(gone), frozenset(own & kept & starts))
-
-
-def _inside(ops: Iterable[Op]) -> Iterator[Op]:
-    """These operations and all in their regions."""
-    for op in ops:
-        yield op
-        for region in op.regions:
-            yield from _inside(region.ops)
+    products = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
+    recomputed = frozenset(inner.index for op in again for inner in op.walk())
+    return Rematerialised(recomputed, values.dropped, values.kept & products & starts)
 
 
 def _is_scan(found: Layers, layer: int) -> bool:
@@ -131,13 +124,27 @@ def _is_scan(found: Layers, layer: int) -> bool:
 # The program as written
 
 
+class _Residuals(NamedTuple):
+    """A layer's values under one policy.
+
+    Attributes:
+        kept: those that stay in memory.
+        dropped: the others.
+        read: those of the others that the backward pass of the layer reads, ascending.
+    """
+
+    kept: frozenset[int]
+    dropped: frozenset[int]
+    read: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class _Program:
     """A program with what every rewriting of it asks for. Positions are those of its operations."""
 
     graph: Graph
     layers: Layers
-    residuals: dict[tuple[int, str], tuple[Set[int], Sequence[int], Set[int]]] = field(default_factory=dict)  # memo
+    known: dict[tuple[int, str], _Residuals] = field(default_factory=dict)  # by layer and policy
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[int]]:
@@ -183,6 +190,19 @@ class _Program:
     def last_signature(self) -> int:
         """The largest that an operation has."""
         return max(op.signature for op in self.graph.walk())
+
+    def residuals(self, layer: int, policy: str) -> _Residuals:
+        """What a layer keeps under a policy."""
+        if (layer, policy) not in self.known:
+            ops = self.layers.ops(layer)
+            own = frozenset(v for op in ops for v in op.outputs)
+            kept = frozenset(v for op in ops for v in op.outputs if _is_kept(self, op, v, own, policy))
+            read = (v for v in sorted(own - kept) if self._is_read_backward(v))
+            self.known[layer, policy] = _Residuals(kept, own - kept, tuple(read))
+        return self.known[layer, policy]
+
+    def _is_read_backward(self, value: int) -> bool:
+        return any(self.phase(q) == "backward" for q in self.readers.get(value, ()))
 
     def phase(self, position: int) -> str:
         """Of the operation at a position."""
@@ -341,7 +361,7 @@ def _irreproducible(ops: Sequence[Op]) -> frozenset[int]:
 
 def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
     """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
-    gone, residuals, kept = _residuals(draft.program, layer, policy)
+    kept, dropped, residuals = draft.program.residuals(layer, policy)
     if not residuals:
         return
     backward = draft.program.backward.get(layer, ())
@@ -352,20 +372,7 @@ def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
         parts.setdefault(last if parts[last] and not _waits(draft, last, first) else first, []).extend(part)
     for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
         group = [q for q in backward if first <= q < end]
-        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), gone, residuals)
-
-
-def _residuals(program: _Program, layer: int, policy: str) -> tuple[Set[int], Sequence[int], Set[int]]:
-    """A layer's values that do not stay in memory; those of them that its backward pass reads; its values that do."""
-    known = program.residuals.get((layer, policy))
-    if known is None:
-        ops = program.layers.ops(layer)
-        own = {v for op in ops for v in op.outputs}
-        kept = {v for op in ops for v in op.outputs if v in program.constant or _is_kept(program, op, v, own, policy)}
-        gone = own - kept
-        read = (v for v in sorted(gone) if any(program.phase(q) == "backward" for q in program.readers.get(v, ())))
-        known = program.residuals[layer, policy] = (gone, tuple(read), kept)
-    return known
+        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), dropped, residuals)
 
 
 def _waits(draft: _Draft, last: int, first: int) -> bool:
@@ -424,8 +431,11 @@ def _connected(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
 
 
 def _is_kept(program: _Program, op: Op, value: int, own: Set[int], policy: str) -> bool:
-    """A value of a layer stays in memory: others than the layer's own passes read it, or the policy says so."""
-    if op.equation.effects or (policy == DOTS and op.name in PRODUCTS):
+    """A value of a layer stays in memory.
+
+    That is where it depends on no argument, where others than the layer's own passes read it, or by the policy.
+    """
+    if value in program.constant or op.equation.effects or (policy == DOTS and op.name in PRODUCTS):
         return True
     for q in program.readers.get(value, ()):
         phase = program.phase(q)

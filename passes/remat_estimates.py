@@ -1,40 +1,36 @@
-"""What recomputing a layer will cost and free, read off the plan of the program as written.
+"""Forecasts of what rematerialising layers costs and frees, read off the plan of the program as written.
 
-    seconds  =  operations that run once more, with the collectives that end their sums
-             +  light traffic of what follows them
-             +  reshards of what they read
-    bytes    =  dropped values alive at the peak  -  results of products that are kept in their place
+    seconds  =  recomputed operations, with the collectives that end their sums
+             +  light traffic of the operations that follow them
+             +  reshards of their operands
+    bytes    =  dropped residuals alive at the peak  -  products saved in their place
 
-What is made of parameters alone is there in the layouts that the forward pass read, and is not moved again.
-All of it assumes the layouts of that plan. A plan of the recomputed program may choose better ones, and its peak may be
-elsewhere, so that these are estimates: they say where to search first, and no plan is chosen by them.
+Values that depend on no batch keep the layouts in which the forward pass read them, and are not moved again.
+Both formulas assume the layouts of that plan. A plan of the rematerialised program may choose better layouts, and may
+peak elsewhere. A forecast therefore decides where a search begins, and never which plan wins.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cluster import LogicalMesh
-from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.memory import Liveness
 from autopar.graph import Graph
-from autopar.layout import Layout, local_shape
+from autopar.layout import device_share
 from autopar.passes import decode
 from autopar.passes import layers as layers_pass
 from autopar.passes.homes import Use
 from autopar.passes.intra_op import Model
 from autopar.passes.memory_rows import smallest
 from autopar.passes.problem import Ints
-from autopar.passes.remat import Change, changes
-from autopar.passes.state import match_state
-from autopar.passes.strategies import share, shares
+from autopar.passes.remat import DOTS, FULL, Rematerialised, rematerialised
 
 
 class Estimate(NamedTuple):
-    """What recomputing one layer adds to a step (s) and frees at its peak (bytes per device)."""
+    """What rematerialising one layer adds to a step (s) and frees at its peak (bytes per device)."""
 
     seconds: float
     nbytes: float
@@ -42,28 +38,42 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What recomputing layers by one policy is about to cost.
+    """What rematerialising layers by one policy is about to cost.
 
     Attributes:
-        steps: one estimate for each layer that is open to it, in order.
-        least_bytes: bytes per device that stay at the peak with all of them recomputed, in the smallest layouts.
+        layers: an estimate for each layer that may be rematerialised, in order.
+        least_bytes: bytes per device that stay at the peak with all these layers rematerialised, in the smallest
+            layouts.
     """
 
-    steps: tuple[Estimate, ...]
+    layers: tuple[Estimate, ...]
     least_bytes: float
 
 
+def forecasts(
+    graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, open_to: Sequence[bool]
+) -> Mapping[str, Forecast]:
+    """Policy -> its forecast; empty where a loop over layers may be rematerialised, whose body this does not price.
+
+    Args:
+        graph: the program as written.
+        model, liveness: its optimization problem on `mesh`, and its memory.
+        assignment: its plan, a strategy for each node of the problem.
+        open_to: for each layer whether it may be rematerialised.
+    """
+    plan = _Plan.of(graph, model, mesh, liveness, assignment)
+    found = {policy: plan.forecast(policy, open_to) for policy in (DOTS, FULL)}
+    return {policy: forecast for policy, forecast in found.items() if forecast is not None}
+
+
 @dataclass(frozen=True, eq=False)
-class AsWritten:
-    """The plan of the program as written, by operation and by value: what forecasts are read off.
+class _Plan:
+    """The plan of the program as written, by operation and by value.
 
     Attributes:
-        graph, model, mesh: the program, its problem and the mesh it is planned for.
-        liveness, assignment: its memory and its plan.
-        layouts: those of the plan.
-        own: operation -> s per step of its own work, its light traffic included.
-        uses: operation -> what it reads that is not made of parameters alone.
-        held: value -> bytes per device at the peak.
+        seconds_of: operation -> s per step of its work and of its light traffic.
+        uses_of: operation -> its operands that depend on the batch.
+        peak_bytes_of: value -> bytes per device at the peak, of those alive then.
     """
 
     graph: Graph
@@ -72,96 +82,57 @@ class AsWritten:
     liveness: Liveness
     assignment: Ints
     layouts: decode.Layouts
-    own: Mapping[int, float]
-    uses: Mapping[int, Sequence[Use]]
-    held: Mapping[int, float]
+    seconds_of: Mapping[int, float]
+    uses_of: Mapping[int, Sequence[Use]]
+    peak_bytes_of: Mapping[int, float]
 
     @staticmethod
-    def of(graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints) -> AsWritten:
-        own: dict[int, float] = {}
-        for op, seconds in _work(model, mesh, assignment):
-            own[op] = own.get(op, 0.0) + seconds
-        uses: dict[int, list[Use]] = {}
-        moved = _of_the_batch(graph)
+    def of(graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints) -> _Plan:
+        seconds_of: dict[int, float] = {}
+        light = ((charge.op, seconds) for charge, seconds in decode.traffic_seconds(model, assignment, mesh))
+        for op, seconds in (*decode.operation_seconds(model, assignment), *light):
+            seconds_of[op] = seconds_of.get(op, 0.0) + seconds
+        uses_of: dict[int, list[Use]] = {}
         for use in model.clustering.uses:
-            if use.value in moved:
-                uses.setdefault(use.op, []).append(use)
-        held: dict[int, float] = {}
+            if use.value not in model.clustering.slack.early:
+                uses_of.setdefault(use.op, []).append(use)
+        peak_bytes_of: dict[int, float] = {}
         for buffer, nbytes in liveness.at_peak(assignment)[2]:
-            held[buffer.value] = held.get(buffer.value, 0.0) + nbytes
+            peak_bytes_of[buffer.value] = peak_bytes_of.get(buffer.value, 0.0) + nbytes
         layouts = decode.layouts(model, assignment)
-        return AsWritten(graph, model, mesh, liveness, assignment, layouts, own, uses, held)
+        return _Plan(graph, model, mesh, liveness, assignment, layouts, seconds_of, uses_of, peak_bytes_of)
 
     def forecast(self, policy: str, open_to: Sequence[bool]) -> Forecast | None:
-        """What recomputing layers by a policy costs and frees; None where loops over layers are recomputed.
-
-        Args:
-            policy: one of `autopar.passes.remat.POLICIES`.
-            open_to: for each layer whether it may be recomputed.
-        """
-        layers = layers_pass.find(self.graph).layers
-        found = zip(layers, changes(self.graph, policy), open_to, strict=True)
-        chosen = [(layer.kind, change) for layer, change, open_ in found if open_]
-        kinds: dict[int, Estimate] = {}  # layers of one kind are equal programs
+        """The forecast of one policy; None where a loop over layers is open to it."""
+        layers = zip(layers_pass.find(self.graph).layers, rematerialised(self.graph, policy), open_to, strict=True)
+        chosen = [(layer.kind, change) for layer, change, open_ in layers if open_]
+        of_kind: dict[int, Estimate] = {}  # layers of one kind are equal programs
         dropped: set[int] = set()
         least = 0.0
         for kind, change in chosen:
             if change is None:
                 return None
-            if kind not in kinds:
-                kinds[kind] = Estimate(self.seconds(change), self.nbytes(change))
+            if kind not in of_kind:
+                of_kind[kind] = Estimate(self._seconds(change), self._freed_bytes(change))
             dropped |= change.dropped
-            least += sum(self.graph.types[v].nbytes for v in change.kept if v not in self.held) / self.mesh.size
+            saved = (self.graph.types[v].nbytes for v in change.saved if v not in self.peak_bytes_of)
+            least += sum(saved) / self.mesh.size
         least += smallest(self.liveness.at_peak_without(dropped, self.assignment))
-        return Forecast(tuple(kinds[kind] for kind, _ in chosen), least)
+        return Forecast(tuple(of_kind[kind] for kind, _ in chosen), least)
 
-    def seconds(self, change: Change) -> float:
-        """s per step of the operations that run once more."""
-        read = tuple(use for op in sorted(change.again) for use in self.uses.get(op, ()))
+    def _seconds(self, change: Rematerialised) -> float:
+        again = sorted(change.recomputed)
+        read = tuple(use for op in again for use in self.uses_of.get(op, ()))
         model = replace(self.model, clustering=replace(self.model.clustering, uses=read))
         moved = decode.reshards(self.graph, model, self.layouts, self.mesh)
-        seconds = (
-            c.count * collective_time(c.kind, c.bytes, tuple(map(self.mesh.axis, c.axes)), self.mesh) for c in moved
-        )
-        return sum(self.own.get(op, 0.0) for op in change.again) + sum(seconds)
+        reshards = sum(decode.collective_seconds(c, self.mesh) for c in moved)
+        return sum(self.seconds_of.get(op, 0.0) for op in again) + reshards
 
-    def nbytes(self, change: Change) -> float:
-        """Bytes per device that are not held at the peak any more."""
-        freed = sum(self.held.get(v, 0.0) for v in change.dropped)
-        return freed - sum(self._piece(v) for v in change.kept if v not in self.held)
+    def _freed_bytes(self, change: Rematerialised) -> float:
+        freed = sum(self.peak_bytes_of.get(v, 0.0) for v in change.dropped)
+        return freed - sum(self._piece(v) for v in change.saved if v not in self.peak_bytes_of)
 
     def _piece(self, value: int) -> float:
-        type_, layout = self.graph.types[value], self.layouts.values.get(value)
-        shape = type_.shape if layout is None else local_shape(_cut(layout), type_.shape, self.mesh.sizes)
-        return math.prod(shape) * type_.itemsize
-
-
-def _cut(layout: Layout) -> Layout:
-    return tuple(max(d, -1) for d in layout)
-
-
-def _of_the_batch(graph: Graph) -> frozenset[int]:
-    """Values that depend on an argument that is no state."""
-    state = set(match_state(graph).values())
-    found = {v for position, v in enumerate(graph.inputs) if position not in state}
-    for op in graph.ops:
-        if any(isinstance(a, int) and a in found for a in op.inputs):
-            found.update(op.outputs)
-            found.update(v for inner in op.walk() for v in inner.outputs)
-    return frozenset(found)
-
-
-def _work(model: Model, mesh: LogicalMesh, assignment: Ints) -> Iterator[tuple[int, float]]:
-    """Operation and s per step, for all operations with strategies and for all light traffic."""
-    clusters = model.clustering.clusters
-    for index, c in enumerate(clusters):
-        if c.op >= 0:
-            yield c.op, c.weight * float(c.strategies.cost[assignment[index]])
-    pieces: dict[tuple[int, int, tuple[int, ...]], float] = {}
-    for charge in model.clustering.charges:
-        strategies, choice = clusters[charge.cluster].strategies, int(assignment[charge.cluster])
-        key = strategies.index, choice, charge.dims
-        if key not in pieces:
-            each = shares(strategies.held[choice : choice + 1], strategies.sizes, mesh.sizes)
-            pieces[key] = float(share(each, charge.dims)[0])
-        yield charge.op, charge.nbytes * pieces[key] / mesh.device.memory_bandwidth
+        """Bytes of a value that each device has."""
+        type_ = self.graph.types[value]
+        return type_.nbytes * device_share(self.layouts.values.get(value), type_.shape, self.mesh.sizes)

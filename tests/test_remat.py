@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ def test_a_program_without_layers_is_planned_as_written() -> None:
 
 
 @dataclasses.dataclass
-class Line:
-    """Eight layers of unequal bytes and seconds, recomputed by "full" alone; `off`: truth over forecast of bytes."""
+class Unequal:
+    """Eight layers of unequal bytes, recomputed by "full" alone; `off`: truth over forecast of bytes."""
 
     budget: float
     nbytes: tuple[float, ...]
@@ -127,9 +127,9 @@ class Line:
     def peak(self, count: int) -> float:
         return 1.0 + sum(self.nbytes) - sum(self.nbytes[:count])
 
-    def forecast(self, as_written: Outcome[str], policy: str) -> Forecast:
-        steps = tuple(Estimate(1.0, n / self.off) for n in self.nbytes)
-        return Forecast(steps, 1.0 if policy == "full" else 2 * self.budget)
+    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        layers = tuple(Estimate(1.0, n / self.off) for n in self.nbytes)
+        return {"dots": Forecast(layers, 2 * self.budget), "full": Forecast(layers, 1.0)}
 
     def fewest(self) -> int | None:
         return next((k for k in range(len(self.nbytes) + 1) if self.peak(k) <= self.budget), None)
@@ -140,25 +140,25 @@ UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
 
 @given(UNEQUAL, st.floats(0.0, 1.1))
 def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
-    line = Line(1.001 + share * sum(nbytes), nbytes)
-    found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
+    planner = Unequal(1.001 + share * sum(nbytes), nbytes)
+    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
-    assert best.policies.count("full") == line.fewest()
-    assert len(line.tried) <= 3
+    assert best.policies.count("full") == planner.fewest()
+    assert len(planner.tried) <= 3
 
 
 @given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
 def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...], share: float, off: float) -> None:
-    line = Line(1.001 + share * sum(nbytes), nbytes, off)
-    found = recomputation.search(line, lambda: (True,) * 8, line.budget, expected=line.forecast)
+    planner = Unequal(1.001 + share * sum(nbytes), nbytes, off)
+    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
-    assert best.policies.count("full") == line.fewest()
-    assert len(line.tried) == len({*line.tried})
+    assert best.policies.count("full") == planner.fewest()
+    assert len(planner.tried) == len({*planner.tried})
 
 
 def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> None:
-    line = Line(30.0, (10.0,) * 8)
-    found = recomputation.search(line, lambda: (True,) * 8, 30.0, expected=line.forecast)
+    planner = Unequal(30.0, (10.0,) * 8)
+    found = recomputation.search(planner, lambda: (True,) * 8, 30.0, forecasts=planner.forecasts)
     assert not any("dots" in o.policies for o in found)
 
 
