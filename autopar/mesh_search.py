@@ -64,9 +64,9 @@ def best(
             found.errors.append(error)
         except Pruned as pruned:
             found.add(pruned.lower_bound, pruned.phases)
-            bounded = f"no plan takes less than {text.seconds(pruned.lower_bound)}, or "
-            bounded = bounded if math.isfinite(pruned.lower_bound) else ""
-            report(f"mesh {title}: {bounded}none that fits is better than the best")
+            least = pruned.lower_bound
+            bound = f"no plan takes less than {text.seconds(least)}, or " if math.isfinite(least) else ""
+            report(f"mesh {title}: {bound}none that fits is better than the best")
         else:
             found.add(made.plan.lower_bound_s, made.plan.phases)
             found.choose(target, made)

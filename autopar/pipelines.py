@@ -249,19 +249,18 @@ def _is_far_too_large(s: Settings, graph: Graph) -> bool:
     """Whether a step needs more than `FAR` times the memory of all devices, and the user has left to us what to do."""
     if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
         return False
-    return holds_far_too_much(graph, s.cluster or Cluster.local())
+    return written_bytes(graph) > FAR * _memory(s.cluster or Cluster.local())
 
 
-def holds_far_too_much(graph: Graph, cluster: Cluster, times: float = FAR) -> bool:
-    """Whether a step as written needs more than so many times the memory of all devices."""
-    return written_bytes(graph) > times * _memory(cluster)
+def fits_evenly(graph: Graph, cluster: Cluster) -> bool:
+    """Whether a step as written fits into the memory of all devices, cut evenly."""
+    return written_bytes(graph) <= _memory(cluster)
 
 
 def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
-    """Whether a step may fit into the memory of all devices with what may be recomputed, by the option `remat`."""
+    """The same with all layers recomputed that the option `remat` allows."""
     policy = remat.FULL if asked == recomputation.AUTO else asked
-    again = recomputation.uniform(policy, remat.recomputable(graph))
-    return written_bytes(remat.rewrite(graph, again)) <= _memory(cluster)
+    return fits_evenly(remat.rewrite(graph, recomputation.uniform(policy, remat.recomputable(graph))), cluster)
 
 
 def _memory(cluster: Cluster) -> float:

@@ -73,7 +73,7 @@ SEARCH_SECONDS = 60.0  # of each problem in a search for stages
 #: Shares of the seconds that a search expects of stages: a plan on one mesh that takes the former ends the matter, and
 #: one that takes the latter is of no interest. Planned, stages took 0.75 to 1.04 of what was expected (T5, speech,
 #: BERT, Conformer and GPT-39B on p3.16xlarge and TPU v5e).
-SURELY, MOSTLY = 0.75, 1.05
+SKIPS_STAGES, NO_INTEREST = 0.75, 1.05
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -215,7 +215,7 @@ def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared
     parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, own), count)
     traced = parts.split(parts.step)
     rules = registered_rules()
-    limit = s.time_limit or time_limit(traced.graph)
+    limit = s.time_limit or _time_limit(traced.graph)
     options = Options(
         solver=s.solver,
         time_limit=limit,
@@ -245,7 +245,7 @@ def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared
     return best
 
 
-def time_limit(graph: Graph) -> float:
+def _time_limit(graph: Graph) -> float:
     """Seconds that planning may take where nobody says: about as long as compiling, by operations."""
     return max(LEAST_SECONDS, SECONDS * sum(1 for _ in graph.walk()))
 
@@ -286,23 +286,23 @@ def _searched(call: _Call, s: Settings) -> Prepared:
                 return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
     call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
     choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options)
-    piped = _assembled_choice(call, s, choice, cluster)
+    stages = _assembled_choice(call, s, choice, cluster)
     laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     ways = [replace(s, num_microbatches=n) for n in _counts(s, choice, call.traced.graph, cluster)]
     found: Prepared | None = None
-    if piped is None:
+    if stages is None:
         found = _on_meshes(call, ways, None)
     else:
-        target, assembled = piped
-        likely = assembled.choice.seconds
+        target, assembled = stages
+        expected = assembled.choice.seconds
         if s.schedule == "auto":
             with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
-                found = _on_meshes(call, ways, None, MOSTLY * likely)
-        if found is None or not _fits(found, s) or found.plan.step_time_s > SURELY * likely:
+                found = _on_meshes(call, ways, None, NO_INTEREST * expected)
+        if found is None or not _fits(found, s) or found.plan.step_time_s > SKIPS_STAGES * expected:
             staged = _staged(call, s, target, assembled, laps)
             laps = dict(staged.plan.phases)
             found = _better(staged, found, s)
-            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > MOSTLY * likely:
+            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > NO_INTEREST * expected:
                 found = _on_meshes(call, ways, staged)
     assert found is not None
     laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
@@ -347,9 +347,9 @@ def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, clu
     if choice is None or isinstance(s.num_microbatches, int):
         return (s.num_microbatches,)
     found = () if choice.borders else (choice.microbatches,)
-    if not pipelines.may_fit(graph, cluster, s.remat):
-        return found
-    return tuple(dict.fromkeys((*found, 1) if pipelines.holds_far_too_much(graph, cluster, 1.0) else (1, *found)))
+    if pipelines.fits_evenly(graph, cluster):
+        return tuple(dict.fromkeys((1, *found)))
+    return tuple(dict.fromkeys((*found, 1))) if pipelines.may_fit(graph, cluster, s.remat) else found
 
 
 def _on_meshes(
@@ -427,7 +427,7 @@ def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Ma
     traced, donated = call.traced, _donated(call.traced, call.args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
-    whole = s.time_limit or time_limit(traced.graph)
+    whole = s.time_limit or _time_limit(traced.graph)
     options = replace(_options_of_stages(s), time_limit=whole / len(found.stages.stages))
     layouts = pipeline_plan.plan_layouts(run, found, options)
     made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
