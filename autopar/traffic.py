@@ -232,13 +232,12 @@ class _Counter:
             runs = weight * (op.trips or UNKNOWN_TRIPS)
             total += sum(self.body(r.ops, r.inputs, r.outputs, runs) for r in op.regions)
         made = {v: op for op in ops if not op.regions for v in op.outputs}
-        stored = self._stored(ops, inputs, outputs)
-        cones = self._cones(ops, made, stored)
+        cones, stored = self._cones(ops, made, self._stored(ops, inputs, outputs))
         products = frozenset(v for v in cones if made[v].name in PRODUCTS)
         within = _within_one_loop(products, cones, _loops(cones, products, _depths(cones)), made)
         fixed = {*inputs, *outputs}
         fused = {v for v in within if v not in fixed and made[v].index not in self.summing}
-        cones = self._cones(ops, made, stored - fused) if fused else cones
+        cones = self._cones(ops, made, stored - fused)[0] if fused else cones
         depths = _depths(cones)
         loops = _loops(cones, products, depths)
         reductions = frozenset(v for v in cones if made[v].name in REDUCTIONS and made[v].index not in self.summing)
@@ -255,7 +254,7 @@ class _Counter:
             if made[v].name not in heavy and made[v].index not in self.summing and not self._retiles(made[v])
         }
 
-    def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> set[int]:
+    def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
         """The values that are in memory if every product's result is."""
         found = {*inputs, *(a for a in outputs if isinstance(a, int))}
         for op in ops:
@@ -267,7 +266,7 @@ class _Counter:
                 found.update(op.outputs)
         found.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
         free = [v for op in ops for v in op.outputs if v not in self.stage.values]  # constants and views: never stored
-        return found.difference(free)
+        return frozenset(found.difference(free))
 
     def _retiles(self, op: Op) -> bool:
         """Whether a reshape copies, since it splits or merges the dimension that lies along the columns of tiles."""
@@ -276,18 +275,21 @@ class _Counter:
         before, after = ([n for n in self.graph.type_of(a).shape if n > 1][-1:] for a in (op.inputs[0], op.outputs[0]))
         return before != after
 
-    def _cones(self, ops: Sequence[Op], made: Mapping[int, Op], stored: set[int]) -> dict[int, _Cone]:
-        """What every value in memory that is made here is computed with; see `_Cone`.
+    def _cones(
+        self, ops: Sequence[Op], made: Mapping[int, Op], stored: AbstractSet[int]
+    ) -> tuple[dict[int, _Cone], frozenset[int]]:
+        """What every value in memory that is made here is computed with, and which these are; see `_Cone`.
 
-        `stored` gains the results of operations that would be computed from more than `MOST_READ` others.
+        Those of `stored`, and results of operations that would be computed from more than `MOST_READ` others.
         """
         known: dict[int, _Cone] = {}  # operation -> its cone, where it is more than one number with itself
+        found = set(stored)
         for op in ops:
             if op.index not in known and any(made.get(v) is op for v in op.outputs):
-                cone = known[op.index] = self._cone(op, known, made, stored)
+                cone = known[op.index] = self._cone(op, known, made, found)
                 if len(cone.sources) > MOST_READ:
-                    stored.update(v for v in op.outputs if v in self.stage.values)
-        return {v: known[op.index].of(op.index) for v, op in made.items() if v in stored}
+                    found.update(v for v in op.outputs if v in self.stage.values)
+        return {v: known[op.index].of(op.index) for v, op in made.items() if v in found}, frozenset(found)
 
     def _cone(self, op: Op, known: Mapping[int, _Cone], made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
         """What is one number is made wherever it is read, so that no loops are shared by it."""

@@ -242,13 +242,15 @@ class _Fusion:
     def _feeds_reduction(self, step: Step) -> bool:
         """A step is a reduction, or a link of a chain that only a reduction reads; asked once all is decided."""
         chain: list[int] = []
-        while (found := self.feeding.get(id(step))) is None:
+        while id(step) not in self.feeding:
             chain.append(id(step))
-            readers = self.readers.get(step.outputs[0], ()) if step.kind == LIGHT else ()
-            if step.kind != LIGHT or step.outputs[0] in self.kept or len(readers) != 1:
-                found = step.kind == REDUCTION
+            link = step.kind == LIGHT and step.outputs[0] not in self.kept
+            readers = self.readers.get(step.outputs[0], ()) if link else ()
+            if len(readers) != 1:
+                self.feeding[id(step)] = step.kind == REDUCTION
                 break
             step = readers[0]
+        found = self.feeding[id(step)]
         self.feeding.update(dict.fromkeys(chain, found))
         return found
 

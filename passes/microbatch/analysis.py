@@ -221,11 +221,9 @@ def split(
                 return found
             if best is None or found.share > best.share:
                 best = found
-    raise (
-        MicrobatchError(f"the step does not fall into {count} microbatches")
-        if best is None
-        else _refusal(best, per_microbatch)
-    )
+    if best is None:
+        raise MicrobatchError(f"the step does not fall into {count} microbatches")
+    raise _refusal(best, per_microbatch)
 
 
 def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
