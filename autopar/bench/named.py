@@ -105,15 +105,10 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     begin = time.perf_counter()
     answer = _plan(fn, args, cluster, {})
     elapsed = time.perf_counter() - begin
-    assert isinstance(answer, Plan)
-    refused = 0
-    found: list[tuple[float, str]] = []
-    for name, options in named(cluster.num_devices, answer.num_microbatches):
-        plan = _plan(fn, args, cluster, options)
-        if isinstance(plan, Plan) and _fits(plan, cluster):
-            found.append((plan.step_time_s, name))
-        refused += not isinstance(plan, Plan)
-    shortest, best = min(found, default=(math.inf, "none fits"))
+    options = named(cluster.num_devices, answer.num_microbatches)
+    plans = [(name, _named_plan(fn, args, cluster, chosen)) for name, chosen in options]
+    fitting = [(plan.step_time_s, name) for name, plan in plans if plan is not None and _fits(plan, cluster)]
+    shortest, best = min(fitting, default=(math.inf, "none fits"))
     yield {
         "pair": pair.name,
         "planning_s": elapsed,
@@ -123,21 +118,25 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         "named_s": shortest,
         "named": best,
         "ratio": answer.step_time_s / shortest,
-        "fitting": len(found),
-        "refused": refused,
+        "fitting": len(fitting),
+        "refused": sum(plan is None for _, plan in plans),
     }
 
 
-def _plan(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, options: Mapping[str, Any]) -> Plan | str:
-    """The plan, or why there is none."""
+def _plan(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, options: Mapping[str, Any]) -> Plan:
     with warnings.catch_warnings(), plan_cache.kept_in(None):
         warnings.simplefilter("ignore")
-        try:
-            return api.plan(fn, *args, cluster=cluster, progress=False, **options)
-        except AutoparError as error:
-            if not options:
-                raise
-            return str(error)
+        return api.plan(fn, *args, cluster=cluster, progress=False, **options)
+
+
+def _named_plan(
+    fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, options: Mapping[str, Any]
+) -> Plan | None:
+    """The plan with these options; None where they are refused, such as a batch that no axis divides."""
+    try:
+        return _plan(fn, args, cluster, options)
+    except AutoparError:
+        return None
 
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:

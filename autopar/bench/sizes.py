@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from autopar import zoo
-from autopar.bench import plan
+from autopar.bench import alpa, plan
 from autopar.bench import rows as rows_kept
 from autopar.report.text import seconds as pretty
 from autopar.report.text import table as grid
@@ -20,16 +21,15 @@ from autopar.report.text import table as grid
 SEARCHED, ONE_MESH = 20.0, 10.0
 
 #: Cluster -> hosts.
-CLUSTERS: Mapping[str, int] = {"p3.16xlarge": 8, "tpu-v5e": 4}
+CLUSTERS: Mapping[str, int] = MappingProxyType({"p3.16xlarge": 8, "tpu-v5e": 4})
 
-#: Family -> the suffix of the optimizer that Alpa trained it with.
-OPTIMIZERS: Mapping[str, str] = {"moe": "-adafactor", "wresnet": "-sgd"}
+#: Families that Alpa measured, in its sizes and with its optimizers.
 ALPA = ("gpt", "moe", "wresnet", "unet")
 
 MODELS: tuple[str, ...] = (
     *("bert-large", "t5-large", "speech-large", "clip-l14", "resnet-101", "ctc-large"),
     *(
-        name + OPTIMIZERS.get(name.partition("-")[0], "")
+        name + alpa.OPTIMIZERS.get(name.partition("-")[0], "")
         for name in zoo.names()
         if name.partition("-")[0] in ALPA and not name.endswith("-toy")
     ),
