@@ -31,6 +31,7 @@ from autopar.zoo.model import (
     Tree,
     block_params,
     lengths_between,
+    norm_spec,
     repeat_blocks,
     trainable,
     with_layer_axis,
@@ -123,25 +124,13 @@ def _params(config: Config) -> Tree:
         "embed": Param((config.vocab, width), 0.02),
         "segments": Param((2, width), 0.02),
         "positions": Param((config.seq, width), 0.02),
-        "norm": _norm_params(width),
+        "norm": norm_spec(width),
         "blocks": block_params(gpt.block_spec(width, config.heads), config.layers, scan=config.scan),
-        "transform": {"kernel": Param((width, width), 0.02), "bias": Param((width,)), "norm": _norm_params(width)},
+        "transform": {"kernel": Param((width, width), 0.02), "bias": Param((width,)), "norm": norm_spec(width)},
         "output_bias": Param((config.vocab,)),
         "pooler": {"kernel": Param((width, width), 0.02), "bias": Param((width,))},
         "next": {"kernel": Param((width, 2), 0.02), "bias": Param((2,))},
     }
-
-
-def _norm_params(width: int) -> dict[str, Param]:
-    return {"scale": Param((width,), mean=1.0), "bias": Param((width,))}
-
-
-def _norm(params: Tree, x: jax.Array) -> jax.Array:
-    return nn.layer_norm(x, params["scale"], params["bias"])
-
-
-def _dense(params: Tree, x: jax.Array) -> jax.Array:
-    return nn.affine(x, params["kernel"], params["bias"])
 
 
 def _block(params: Tree, x: jax.Array, bias: jax.Array) -> jax.Array:
@@ -155,7 +144,7 @@ def _encode(config: Config, params: Tree, batch: Batch) -> jax.Array:
     """[B,S,D] of a batch's tokens, segments and mask."""
     dtype = config.precision.compute
     x = nn.lookup(params["embed"], batch["tokens"], dtype) + nn.lookup(params["segments"], batch["segments"], dtype)
-    x = _norm(params["norm"], nn.add_bias(x, params["positions"]))
+    x = nn.norm(params["norm"], nn.add_bias(x, params["positions"]))
     bias = nn.mask_bias(batch["mask"] > 0, dtype)[:, None, None, :]
     return repeat_blocks(_block, params["blocks"], x, bias, scan=config.scan, remat=config.remat)
 
@@ -164,8 +153,8 @@ def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     """The mean loss of the predicted tokens plus that of the next sentence."""
     x = _encode(config, params, batch)
     found = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
-    found = _norm(params["transform"]["norm"], nn.erf_gelu(_dense(params["transform"], found)))
+    found = nn.norm(params["transform"]["norm"], nn.erf_gelu(nn.dense(params["transform"], found)))
     logits = nn.affine(found, params["embed"].T, params["output_bias"])
     tokens = nn.weighted_cross_entropy(logits, batch["labels"], batch["weights"])
-    pooled = jnp.tanh(_dense(params["pooler"], x[:, 0]))
-    return tokens + nn.cross_entropy(_dense(params["next"], pooled), batch["is_next"])
+    pooled = jnp.tanh(nn.dense(params["pooler"], x[:, 0]))
+    return tokens + nn.cross_entropy(nn.dense(params["next"], pooled), batch["is_next"])

@@ -12,6 +12,7 @@ The step makes the padding masks from the lengths, for the attention, the convol
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from autopar.zoo.model import (
     Tree,
     block_params,
     lengths_between,
+    norm_spec,
     normals,
     repeat_blocks,
     trainable,
@@ -131,19 +133,12 @@ def _params(config: Config) -> Tree:
 
 def _kernel_params(sides: tuple[int, ...], inputs: int, outputs: int) -> dict[str, Param]:
     shape = (*sides, inputs, outputs)
-    fan = 1
-    for size in shape[:-1]:
-        fan *= size
-    return {"kernel": Param(shape, fan**-0.5), "bias": Param((outputs,))}
-
-
-def _norm_params(width: int) -> dict[str, Param]:
-    return {"scale": Param((width,), mean=1.0), "bias": Param((width,))}
+    return {"kernel": Param(shape, math.prod(shape[:-1]) ** -0.5), "bias": Param((outputs,))}
 
 
 def _feed_forward_params(width: int) -> Tree:
     return {
-        "norm": _norm_params(width),
+        "norm": norm_spec(width),
         "w1": Param((width, 4 * width), width**-0.5),
         "b1": Param((4 * width,)),
         "w2": Param((4 * width, width), (4 * width) ** -0.5),
@@ -157,38 +152,30 @@ def _block_params(config: Config) -> Tree:
     return {
         "ffn1": _feed_forward_params(width),
         "attention": {
-            "norm": _norm_params(width),
+            "norm": norm_spec(width),
             **{name: Param((width, *split), width**-0.5) for name in ("wq", "wk", "wv", "wp")},
             **{name: Param(split) for name in ("bq", "bv", "content", "relative")},
             "wo": Param((*split, width), width**-0.5),
             "bo": Param((width,)),
         },
         "conv": {
-            "norm": _norm_params(width),
+            "norm": norm_spec(width),
             "enter": _kernel_params((), width, 2 * width),
             "depthwise": {"kernel": Param((config.kernel, 1, width), config.kernel**-0.5), "bias": Param((width,))},
-            "inner_norm": _norm_params(width),
+            "inner_norm": norm_spec(width),
             "leave": _kernel_params((), width, width),
         },
         "ffn2": _feed_forward_params(width),
-        "norm": _norm_params(width),
+        "norm": norm_spec(width),
     }
 
 
 # Layers
 
 
-def _norm(params: Tree, x: jax.Array) -> jax.Array:
-    return nn.layer_norm(x, params["scale"], params["bias"])
-
-
-def _dense(params: Tree, x: jax.Array, dims: int = 1) -> jax.Array:
-    return nn.affine(x, params["kernel"], params["bias"], dims)
-
-
 def _feed_forward(params: Tree, x: jax.Array) -> jax.Array:
     """x [B,T,D] plus half of the feed-forward layer of its norm."""
-    h = nn.silu(nn.affine(_norm(params["norm"], x), params["w1"], params["b1"]))
+    h = nn.silu(nn.affine(nn.norm(params["norm"], x), params["w1"], params["b1"]))
     return x + 0.5 * nn.affine(h, params["w2"], params["b2"])
 
 
@@ -204,7 +191,7 @@ def shift(scores: jax.Array) -> jax.Array:
 
 def _attention(params: Tree, x: jax.Array, bias: jax.Array, positions: jax.Array) -> jax.Array:
     """x [B,T,D] plus attention of its norm, with the padding's bias [B,1,1,T] and sinusoids [2T-1,D]."""
-    h = _norm(params["norm"], x)
+    h = nn.norm(params["norm"], x)
     query, value = (nn.affine(h, params[f"w{n}"], params[f"b{n}"]) for n in "qv")
     key, offsets = nn.project(h, params["wk"]), nn.project(positions, params["wp"])
     content, relative = nn.add_bias(query, params["content"]), nn.add_bias(query, params["relative"])
@@ -216,15 +203,15 @@ def _attention(params: Tree, x: jax.Array, bias: jax.Array, positions: jax.Array
 
 def _convolution(params: Tree, x: jax.Array, inside: jax.Array) -> jax.Array:
     """x [B,T,D] plus the convolution of its norm, over frames that are inside, bool[B,T,1]."""
-    h, gate = jnp.split(_dense(params["enter"], _norm(params["norm"], x)), 2, axis=-1)
+    h, gate = jnp.split(nn.dense(params["enter"], nn.norm(params["norm"], x)), 2, axis=-1)
     h = jnp.where(inside, h * lax.logistic(gate), 0)
     h = nn.add_bias(nn.convolve1d(h, params["depthwise"]["kernel"]), params["depthwise"]["bias"])
-    return x + _dense(params["leave"], nn.silu(_norm(params["inner_norm"], h)))
+    return x + nn.dense(params["leave"], nn.silu(nn.norm(params["inner_norm"], h)))
 
 
 def _block(params: Tree, x: jax.Array, bias: jax.Array, positions: jax.Array, inside: jax.Array) -> jax.Array:
     x = _attention(params["attention"], _feed_forward(params["ffn1"], x), bias, positions)
-    return _norm(params["norm"], _feed_forward(params["ffn2"], _convolution(params["conv"], x, inside)))
+    return nn.norm(params["norm"], _feed_forward(params["ffn2"], _convolution(params["conv"], x, inside)))
 
 
 # The network
@@ -235,7 +222,7 @@ def _enter(params: Tree, mel: jax.Array) -> jax.Array:
     x = mel[..., None]
     for name in ("conv1", "conv2"):
         x = jax.nn.relu(nn.add_bias(nn.convolve(x, params[name]["kernel"], 2), params[name]["bias"]))
-    return _dense(params["enter"], x, 2)
+    return nn.dense(params["enter"], x, 2)
 
 
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
@@ -248,7 +235,7 @@ def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     bias = nn.mask_bias(inside, dtype)[:, None, None, :]
     shared = (bias, positions, inside[..., None])
     x = repeat_blocks(_block, params["blocks"], x, *shared, scan=config.scan, remat=config.remat)
-    logits = _dense(params["head"], x).astype(jnp.promote_types(dtype, jnp.float32))
+    logits = nn.dense(params["head"], x).astype(jnp.promote_types(dtype, jnp.float32))
     paddings = (~inside).astype(logits.dtype)
     label_paddings = (~nn.before(batch["lengths"], config.labels)).astype(logits.dtype)
     return jnp.mean(optax.ctc_loss(logits, paddings, batch["labels"], label_paddings))

@@ -126,6 +126,11 @@ def _runs(shapes: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     return runs
 
 
+def norm_spec(width: int) -> dict[str, Param]:
+    """Scale and bias of a norm over so many channels."""
+    return {"scale": Param((width,), mean=1.0), "bias": Param((width,))}
+
+
 def stacked(spec: Tree, count: int) -> Tree:
     """The tree of `Param` of `count` equal blocks, stacked along a new leading dimension."""
     return jax.tree.map(

@@ -35,11 +35,21 @@ def affine(x: jax.Array, weight: jax.Array, bias: jax.Array, dims: int = 1) -> j
     return add_bias(project(x, weight, dims), bias)
 
 
+def dense(params: Mapping[str, jax.Array], x: jax.Array, dims: int = 1) -> jax.Array:
+    """`affine` by the kernel and the bias of `params`."""
+    return affine(x, params["kernel"], params["bias"], dims)
+
+
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     """Layer normalisation over the last dimension (Ba et al., 2016)."""
     wide = _widen(x)
     centred = lax.sub(wide, _leading(_mean(wide), x.shape))
     return add_bias(_scaled(centred, scale, x.dtype), bias)
+
+
+def norm(params: Mapping[str, jax.Array], x: jax.Array) -> jax.Array:
+    """`layer_norm` by the scale and the bias of `params`."""
+    return layer_norm(x, params["scale"], params["bias"])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -26,7 +26,18 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from autopar.zoo import nn
-from autopar.zoo.model import SINGLE, Batch, Model, Param, Precision, Tree, normals, trainable, with_layer_axis
+from autopar.zoo.model import (
+    SINGLE,
+    Batch,
+    Model,
+    Param,
+    Precision,
+    Tree,
+    norm_spec,
+    normals,
+    trainable,
+    with_layer_axis,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,7 @@ def _params(config: Config) -> Tree:
             residual,
         ],
         "up": [_up_params(config, level) for level in reversed(range(config.levels))],
-        "norm": _norm_params(base),
+        "norm": norm_spec(base),
         "last": _conv_params(3, base, IMAGE_CHANNELS),
     }
 
@@ -131,16 +142,12 @@ def _dense_params(inputs: int, outputs: int) -> Tree:
     return {"kernel": Param((inputs, outputs), inputs**-0.5), "bias": Param((outputs,))}
 
 
-def _norm_params(channels: int) -> Tree:
-    return {"scale": Param((channels,), mean=1.0), "bias": Param((channels,))}
-
-
 def _residual_params(config: Config, inputs: int, outputs: int) -> Tree:
     params = {
-        "norm1": _norm_params(inputs),
+        "norm1": norm_spec(inputs),
         "conv1": _conv_params(3, inputs, outputs),
         "time": _dense_params(4 * config.channels, outputs),
-        "norm2": _norm_params(outputs),
+        "norm2": norm_spec(outputs),
         "conv2": _conv_params(3, outputs, outputs),
     }
     return params if inputs == outputs else {**params, "shortcut": _dense_params(inputs, outputs)}
@@ -149,7 +156,7 @@ def _residual_params(config: Config, inputs: int, outputs: int) -> Tree:
 def _attention_params(config: Config, width: int, context: int) -> Tree:
     split = (config.heads, width // config.heads)
     return {
-        **_norm_params(width),
+        **norm_spec(width),
         "wq": Param((width, *split), width**-0.5),
         "wk": Param((context, *split), context**-0.5),
         "wv": Param((context, *split), context**-0.5),
@@ -161,12 +168,12 @@ def _attention_params(config: Config, width: int, context: int) -> Tree:
 def _transformer_params(config: Config, width: int) -> Tree:
     hidden = 4 * width
     return {
-        "norm": _norm_params(width),
+        "norm": norm_spec(width),
         "enter": _dense_params(width, width),
         "self": _attention_params(config, width, width),
         "cross": _attention_params(config, width, config.widths[-1]),
         "glu": {
-            **_norm_params(width),
+            **norm_spec(width),
             "w1": Param((width, 2, hidden), width**-0.5),
             "b1": Param((2, hidden)),
             "w2": Param((hidden, width), hidden**-0.5),
@@ -192,36 +199,32 @@ def _conv(x: jax.Array, params: Tree, stride: int = 1) -> jax.Array:
     return nn.add_bias(nn.convolve(x, params["kernel"], stride), params["bias"])
 
 
-def _dense(x: jax.Array, params: Tree) -> jax.Array:
-    return nn.affine(x, params["kernel"], params["bias"])
-
-
 def _residual(config: Config, params: Tree, x: jax.Array, time: jax.Array) -> jax.Array:
     """Residual block on x [N,H,W,C], shifted by the time embedding [N, 4 c]."""
     y = _conv(nn.silu(group_norm(x, params["norm1"], config.groups)), params["conv1"])
-    y = y + _dense(nn.silu(time), params["time"])[:, None, None, :]
+    y = y + nn.dense(params["time"], nn.silu(time))[:, None, None, :]
     y = _conv(nn.silu(group_norm(y, params["norm2"], config.groups)), params["conv2"])
-    return y + (_dense(x, params["shortcut"]) if "shortcut" in params else x)
+    return y + (nn.dense(params["shortcut"], x) if "shortcut" in params else x)
 
 
 def _attention(params: Tree, x: jax.Array, context: jax.Array | None) -> jax.Array:
-    h = nn.layer_norm(x, params["scale"], params["bias"])
+    h = nn.norm(params, x)
     source = h if context is None else context
     query, key, value = nn.project(h, params["wq"]), nn.project(source, params["wk"]), nn.project(source, params["wv"])
     return x + nn.add_bias(nn.merge_heads(nn.attend(query, key, value), params["wo"]), params["bo"])
 
 
 def _gated(params: Tree, x: jax.Array) -> jax.Array:
-    h = nn.affine(nn.layer_norm(x, params["scale"], params["bias"]), params["w1"], params["b1"])
+    h = nn.affine(nn.norm(params, x), params["w1"], params["b1"])
     return x + nn.affine(h[..., 0, :] * nn.gelu(h[..., 1, :]), params["w2"], params["b2"])
 
 
 def _transformer(config: Config, params: Tree, x: jax.Array, context: jax.Array) -> jax.Array:
     """x [N,H,W,C] plus a transformer block over its H W pixels, which also attends to context [N,T,4 c]."""
     pixels = group_norm(x, params["norm"], config.groups).reshape(x.shape[0], -1, x.shape[-1])
-    y = _attention(params["self"], _dense(pixels, params["enter"]), None)
+    y = _attention(params["self"], nn.dense(params["enter"], pixels), None)
     y = _gated(params["glu"], _attention(params["cross"], y, context))
-    return x + _dense(y, params["leave"]).reshape(x.shape)
+    return x + nn.dense(params["leave"], y).reshape(x.shape)
 
 
 def _block(config: Config, params: Tree, x: jax.Array, time: jax.Array, context: jax.Array) -> jax.Array:
@@ -242,8 +245,8 @@ def _double(x: jax.Array) -> jax.Array:
 def _predict(config: Config, params: Tree, images: jax.Array, times: jax.Array, context: jax.Array) -> jax.Array:
     plain = partial(_block, config)
     block = jax.checkpoint(plain) if config.remat else plain
-    time = nn.silu(_dense(nn.sinusoids(times, config.channels).astype(images.dtype), params["time1"]))
-    time = _dense(time, params["time2"])
+    time = nn.silu(nn.dense(params["time1"], nn.sinusoids(times, config.channels).astype(images.dtype)))
+    time = nn.dense(params["time2"], time)
     x = _conv(images, params["first"])
     skips: list[jax.Array] = []
     for level in params["down"]:

@@ -31,6 +31,7 @@ from autopar.zoo.model import (
     Precision,
     Tree,
     image_batch,
+    norm_spec,
     trainable_with_statistics,
     with_layer_axis,
 )
@@ -105,10 +106,6 @@ def _kernel(side: int, inputs: int, outputs: int) -> Param:
     return Param((side, side, inputs, outputs), (2 / (side * side * inputs)) ** 0.5)
 
 
-def _norm_params(channels: int) -> dict[str, Param]:
-    return {"scale": Param((channels,), mean=1.0), "bias": Param((channels,))}
-
-
 def _norm_stats(channels: int) -> dict[str, Param]:
     return {"mean": Param((channels,)), "var": Param((channels,), mean=1.0)}
 
@@ -118,7 +115,7 @@ def parameters(config: Config) -> Tree:
     last = 4 * config.channels * 2 ** (len(config.stages) - 1)
     return {
         "stem": _kernel(7, 3, config.channels),
-        "stem_norm": _norm_params(config.channels),
+        "stem_norm": norm_spec(config.channels),
         "stages": [
             [_block_params(config, index, *widths) for index, widths in enumerate(stage)] for stage in _widths(config)
         ],
@@ -133,9 +130,9 @@ def _block_params(config: Config, index: int, inputs: int, filters: int) -> Tree
         "conv1": _kernel(1, inputs, filters),
         "conv2": _kernel(3, filters, inner),
         "conv3": _kernel(1, inner, outputs),
-        **{f"norm{i + 1}": _norm_params(width) for i, width in enumerate((filters, inner, outputs))},
+        **{f"norm{i + 1}": norm_spec(width) for i, width in enumerate((filters, inner, outputs))},
     }
-    shortcut = {"conv0": _kernel(1, inputs, outputs), "norm0": _norm_params(outputs)}
+    shortcut = {"conv0": _kernel(1, inputs, outputs), "norm0": norm_spec(outputs)}
     return {**params, **shortcut} if index == 0 else params
 
 
