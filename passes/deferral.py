@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class _Body:
         return body
 
 
+@lru_cache(maxsize=4)  # the same for every mesh
 def find(graph: Graph) -> Deferral:
     """The sums and products of a program between which partial sums may travel."""
     products: set[int] = set()

@@ -54,12 +54,15 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
     Raises:
         ArgumentError: an unknown policy, or another number of layers.
     """
-    if all(p == NONE for p in policies):
-        return graph
-    found = layers_pass.find(graph)
+    return graph if all(p == NONE for p in policies) else _rewritten(graph, tuple(policies))
+
+
+@lru_cache(maxsize=4)  # asked again for every mesh, and by the search for stages
+def _rewritten(graph: Graph, policies: tuple[str, ...]) -> Graph:
+    found = _program(graph).layers
     if len(policies) != len(found.layers) or any(p not in POLICIES for p in policies):
         raise ArgumentError(
-            f"remat={tuple(policies)!r:.60} must be {len(found.layers)} of {', '.join(map(repr, POLICIES))}, "
+            f"remat={policies!r:.60} must be {len(found.layers)} of {', '.join(map(repr, POLICIES))}, "
             "one for each layer"
         )
     draft = _Draft(_program(graph))
@@ -306,8 +309,7 @@ def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
         if not op.regions and op.index == index:
             found.append(op)
             continue
-        regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
-        found.append(replace(op, index=index, regions=regions))
+        found.append(op.renumbered(index, tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)))
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar import jax_compat
 from autopar.graph import Graph, Op
@@ -43,6 +44,7 @@ class Slack:
         return op.index in self.late
 
 
+@lru_cache(maxsize=4)  # the same for every mesh
 def find(graph: Graph) -> Slack:
     """Who has time in this program."""
     update = frozenset(op.index for op in graph.walk() if op.phase == "update")

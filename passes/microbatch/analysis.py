@@ -386,7 +386,8 @@ class _Analysis:
             self.reads.update({found: 1, atom: -1})
             return found
 
-        return replace(op, inputs=tuple(map(original, op.inputs, views)))
+        inputs = tuple(map(original, op.inputs, views))
+        return op if inputs == op.inputs else replace(op, inputs=inputs)
 
     def _absorbs(self, op: Op, views: Sequence[_View]) -> bool:
         """True for a sum of partial sums that nothing else reads: one accumulator does for both."""
