@@ -21,20 +21,20 @@ from autopar.stage_trades import Trade
 
 
 def ways_at(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
-    """About the ways to run layers with a number of microbatches, on submeshes on which the nearest two are priced.
+    """About the ways to run layers with a number of microbatches, where the nearest two numbers are priced.
 
     Args:
         count: the number.
-        priced: other numbers, one at least -> submesh -> ways to run layers of every kind.
+        priced: other numbers, one at least -> submesh -> ways to run layers of every kind, or of some.
     """
     near, *others = sorted(priced, key=lambda m: (abs(math.log(m / count)), m))
     far = others[0] if others else near
     grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
     least = min(1.0, near / count)
-    both = [n for n in priced[near] if n in priced[far]]
     return {
-        n: {kind: _all_at(found, priced[far][n][kind], grown, least) for kind, found in priced[near][n].items()}
-        for n in both
+        n: {kind: _all_at(found, there[kind], grown, least) for kind, found in ways.items() if kind in there}
+        for n, ways in priced[near].items()
+        if (there := priced[far].get(n))
     }
 
 

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from autopar.passes.microbatch.slice_pushdown import in_blocks
 from autopar.passes.microbatch.states import INVARIANT, Split
 from autopar.passes.problem import Floats
 from autopar.passes.remat import FULL, NONE
+from autopar.passes.stage_passes import handed
 from autopar.passes.stages import Pass, Stages, divide
 from autopar.planning import Options
 from autopar.rules import Reader
@@ -268,7 +269,27 @@ def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
     return (outer, devices // outer) if outer > 1 else (devices,)
 
 
-def border_bytes(layers: Layers) -> tuple[float, ...]:
-    """Bytes that the whole batch hands over each way at the border in front of every layer but the first."""
+class Border(NamedTuple):
+    """Bytes that the whole batch hands over between two layers.
+
+    Attributes:
+        forward: of activations, without those that readers make anew.
+        backward: of cotangents, those of all activations that cross.
+    """
+
+    forward: float
+    backward: float
+
+
+def border_bytes(split: Microbatches, layers: Layers) -> tuple[Border, ...]:
+    """What is handed over at the border in front of every layer but the first."""
     types = layers.graph.types
-    return tuple(math.fsum(types[v].nbytes for v in values) for values in layers.crossing)
+
+    def nbytes(values: Iterable[int]) -> float:
+        return math.fsum(types[v].nbytes for v in sorted(values))
+
+    def differentiable(values: Iterable[int]) -> list[int]:
+        return [v for v in values if "float" in types[v].dtype]
+
+    forward = handed(split, layers)
+    return tuple(Border(nbytes(a), nbytes(differentiable(b))) for a, b in zip(forward, layers.crossing, strict=True))

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from autopar import recomputation
@@ -30,6 +30,7 @@ from autopar.cost_models import offload
 from autopar.errors import ArgumentError
 from autopar.graph import Graph
 from autopar.passes import offload as offload_pass
+from autopar.passes.remat_estimates import Forecast
 from autopar.recomputation import Effort, Forecasts, Outcome
 from autopar.report.text import size
 
@@ -181,7 +182,14 @@ def _moved(
     if not any(o.fits for o in found):
         if math.isfinite(cutoff) and any(_too_slow(o, leaves, budget, cutoff) for o in found):
             return []
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, forecasts)
+
+        def eased(as_written: Outcome[T]) -> Mapping[str, Forecast]:
+            """Where the program as written has no plan even so, from the one that it has without."""
+            at_home = forecasts(found[0]) if as_written.made is None else {}
+            less = {p: replace(one, least_bytes=one.least_bytes - leaves.total) for p, one in at_home.items()}
+            return less or forecasts(as_written)
+
+        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, eased)
     best = _best(found)
     added: list[Outcome[T]] = []
     for policies in dict.fromkeys(((), best.policies)):

@@ -252,9 +252,9 @@ def _is_far_too_large(s: Settings, graph: Graph) -> bool:
     return written_bytes(graph) > FAR * _memory(s.cluster or Cluster.local())
 
 
-def fits_evenly(graph: Graph, cluster: Cluster) -> bool:
-    """Whether a step as written fits into the memory of all devices, cut evenly."""
-    return written_bytes(graph) <= _memory(cluster)
+def fits_evenly(graph: Graph, cluster: Cluster, times: float = 1.0) -> bool:
+    """Whether a step as written fits into so many times the memory of all devices, cut evenly."""
+    return written_bytes(graph) <= times * _memory(cluster)
 
 
 def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
@@ -269,9 +269,16 @@ def _memory(cluster: Cluster) -> float:
 
 
 def searched(
-    traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings, options: Options
+    traced: Traced,
+    leaves: Sequence[int] | None,
+    cluster: Cluster,
+    s: Settings,
+    options: Options,
+    limit: float = math.inf,
 ) -> StageChoice | None:
     """The best pipeline for a cluster; None if there is no batch, no backward pass, or nothing that fits.
+
+    With a limit in seconds, the best of several stages that takes less; None if none does.
 
     Args:
         traced: the step.
@@ -279,6 +286,7 @@ def searched(
         cluster: the devices.
         s: what is fixed: microbatches, schedule, recomputation, memory.
         options: how to solve.
+        limit: seconds of a step.
 
     Raises:
         MicrobatchError: the number of microbatches that was given does not fit the step.
@@ -308,6 +316,10 @@ def searched(
         if s.num_microbatches != "auto":
             raise
         numbers, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
+    if numbers == (1,):
+        known[1] = split(shorter, 1, batch, per_microbatch=("*",))
+        if not any(p.op.phase == "backward" for p in known[1].loop):
+            return None  # all of the backward pass needs the whole batch
     choice = stage_search.Open(
         batch,
         numbers,
@@ -315,6 +327,8 @@ def searched(
         policies=(remat.NONE, remat.FULL) if s.remat == recomputation.AUTO else (s.remat,),
         memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
         per_microbatch=own,
+        fewest=2 if math.isfinite(limit) else 1,
+        limit=limit,
     )
     found = stage_search.find(shorter, traced.in_avals, cluster, choice, options, known)
     return None if found is None else _chosen(shorter, found, choice, s.per_microbatch, pieces, notes)

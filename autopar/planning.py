@@ -19,7 +19,7 @@ from typing import Any
 from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
 from autopar.cost_models import offload
-from autopar.cost_models.backends import backend_of
+from autopar.cost_models.backends import Backend, backend_of
 from autopar.cost_models.memory import Liveness
 from autopar.cost_models.memory_report import report
 from autopar.errors import MemoryBudgetError
@@ -39,6 +39,9 @@ from autopar.recomputation import Effort, Outcome
 from autopar.rules import Rule, rules_of
 from autopar.rules.inherent import reason
 from autopar.trace import Traced
+
+#: Relative gap at which the bounds of a mesh tell enough to compare it with others.
+ROUGH = 0.02
 
 
 @dataclass(frozen=True)
@@ -102,37 +105,10 @@ def make_plan(
     trace_s: float = 0.0,
     parts: Parts | None = None,
     cutoff: float = math.inf,
-    *,
-    must_fit: bool = False,
 ) -> Planned:
-    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches.
-
-    `must_fit`: plans that need more memory than there is are of no interest.
-
-    Raises:
-        Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
-            written: what is recomputed or kept in the host's memory adds to a step.
-    """
-    planner = _Planner(traced, mesh, options, parts or Parts(traced, lambda step: step))
-    begin = time.perf_counter()
-    if math.isfinite(cutoff):
-        planner.check(cutoff)
-    if must_fit and planner.cannot_fit():
-        raise Pruned(math.inf, planner.laps)
-    found = planner.choose(cutoff)
-    if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
-        raise Pruned(planner.fastest[planner.as_written].lower_bound, planner.laps)
-    if found.error is not None:
-        raise found.error
-    assert found.made is not None
-    draft, solution = found.made
-    clock = _Clock()
-    plan = _export(traced.graph, draft, solution, mesh, cluster_name, planner.given)
-    clock.lap("export")
-    phases = {"trace": trace_s, **planner.laps, **clock.laps, "inter_op": 0.0}
-    others = time.perf_counter() - begin - sum(phases.values()) + trace_s
-    phases.update({"remat": others} if planner.attempts > 1 else {})
-    return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
+    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches. For the rest see `Planner`."""
+    planned = Planner(traced, mesh, options, parts or Parts(traced, lambda step: step)).plan(cluster_name, cutoff)
+    return replace(planned, plan=replace(planned.plan, phases={"trace": trace_s, **planned.plan.phases}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,8 +144,8 @@ class _Program:
 
 
 @dataclass(eq=False)
-class _Planner:
-    """Plans one program again and again, with more or less of it recomputed or in the host's memory."""
+class Planner:
+    """Plans one program on one mesh again and again, with more or less of it recomputed or in the host's memory."""
 
     traced: Traced
     mesh: LogicalMesh
@@ -186,6 +162,77 @@ class _Planner:
         self.given = _donated(self.traced.graph, self.options)
         self.allowed = fitting.allowed(self.mesh, self.options.memory_budget)
         self.always, self.leaves = offloading.waiting(self.traced.graph, self.mesh, self.given, self.options.offload)
+
+    def plan(self, cluster_name: str, cutoff: float = math.inf) -> Planned:
+        """The best plan.
+
+        Raises:
+            Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
+                written: what is recomputed or kept in the host's memory adds to a step.
+            MemoryBudgetError: none fits into a budget that was given.
+        """
+        begin, counted = time.perf_counter(), sum(self.laps.values())
+        if math.isfinite(cutoff):
+            self.check(cutoff)
+        found = self.choose(cutoff)
+        if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
+            raise Pruned(self.fastest[self.as_written].lower_bound, self.laps)
+        if found.error is not None:
+            raise found.error
+        assert found.made is not None
+        draft, solution = found.made
+        clock = _Clock()
+        plan = _export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
+        clock.lap("export")
+        self._count(clock.laps)
+        if self.attempts > 1:
+            self._count({"remat": time.perf_counter() - begin - (sum(self.laps.values()) - counted)})
+        phases = {**self.laps, "inter_op": 0.0}
+        return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
+
+    def bound(self, cutoff: float = math.inf) -> Solution:
+        """What is quickly known of the program as written: a plan, whatever it holds, and a bound on all of them.
+
+        Plans that take `cutoff` (s) or longer are of no interest.
+        """
+        draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
+        return self._solved(draft, cutoff * (1 - self.options.gap), largest=0, gap=gap)
+
+    def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:
+        """Take over what `bound` has found, maybe in another process, and the seconds of each phase so far."""
+        if bound.status == "cutoff" or bound.gap <= self.options.gap:
+            self.fastest[self.as_written] = bound
+        self.laps.clear()  # drafts hold it
+        self.laps.update(laps)
+
+    def fits(self, solution: Solution) -> bool:
+        """Whether a plan of the program as written keeps within the memory."""
+        peak, _ = self._draft(*self.as_written).liveness.peak(solution.assignment)
+        return fitting.fits(peak, self.mesh, self.options.memory_budget)
+
+    def surcharge(self) -> float:
+        """About the seconds that a plan that fits takes more than the program as written; 0 if that may fit.
+
+        What no plan can do without is about the same on every mesh: a device's even share.
+        """
+        found = self.solved.get(self.as_written)
+        if found is None or isinstance(self.allowed, str):
+            return 0.0
+        draft, _ = found
+        room = self.allowed + self.leaves.total
+        if max(map(smallest, draft.liveness.rows())) <= room:
+            return 0.0
+        free = self.outcome(found)
+        others = [self.outcome(one) for key, one in self.solved.items() if key != self.as_written]
+        return recomputation.surcharge([free, *others], self.open_to(), room, self.forecasts(free))
+
+    def outcome(self, made: tuple[_Draft, Solution]) -> Outcome[tuple[_Draft, Solution]]:
+        """What a plan comes to."""
+        draft, solution = made
+        peak, _ = draft.liveness.peak(solution.assignment)
+        fits = fitting.fits(peak, self.mesh, self.options.memory_budget)
+        pressed = not fits or fitting.is_pressed(solution)
+        return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
     def open_to(self) -> tuple[bool, ...]:
         """For each layer whether recomputing it is free to choose, and frees anything."""
@@ -208,7 +255,7 @@ class _Planner:
         return offloading.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecasts)
 
     def check(self, cutoff: float) -> None:
-        """Raise Pruned where the program as written has no plan of less than the cutoff; see `make_plan`."""
+        """Raise Pruned where the program as written has no plan of less than the cutoff; see `plan`."""
         draft, least = self._draft(*self.as_written), cutoff * (1 - self.options.gap)
         found = self._quick(draft, least)
         if found.status == "open" and found.objective >= cutoff:
@@ -216,14 +263,22 @@ class _Planner:
         if found.status == "cutoff" or found.objective >= cutoff:
             raise Pruned(found.lower_bound, self.laps)
 
-    def cannot_fit(self) -> bool:
-        """Whether it takes more memory than there is with all recomputed and all in the host's memory that may be."""
+    def cannot_fit(self, *, anywhere: bool = False) -> bool:
+        """Whether there is not enough memory with all recomputed and all in the host's memory that may be.
+
+        `anywhere`: on no mesh of as many devices, for a device's even share is too much.
+        """
         layers = self.open_to()
         if not any(layers) or isinstance(self.allowed, str):
             return False
         draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), self.always)
-        _, row = draft.liveness.peak(self._quick(draft).assignment)
-        return smallest(row) - self.leaves.total > self.allowed
+        assignment = self._quick(draft).assignment
+        if anywhere:
+            alive = {b.value for b, _ in draft.liveness.at_peak(assignment)[2] if b.what in ("argument", "value")}
+            needed = sum(draft.graph.types[v].nbytes for v in alive if v < len(draft.graph.types)) / self.mesh.size
+        else:
+            needed = smallest(draft.liveness.peak(assignment)[1])
+        return needed - self.leaves.total > self.allowed
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -246,7 +301,9 @@ class _Planner:
         self.attempts += 1
         policies, hosted = self._policies(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
-            return Outcome(policies, None, math.inf, least, fits=False, pressed=True, hosted=hosted)
+            at_home = self.solved.get((policies, self.always))  # where no state has to be copied
+            seconds = at_home[1].objective if at_home else math.inf
+            return Outcome(policies, None, seconds, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
             solution = self._start(draft) if effort == "fastest" else self._fitting(draft, cutoff)
@@ -254,11 +311,8 @@ class _Planner:
             return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
         except MemoryBudgetError as error:
             return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
-        peak, _ = draft.liveness.peak(solution.assignment)
-        fits = fitting.fits(peak, self.mesh, self.options.memory_budget)
-        pressed = not fits or fitting.is_pressed(solution)
         made = self.solved[policies, draft.hosted] = (draft, solution)
-        return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
+        return self.outcome(made)
 
     def _start(self, draft: _Draft) -> Solution:
         """The cheapest plan whatever it holds; about so if that needs the ILP, and what bounds find does not fit."""
@@ -270,9 +324,10 @@ class _Planner:
     def _quick(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
         """The same without the ILP: "open" where bounds and elimination leave a gap."""
         key = draft.policies, draft.hosted
-        if key not in self.fastest:
-            self.fastest[key] = self._solved(draft, cutoff, largest=0)
-        return self.fastest[key]
+        known = self.fastest.get(key)
+        if known is None or (known.status == "cutoff" and known.lower_bound < cutoff):
+            known = self.fastest[key] = self._solved(draft, cutoff, largest=0)
+        return known
 
     def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan whatever it holds."""
@@ -282,7 +337,7 @@ class _Planner:
         return self.fastest[key]
 
     def _solved(self, draft: _Draft, cutoff: float, **further: Any) -> Solution:
-        found = optimize(draft.model.problem, cutoff=cutoff, **self.options.keywords(), **further)
+        found = optimize(draft.model.problem, cutoff=cutoff, **{**self.options.keywords(), **further})
         self._count(found.phases)
         return found
 
@@ -362,19 +417,28 @@ class _Planner:
             model = offload.priced(p.model, p.graph, self.mesh, hosted)
             clock.lap("graph")
             self._count(clock.laps)
-            alive = partial(self._liveness, p.graph, model, policies, hosted)
+            backend = backend_of(self.mesh.device)
+            backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
+            # holds no planner, whose cycle with its drafts would keep the memory of all of them
+            alive = partial(_liveness, p, model, self.mesh, backend, self.given, hosted, self.laps)
             self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
         return self.drafts[policies, hosted]
 
-    def _liveness(
-        self, graph: Graph, model: intra_op.Model, policies: tuple[str, ...], hosted: tuple[int, ...]
-    ) -> Liveness:
-        clock, backend = _Clock(), backend_of(self.mesh.device)
-        backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
-        found = Liveness(graph, model, self.mesh, backend, self.given, hosted)
-        clock.lap("liveness")
-        self._count(clock.laps)
-        return found
+
+def _liveness(
+    program: _Program,
+    model: intra_op.Model,
+    mesh: LogicalMesh,
+    backend: Backend,
+    donated: Sequence[int],
+    hosted: Sequence[int],
+    laps: dict[str, float],
+) -> Liveness:
+    """What is in memory when; the seconds that takes are added to `laps`."""
+    begin = time.perf_counter()
+    found = Liveness(program.graph, model, mesh, backend, donated, hosted)
+    laps["liveness"] = laps.get("liveness", 0.0) + time.perf_counter() - begin
+    return found
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,7 +25,6 @@ from autopar import (
     codegen,
     fitting,
     jax_compat,
-    mesh_search,
     meshes,
     offloading,
     pipeline_plan,
@@ -46,6 +46,7 @@ from autopar.graph import Graph
 from autopar.graph import verify as verify_graph
 from autopar.layout import from_spec
 from autopar.layout_checks import check_arguments, check_layouts
+from autopar.mesh_search import MeshSearch
 from autopar.meshes import Target
 from autopar.passes import remat
 from autopar.passes.microbatch.analysis import batch_leaves
@@ -70,10 +71,11 @@ MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
 #: Seconds that planning may take where no time limit is given: about as long as compiling, by operations.
 LEAST_SECONDS, SECONDS = 5.0, 2e-3
 SEARCH_SECONDS = 60.0  # of each problem in a search for stages
-#: Shares of the seconds that a search expects of stages: a plan on one mesh that takes the former ends the matter, and
-#: one that takes the latter is of no interest. Planned, stages took 0.75 to 1.04 of what was expected (T5, speech,
-#: BERT, Conformer and GPT-39B on p3.16xlarge and TPU v5e).
-SKIPS_STAGES, NO_INTEREST = 0.75, 1.05
+#: Share of the seconds that a search expects of stages that they may take once they are planned: 0.94 to 1.05 on T5,
+#: BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e.
+PLANNED = 0.9
+#: How often the memory a step may need, counted without fusion, for its plan on one mesh to be looked for at once.
+FUSED = 3.0
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -208,41 +210,87 @@ def _best(call: _Call, s: Settings) -> Prepared:
 
 def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared | None:
     """The same without a word; None if it takes `cutoff` (s) or longer."""
-    candidates = meshes.targets(_mesh(call.traced, s), s.cluster, local=call.local)
-    _check_batch(call.fn, call.traced, call.args, s, candidates)
-    count, batch = _microbatches(call.traced, call.args, s)
-    devices, own = candidates[0].logical.size, s.per_microbatch
-    parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, own), count)
-    traced = parts.split(parts.step)
-    rules = registered_rules()
-    limit = s.time_limit or _time_limit(traced.graph)
-    options = Options(
-        solver=s.solver,
-        time_limit=limit,
-        deadline=time.monotonic() + limit,
-        gap=s.gap,
-        pins=s.pins,
-        donate=_donated(call.traced, call.args, s),
-        rules=rules,
-        memory_budget=s.memory_budget,
-        remat=s.remat,
-        offload=_offload(s, candidates[0], call.local),
-    )
-    answer = _planned(call, traced, candidates, options, parts, cutoff)
-    if answer is None:
-        return None
-    plan, found = answer
-    (target,) = (t for t in candidates if t.logical.names == plan.mesh_names and t.logical.sizes == plan.mesh_sizes)
-    if count > 1:
-        step = graph_hash(parts.step.graph)
-        plan = replace(plan, graph_hash=step, num_microbatches=count, batch=batch, per_microbatch=own)
-    best = Prepared(traced, plan, target, rules, found)
-    if best.plan.remat:
-        best = replace(best, traced=executed(parts.step, best.plan))
-    if changed := _changed(parts.step, best.traced):
-        (stage,) = best.plan.stages
-        best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
-    return best
+    return _OneMesh(call, s).plan(cutoff)
+
+
+class _OneMesh:
+    """The plans of a step on the candidate meshes, in so many microbatches as the settings say.
+
+    Raises:
+        ArgumentError, MicrobatchError: the batch does not fall into microbatches, or divides by no axis of any mesh.
+    """
+
+    def __init__(self, call: _Call, s: Settings) -> None:
+        self._call, self._candidates = call, meshes.targets(_mesh(call.traced, s), s.cluster, local=call.local)
+        _check_batch(call.fn, call.traced, call.args, s, self._candidates)
+        self._count, self._batch = count, batch = _microbatches(call.traced, call.args, s)
+        devices, self._own = self._candidates[0].logical.size, s.per_microbatch
+        self._parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, s.per_microbatch), count)
+        self._traced, self._rules = self._parts.split(call.traced), registered_rules()
+        self._options = Options(
+            solver=s.solver,
+            time_limit=s.time_limit or _time_limit(self._traced.graph),
+            gap=s.gap,
+            pins=s.pins,
+            donate=_donated(call.traced, call.args, s),
+            rules=self._rules,
+            memory_budget=s.memory_budget,
+            remat=s.remat,
+            offload=_offload(s, self._candidates[0], call.local),
+        )
+
+    @cached_property
+    def _search(self) -> MeshSearch:
+        return MeshSearch(self._traced, self._candidates, self._options, self._parts, self._call.report)
+
+    def seconds_as_written(self) -> float:
+        """Of the best plan that is quickly found of the step as written; inf if it does not fit."""
+        kept, _ = self._kept()
+        return kept.step_time_s if kept is not None and not kept.remat else self._search.seconds_as_written()
+
+    def plan(self, cutoff: float = math.inf) -> Prepared | None:
+        """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
+        answer = self._planned(cutoff)
+        if answer is None:
+            return None
+        plan, found = answer
+        names, sizes = plan.mesh_names, plan.mesh_sizes
+        (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
+        step = self._parts.step
+        if self._count > 1:
+            own, batch = self._own, self._batch
+            hashed = graph_hash(step.graph)
+            plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
+        best = Prepared(self._traced, plan, target, self._rules, found)
+        if best.plan.remat:
+            best = replace(best, traced=executed(step, best.plan))
+        if changed := _changed(step, best.traced):
+            (stage,) = best.plan.stages
+            best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
+        return best
+
+    def _planned(self, cutoff: float) -> tuple[Plan, tuple[str, ...]] | None:
+        """The best plan of the candidate meshes, from the cache if it is there, and what to warn of."""
+        begin = time.perf_counter()
+        kept, asked = self._kept()
+        if kept is not None:
+            return replace(kept, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), ()
+        made = self._search.best(cutoff)
+        if made is None:
+            return None
+        made = replace(made, plan=replace(made.plan, phases={"trace": self._call.trace_s, **made.plan.phases}))
+        if asked is not None and math.isinf(cutoff):
+            plan_cache.write(asked, made.plan, self._options.time_limit)
+        return made.plan, made.solution.warnings
+
+    def _kept(self) -> tuple[Plan | None, str | None]:
+        """The plan in the cache, if there is one, and what it answers, if there is a cache."""
+        if plan_cache.folder() is None:
+            return None, None
+        first, *others = self._candidates
+        further = {"candidates": [one.logical for one in self._candidates]} if others else {}
+        asked = plan_cache.question(self._traced, first.logical, first.cluster.name, self._options, further)
+        return plan_cache.read(asked), asked
 
 
 def _time_limit(graph: Graph) -> float:
@@ -284,27 +332,25 @@ def _searched(call: _Call, s: Settings) -> Prepared:
             kept = replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
                 return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
+    one_mesh, known = _as_written(call, s, cluster)
     call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
-    choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options)
+    searching = time.perf_counter()
+    choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options, known / PLANNED)
     stages = _assembled_choice(call, s, choice, cluster)
-    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
-    ways = [replace(s, num_microbatches=n) for n in _counts(s, choice, call.traced.graph, cluster)]
-    found: Prepared | None = None
-    if stages is None:
-        found = _on_meshes(call, ways, None)
-    else:
-        target, assembled = stages
-        expected = assembled.choice.seconds
-        if s.schedule == "auto":
-            with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
-                found = _on_meshes(call, ways, None, NO_INTEREST * expected)
-        if found is None or not _fits(found, s) or found.plan.step_time_s > SKIPS_STAGES * expected:
-            staged = _staged(call, s, target, assembled, laps)
-            laps = dict(staged.plan.phases)
-            found = _better(staged, found, s)
-            if s.schedule == "auto" and found is staged and staged.plan.step_time_s > NO_INTEREST * expected:
-                found = _on_meshes(call, ways, staged)
-    assert found is not None
+    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - searching}
+    found = None if stages is None else _staged(call, s, *stages, laps)
+    laps = laps if found is None else dict(found.plan.phases)
+    if found is None or s.schedule == "auto":
+        counts = (1,) if math.isfinite(known) else _counts(s, choice, call.traced.graph, cluster)
+        if found is None:
+            counts = counts or (s.num_microbatches,)
+        ways = [
+            one_mesh.plan
+            if n == 1 and one_mesh is not None
+            else partial(_on_one_mesh, call, replace(s, num_microbatches=n))
+            for n in counts
+        ]
+        found = _on_meshes(s, ways, found)
     laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
     found = replace(found, plan=replace(found.plan, phases=laps))
     for warning in found.warnings:
@@ -312,6 +358,19 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     if asked is not None:
         plan_cache.write(asked, found.plan, options.time_limit)
     return found
+
+
+def _as_written(call: _Call, s: Settings, cluster: Cluster) -> tuple[_OneMesh | None, float]:
+    """Plans on one mesh, and about the seconds of the best, of a step that fits there as written in one microbatch.
+
+    That is quickly found, and few pipelines promise to be better. None for a step that cannot fit, inf if it does not.
+    """
+    may = s.num_microbatches in ("auto", 1) and pipelines.fits_evenly(call.traced.graph, cluster, FUSED)
+    if s.schedule == "auto" and may:
+        with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
+            found = _OneMesh(call, replace(s, num_microbatches=1))
+            return found, found.seconds_as_written()
+    return None, math.inf
 
 
 def _assembled_choice(
@@ -352,27 +411,28 @@ def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, clu
     return tuple(dict.fromkeys((*found, 1))) if pipelines.may_fit(graph, cluster, s.remat) else found
 
 
-def _on_meshes(
-    call: _Call, ways: Sequence[Settings], found: Prepared | None, cutoff: float = math.inf
-) -> Prepared | None:
-    """The best of what is found and the plans on one mesh with these settings; those that fit into memory first.
+def _on_meshes(s: Settings, ways: Sequence[Callable[[float], Prepared | None]], found: Prepared | None) -> Prepared:
+    """The best of what is found and several plans on one mesh; those that fit into memory first.
 
-    Plans on one mesh that take `cutoff` (s) or longer are of no interest. What one mesh refuses, such as a batch that
-    its axes do not divide, is no matter where another plan is found.
+    What one mesh refuses, such as a batch that its axes do not divide, is no matter where another plan is found.
+
+    Args:
+        s: the settings.
+        ways: the plan that takes less than a cutoff in seconds, None if there is none.
+        found: the stages that were chosen, if any.
 
     Raises:
         AutoparError: the first refusal, where there is no plan at all.
     """
     refusals = list[AutoparError]()
-    for s in ways:
-        limit = min(cutoff, found.plan.step_time_s) if found is not None and _fits(found, s) else cutoff
+    for plan in ways:
         try:
-            one = _on_one_mesh(call, s, limit)
+            one = plan(found.plan.step_time_s if found is not None and _fits(found, s) else math.inf)
         except AutoparError as error:
             refusals.append(error)
-            continue
-        found = one if found is None else _better(found, one, s)
-    if found is None and refusals:
+        else:
+            found = one if found is None else _better(found, one, s)
+    if found is None:
         raise refusals[0]
     return found
 
@@ -434,31 +494,6 @@ def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Ma
     made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
     call.report(f"{len(made.stages)} stages take {seconds(made.step_time_s)}")
     return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
-
-
-def _planned(
-    call: _Call, traced: Traced, candidates: Sequence[Target], options: Options, parts: Parts, cutoff: float
-) -> tuple[Plan, tuple[str, ...]] | None:
-    """The best plan of the candidate meshes, from the cache if it is there, and what to warn of.
-
-    `traced`: the program in microbatches.
-    None if it takes `cutoff` (s) or longer.
-    """
-    begin = time.perf_counter()
-    asked = None
-    if plan_cache.folder() is not None and math.isinf(cutoff):
-        further = {"candidates": [one.logical for one in candidates]} if len(candidates) > 1 else {}
-        asked = plan_cache.question(traced, candidates[0].logical, candidates[0].cluster.name, options, further)
-        kept = plan_cache.read(asked)
-        if kept is not None:
-            return replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin}), ()
-    made = mesh_search.best(traced, candidates, options, parts, call.report, cutoff)
-    if made is None:
-        return None
-    made = replace(made, plan=replace(made.plan, phases={**made.plan.phases, "trace": call.trace_s}))
-    if asked is not None:
-        plan_cache.write(asked, made.plan, options.time_limit)
-    return made.plan, made.solution.warnings
 
 
 def _mesh(traced: Traced, s: Settings) -> Any:

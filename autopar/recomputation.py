@@ -55,7 +55,7 @@ class Outcome(Generic[T]):
     Attributes:
         policies: what was recomputed.
         made: the plan; None where no plan fits.
-        seconds: predicted step time.
+        seconds: predicted step time; without a plan inf, or what no plan takes less than.
         peak_bytes: predicted peak per device; without a plan no plan's peak is below.
         fits: there is a plan, and it keeps within the budget.
         pressed: without the budget there would be a faster plan.
@@ -138,11 +138,13 @@ def search(
         return LayerSearch(plan, sum(layers), budget, free, forecast.get(policy), OVERESTIMATE[policy])
 
     searches = sorted(map(of, policies), key=lambda one: (one.insufficient, one.estimate))
+    closest = min(searches, key=lambda one: one.least_bytes, default=None)
     for one in searches:
         suffice = [other for other in searches if other.planned and not other.exhausted]
         one.calibrate(suffice)
         shortest = min([cutoff, *(other.estimate for other in suffice)])
-        if one.least_estimate < (1 - MATTERS) * shortest and not (one.insufficient and suffice):
+        vain = one.insufficient and (shortest < math.inf or one is not closest)
+        if one.least_estimate < (1 - MATTERS) * shortest and not vain:
             one.start()
     started = [one for one in searches if one.planned]
     best, found = cutoff, [one.best for one in started]
@@ -152,6 +154,35 @@ def search(
         best = min([best, *(o.seconds for o in found if o.fits)])
     as_written = attempt((), "fitting", cutoff=best) if free.seconds < best else free
     return [as_written, *found]
+
+
+def surcharge(
+    tried: Sequence[Outcome[T]], layers: Sequence[bool], budget: float, forecast: Mapping[str, Forecast]
+) -> float:
+    """Seconds that plans within a budget take more than the program as written, which has none.
+
+    Of each policy they are those that layers took which were too few; or, if more, those that enough are forecast to
+    take, less what the forecast may be too high. The policy with the least counts, of those that are forecast to
+    suffice. 0 where nothing is forecast.
+
+    Args:
+        tried: the program as written, and others with some layers recomputed.
+        layers: for each layer whether recomputing it helps.
+        budget: bytes per device.
+        forecast: of each policy, for that program.
+    """
+    free, *others = tried
+
+    def unplanned(count: int, effort: Effort, cutoff: float) -> Outcome[T]:
+        raise AssertionError("no number of layers is planned")
+
+    def least(policy: str) -> float:
+        one = LayerSearch(unplanned, sum(layers), budget, free, forecast[policy], OVERESTIMATE[policy])
+        short = [o.seconds for o in others if policy in o.policies and o.made is not None and o.peak_bytes > budget]
+        return math.inf if one.insufficient else max(one.least_estimate, *short, 0.0) - free.seconds
+
+    found = min(map(least, forecast), default=math.inf)
+    return found if math.isfinite(found) else 0.0
 
 
 def _first_layers(
@@ -195,6 +226,7 @@ class LayerSearch(Generic[T]):
 
     Attributes:
         insufficient: all layers are forecast to be too few, whatever the layouts.
+        least_bytes: forecast to stay at the peak with all of them, at least.
     """
 
     def __init__(
@@ -211,7 +243,8 @@ class LayerSearch(Generic[T]):
         each = [Estimate(1.0, 1.0)] * layers if forecast is None else forecast.layers
         self._seconds = (0.0, *itertools.accumulate(max(e.seconds, 0.0) for e in each))
         self._bytes = (0.0, *itertools.accumulate(max(e.nbytes, 0.0) for e in each))
-        self.insufficient = forecast is not None and forecast.least_bytes > budget
+        self.least_bytes = 0.0 if forecast is None else forecast.least_bytes
+        self.insufficient = self.least_bytes > budget
         self._forecast = forecast is not None
         self._prior = 1.0  # bytes freed for each that is forecast, until a plan tells
         if forecast is None:
@@ -253,7 +286,7 @@ class LayerSearch(Generic[T]):
     def start(self) -> None:
         """Plan with as many layers as are forecast to suffice, unless some number was planned."""
         if not self.planned:
-            self._try(self._count())
+            self._try(self._layers if self.insufficient else self._count())
 
     def run(self, cutoff: float = math.inf) -> Outcome[T]:
         """The outcome with the fewest layers whose fastest plan fits, or the best that fits with all.
@@ -289,9 +322,9 @@ class LayerSearch(Generic[T]):
         self._outcomes[count] = self._plan(count, "fastest", math.inf)
 
     def _around(self) -> tuple[int, int]:
-        """Two planned numbers of layers that the forecast is scaled by; equal if none but 0 was planned."""
+        """Two planned numbers of layers that the forecast is scaled by, the last two; equal if only 0 was planned."""
         low, high = self._low, self._high
-        return (low, high) if high is not None else (0, low)
+        return (low, high) if high is not None else (max((k for k in self._outcomes if k < low), default=0), low)
 
     @property
     def _scale(self) -> float:
@@ -299,7 +332,7 @@ class LayerSearch(Generic[T]):
         a, b = self._around()
         freed = self._outcomes[a].peak_bytes - self._outcomes[b].peak_bytes
         forecast = self._bytes[b] - self._bytes[a]
-        return freed / forecast if forecast > 0 and freed > 0 else self._prior
+        return max(freed, 0.0) / forecast if forecast > 0 else self._prior
 
     def _count(self) -> int:
         """The fewest layers that should suffice; all of them if none do."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.pipeline import Prices, simulate
-from autopar.layer_prices import Priced, ways
+from autopar.layer_prices import Border, Priced, ways
 from autopar.passes.inter_op import Division, Part, Question
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 from autopar.stage_planning import Limit
@@ -76,7 +76,7 @@ class Plays:
         cluster: the devices.
         meshes: every submesh.
         of_layer: the kind of every layer.
-        borders: bytes that the whole batch hands over in front of every layer but the first.
+        borders: what is handed over in front of every layer but the first.
         room: bytes that a device of each submesh may hold.
         schedules: those that are open, the more they have in flight the later.
         policies: of recomputation, those that are open.
@@ -85,7 +85,7 @@ class Plays:
     cluster: Cluster
     meshes: Mapping[int, LogicalMesh]
     of_layer: tuple[int, ...]
-    borders: tuple[float, ...]
+    borders: tuple[Border, ...]
     room: tuple[float, ...]
     schedules: tuple[str, ...]
     policies: tuple[str, ...]
@@ -155,9 +155,9 @@ class Plays:
         for s, part in enumerate(division.parts[1:]):
             before = division.parts[s].placement
             senders = min(before.stop - before.start, part.placement.stop - part.placement.start)
-            nbytes = self.borders[part.first - 1] / count
-            seconds = transfer_seconds(self.cluster, nbytes, part.placement.start, senders)
-            found[s, s + 1] = found[s + 1, s] = seconds
+            border, device = self.borders[part.first - 1], part.placement.start
+            found[s, s + 1] = transfer_seconds(self.cluster, border.forward / count, device, senders)
+            found[s + 1, s] = transfer_seconds(self.cluster, border.backward / count, device, senders)
         return found
 
 

@@ -17,7 +17,8 @@ all of the time, so that they are found only where they may lead to something be
     ways           the cheapest to run a layer, for numbers after the first two where the best divisions would use it if
                    it were as those say; the next that holds less where they would if it held nothing but even pieces,
                    and took no longer                                                      -> Hunt._settled_under
-    submeshes      one host's first, then those of more hosts, then those that do not divide all devices, while
+    submeshes      one host's first (one device's, where a step to beat is known), then those of more hosts, then those
+                   that do not divide all devices, while
                    one may make a better division than both numbers have so far: a layer hardly ever takes less of all
                    devices' time and memory on more of them                                           -> Hunt.divisions
     nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
@@ -41,7 +42,7 @@ from autopar.errors import ClusterError, MicrobatchError
 from autopar.extrapolation import ways_at
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
-from autopar.layer_prices import Kinds, Priced, Pricing, Ways, border_bytes, cut_out, shape_of, table, ways
+from autopar.layer_prices import Border, Kinds, Priced, Pricing, Ways, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes import remat
 from autopar.passes.inter_op import Division, Placement, Question, placements, search
@@ -84,11 +85,13 @@ class Open:
     Attributes:
         batch: positions of the argument leaves that hold the batch.
         numbers: numbers of microbatches, ascending.
-        stages: how many; None: any number.
+        stages: how many; None: any number from `fewest` on.
         schedules: names.
         policies: of recomputation, each for all layers.
         memory: bytes per device; None: the device's own.
         per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
+        fewest: stages.
+        limit: seconds of a step that is known; only shorter ones are looked for.
     """
 
     batch: tuple[int, ...]
@@ -98,6 +101,8 @@ class Open:
     policies: tuple[str, ...] = (remat.NONE, remat.FULL)
     memory: float | None = None
     per_microbatch: tuple[str, ...] = ()
+    fewest: int = 1
+    limit: float = math.inf
 
 
 def find(
@@ -143,18 +148,24 @@ def that_split(
     Raises:
         MicrobatchError: it falls into none of them; what is wrong with the smallest number.
     """
-    for number in sorted(counts, reverse=True):
-        last = number == min(counts)
+
+    def parts(number: int, *, reasons: bool) -> Microbatches:
+        return split(graph, number, batch, per_microbatch=tuple(per_microbatch), reasons=reasons)
+
+    least, *larger = sorted(counts)
+    for number in reversed(larger):
         try:
-            parts = split(graph, number, batch, per_microbatch=tuple(per_microbatch), reasons=last)
+            found = parts(number, reasons=False)
         except MicrobatchError:
-            if last:
-                raise
+            if number == larger[-1]:
+                parts(least, reasons=True)  # where it does not fall into the fewest either, all others are in vain
         else:
-            if known is not None:
-                known[number] = parts
-            return tuple(sorted(c for c in counts if c <= number))
-    return ()
+            break
+    else:
+        number, found = least, parts(least, reasons=True)
+    if known is not None:
+        known[number] = found
+    return tuple(sorted(c for c in counts if c <= number))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +194,7 @@ class Hunt:
     parts: Mapping[int, Microbatches] = field(default_factory=dict)
     layers: Layers = field(init=False)
     kinds: Kinds = field(init=False)
-    borders: tuple[float, ...] = field(init=False)
+    borders: tuple[Border, ...] = field(init=False)
     meshes: Mapping[int, LogicalMesh] = field(init=False)
     where: tuple[Placement, ...] = field(init=False)
     least: Mapping[int, float] = field(init=False)
@@ -194,7 +205,7 @@ class Hunt:
     def __post_init__(self) -> None:
         self.layers = layers_pass.find(self.graph)
         self.kinds = self._kinds(max(self.parts, default=1))
-        self.borders = border_bytes(self.layers)
+        self.borders = border_bytes(self.kinds.stages.split, self.layers)
         self.least = self.kinds.least_bytes()
         groups = self.cluster.groups or (self.cluster,)
         total = self.cluster.num_devices
@@ -224,13 +235,13 @@ class Hunt:
         falling = sorted(choice.numbers, reverse=True)
         start = self._start(falling, choice)
         tried: dict[int, Tried] = {}
-        best, limit = None, math.inf
+        best, limit = None, choice.limit
         turn = falling[start : start + side_by_side.WORKERS]
         while turn:
             some = side_by_side.in_step([partial(self.at, count, choice, limit) for count in turn])
             tried.update(zip(turn, some, strict=True))
             best = min((one.best for one in tried.values() if one.best is not None), key=rank, default=None)
-            limit = math.inf if best is None else (1 + SLACK) * best.formula
+            limit = choice.limit if best is None else min(choice.limit, (1 + SLACK) * best.formula)
             priced = {count: one.ways for count, one in tried.items()}
             turn = self._next(falling, choice, priced, best)
             self.guesses.update((count, ways_at(count, priced)) for count in turn)
@@ -241,16 +252,19 @@ class Hunt:
     ) -> Sequence[int]:
         """The numbers that promise more than the best does, two at most: those that promise most.
 
-        Looked for from the best on in both directions, as far as they do.
+        Looked for from the best on in both directions, as far as they do. Where none is known, what submeshes without
+        prices take is the least that it may be.
         """
         from_ = falling.index(best.microbatches) if best else min(falling.index(count) for count in priced)
         schedule = best.schedule if best and best.schedule in MADE_FOR else _made_for(choice)[-1]
 
         def promised(count: int, limit: float = math.inf) -> float:
-            prices = self._tables(choice, ways_at(count, priced))
+            known = ways_at(count, priced)
+            whole = {n: ways for n, ways in known.items() if ways.keys() == self.kinds.stage.keys()}
+            prices = self._tables(choice, whole if best else self.at_best(known))
             return _seconds(search(self._asked(count, choice, prices, schedule), TOLERANCE, limit))
 
-        limit = (1 - LITTLE) * promised(best.microbatches) if best else math.inf
+        limit = (1 - LITTLE) * promised(best.microbatches) if best else choice.limit
         promises: dict[int, float] = {}
         for some in (falling[from_ + 1 :], falling[:from_][::-1]):
             found = ((promised(count, limit), count) for count in some if count not in priced)
@@ -315,15 +329,14 @@ class Hunt:
         return Tried(best, self._priced(count, choice))
 
     def _priced(self, count: int, choice: Open) -> Mapping[int, Ways]:
-        """The ways to run layers with this number, on submeshes on which all kinds are priced, guessed or too large."""
+        """The ways to run layers with this number on every submesh, of kinds that are priced, guessed or too large."""
         usable, found = self.usable(choice), self.known[count]
 
         def ways_on(n: int, kind: int) -> tuple[Trade, ...]:
             least = self.least[kind] / self.meshes[n].size
             return found[n].found(kind) if least <= usable[n] else (too_large(least),)
 
-        some = {n: {kind: ways_on(n, kind) for kind in self.kinds.stage} for n in found}
-        return {n: ways for n, ways in some.items() if all(ways.values())}
+        return {n: {kind: some for kind in self.kinds.stage if (some := ways_on(n, kind))} for n in found}
 
     def played(self, division: Division, question: Question, choice: Open, limit: float = math.inf) -> Found | None:
         """A division under the best schedule that its memory allows, if that takes less than a limit in seconds."""
@@ -347,7 +360,7 @@ class Hunt:
 
         Stops with the seconds on the first submeshes, and goes on to others that may lead to less than any number has.
         """
-        first, *others = self.turns()
+        first, *others = self.turns(by_itself=math.isfinite(choice.limit))
         question, found = self._settled(count, choice, first, limit)
         limit = min(limit, *(yield _seconds(found)))
         for n, some in enumerate(others):
@@ -419,8 +432,11 @@ class Hunt:
             if known[part.placement.submesh].is_hoped(kind, options[part.option][1])
         }
 
-    def turns(self) -> tuple[tuple[int, ...], ...]:
-        """Submeshes in the order in which layers are priced on them, those of a turn together."""
+    def turns(self, *, by_itself: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Submeshes in the order in which layers are priced on them, those of a turn together.
+
+        `by_itself`: one device comes first, which bounds all others.
+        """
         if len(self.cluster.groups) > 1:
             return (tuple(self.meshes),)
         host, total = self.cluster.devices_per_host, self.cluster.num_devices
@@ -428,7 +444,10 @@ class Hunt:
         even = [n for n, size in sizes.items() if total % size == 0]
         one = tuple(n for n in even if sizes[n] <= host)
         odd = tuple(n for n in sizes if n not in even)  # together: 3 devices are of use where 5 are
-        return (one, *((n,) for n in even if n not in one), *((odd,) if odd else ()))
+        single = tuple(n for n in one if sizes[n] == 1)
+        several = tuple(n for n in one if sizes[n] > 1)
+        within = (single, several) if by_itself and several else (one,)
+        return (*within, *((n,) for n in even if n not in one), *((odd,) if odd else ()))
 
     def at_best(self, known: Mapping[int, Ways]) -> Mapping[int, Ways]:
         """The same with the least that layers take and hold on all other submeshes.
@@ -480,6 +499,7 @@ class Hunt:
             in_flight=lambda stages: stash(Size(stages, count), 0),
             transfer=self._transfer(count),
             stages=choice.stages,
+            fewest=choice.fewest,
         )
 
     def room(self, choice: Open) -> tuple[float, ...]:
@@ -491,11 +511,16 @@ class Hunt:
         return tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice))
 
     def _transfer(self, count: int) -> np.ndarray:
-        """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device."""
-        found = np.zeros((len(self.borders) + 2, self.cluster.num_devices + 1))
-        for d in range(1, self.cluster.num_devices):
-            for k, nbytes in enumerate(self.borders):
-                found[k + 1, d] = 2 * transfer_seconds(self.cluster, nbytes / count, d, 1)
+        """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device.
+
+        Every device of the stage in front sends, as if the next one had as many at least.
+        """
+        found = np.zeros((len(self.meshes), len(self.borders) + 2, self.cluster.num_devices + 1))
+        for n, mesh in self.meshes.items():
+            for d in range(1, self.cluster.num_devices):
+                for k, border in enumerate(self.borders):
+                    both = (transfer_seconds(self.cluster, nbytes / count, d, mesh.size) for nbytes in border)
+                    found[n, k + 1, d] = sum(both)
         return found
 
 

@@ -90,9 +90,9 @@ class Question:
         memory: bytes per device of every submesh.
         microbatches: of a step.
         in_flight: number of stages from one to the last, both included -> microbatches that it holds.
-        transfer: seconds per microbatch and step, both ways, over the border before layer k where device d begins the
-            next stage; shape (layers + 1, devices + 1). None: nothing.
-        stages: how many there must be; None: any number.
+        transfer: seconds per microbatch and step, both ways, from a stage on a submesh over the border before layer k
+            where device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: nothing.
+        stages: how many there must be; None: any number from `fewest` on.
     """
 
     layers: int
@@ -104,6 +104,7 @@ class Question:
     in_flight: Callable[[int], int]
     transfer: Floats | None = None
     stages: int | None = None
+    fewest: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +197,11 @@ def _sum(found: Division, spread: int) -> float:
     return found.seconds - spread * found.slowest
 
 
-def _longest(times: Floats) -> int:
-    """Most layers of a run that has a time."""
-    runs = np.argwhere(np.isfinite(times))
-    return int((runs[:, 1] - runs[:, 0]).max(initial=0))
+def _by_length(times: Floats) -> Floats:
+    """Seconds of layers i .. i + n at [n, i], of times at [i, j]; infinite where there are no such layers."""
+    rows, n = np.arange(len(times)), len(times)
+    ends = rows[:, None] + rows
+    return np.where(ends < n, times[rows, np.minimum(ends, n - 1)], np.inf)
 
 
 class _Tables:
@@ -209,8 +211,9 @@ class _Tables:
         q = self.question = question
         upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
         self.times = [np.where(upper, o.times(q.microbatches), np.inf) for o in q.prices]
-        self.transfer = np.zeros((q.layers + 1, q.devices + 1)) if q.transfer is None else q.transfer.copy()
-        self.transfer[q.layers] = 0.0
+        shape = len(q.prices), q.layers + 1, q.devices + 1
+        self.transfer = np.zeros(shape) if q.transfer is None else q.transfer.copy()
+        self.transfer[:, q.layers] = 0.0
         by_submesh: dict[int, list[Placement]] = {}
         for placement in q.placements:
             by_submesh.setdefault(placement.submesh, []).append(placement)
@@ -220,6 +223,7 @@ class _Tables:
         ]
         self.most = q.stages or min(q.layers, q.devices)
         self.fastest: dict[tuple[int, int], Floats] = {}
+        self.runs: dict[tuple[int, int], Floats] = {}
 
     def bounds(self) -> Floats:
         """All seconds that a stage may take, ascending."""
@@ -238,6 +242,13 @@ class _Tables:
             self.fastest[key] = self._fitting(submesh, in_flight).min(0)
         return self.fastest[key]
 
+    def _runs(self, submesh: int, in_flight: int) -> Floats:
+        """The same by the number of layers; see `_by_length`."""
+        key = submesh, in_flight
+        if key not in self.runs:
+            self.runs[key] = _by_length(self._fastest(*key))
+        return self.runs[key]
+
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:
         """The division of the least sum, at most `cutoff`, whose stages take at most `bound` seconds."""
         q = self.question
@@ -248,22 +259,24 @@ class _Tables:
         def least(submesh: int, stages: int) -> Floats:
             key = submesh, q.in_flight(stages)
             if key not in known:
-                times = self._fastest(*key)
-                known[key] = np.where(times <= bound, times, np.inf)
+                runs = self._runs(*key)
+                fast = runs <= bound
+                known[key] = np.where(fast, runs, np.inf)[: 1 + int(np.flatnonzero(fast.any(1)).max(initial=0))]
             return known[key]
 
         levels = [sums]
         for stages in range(1, self.most + 1):
-            longer = self._longer(levels[-1] + self.transfer, lambda n, stages=stages: least(n, stages))
-            cutoff = cutoff if q.stages else min(cutoff, float(longer[0, 0]))
+            longer = self._longer(levels[-1], lambda n, stages=stages: least(n, stages))
+            if not q.stages and stages >= q.fewest:
+                cutoff = min(cutoff, float(longer[0, 0]))
             levels.append(np.where(self._allowed(longer, bound, cutoff), longer, np.inf))
             if not np.isfinite(levels[-1]).any():
                 break
-        ends = [float(level[0, 0]) for level in levels]
-        wanted = [ends[q.stages]] if q.stages and q.stages < len(ends) else [] if q.stages else ends
-        if not wanted or not np.isfinite(min(wanted)):
+        counts = (q.stages,) if q.stages else range(q.fewest, len(levels))
+        ends = {n: float(levels[n][0, 0]) for n in counts if n < len(levels)}
+        stages = min(ends, key=lambda n: (ends[n], n), default=0)
+        if not stages or not np.isfinite(ends[stages]):
             return None
-        stages = q.stages or int(np.argmin(ends))
         return self._read(levels[: stages + 1], bound)
 
     def _allowed(self, sums: Floats, bound: float, cutoff: float) -> NDArray[np.bool_]:
@@ -289,19 +302,21 @@ class _Tables:
         return seconds, work
 
     def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
-        """Sums of one more stage in front of what begins at (layer, device)."""
+        """Sums of one more stage in front of what begins at (layer, device).
+
+        `least`: submesh -> seconds of layers by their number, as `_by_length` has them, up to the most that may be.
+        """
         found = np.full(behind.shape, np.inf)
         for submesh, starts, stops in self.submeshes:
             reached = np.isfinite(behind[:, stops])
             at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
             if len(at):
-                last, times = behind[:, stops[at]], least(submesh)
+                last, runs = (behind + self.transfer[submesh])[:, stops[at]], least(submesh)
                 sums = np.full(last.shape, np.inf)
-                for length in range(1, min(_longest(times), int(rows[-1])) + 1):
+                for length in range(1, min(len(runs), int(rows[-1]) + 1)):
                     first, end = max(rows[0], length), rows[-1] + 1
                     here = slice(first - length, end - length)
-                    added = np.diagonal(times, length)[here, None] + last[first:end]
-                    np.minimum(sums[here], added, out=sums[here])
+                    np.minimum(sums[here], runs[length, here, None] + last[first:end], out=sums[here])
                 found[:, starts[at]] = np.minimum(found[:, starts[at]], sums)
         return found
 
@@ -311,7 +326,7 @@ class _Tables:
         parts: list[Part] = []
         layer = device = 0
         for stages in range(len(levels) - 1, 0, -1):
-            behind, goal = levels[stages - 1] + self.transfer, levels[stages][layer, device]
+            behind, goal = levels[stages - 1], levels[stages][layer, device]
             parts.append(self._part(layer, device, behind, float(goal), q.in_flight(stages), bound))
             layer, device = parts[-1].last, parts[-1].placement.stop
         times = [float(self.times[p.placement.submesh][p.option, p.first, p.last]) for p in parts]
@@ -324,7 +339,8 @@ class _Tables:
             if placement.start == device:
                 times = self._fitting(placement.submesh, in_flight)[:, layer]
                 least = np.where(times.min(0) <= bound, times.min(0), np.inf)
-                ends: Ints = np.flatnonzero(least + behind[:, placement.stop] == goal)
+                sums = least + (behind + self.transfer[placement.submesh])[:, placement.stop]
+                ends: Ints = np.flatnonzero(sums == goal)
                 if len(ends) and np.isfinite(goal):
                     last = int(ends[0])
                     return Part(layer, last, placement, int(times[:, last].argmin()))

@@ -98,6 +98,20 @@ def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights
     return Passes(places, made, free, _thin(split, ahead), deferred, totals)
 
 
+def handed(split: Microbatches, layers: Layers) -> tuple[frozenset[int], ...]:
+    """Per border between layers, the values that stages on its two sides hand over: none that readers make anew."""
+    free = _free(split, leaves_of(split))
+    ahead, _ = _by_phase(split, [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free])
+    thin = _thin(split, ahead)
+
+    def sources(value: int) -> frozenset[int]:
+        if value in free or value in split.batch:
+            return frozenset()
+        return frozenset([value]) if value not in thin else frozenset().union(*map(sources, local(thin[value])))
+
+    return tuple(frozenset[int]().union(*map(sources, values)) for values in layers.crossing)
+
+
 def local(placed: Placed) -> list[int]:
     """Values of the microbatch that an operation reads."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i not in placed.outer]

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import Cluster, Plan, mesh_search, meshes, zoo
+from autopar import Cluster, Plan, meshes, zoo
 from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError, ScheduleError
+from autopar.mesh_search import MeshSearch
 from autopar.meshes import factorisations
 from autopar.passes.optimize import Pruned
-from autopar.planning import Options, Parts, make_plan
+from autopar.planning import Options, Parts, Planner, make_plan
 from autopar.trace import trace
 from tests.processes import printed_twice
 
@@ -133,22 +134,19 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
 
 
 def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds: list[float] = []
+    planned: list[tuple[int, ...]] = []
 
-    def recorded(*args: Any, **keywords: Any) -> Any:
-        try:
-            return make_plan(*args, **keywords)
-        except Pruned as pruned:
-            bounds.append(pruned.lower_bound)
-            raise
+    def recorded(self: Planner, *args: Any) -> Any:
+        planned.append(self.mesh.sizes)
+        return plan_of(self, *args)
 
-    monkeypatch.setattr(mesh_search, "make_plan", recorded)
+    plan_of = Planner.plan
+    monkeypatch.setattr(Planner, "plan", recorded)
     built, tiny = zoo.build("gpt-toy"), Cluster.custom((8,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
     with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=tiny, stages=1)
-    assert plan.mesh_sizes == (8,)
     assert set(plan.remat) == {"none", "full"}
-    assert bounds == [math.inf] * (len(factorisations(8)) - 2)  # (4, 2) is (2, 4) there
+    assert planned == [plan.mesh_sizes]
 
 
 def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:
@@ -176,12 +174,14 @@ def test_meshes_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     built, lines = zoo.build("mlp-toy"), list[str]()
     traced = trace(built.step, *built.abstract_args())
     targets = [meshes.Target(CLUSTER.logical_mesh(sizes), CLUSTER) for sizes in ((2, 4), (8,))]
-    mesh_search.best(traced, targets, Options(), Parts(traced, lambda step: step), lines.append)
+    MeshSearch(traced, targets, Options(), Parts(traced, lambda step: step), lines.append).best()
     assert [line.split(":")[0].split(";")[0] for line in lines] == [
+        "bounding mesh 8",
+        "bounding mesh 2x4",
         "planning mesh 8",
         "mesh 8",
         "planning mesh 2x4",
         "mesh 2x4",
     ]
-    assert "best so far" in lines[2]
+    assert "best so far" in lines[4]
     assert capsys.readouterr() == ("", "")

@@ -21,7 +21,7 @@ from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.extrapolation import ways_at
 from autopar.graph import Graph
-from autopar.layer_prices import Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
+from autopar.layer_prices import Border, Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
 from autopar.passes import layers as layers_pass
 from autopar.passes.inter_op import search
 from autopar.passes.microbatch.analysis import batch_leaves, split
@@ -132,8 +132,30 @@ def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
 
 def test_the_border_is_the_residual_stream() -> None:
     step = traced("gpt-toy", layers=3)
-    found = layers_pass.find(step.graph)
-    assert set(border_bytes(found)) == {8 * 16 * 32 * 4.0}  # batch, sequence, width, bytes
+    found, stream = layers_pass.find(step.graph), 8 * 16 * 32 * 4.0  # batch, sequence, width, bytes
+    assert set(border_bytes(split(step.graph, 2), found)) == {Border(stream, stream)}
+
+
+def test_what_readers_make_anew_is_not_handed_over() -> None:
+    """Layers share a mask [batch, sequence, width] made of lengths [batch]: only its cotangents would cross."""
+    layers, batch, length, width = 3, 8, 4, 16
+
+    def loss(params: Any, x: Any, lengths: Any) -> Any:
+        mask = (jnp.arange(length) < lengths[:, None]).astype(x.dtype)[:, :, None] * jnp.ones(width)
+        for w in params:
+            x = jnp.tanh(x @ w) * mask
+        return (x**2).sum()
+
+    def step(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, *batch))
+
+    shapes = [(width, width)] * layers, ((batch, length, width), (batch,))
+    params, (x, lengths) = ([jax.ShapeDtypeStruct(shape, "float32") for shape in some] for some in shapes)
+    graph = trace(step, params, (x, jax.ShapeDtypeStruct(lengths.shape, "int32"))).graph
+    found, stream = layers_pass.find(graph), 4.0 * batch * length * width
+    forward = {border.forward for border in border_bytes(split(graph, 2), found)}
+    assert forward == {stream}
+    assert {border.backward for border in border_bytes(split(graph, 2), found)} >= {2 * stream}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
+from autopar import side_by_side
 from autopar.errors import RuleError
 from autopar.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
@@ -144,7 +145,9 @@ class Reader:
     def _read(self, graph: Graph, ops: Sequence[Op]) -> Mapping[int, Rule]:
         keys = {op.signature: _key(op) for op in ops}
         missing = [op for op in ops if keys[op.signature] not in self.known]
-        found = _read_all(graph, missing, [[v.aval for v in op.equation.invars] for op in missing])
+        avals = [[v.aval for v in op.equation.invars] for op in missing]
+        # lowering starts a backend, and what comes after that is not run side by side
+        (found,) = side_by_side.results([partial(_read_all, graph, missing, avals)]) if missing else ({},)
         self.known.update((keys[s], rule) for s, rule in found.items() if keys[s] is not None)
         return {s: found[s] if s in found else self.known[key] for s, key in keys.items()}
 

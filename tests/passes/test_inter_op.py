@@ -45,12 +45,12 @@ def priced(q: Question, parts: tuple[Part, ...]) -> float:
         total += seconds
         slowest = max(slowest, seconds)
         if s and q.transfer is not None:
-            total += q.transfer[part.first, part.placement.start]
+            total += q.transfer[parts[s - 1].placement.submesh, part.first, part.placement.start]
     return total + (q.microbatches - 1) * slowest
 
 
 def by_force(q: Question) -> float:
-    found = (d for d in divisions(q) if q.stages in (None, len(d)))
+    found = (d for d in divisions(q) if (len(d) == q.stages if q.stages else len(d) >= q.fewest))
     return min((priced(q, d) for d in found), default=math.inf)
 
 
@@ -80,8 +80,9 @@ def questions(draw: st.DrawFn) -> Question:
         tuple(rng.integers(4, 16, len(options)).astype(float)),
         draw(st.integers(1, 6)),
         draw(st.sampled_from([lambda s: s, lambda s: 2 * s - 1, lambda s: 3])),
-        draw(st.sampled_from([None, rng.integers(0, 5, (layers + 1, devices + 1)).astype(float)])),
+        draw(st.sampled_from([None, rng.integers(0, 5, (len(options), layers + 1, devices + 1)).astype(float)])),
         draw(st.sampled_from([None, None, 1, 2])),
+        draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
