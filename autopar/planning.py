@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
 from autopar import fitting, offloading, recomputation, shares, traffic
 from autopar.cluster import LogicalMesh
@@ -29,7 +28,7 @@ from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
 from autopar.passes.homes import Clustering
 from autopar.passes.memory_rows import smallest
-from autopar.passes.optimize import Pruned, Solution, optimize
+from autopar.passes.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.remat_estimates import Forecast, forecasts
 from autopar.passes.state import match_state
@@ -157,6 +156,7 @@ class Planner:
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
     fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
+    bounds: dict[tuple[tuple[str, ...], tuple[int, ...]], Bounded] = field(default_factory=dict)  # of those "open"
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
@@ -196,7 +196,7 @@ class Planner:
         Plans that take `cutoff` (s) or longer are of no interest.
         """
         draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
-        return self._solved(draft, cutoff * (1 - self.options.gap), largest=0, gap=gap)
+        return self._bounded(draft, cutoff * (1 - self.options.gap), gap)
 
     def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:
         """Take over what `bound` has found, maybe in another process, and the seconds of each phase so far."""
@@ -326,19 +326,31 @@ class Planner:
         key = draft.policies, draft.hosted
         known = self.fastest.get(key)
         if known is None or (known.status == "cutoff" and known.lower_bound < cutoff):
-            known = self.fastest[key] = self._solved(draft, cutoff, largest=0)
+            known = self.fastest[key] = self._bounded(draft, cutoff, self.options.gap)
         return known
 
     def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan whatever it holds."""
         key = draft.policies, draft.hosted
-        if self._quick(draft, cutoff).status == "open":
-            self.fastest[key] = self._solved(draft, cutoff)
+        known = self._quick(draft, cutoff)
+        if known.status == "open":
+            self.fastest[key] = self._finished(self.bounds.pop(key))
         return self.fastest[key]
 
-    def _solved(self, draft: _Draft, cutoff: float, **further: Any) -> Solution:
-        found = optimize(draft.model.problem, cutoff=cutoff, **{**self.options.keywords(), **further})
+    def _bounded(self, draft: _Draft, cutoff: float, gap: float) -> Solution:
+        """A plan and a bound without the ILP, which is kept to go on from where that may gain something."""
+        found = bound(draft.model.problem, cutoff=cutoff, **replace(self.options, gap=gap).keywords())
         self._count(found.phases)
+        known = found.solution
+        if known is None or (known.status != "cutoff" and self.options.solver != "auto"):
+            return self._finished(found)
+        if known.status == "open":
+            self.bounds[draft.policies, draft.hosted] = found
+        return known
+
+    def _finished(self, known: Bounded) -> Solution:
+        found = finish(known, solver=self.options.solver, time_limit=self.options.seconds, gap=self.options.gap)
+        self._count({name: lap - known.phases.get(name, 0.0) for name, lap in found.phases.items()})
         return found
 
     def _fitting(self, draft: _Draft, cutoff: float) -> Solution:

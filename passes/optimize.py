@@ -81,6 +81,23 @@ class Pruned(Exception):
         self.phases = phases
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bounded:
+    """What is known of a problem before the ILP: a plan, a bound, and what is left of it.
+
+    `solution`: as it is, "open" where an ILP could gain something; None where no plan is known.
+    """
+
+    problem: Problem
+    folded: Folded
+    presolved: Core
+    core: Core
+    ascent: Ascent
+    outcome: Outcome
+    phases: Mapping[str, float]
+    solution: Solution | None
+
+
 def optimize(
     problem: Problem,
     *,
@@ -104,6 +121,38 @@ def optimize(
     Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
     is not above zero.
     """
+    begin = time.monotonic()
+    found = bound(
+        problem,
+        solver=solver,
+        time_limit=time_limit,
+        fold=fold,
+        presolve=presolve,
+        gap=gap,
+        rounds=rounds,
+        until=until,
+        cutoff=cutoff,
+    )
+    known = found.solution
+    left = solver == "auto" and found.core.problem.variables > largest
+    if known is not None and (known.status == "cutoff" or left):
+        return known
+    return finish(found, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap)
+
+
+def bound(
+    problem: Problem,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    fold: bool = True,
+    presolve: bool = True,
+    gap: float = 0.0,
+    rounds: int = FIRST_ROUNDS,
+    until: float = 0.0,
+    cutoff: float = np.inf,
+) -> Bounded:
+    """All of `optimize` but the ILP; arguments and errors are the same."""
     if solver not in SOLVERS:
         raise ArgumentError(f"solver={solver!r} is not known. Available: {', '.join(map(repr, SOLVERS))}")
     if not time_limit > 0:
@@ -115,18 +164,31 @@ def optimize(
     core = presolved(folded, clock, rounds, raw=not presolve)
     nothing = Outcome(None, np.inf, -np.inf)
     small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, cutoff)
-    if outcome.reaches(cutoff):
-        outcome = replace(outcome, status="cutoff")
-    elif solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
-        outcome = _by_ilp(folded, core, solver, outcome, clock, cutoff=False)
-    elif status := _proven(outcome, gap):
-        outcome = replace(outcome, status=status)
-    elif small.problem.variables > largest:
-        outcome = replace(outcome, status="open")
+    status = "cutoff" if outcome.reaches(cutoff) else _proven(outcome, gap) or "open"
+    outcome = replace(outcome, status=status)
+    solution = None if outcome.plan is None else _solution(problem, folded, _lifted(folded, outcome), clock)
+    return Bounded(problem, folded, core, small, ascent, outcome, clock.phases, solution)
+
+
+def finish(
+    known: Bounded,
+    *,
+    solver: str = "auto",
+    time_limit: float = 60.0,
+    gap: float = 0.0,
+) -> Solution:
+    """What the ILP makes of a problem that is bounded; as it is where "auto" has nothing to gain. See `optimize`."""
+    if solver == "auto" and known.solution is not None and known.solution.status != "open":
+        return known.solution
+    problem, folded, outcome = known.problem, known.folded, known.outcome
+    clock = Clock(time.monotonic() + time_limit, dict(known.phases))
+    if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
+        outcome = _by_ilp(folded, known.presolved, solver, outcome, clock, cutoff=False)
     elif not folded.tied:
-        outcome = _search(folded, small, outcome, clock, gap)
+        outcome = _search(folded, known.core, outcome, clock, gap)
     else:
-        return _solution(problem, folded, _untie(problem, folded, small, ascent, outcome, clock, gap), clock)
+        outcome = _untie(problem, folded, known.core, known.ascent, outcome, clock, gap)
+        return _solution(problem, folded, outcome, clock)
     return _solution(problem, folded, _lifted(folded, outcome), clock)
 
 

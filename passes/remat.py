@@ -190,6 +190,23 @@ class _Program:
         return found
 
     @cached_property
+    def handed_out(self) -> frozenset[int]:
+        """Values that the backward pass makes and does nothing more with but lay them out: gradients of parameters."""
+        found: set[int] = set()
+        for position in range(len(self.graph.ops) - 1, -1, -1):
+            if self.phase(position) == "backward":
+                outputs = self.graph.ops[position].outputs
+                found.update(v for v in outputs if all(self._hands_out(q, found) for q in self.readers.get(v, ())))
+        return frozenset(found)
+
+    def _hands_out(self, position: int, found: Set[int]) -> bool:
+        """Whether a reader is no part of the backward pass, or one that lays out what is handed out."""
+        if self.phase(position) != "backward":
+            return True
+        op = self.graph.ops[position]
+        return op.name in layers_pass.RELAYOUTS and found.issuperset(op.outputs)
+
+    @cached_property
     def last_signature(self) -> int:
         """The largest that an operation has."""
         return max(op.signature for op in self.graph.walk())
@@ -456,7 +473,7 @@ def _read_from_outside(draft: _Draft, group: Sequence[int], first: int) -> list[
     """What a layer's backward operations read that is there before them and that no layer drops.
 
     Of gradients only those that the layer's own are made from: what is merely added to them (of weights that layers
-    share, say) need not wait.
+    share, say) need not wait. Nor need those of parameters, which in microbatches are sums over all of these.
     """
     own = {v for q in group for v in draft.original.ops[q].outputs}
     found: list[int] = []
@@ -466,7 +483,8 @@ def _read_from_outside(draft: _Draft, group: Sequence[int], first: int) -> list[
         for v in read:
             made = draft.program.made.get(v, -1)
             gradient = made >= 0 and draft.program.phase(made) == "backward"
-            if made < first and v not in draft.dropped and (enters or not gradient):
+            waits = enters and v not in draft.program.handed_out
+            if made < first and v not in draft.dropped and (waits or not gradient):
                 found.append(v)
     return found
 

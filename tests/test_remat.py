@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, MemoryBudgetError, fitting, planning, recomputation, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
-from autopar.passes.optimize import Solution, optimize
+from autopar.passes import remat
+from autopar.passes.microbatch.analysis import split
+from autopar.passes.optimize import bound, optimize
 from autopar.passes.problem import Problem
 from autopar.passes.remat_estimates import Estimate, Forecast
 from autopar.plans import Plan
 from autopar.recomputation import Effort, Outcome
+from autopar.trace import trace
 
 # The decision, on a made-up program of eight equal layers, the last of which has nothing to drop
 
@@ -162,6 +165,66 @@ def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> Non
     assert not any("dots" in o.policies for o in found)
 
 
+class NothingSuffices(Unequal):
+    """The same, where even all layers are forecast to be too few, by "dots" more than by "full"."""
+
+    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        found = super().forecasts(as_written)
+        return {policy: dataclasses.replace(one, least_bytes=2 * one.least_bytes) for policy, one in found.items()}
+
+
+def test_where_no_policy_is_forecast_to_do_the_closest_is_planned_with_all_layers() -> None:
+    planner = NothingSuffices(0.9, (10.0,) * 8)
+    found = recomputation.search(planner, lambda: (True,) * 8, 0.9, forecasts=planner.forecasts)
+    assert planner.tried == [0, 8]
+    assert not any("dots" in o.policies for o in found)
+
+
+@pytest.mark.parametrize(("cutoff", "tried"), [(15.0, [0]), (math.inf, [0, 8])])
+def test_what_is_forecast_not_to_do_is_not_planned_where_something_is_known(cutoff: float, tried: list[int]) -> None:
+    planner = NothingSuffices(0.9, (10.0,) * 8)
+    recomputation.search(planner, lambda: (True,) * 8, 0.9, cutoff, planner.forecasts)
+    assert planner.tried == tried
+
+
+def test_where_more_layers_free_nothing_all_are_tried_next() -> None:
+    """The first layers free what they should, all that come then nothing, and the last one the rest."""
+    planner = Unequal(22.0, (10.0,) * 4 + (0.0,) * 15 + (50.0,))
+    layers = (True,) * len(planner.nbytes)
+
+    def even(as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        return {"full": Forecast((Estimate(1.0, 10.0),) * len(layers), 1.0)}
+
+    recomputation.search(planner, lambda: layers, planner.budget, forecasts=even)
+    assert planner.tried[:4] == [0, 7, 13, 20]
+
+
+def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
+    planner = Unequal(41.0, (10.0,) * 8)
+    free, few = planner((), "fastest"), planner(("full",) * 2, "fastest")
+    forecast = planner.forecasts(free)
+
+    def surcharge(*tried: Outcome[str], budget: float = 41.0) -> float:
+        return recomputation.surcharge(tried, (True,) * 8, budget, forecast)
+
+    assert surcharge(free) == pytest.approx(4 * (1 - recomputation.OVERESTIMATE["full"]))  # 4 layers of a second
+    assert surcharge(free, planner(("full",) * 3, "fastest"), few) == pytest.approx(3.6)
+    assert surcharge(free, dataclasses.replace(few, seconds=15.0)) == pytest.approx(5.0)  # too few, and so slow
+    assert surcharge(free, dataclasses.replace(few, seconds=15.0, peak_bytes=40.0)) == pytest.approx(3.6)
+    assert surcharge(free, budget=0.5) == 0.0  # no policy is forecast to suffice
+    assert recomputation.surcharge([free], (True,) * 8, 41.0, {}) == 0.0
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_what_is_recomputed_falls_into_microbatches(policy: str) -> None:
+    """In half precision gradients are converted after the products they are made by: no barrier may wait for them."""
+    built = zoo.build("gpt-125m", layers=3, batch=8)
+    graph = trace(built.step, *built.abstract_args()).graph
+    policies = tuple(policy if open_ else "none" for open_ in remat.recomputable(graph))
+    assert policies.count(policy) > 1
+    assert split(remat.rewrite(graph, policies), 4).share == 1.0
+
+
 # Planned, run and measured
 
 MESHES = {False: (2, 4), True: (8,)}
@@ -232,12 +295,15 @@ def test_where_nothing_can_fit_the_closest_is_planned_and_nothing_else(monkeypat
     """Beside the program as written, that is the one with all layers recomputed."""
     solved: list[object] = []
 
-    def counted(problem: Problem, **how: Any) -> Solution:
-        solved.append(problem)
-        return optimize(problem, **how)
+    def counted(solve: Callable[..., Any]) -> Callable[..., Any]:
+        def run(problem: Problem, **how: Any) -> Any:
+            solved.append(problem)
+            return solve(problem, **how)
 
-    monkeypatch.setattr(planning, "optimize", counted)
-    monkeypatch.setattr(fitting, "optimize", counted)
+        return run
+
+    monkeypatch.setattr(planning, "bound", counted(bound))
+    monkeypatch.setattr(fitting, "optimize", counted(optimize))
     step, small = model(False), Cluster.custom((2, 4), 1e-6, 1e-10, 1e12, 1e11, 100_000)
     with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
         plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, offload="none")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError, SolverError
 from autopar.passes import solvers
-from autopar.passes.optimize import Solution, optimize
+from autopar.passes.optimize import Solution, bound, finish, optimize
 from autopar.passes.problem import Problem
 from autopar.passes.solver import elimination
 from tests.passes.small_problems import (
@@ -201,6 +201,23 @@ def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
     assert (found.status, found.rows, found.warnings) == ("open", 0, ())
     assert found.lower_bound <= exact.objective <= found.objective == problem.value(found.assignment)
     assert optimize(problem, largest=10_000).status == exact.status == "optimal"
+
+
+@pytest.mark.usefixtures("no_elimination")
+@pytest.mark.parametrize("name", ["complete-9", "complete-6/3"])
+def test_the_ilp_goes_on_from_what_is_bounded(name: str) -> None:
+    """To the optimum; and with no time it loses neither the plan nor the bound."""
+    problem = frustrated(name)
+    known = bound(problem)
+    assert known.solution is not None
+    assert known.solution.status == "open"
+    assert known.solution.objective > known.solution.lower_bound
+    late, done = finish(known, time_limit=0.0), finish(known)
+    proven(done, problem, brute(problem))
+    assert late.objective <= known.solution.objective
+    assert late.lower_bound >= known.solution.lower_bound
+    assert late.status == "time-limit"
+    assert finish(bound(problem, cutoff=known.solution.lower_bound / 2)).status == "cutoff"
 
 
 @pytest.mark.usefixtures("no_elimination")
