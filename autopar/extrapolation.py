@@ -13,7 +13,7 @@ all there is where one number is priced. What is done and held once per step is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.layer_prices import Ways
@@ -27,15 +27,34 @@ def ways_at(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int
         count: the number.
         priced: other numbers, one at least -> submesh -> ways to run layers of every kind, or of some.
     """
-    near, *others = sorted(priced, key=lambda m: (abs(math.log(m / count)), m))
-    far = others[0] if others else near
-    grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
-    least = min(1.0, near / count)
+    near, far = _nearest(count, priced)
     return {
-        n: {kind: _all_at(found, there[kind], grown, least) for kind, found in ways.items() if kind in there}
+        n: {kind: _between(count, near, far, found, there[kind]) for kind, found in ways.items() if kind in there}
         for n, ways in priced[near].items()
         if (there := priced[far].get(n))
     }
+
+
+def ways_wherever(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
+    """The same for every kind and submesh that some number is priced with, by the nearest two of those."""
+    found: dict[int, dict[int, tuple[Trade, ...]]] = {}
+    for n, kind in dict.fromkeys((n, kind) for some in priced.values() for n, ways in some.items() for kind in ways):
+        near, far = _nearest(count, [m for m, some in priced.items() if kind in some.get(n, {})])
+        one, other = priced[near][n][kind], priced[far][n][kind]
+        found.setdefault(n, {})[kind] = _between(count, near, far, one, other)
+    return found
+
+
+def _nearest(count: int, numbers: Iterable[int]) -> tuple[int, int]:
+    """The nearest number and the next; the same where there is one alone."""
+    near, *others = sorted(numbers, key=lambda m: (abs(math.log(m / count)), m))
+    return near, others[0] if others else near
+
+
+def _between(count: int, near: int, far: int, found: Sequence[Trade], others: Sequence[Trade]) -> tuple[Trade, ...]:
+    """The ways of one kind, from those with the nearest number and those with the next."""
+    grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
+    return _all_at(found, others, grown, min(1.0, near / count))
 
 
 def _all_at(found: Sequence[Trade], others: Sequence[Trade], grown: float | None, least: float) -> tuple[Trade, ...]:

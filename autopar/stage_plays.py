@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.layer_prices import Border, Priced, ways
 from autopar.passes.inter_op import Division, Part, Question
+from autopar.passes.problem import Floats
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 from autopar.stage_planning import Limit
 from autopar.stage_trades import Trade
@@ -201,7 +203,11 @@ def _peaks(division: Division, question: Question, in_flight: Sequence[int]) -> 
     )
 
 
-def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float:
+@overload
+def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int) -> float: ...
+@overload
+def transfer_seconds(cluster: Cluster, nbytes: Floats, device: int, senders: int) -> Floats: ...
+def transfer_seconds(cluster: Cluster, nbytes: float | Floats, device: int, senders: int) -> float | Floats:
     """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part over one link."""
     link = cluster.intra if device % cluster.devices_per_host else cluster.inter
     return link.alpha + max(link.beta, link.pair) * nbytes / senders

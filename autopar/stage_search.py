@@ -39,7 +39,7 @@ from autopar import side_by_side
 from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.even import written_bytes
 from autopar.errors import ClusterError, MicrobatchError
-from autopar.extrapolation import ways_at
+from autopar.extrapolation import ways_at, ways_wherever
 from autopar.fitting import MARGIN
 from autopar.graph import Graph
 from autopar.layer_prices import Border, Kinds, Priced, Pricing, Ways, border_bytes, cut_out, shape_of, table, ways
@@ -49,6 +49,7 @@ from autopar.passes.inter_op import Division, Placement, Question, placements, s
 from autopar.passes.inter_op import Options as Table
 from autopar.passes.layers import Layers
 from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.problem import Floats
 from autopar.planning import Options
 from autopar.schedules import SCHEDULES, Size
 from autopar.stage_plays import Found, Plays, rank, transfer_seconds
@@ -201,6 +202,7 @@ class Hunt:
     known: dict[int, dict[int, Priced]] = field(default_factory=dict)
     guesses: dict[int, Mapping[int, Ways]] = field(default_factory=dict)
     pricings: dict[int, Pricing] = field(default_factory=dict)
+    transfers: dict[int, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = layers_pass.find(self.graph)
@@ -259,9 +261,11 @@ class Hunt:
         schedule = best.schedule if best and best.schedule in MADE_FOR else _made_for(choice)[-1]
 
         def promised(count: int, limit: float = math.inf) -> float:
-            known = ways_at(count, priced)
-            whole = {n: ways for n, ways in known.items() if ways.keys() == self.kinds.stage.keys()}
-            prices = self._tables(choice, whole if best else self.at_best(known))
+            if best:
+                known = {n: w for n, w in ways_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
+            else:
+                known = self.at_best(ways_wherever(count, priced))
+            prices = self._tables(choice, known)
             return _seconds(search(self._asked(count, choice, prices, schedule), TOLERANCE, limit))
 
         limit = (1 - LITTLE) * promised(best.microbatches) if best else choice.limit
@@ -510,18 +514,19 @@ class Hunt:
         """What of it divisions may fill."""
         return tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice))
 
-    def _transfer(self, count: int) -> np.ndarray:
+    def _transfer(self, count: int) -> Floats:
         """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device.
 
         Every device of the stage in front sends, as if the next one had as many at least.
         """
-        found = np.zeros((len(self.meshes), len(self.borders) + 2, self.cluster.num_devices + 1))
-        for n, mesh in self.meshes.items():
-            for d in range(1, self.cluster.num_devices):
-                for k, border in enumerate(self.borders):
-                    both = (transfer_seconds(self.cluster, nbytes / count, d, mesh.size) for nbytes in border)
-                    found[n, k + 1, d] = sum(both)
-        return found
+        if count not in self.transfers:
+            found = np.zeros((len(self.meshes), len(self.borders) + 2, self.cluster.num_devices + 1))
+            both_ways = np.array(self.borders).reshape(-1, 2) / count
+            for n, mesh in self.meshes.items():
+                for d in range(1, self.cluster.num_devices):
+                    found[n, 1:-1, d] = transfer_seconds(self.cluster, both_ways, d, mesh.size).sum(1)
+            self.transfers[count] = found
+        return self.transfers[count]
 
 
 def _is_part(cluster: Cluster, devices: int) -> bool:
