@@ -271,14 +271,14 @@ class Planner:
         layers = self.open_to()
         if not any(layers) or isinstance(self.allowed, str):
             return False
-        draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), self.always)
-        assignment = self._quick(draft).assignment
-        if anywhere:
-            alive = {b.value for b, _ in draft.liveness.at_peak(assignment)[2] if b.what in ("argument", "value")}
-            needed = sum(draft.graph.types[v].nbytes for v in alive if v < len(draft.graph.types)) / self.mesh.size
-        else:
-            needed = smallest(draft.liveness.peak(assignment)[1])
-        return needed - self.leaves.total > self.allowed
+        hosted = self.leaves.positions or self.always
+        draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), hosted)
+        if not anywhere:
+            return max(map(smallest, draft.liveness.rows())) > self.allowed
+        types, peaks = draft.graph.types, map(draft.liveness.at_peak, draft.liveness.extremes())
+        alive = ({b.value for b, _ in held if b.what in ("argument", "value")} for _, _, held in peaks)
+        needed = max(sum(types[v].nbytes for v in values if v < len(types)) for values in alive)
+        return needed / self.mesh.size > self.allowed
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -113,11 +113,15 @@ class Liveness:
         return self._argument if moment is None else self._argument | ((c.birth <= moment) & (moment <= c.death))
 
     def rows(self) -> Sequence[Row]:
-        """The peaks of two extreme assignments: everywhere the cheapest strategy, and everywhere the smallest."""
+        """The peaks of two extreme assignments."""
+        return tuple({row.name: row for row in (self.peak(a)[1] for a in self.extremes())}.values())
+
+    def extremes(self) -> tuple[Ints, Ints]:
+        """Everywhere the cheapest strategy, and everywhere the smallest."""
         cheapest = np.array([int(np.argmin(n.cost)) for n in self._problem.nodes], np.int64)
         prints = [self.footprint(v).sum(1) for v in range(len(self._problem.nodes))]
         smallest = np.array([int(np.argmin(p)) for p in prints], np.int64)
-        return tuple({row.name: row for row in (self.peak(a)[1] for a in (cheapest, smallest))}.values())
+        return cheapest, smallest
 
     def at_peak_without(self, values: Collection[int], assignment: Ints) -> Row:
         """The row of an assignment's peak without these values of the graph and their copies."""
