@@ -18,7 +18,6 @@ those that plainly have none either are left, and their bounds do not count.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,14 +101,15 @@ class MeshSearch:
         The coarsest mesh first, the others side by side where there are several processors; so `most` of them.
         """
         deadline = self._begin()
-        unknown = [one for one in self._candidates if one.quick is None][:most]
-        starts = range(1, len(unknown), side_by_side.WORKERS)
-        for start, stop in itertools.pairwise((0, *starts, len(unknown)) if unknown else ()):
-            some = unknown[start:stop]
+        waiting = [one for one in self._candidates if one.quick is None][:most]
+        while waiting:
+            first = all(one.quick is None for one in self._candidates)
+            some = waiting[: 1 if first else side_by_side.WORKERS]
+            del waiting[: len(some)]
             self._report(f"bounding mesh {', '.join(one.title for one in some)}")
             least = min(cutoff, *(one.seconds for one in self._candidates))
             tasks, begin = [partial(_bounded, one.planner, least) for one in some], time.perf_counter()
-            found = side_by_side.results(tasks) if start else [task() for task in tasks]
+            found = [task() for task in tasks] if first else side_by_side.results(tasks)
             together = sum(sum(laps.values()) for _, laps in found)
             share = min(1.0, (time.perf_counter() - begin) / (together or 1.0))  # of what each took, as if alone
             for one, (quick, laps) in zip(some, found, strict=True):
