@@ -143,7 +143,8 @@ def _by_default(
     least = smallest(row)
     if least <= within:
         try:
-            return optimize_within(problem, source, within, free=free, cutoff=cutoff, **how.keywords())
+            keywords = how.keywords()
+            return optimize_within(problem, source, within, free=free, cutoff=cutoff, patience=0.0, **keywords)
         except Infeasible as none:
             least = none.least.lower_bytes
     warning = (

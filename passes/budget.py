@@ -73,12 +73,14 @@ def optimize_within(
     presolve: bool = True,
     free: Solution | None = None,
     cutoff: float = np.inf,
+    patience: float = FITTING,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
 
     `free` is the solution without a budget, where it is known. Where `cutoff` (s) is given, plans that take as long are
-    of no interest, and the search ends once there can be no others. The gap is certified against the unfolded problem
-    with all rows. "cbc" and "highs" force the ILP, with rows added as they are needed.
+    of no interest, and the search ends once there can be no others. The search for a plan that fits may take
+    `patience` (s), whatever the time limit. The gap is certified against the unfolded problem with all rows. "cbc" and
+    "highs" force the ILP, with rows added as they are needed.
 
     Raises:
         Infeasible: no plan fits, or none was found.
@@ -91,7 +93,7 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
-    hunt = Hunt(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound)
+    hunt = Hunt(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound, patience=patience)
     hunt.seen.append(free.assignment)
     if hunt.offer(free.assignment):
         return _solution(free, hunt, free.status, free.solver_used, 0, begin)
@@ -152,7 +154,7 @@ def _least(hunt: Hunt, free: Solution) -> LeastMemory:
     The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
     plans. It may take longer than the deadline, for where it ended early a plan that fits would be refused.
     """
-    seeds, deadline = [free.assignment], max(hunt.deadline, time.monotonic() + FITTING)
+    seeds, deadline = [free.assignment], max(hunt.deadline, time.monotonic() + hunt.patience)
     return least_memory(hunt.problem, hunt.source, seeds=seeds, deadline=deadline, asked=hunt.budget)
 
 

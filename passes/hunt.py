@@ -27,6 +27,7 @@ class Hunt:
         budget: bytes.
         target: relative gap at which the search may end.
         deadline: of `time.monotonic()`.
+        patience: seconds that the search for a plan that fits may take, whatever the deadline.
         rows: the program points known, each once.
         plan, seconds, peak: the best plan that fits.
         lower: bound (s) on every plan that fits.
@@ -46,6 +47,7 @@ class Hunt:
     lower: float = -np.inf
     prices: dict[str, float] = field(default_factory=dict)
     seen: list[Ints] = field(default_factory=list)
+    patience: float = 0.0
 
     def learn(self, rows: Iterable[Row]) -> bool:
         """Add rows; whether any is new."""

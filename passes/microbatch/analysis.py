@@ -227,15 +227,22 @@ def split(
 
 
 def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
-    """Ways to deal examples to microbatches: as they lie; by the rows that a step itself folds its batch into."""
+    """Ways to deal examples to microbatches: as they lie, by the rows that a step folds its batch into, in order.
+
+    In order every device's examples are in one microbatch, so that they move; but a step may need that, such as one
+    that sorts the tokens of neighbouring examples.
+    """
     extents = {graph.types[v].shape[0] for v in leaves}
-    yield shards if all(extent % (shards * count) == 0 for extent in extents) else 1
+    apart = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
+    yield apart
     found = dict.fromkeys(
         graph.types[op.outputs[0]].shape[0]
         for op in flat.ops
         if op.name == "reshape" and op.inputs[0] in leaves and graph.types[op.outputs[0]].rank > 1
     )
     yield from (n for n in found if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
+    if apart > 1:
+        yield 1
 
 
 def _refusal(found: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:

@@ -362,6 +362,21 @@ def test_a_sum_in_a_carry_starts_from_zero(start: float, share: float) -> None:
     assert Programs(found).step(jax.tree.leaves(args))[0] == step(*args)
 
 
+def test_neighbouring_examples_stay_together_where_the_step_mixes_them() -> None:
+    """A microbatch of one example of each of eight shards would tear groups of four apart."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return (jnp.cumsum((x @ w).reshape(8, 4, -1), axis=1) ** 2).sum()
+
+        return w - jax.grad(loss)(w)
+
+    graph = trace(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (32, 16)))).graph
+    found = split(graph, 4, shards=8)
+    assert found.share == 1.0
+    assert [state.outer for state in found.batch.values()] == [1]
+
+
 def test_a_batch_in_shards_stays_on_its_devices() -> None:
     """Dealt to microbatches shard by shard, no example moves: the only collectives are sums."""
 
