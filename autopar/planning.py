@@ -196,7 +196,7 @@ class Planner:
         Plans that take `cutoff` (s) or longer are of no interest.
         """
         draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
-        return self._bounded(draft, cutoff * (1 - self.options.gap), gap)
+        return self._bounded(draft, cutoff * (1 - self.options.gap), gap, once=True)
 
     def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:
         """Take over what `bound` has found, maybe in another process, and the seconds of each phase so far."""
@@ -337,14 +337,14 @@ class Planner:
             self.fastest[key] = self._finished(self.bounds.pop(key))
         return self.fastest[key]
 
-    def _bounded(self, draft: _Draft, cutoff: float, gap: float) -> Solution:
+    def _bounded(self, draft: _Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
         """A plan and a bound without the ILP, which is kept to go on from where that may gain something."""
-        found = bound(draft.model.problem, cutoff=cutoff, **replace(self.options, gap=gap).keywords())
+        found = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
         self._count(found.phases)
         known = found.solution
         if known is None or (known.status != "cutoff" and self.options.solver != "auto"):
             return self._finished(found)
-        if known.status == "open":
+        if known.status == "open" and not once:
             self.bounds[draft.policies, draft.hosted] = found
         return known
 

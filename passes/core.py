@@ -130,17 +130,20 @@ def narrow(
     gap: float = CLOSED,
     until: float = 0.0,
     cutoff: float = np.inf,
+    *,
+    once: bool = False,
 ) -> tuple[Core, Ascent, Outcome]:
     """Bound, eliminate, fix and presolve again while that shrinks the core, until the bounds meet or are near enough.
 
     A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
-    `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much are of no interest.
+    `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much are of no interest; `once`:
+    bound and eliminate, and leave it at that.
     """
     size = 2 * core.problem.variables
     while True:
         ascent, outcome = _bound(problem, core, outcome, clock, until, cutoff)
         outcome = _eliminated(problem, core, ascent, outcome, clock, cutoff, NARROW)
-        if outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.reaches(cutoff):
+        if once or outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.reaches(cutoff):
             return core, ascent, outcome
         if core.problem.variables > KEPT * size or clock.left <= 0:
             return core, ascent, _eliminated(problem, core, ascent, outcome, clock, cutoff, WIDE)

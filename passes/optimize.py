@@ -151,8 +151,9 @@ def bound(
     rounds: int = FIRST_ROUNDS,
     until: float = 0.0,
     cutoff: float = np.inf,
+    once: bool = False,
 ) -> Bounded:
-    """All of `optimize` but the ILP; arguments and errors are the same."""
+    """All of `optimize` but the ILP; arguments and errors are the same. `once`: one ascent and one elimination."""
     if solver not in SOLVERS:
         raise ArgumentError(f"solver={solver!r} is not known. Available: {', '.join(map(repr, SOLVERS))}")
     if not time_limit > 0:
@@ -163,7 +164,7 @@ def bound(
         folded = folding.fold(problem) if fold else folding.identity(problem)
     core = presolved(folded, clock, rounds, raw=not presolve)
     nothing = Outcome(None, np.inf, -np.inf)
-    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, cutoff)
+    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, cutoff, once=once)
     status = "cutoff" if outcome.reaches(cutoff) else _proven(outcome, gap) or "open"
     outcome = replace(outcome, status=status)
     solution = None if outcome.plan is None else _solution(problem, folded, _lifted(folded, outcome), clock)
