@@ -28,12 +28,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar import arguments, differences
+from autopar.argnums import batch_positions
 from autopar.arguments import Opened
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.executables import lower
 from autopar.plans import Plan
-from autopar.prepare import batch_positions, name_of, prepare
+from autopar.prepare import name_of, prepare
 from autopar.report.text import size, table
 from autopar.settings import Settings, settings, written
 from autopar.trace import trace

@@ -126,22 +126,6 @@ class Op:
             for op in region.ops:
                 yield from op.walk()
 
-    def renumbered(self, index: int, regions: tuple[Region, ...]) -> Op:
-        """The same operation at another place of a program. `dataclasses.replace` takes three times as long."""
-        return Op(
-            index,
-            self.name,
-            self.signature,
-            self.inputs,
-            self.outputs,
-            self.equation,
-            self.name_stack,
-            self.phase,
-            self.source,
-            regions,
-            self.trips,
-        )
-
     @property
     def params(self) -> Mapping[str, Any]:
         """The primitive's parameters."""

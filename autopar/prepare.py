@@ -17,11 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import (
-    arguments,
+    argnums,
     codegen,
     fitting,
     jax_compat,
@@ -49,7 +48,6 @@ from autopar.layout_checks import check_arguments, check_layouts
 from autopar.mesh_search import MeshSearch
 from autopar.meshes import Target
 from autopar.passes import remat
-from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.state import match_state
 from autopar.pipelines import Pipelined
 from autopar.plan_checks import mismatches
@@ -75,6 +73,7 @@ SEARCH_SECONDS = 60.0  # of each problem in a search for stages
 #: BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e.
 PLANNED = 0.9
 #: How often the memory a step may need, counted without fusion, for its plan on one mesh to be looked for at once.
+#: Chosen on BERT-large, whose plan peaks at a third of that count.
 FUSED = 3.0
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
@@ -159,7 +158,7 @@ def prepare(
         call = _Call(fn, traced, args, local, time.perf_counter() - begin, tell)
         with jax_compat.automatic_axes():
             if s.plan is not None:
-                return _loaded(fn, traced, replace(s, plan=_donating_no_more(s.plan, args, s)))
+                return _loaded(fn, traced, replace(s, plan=argnums.donating_no_more(s.plan, args, s)))
             if s.pipelined:
                 return _in_stages(call, s)
             if not traced.pins and pipelines.is_open(s, traced.graph):
@@ -222,8 +221,8 @@ class _OneMesh:
 
     def __init__(self, call: _Call, s: Settings) -> None:
         self._call, self._candidates = call, meshes.targets(_mesh(call.traced, s), s.cluster, local=call.local)
-        _check_batch(call.fn, call.traced, call.args, s, self._candidates)
-        self._count, self._batch = count, batch = _microbatches(call.traced, call.args, s)
+        argnums.check_batch(name_of(call.fn), call.traced, call.args, s, self._candidates)
+        self._count, self._batch = count, batch = argnums.microbatches(call.traced.graph, call.args, s)
         devices, self._own = self._candidates[0].logical.size, s.per_microbatch
         self._parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, s.per_microbatch), count)
         self._traced, self._rules = self._parts.split(call.traced), registered_rules()
@@ -232,7 +231,7 @@ class _OneMesh:
             time_limit=s.time_limit or _time_limit(self._traced.graph),
             gap=s.gap,
             pins=s.pins,
-            donate=_donated(call.traced, call.args, s),
+            donate=argnums.donated(call.traced, call.args, s),
             rules=self._rules,
             memory_budget=s.memory_budget,
             remat=s.remat,
@@ -335,7 +334,7 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     one_mesh, known = _as_written(call, s, cluster)
     call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
     searching = time.perf_counter()
-    choice = pipelines.searched(call.traced, _batch_leaves(call.args, s), cluster, s, options, known / PLANNED)
+    choice = pipelines.searched(call.traced, argnums.named_batch(call.args, s), cluster, s, options, known / PLANNED)
     stages = _assembled_choice(call, s, choice, cluster)
     laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - searching}
     found = None if stages is None else _staged(call, s, *stages, laps)
@@ -476,7 +475,7 @@ def _in_stages(call: _Call, s: Settings) -> Prepared:
     """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
     pipelines.check_options(s, bool(call.traced.pins), call.traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
-    found = pipelines.pipelined(call.traced.graph, _batch_leaves(call.args, s), target, s)
+    found = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, s)
     return _staged(call, s, target, found, {"trace": call.trace_s})
 
 
@@ -484,7 +483,7 @@ def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Ma
     """The plan of a step in stages."""
     begin = time.perf_counter()
     call.report(f"planning {len(found.stages.stages)} stages in {found.choice.microbatches} microbatches")
-    traced, donated = call.traced, _donated(call.traced, call.args, s)
+    traced, donated = call.traced, argnums.donated(call.traced, call.args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
     run, rules = replace(traced, graph=found.layers.graph), registered_rules()
     whole = s.time_limit or _time_limit(traced.graph)
@@ -580,30 +579,6 @@ def _changed(written: Traced, run: Traced) -> str:
     return "" if run.graph is written.graph else graph_hash(run.graph)
 
 
-def _microbatches(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, tuple[int, ...]]:
-    """The number of microbatches, and the argument leaves that they cut; one, and none, unless more are asked for."""
-    if isinstance(s.num_microbatches, str) or s.num_microbatches == 1:
-        return 1, ()
-    return s.num_microbatches, batch_positions(traced.graph, args, s, s.num_microbatches)
-
-
-def batch_positions(graph: Graph, args: Sequence[Any], s: Settings, count: int = 1) -> tuple[int, ...]:
-    """Positions of the argument leaves that hold the batch; MicrobatchError if it does not fall into `count` parts."""
-    leaves = _batch_leaves(args, s)
-    return batch_leaves(graph, count, "auto" if leaves is None else leaves)
-
-
-def _batch_leaves(args: Sequence[Any], s: Settings) -> list[int] | None:
-    """Positions of the leaves of the arguments that the user calls the batch; None if that is left open."""
-    if isinstance(s.batch_argnums, str):
-        return None
-    ranges = _leaf_ranges(args, s.static_argnums)
-    unknown = [n for n in s.batch_argnums if n not in ranges]
-    if unknown:
-        raise ArgumentError(f"batch_argnums={s.batch_argnums}: there is no traced argument {unknown[0]}")
-    return [i for number in s.batch_argnums for i in ranges[number]]
-
-
 def executed(traced: Traced, plan: Plan) -> Traced:
     """The trace with what the plan recomputes, in the plan's microbatches; for a pipeline as it is.
 
@@ -614,62 +589,3 @@ def executed(traced: Traced, plan: Plan) -> Traced:
         return traced
     run = replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
     return accumulated(run, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes), plan.per_microbatch)
-
-
-def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:
-    """Positional argument -> the positions of its leaves among all traced leaves."""
-    found: dict[int, range] = {}
-    start = 0
-    for i, arg in enumerate(args):
-        if i not in static:
-            count = len(jax.tree.leaves(arg))
-            found[i] = range(start, start + count)
-            start += count
-    return found
-
-
-def _donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
-    kept, named = arguments.kept(traced.out_tree), _named_to_donate(args, s)
-    if named is None:
-        return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
-    return tuple(i for i in named if i not in kept)
-
-
-def _donating_no_more(plan: Plan, args: Sequence[Any], s: Settings) -> Plan:
-    """A plan from elsewhere that donates of its arguments those alone that `donate_argnums` names, if it is given."""
-    named = _named_to_donate(args, s)
-    return plan if named is None else replace(plan, donated=tuple(i for i in plan.donated if i in named))
-
-
-def _named_to_donate(args: Sequence[Any], s: Settings) -> tuple[int, ...] | None:
-    """The leaves of the arguments in `donate_argnums`; None for "auto"."""
-    if isinstance(s.donate_argnums, str):
-        return None
-    ranges = _leaf_ranges(args, s.static_argnums)
-    unknown = [n for n in s.donate_argnums if n not in ranges]
-    if unknown:
-        raise ArgumentError(f"donate_argnums={s.donate_argnums}: there is no traced argument {unknown[0]}")
-    return tuple(i for n in s.donate_argnums for i in ranges[n])
-
-
-def _check_batch(
-    fn: Callable[..., Any], traced: Traced, args: Sequence[Any], s: Settings, candidates: Sequence[Target]
-) -> None:
-    """A batch that the user names must divide by some axis of the mesh."""
-    if isinstance(s.batch_argnums, str):
-        return
-    ranges = _leaf_ranges(args, s.static_argnums)
-    graph = traced.graph
-    for number in s.batch_argnums:
-        if number not in ranges:
-            raise ArgumentError(f"batch_argnums={s.batch_argnums}: {name_of(fn)} has no traced argument {number}")
-        for i in ranges[number]:
-            shape = graph.types[graph.inputs[i]].shape
-            axes = sorted({size for t in candidates for size in t.logical.sizes if size > 1})
-            if axes and (not shape or all(shape[0] % size for size in axes)):
-                readers = [op.source for op in graph.walk() if graph.inputs[i] in op.inputs and op.source]
-                raise ArgumentError(
-                    f"batch argument '{graph.input_paths[i]}' of shape {shape}"
-                    f"{f', read at {readers[0]},' if readers else ''} does not divide by any mesh axis "
-                    f"({', '.join(map(str, axes))}). Use a batch that is a multiple, or leave batch_argnums on 'auto'."
-                )

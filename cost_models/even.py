@@ -9,9 +9,12 @@ much, and more where it keeps copies; that is enough to tell a step that fits fr
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autopar.graph import Graph
 
 
+@lru_cache(maxsize=4)  # asked again for every way to plan a step
 def written_bytes(graph: Graph) -> int:
     """Most bytes alive at once, of all devices together."""
     given = {*graph.inputs, *(v for v, _ in graph.constants)}

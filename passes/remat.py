@@ -326,7 +326,8 @@ def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
         if not op.regions and op.index == index:
             found.append(op)
             continue
-        found.append(op.renumbered(index, tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)))
+        regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
+        found.append(replace(op, index=index, regions=regions))
     return tuple(found)
 
 
