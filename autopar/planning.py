@@ -27,7 +27,7 @@ from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
 from autopar.passes.homes import Clustering
-from autopar.passes.memory_rows import smallest
+from autopar.passes.memory_rows import even_share, smallest
 from autopar.passes.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.remat_estimates import Forecast, forecasts
@@ -266,7 +266,7 @@ class Planner:
             raise Pruned(found.lower_bound, self.laps)
 
     def cannot_fit(self, *, anywhere: bool = False) -> bool:
-        """Whether there is not enough memory with all recomputed and all in the host's memory that may be.
+        """Whether there is not enough memory with all that may be in the host's memory, and all recomputed or nothing.
 
         `anywhere`: on no mesh of as many devices, for a device's even share is too much.
         """
@@ -274,13 +274,10 @@ class Planner:
         if not any(layers) or isinstance(self.allowed, str):
             return False
         hosted = self.leaves.positions or self.always
-        draft = self._draft(self._policies(recomputation.uniform(remat.FULL, layers)), hosted)
-        if not anywhere:
-            return max(map(smallest, draft.liveness.rows())) > self.allowed
-        types, peaks = draft.graph.types, map(draft.liveness.at_peak, draft.liveness.extremes())
-        alive = ({b.value for b, _ in held if b.what in ("argument", "value")} for _, _, held in peaks)
-        needed = max(sum(types[v].nbytes for v in values if v < len(types)) for values in alive)
-        return needed / self.mesh.size > self.allowed
+        ends = ((), recomputation.uniform(remat.FULL, layers))
+        drafts = (self._draft(self._policies(policies), hosted) for policies in ends)
+        least = partial(even_share, devices=self.mesh.size) if anywhere else smallest
+        return all(max(map(least, draft.liveness.rows())) > self.allowed for draft in drafts)
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -22,6 +22,9 @@ all of the time, so that they are found only where they may lead to something be
                    one may make a better division than both numbers have so far: a layer hardly ever takes less of all
                    devices' time and memory on more of them                                           -> Hunt.divisions
     nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
+
+A share of the memory stays free, unless nothing fits so: a stage that is planned whole holds a little more or less than
+its layers do one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -69,7 +72,7 @@ LITTLE = 0.02
 SLACK = 0.05
 #: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
 WORTH = 0.01
-#: Share of the memory that the search leaves free: a stage planned whole holds a little more or less than its layers.
+#: Share of the memory that the search leaves free.
 RESERVE = 0.03
 #: Microbatches per stage but the first at which a pipeline waits for an eighth of the time that it works.
 FULL = 8
@@ -93,6 +96,7 @@ class Open:
         per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
         fewest: stages.
         limit: seconds of a step that is known; only shorter ones are looked for.
+        reserve: share of the memory that divisions leave free.
     """
 
     batch: tuple[int, ...]
@@ -104,6 +108,7 @@ class Open:
     per_microbatch: tuple[str, ...] = ()
     fewest: int = 1
     limit: float = math.inf
+    reserve: float = RESERVE
 
 
 def find(
@@ -363,6 +368,7 @@ class Hunt:
         """The best divisions with this number of microbatches below a limit in seconds, and what they answer.
 
         Stops with the seconds on the first submeshes, and goes on to others that may lead to less than any number has.
+        Where nothing fits, and nothing is known that does, no memory is left free.
         """
         first, *others = self.turns(by_itself=math.isfinite(choice.limit))
         question, found = self._settled(count, choice, first, limit)
@@ -374,6 +380,8 @@ class Hunt:
             question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
             limit = min(limit, _seconds(found))
+        if choice.reserve and math.isinf(limit):
+            return side_by_side.here([partial(self.divisions, count, replace(choice, reserve=0.0))])[0]
         return question, found
 
     def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
@@ -512,7 +520,7 @@ class Hunt:
 
     def usable(self, choice: Open) -> tuple[float, ...]:
         """What of it divisions may fill."""
-        return tuple((1 - RESERVE) * nbytes for nbytes in self.room(choice))
+        return tuple((1 - choice.reserve) * nbytes for nbytes in self.room(choice))
 
     def _transfer(self, count: int) -> Floats:
         """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device.

@@ -137,7 +137,7 @@ class _Copies:
         if birth > death:
             return
         link.other("copy", birth, death, of_target=True)
-        travels = self.sizes.backend.overlaps and link.value not in self.sizes.graph.names
+        travels = self.sizes.backend.overlaps and not self.sizes.w.is_ready(self.sizes.program, link.value)
         if self.sizes.backend.gathers_turn or travels:
             link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.column_major)
         if self.sizes.backend.splits_all_to_all:

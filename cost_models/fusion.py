@@ -66,6 +66,10 @@ class Written:
         found = [self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs]
         return found[0] if len(found) == 1 else tuple(dict.fromkeys([s for sources in found for s in sources]))
 
+    def is_ready(self, p: Program, value: int) -> bool:
+        """Whether arguments are all that has to be there to make a value, so that a copy can be made at any time."""
+        return all(p.behind(s) in p.graph.names for s in self.sources.get(value, (value,)))
+
 
 def written(p: Program) -> Written:
     """Which values of a program are written, and what reading any value means."""

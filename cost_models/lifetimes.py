@@ -212,7 +212,7 @@ class _Clock:
     def _fetched(self, token: int, ready: int, begin: int) -> int:
         """The moment at which a copy starts to be made of what is ready, to be read when a step begins."""
         b = self.p.backend
-        if b.runs_eagerly or (b.overlaps and self.p.behind(token) not in self.p.graph.names):
+        if b.runs_eagerly or (b.overlaps and not self.w.is_ready(self.p, self.p.behind(token))):
             return ready
         return begin if self.product is None or not b.overlaps else max(ready, self.product)
 

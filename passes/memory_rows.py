@@ -44,6 +44,12 @@ def smallest(row: Row) -> float:
     return row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))
 
 
+def even_share(row: Row, devices: int) -> float:
+    """Bytes at one program point if no device has more than its share of any tensor; no mesh has a plan below it."""
+    tensors = (*row.nodes.values(), *row.edges.values())
+    return row.constant / devices + sum(min(float(t.min()), float(t.max()) / devices) for t in tensors)
+
+
 class RowSource(Protocol):
     """The memory model of one problem: every program point, of which rows are made as they are needed.
 

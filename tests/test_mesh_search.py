@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Plan, meshes, zoo
+from autopar.bench.memory_programs import PROGRAMS
 from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError, ScheduleError
 from autopar.mesh_search import MeshSearch
 from autopar.meshes import factorisations
@@ -147,6 +148,21 @@ def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.Monke
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=tiny, stages=1)
     assert set(plan.remat) == {"none", "full"}
     assert planned == [plan.mesh_sizes]
+
+
+@pytest.mark.parametrize("preset", ["tpu-v5e", "dgx-h100"])
+@pytest.mark.parametrize("name", ["mlp-toy", "half-gpt"])
+def test_no_mesh_is_left_that_has_a_plan_that_fits(name: str, preset: str) -> None:
+    """Nor is recomputing everything taken for the least that a step may need: it may need more."""
+    built = PROGRAMS[name](layers=1, batch=8, seq=256) if name in PROGRAMS else zoo.build(name)
+    cluster = Cluster.preset(preset, hosts=1)
+    least = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(8,), memory_budget="min")
+    budget = 1.0 + least.stages[0].peak_memory_bytes
+    options = Options(remat="auto", offload="auto", memory_budget=budget)
+    traced = trace(built.step, *built.abstract_args())
+    planner = Planner(traced, cluster.logical_mesh((8,)), options, Parts(traced, lambda step: step))
+    assert not planner.cannot_fit()
+    assert not planner.cannot_fit(anywhere=True)
 
 
 def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:

@@ -32,7 +32,7 @@ from autopar.plans import graph_hash
 from autopar.schedules import SCHEDULES, Size, make
 from autopar.stage_planning import problem_of
 from autopar.stage_plays import Found, least_seconds, played_seconds
-from autopar.stage_search import LITTLE, MADE_FOR, TOLERANCE, Hunt, Open, find, numbers, that_split
+from autopar.stage_search import LITTLE, MADE_FOR, RESERVE, TOLERANCE, Hunt, Open, find, numbers, that_split
 from autopar.stage_trades import ENOUGH, Trade
 from autopar.trace import Traced, trace
 
@@ -245,6 +245,19 @@ def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
     assert both[-1] is None
     for found, budget in zip(both, budgets, strict=True):
         assert found is None or max(found.peaks) <= budget
+
+
+def test_no_memory_is_left_free_where_nothing_else_fits(hunt: Hunt) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
+    free = hunt.best(opened(hunt, **fixed, reserve=0.0))
+    assert free is not None
+    budgets = [max(free.peaks) * share for share in np.linspace(1.0, 0.05, 40)]
+    exact = [hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budget)) for budget in budgets]
+    found = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    assert [one is None for one in found] == [one is None for one in exact]
+    least = exact.index(None) - 1
+    assert hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budgets[least] * (1 - RESERVE))) is None
+    assert found[least] == exact[least]
 
 
 def fresh(hunt: Hunt) -> Hunt:

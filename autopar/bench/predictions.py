@@ -103,6 +103,7 @@ CASES: Mapping[str, Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]]] = {
         "flax-nnx-toy": ((8,), {"batch": 4096, "seq": 128}),
         "flax-linen-toy": ((2, 4), {"batch": 524288}),
         "equinox-toy": ((8,), {"batch": 8388608}),
+        "half-gpt": ((8,), {"layers": 2, "batch": 2048, "seq": 256}),
     },
 }
 

@@ -212,6 +212,24 @@ def test_what_runs_beside_products_is_fetched_early() -> None:
     assert found == {False: (4, -1), True: (0, -2)}
 
 
+def test_a_weight_is_fetched_for_its_product_whatever_it_is_converted_to() -> None:
+    """During the product before, as if it was read as it is given."""
+
+    def chain(x: Any, w: Any) -> Any:
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return x.astype("bfloat16") @ w.astype("bfloat16")
+
+    graph = trace(chain, X, W).graph
+    *others, product = graph.ops
+    assert product.inputs[1] in {v for op in others if op.name == "convert_element_type" for v in op.outputs}
+    program = flatten(graph, TPU, {f"{product.tag}.in1": "other"})
+    lives = lifetimes(program, written(program))
+    (token,) = program.tokens
+    before = [i for i, step in enumerate(lives.moments) if step.name == "dot_general"][-2]
+    assert lives.birth[token] == before
+
+
 @pytest.mark.parametrize("backend", [CPU, GPU], ids=["cpu", "gpu"])
 def test_what_a_loop_leaves_is_copied_when_it_has_ended(backend: Backend) -> None:
     """On CPU the array of its stacked results is there from the start."""
