@@ -5,7 +5,8 @@
              the harder, and is left as soon as its bound is within the tolerance of the best plan  -> MeshSearch.bound
     plan     mesh by mesh, the shortest of these plans first, each left where its bound is within the tolerance of the
              best plan that fits. What has to be recomputed to fit adds to all bounds, as on the first mesh that was
-             left for it                                                                             -> MeshSearch.best
+             left for it. Once the time is over no other mesh is planned, if there is a plan that fits
+                                                                                                     -> MeshSearch.best
 
 What the answer may lack is measured against the bounds of all meshes,
 
@@ -86,14 +87,18 @@ class MeshSearch:
         self._left = options.time_limit
         self._surcharge = 0.0  # s, of a mesh that was left
 
-    def seconds_as_written(self) -> float:
-        """Of the shortest plan of the program as written that is quickly found; inf if it does not fit."""
+    def expected(self) -> tuple[float, bool]:
+        """About the seconds of the best plan, of what is quickly found; and whether that is of the program as written.
+
+        Where that does not fit it is what recomputing enough of it is forecast to take on the coarsest mesh.
+        """
         self.bound(most=1)
-        if not self._candidates[0].fits:
-            return math.inf
-        self.bound()
-        best = min(self._candidates, key=lambda one: one.seconds)
-        return best.seconds if best.fits else math.inf
+        first = self._candidates[0]
+        if first.fits:
+            self.bound()
+            best = min(self._candidates, key=lambda one: one.seconds)
+            return (best.seconds, True) if best.fits else (math.inf, False)
+        return (math.inf if first.quick is None else first.planner.expected(first.quick)), False
 
     def bound(self, cutoff: float = math.inf, most: int | None = None) -> None:
         """Bound the program as written on every mesh that is not yet; what takes `cutoff` (s) is of no interest.
@@ -131,6 +136,9 @@ class MeshSearch:
         deadline = self._begin()
         waiting = sorted(self._candidates, key=lambda one: (one.seconds, one.lower))
         while waiting:
+            if found.fits and time.monotonic() > deadline:
+                found.lower = min(found.lower, *(one.lower for one in waiting))
+                break
             one = waiting.pop(0)
             self._report(f"planning mesh {one.title}{found.summary()}")
             try:

@@ -4,7 +4,7 @@
     layers          as many at least as there are stages, scans over layers cut into as many        -> layers_for
     what to do      a number of stages is given: stages of balanced FLOPs, microbatches twice as many
                                                                                                     -> stage_choice
-                    it is not: whatever `autopar.stage_search` finds                                -> searched
+                    it is not: whatever `autopar.stage_search` finds                       -> opening, searched
     the step        in microbatches, in stages, with instruction lists that are checked             -> assemble
 
 What is decided is a `StageChoice`; a plan holds one, so that the same step is assembled from it again.
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar import offloading, recomputation, stage_search
 from autopar.cluster import Cluster, LogicalMesh
@@ -268,25 +269,42 @@ def _memory(cluster: Cluster) -> float:
     return cluster.num_devices * usable(cluster.logical_mesh((cluster.num_devices,)))
 
 
-def searched(
-    traced: Traced,
-    leaves: Sequence[int] | None,
-    cluster: Cluster,
-    s: Settings,
-    options: Options,
-    limit: float = math.inf,
-) -> StageChoice | None:
-    """The best pipeline for a cluster; None if there is no batch, no backward pass, or nothing that fits.
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """A step whose stages can be searched.
 
-    With a limit in seconds, the best of several stages that takes less; None if none does.
+    Attributes:
+        graph: the step, with scans over layers cut into pieces.
+        avals: shape and dtype of every argument.
+        choice: what is open.
+        known: number of microbatches -> the step in as many, where that is known already.
+        per_microbatch: as in the settings.
+        pieces: of a scan over layers.
+        notes: what the plan says of all that.
+    """
+
+    graph: Graph
+    avals: tuple[Any, ...]
+    choice: stage_search.Open
+    known: Mapping[int, Microbatches]
+    per_microbatch: tuple[str, ...]
+    pieces: int
+    notes: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batch is not cut."""
+        return self.choice.numbers == (1,)
+
+
+def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings) -> Opening | None:
+    """What a search for stages may choose from; None if there is no batch, or no backward pass that runs in parts.
 
     Args:
         traced: the step.
         leaves: positions of the argument leaves that hold the batch; None: those that look like it.
         cluster: the devices.
         s: what is fixed: microbatches, schedule, recomputation, memory.
-        options: how to solve.
-        limit: seconds of a step.
 
     Raises:
         MicrobatchError: the number of microbatches that was given does not fit the step.
@@ -327,35 +345,34 @@ def searched(
         policies=(remat.NONE, remat.FULL) if s.remat == recomputation.AUTO else (s.remat,),
         memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
         per_microbatch=own,
-        fewest=2 if math.isfinite(limit) else 1,
-        limit=limit,
     )
-    found = stage_search.find(shorter, traced.in_avals, cluster, choice, options, known)
-    return None if found is None else _chosen(shorter, found, choice, s.per_microbatch, pieces, notes)
+    return Opening(shorter, tuple(traced.in_avals), choice, known, s.per_microbatch, pieces, notes)
 
 
-def _chosen(
-    graph: Graph,
-    found: Found,
-    choice: stage_search.Open,
-    per_microbatch: tuple[str, ...],
-    pieces: int,
-    notes: tuple[str, ...],
-) -> StageChoice:
+def searched(
+    step: Opening, cluster: Cluster, options: Options, limit: float = math.inf, fewest: int = 1
+) -> StageChoice | None:
+    """The best pipeline of at least so many stages that takes less than a limit in seconds; None if nothing fits."""
+    choice = replace(step.choice, limit=limit, fewest=fewest)
+    found = stage_search.find(step.graph, step.avals, cluster, choice, options, step.known)
+    return None if found is None else _chosen(step, found)
+
+
+def _chosen(step: Opening, found: Found) -> StageChoice:
     axes = max(len(stage.shape) for stage in found.stages)
-    frees = remat.recomputable(graph)
+    frees = remat.recomputable(step.graph)
     policies = tuple(p if free else remat.NONE for p, free in zip(found.remat, frees, strict=True))
     return StageChoice(
         tuple(stage.first for stage in found.stages[1:]),
         tuple(stage.devices for stage in found.stages),
         found.schedule,
         found.microbatches,
-        choice.batch,
-        per_microbatch,
+        step.choice.batch,
+        step.per_microbatch,
         () if set(policies) == {remat.NONE} else policies,
-        notes,
+        step.notes,
         tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in found.stages),
-        pieces,
+        step.pieces,
         found.limits,
         found.seconds,
     )

@@ -30,7 +30,7 @@ from autopar.passes.homes import Clustering
 from autopar.passes.memory_rows import even_share, smallest
 from autopar.passes.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.passes.pins import Pinned, Pins, resolve
-from autopar.passes.remat_estimates import Forecast, forecasts
+from autopar.passes.remat_estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.state import match_state
 from autopar.passes.work import main_dtype, model_flops
 from autopar.plans import Plan, Stage, graph_hash
@@ -89,10 +89,15 @@ class Parts:
     """The step as written of a program that runs it in microbatches, and how such programs are made.
 
     What is recomputed is a matter of the step's layers, so it is decided there, and microbatches come after it.
+
+    Attributes:
+        step: the step.
+        split: a step -> the program that runs it in microbatches; itself for one microbatch.
+        count: how many.
     """
 
     step: Traced
-    split: Callable[[Traced], Traced]
+    split: Callable[[Graph], Graph] = lambda graph: graph
     count: int = 1
 
 
@@ -106,7 +111,7 @@ def make_plan(
     cutoff: float = math.inf,
 ) -> Planned:
     """Plan one traced function on one mesh; `parts` if that runs a step in microbatches. For the rest see `Planner`."""
-    planned = Planner(traced, mesh, options, parts or Parts(traced, lambda step: step)).plan(cluster_name, cutoff)
+    planned = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
     return replace(planned, plan=replace(planned.plan, phases={"trace": trace_s, **planned.plan.phases}))
 
 
@@ -210,6 +215,16 @@ class Planner:
         """Whether a plan of the program as written keeps within the memory."""
         return self.outcome((self._draft(*self.as_written), solution)).fits
 
+    def expected(self, solution: Solution) -> float:
+        """About the seconds of the best plan that fits, read off one of the program as written; inf if nothing tells.
+
+        What may be kept in the host's memory is not looked at.
+        """
+        free = self.outcome((self._draft(*self.as_written), solution))
+        if free.fits or isinstance(self.allowed, str) or not any(layers := self.open_to()):
+            return free.seconds if free.fits else math.inf
+        return recomputation.expected(free, layers, self.allowed, self.forecasts(free))
+
     def surcharge(self) -> float:
         """About the seconds that a plan that fits takes more than the program as written; 0 if that may fit.
 
@@ -244,12 +259,14 @@ class Planner:
 
     def forecasts(self, as_written: Outcome[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
         """Policy -> what recomputing layers costs and frees, read off this plan; empty where that is not known."""
-        if as_written.made is None or self.parts.step is not self.traced:
+        if as_written.made is None:
             return {}
         draft, solution = as_written.made
         if solution not in self.forecast:  # asked again with state in the host's memory, and for other meshes
+            layered = draft.graph if self.parts.step is self.traced else one_microbatch(draft.graph)
+            known = layered is not None and remat.recomputable(layered) == self._recomputable  # the step's layers
             plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
-            self.forecast[solution] = forecasts(*plan, self._recomputable)
+            self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
         return self.forecast[solution]
 
     def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
@@ -414,7 +431,7 @@ class Planner:
             clock = _Clock()
             step = self.parts.step
             graph = remat.rewrite(step.graph, policies)
-            graph = self.traced.graph if graph is step.graph else self.parts.split(replace(step, graph=graph)).graph
+            graph = self.traced.graph if graph is step.graph else self.parts.split(graph)
             rules = self._rules(graph)
             model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
             self.programs[policies] = _Program(graph, rules, model, pinned)

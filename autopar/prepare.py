@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -75,6 +75,8 @@ PLANNED = 0.9
 #: How often the memory a step may need, counted without fusion, for its plan on one mesh to be looked for at once.
 #: Chosen on BERT-large, whose plan peaks at a third of that count.
 FUSED = 3.0
+#: Programs in microbatches that are kept: recomputation asks for the same ones on every mesh.
+SPLIT = 4
 
 #: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
@@ -224,8 +226,13 @@ class _OneMesh:
         argnums.check_batch(name_of(call.fn), call.traced, call.args, s, self._candidates)
         self._count, self._batch = count, batch = argnums.microbatches(call.traced.graph, call.args, s)
         devices, self._own = self._candidates[0].logical.size, s.per_microbatch
-        self._parts = Parts(call.traced, lambda step: accumulated(step, count, batch, devices, s.per_microbatch), count)
-        self._traced, self._rules = self._parts.split(call.traced), registered_rules()
+
+        @lru_cache(maxsize=SPLIT)
+        def split(graph: Graph) -> Graph:
+            return accumulated(replace(call.traced, graph=graph), count, batch, devices, s.per_microbatch).graph
+
+        self._parts = Parts(call.traced, split, count)
+        self._traced, self._rules = replace(call.traced, graph=split(call.traced.graph)), registered_rules()
         self._options = Options(
             solver=s.solver,
             time_limit=s.time_limit or _time_limit(self._traced.graph),
@@ -242,10 +249,13 @@ class _OneMesh:
     def _search(self) -> MeshSearch:
         return MeshSearch(self._traced, self._candidates, self._options, self._parts, self._call.report)
 
-    def seconds_as_written(self) -> float:
-        """Of the best plan that is quickly found of the step as written; inf if it does not fit."""
+    def expected(self) -> tuple[float, bool]:
+        """About the seconds of the best plan, of what is quickly found; and whether that is of the step as written."""
         kept, _ = self._kept()
-        return kept.step_time_s if kept is not None and not kept.remat else self._search.seconds_as_written()
+        if kept is None:
+            return self._search.expected()
+        fits = fitting.fits(kept.stages[0].peak_memory_bytes, self._candidates[0].logical, self._options.memory_budget)
+        return (kept.step_time_s, not kept.remat and not kept.offloaded) if fits else (math.inf, False)
 
     def plan(self, cutoff: float = math.inf) -> Prepared | None:
         """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
@@ -331,25 +341,35 @@ def _searched(call: _Call, s: Settings) -> Prepared:
             kept = replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
                 return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
-    one_mesh, known = _as_written(call, s, cluster)
-    call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
-    searching = time.perf_counter()
-    choice = pipelines.searched(call.traced, argnums.named_batch(call.args, s), cluster, s, options, known / PLANNED)
-    stages = _assembled_choice(call, s, choice, cluster)
-    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - searching}
-    found = None if stages is None else _staged(call, s, *stages, laps)
-    laps = laps if found is None else dict(found.plan.phases)
-    if found is None or s.schedule == "auto":
-        counts = (1,) if math.isfinite(known) else _counts(s, choice, call.traced.graph, cluster)
-        if found is None:
-            counts = counts or (s.num_microbatches,)
-        ways = [
-            one_mesh.plan
-            if n == 1 and one_mesh is not None
-            else partial(_on_one_mesh, call, replace(s, num_microbatches=n))
-            for n in counts
-        ]
-        found = _on_meshes(s, ways, found)
+    step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, s)
+    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
+    one_mesh, known, as_written = _one_microbatch(call, s, cluster, alone=step is None or step.is_whole)
+    found, tried = None, set[int | str]()
+    for limit in dict.fromkeys((known / PLANNED, math.inf)) if step is not None else (math.inf,):
+        call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
+        searching, fewest = time.perf_counter(), 2 if as_written else 1
+        choice = None if step is None else pipelines.searched(step, cluster, options, limit, fewest)
+        stages = _assembled_choice(call, s, choice, cluster)
+        laps["inter_op"] += time.perf_counter() - searching
+        if stages is not None:
+            staged = _staged(call, s, *stages, laps)
+            laps = dict(staged.plan.phases)
+            found = staged if found is None else _better(staged, found, s)
+        if found is None or s.schedule == "auto":
+            counts = (1,) if as_written else _counts(s, choice, call.traced.graph, cluster)
+            counts = counts if found is not None else counts or (s.num_microbatches,)
+            ways = [
+                one_mesh.plan
+                if n in (1, "auto") and one_mesh is not None
+                else partial(_on_one_mesh, call, replace(s, num_microbatches=n))
+                for n in counts
+                if n not in tried
+            ]
+            tried.update(counts)
+            found = _on_meshes(s, ways, found)
+        if as_written or (_fits(found, s) and found.plan.step_time_s < limit):
+            break  # otherwise it was forecast to take less, and what takes as long was not looked for
+    assert found is not None
     laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
     found = replace(found, plan=replace(found.plan, phases=laps))
     for warning in found.warnings:
@@ -359,17 +379,20 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     return found
 
 
-def _as_written(call: _Call, s: Settings, cluster: Cluster) -> tuple[_OneMesh | None, float]:
-    """Plans on one mesh, and about the seconds of the best, of a step that fits there as written in one microbatch.
+def _one_microbatch(
+    call: _Call, s: Settings, cluster: Cluster, *, alone: bool
+) -> tuple[_OneMesh | None, float, bool]:
+    """Plans on one mesh in one microbatch, about the seconds of the best, and whether that is of the step as written.
 
-    That is quickly found, and few pipelines promise to be better. None for a step that cannot fit, inf if it does not.
+    They are quickly found, and few pipelines promise to be better. None for a step that is too large, unless it runs in
+    one microbatch `alone`; inf if nothing is known to fit.
     """
-    may = s.num_microbatches in ("auto", 1) and pipelines.fits_evenly(call.traced.graph, cluster, FUSED)
+    may = s.num_microbatches in ("auto", 1) and (alone or pipelines.fits_evenly(call.traced.graph, cluster, FUSED))
     if s.schedule == "auto" and may:
         with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
             found = _OneMesh(call, replace(s, num_microbatches=1))
-            return found, found.seconds_as_written()
-    return None, math.inf
+            return (found, *found.expected())
+    return None, math.inf, False
 
 
 def _assembled_choice(

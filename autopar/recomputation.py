@@ -173,16 +173,37 @@ def surcharge(
     """
     free, *others = tried
 
-    def unplanned(count: int, effort: Effort, cutoff: float) -> Outcome[T]:
-        raise AssertionError("no number of layers is planned")
-
     def least(policy: str) -> float:
-        one = LayerSearch(unplanned, sum(layers), budget, free, forecast[policy], OVERESTIMATE[policy])
+        one = _forecast_only(free, layers, budget, forecast[policy], OVERESTIMATE[policy])
         short = [o.seconds for o in others if policy in o.policies and o.made is not None and o.peak_bytes > budget]
         return math.inf if one.insufficient else max(one.least_estimate, *short, 0.0) - free.seconds
 
     found = min(map(least, forecast), default=math.inf)
     return found if math.isfinite(found) else 0.0
+
+
+def expected(free: Outcome[T], layers: Sequence[bool], budget: float, forecast: Mapping[str, Forecast]) -> float:
+    """About the seconds of the best plan within a budget; inf where no policy is forecast to suffice.
+
+    Args:
+        free: the program as written.
+        layers, budget, forecast: see `surcharge`.
+    """
+    if free.fits:
+        return free.seconds
+    searches = [_forecast_only(free, layers, budget, one) for one in forecast.values()]
+    return min((one.estimate for one in searches if not one.insufficient), default=math.inf)
+
+
+def _forecast_only(
+    free: Outcome[T], layers: Sequence[bool], budget: float, forecast: Forecast, overestimate: float = 0.0
+) -> LayerSearch[T]:
+    """The search of a policy before anything is planned."""
+
+    def unplanned(count: int, effort: Effort, cutoff: float) -> Outcome[T]:
+        raise AssertionError("no number of layers is planned")
+
+    return LayerSearch(unplanned, sum(layers), budget, free, forecast, overestimate)
 
 
 def _first_layers(

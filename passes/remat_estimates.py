@@ -51,7 +51,13 @@ class Forecast:
 
 
 def forecasts(
-    graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, open_to: Sequence[bool]
+    graph: Graph,
+    model: Model,
+    mesh: LogicalMesh,
+    liveness: Liveness,
+    assignment: Ints,
+    open_to: Sequence[bool],
+    layered: Graph | None = None,
 ) -> Mapping[str, Forecast]:
     """Policy -> its forecast; empty where a loop over layers may be rematerialised, whose body this does not price.
 
@@ -60,10 +66,27 @@ def forecasts(
         model, liveness: its optimization problem on `mesh`, and its memory.
         assignment: its plan, a strategy for each node of the problem.
         open_to: for each layer whether it may be rematerialised.
+        layered: where its layers are, if that is a part of it, such as `one_microbatch`.
     """
-    plan = _Plan.of(graph, model, mesh, liveness, assignment)
+    plan = _Plan.of(graph, model, mesh, liveness, assignment, layered or graph)
     found = {policy: plan.forecast(policy, open_to) for policy in (DOTS, FULL)}
     return {policy: forecast for policy, forecast in found.items() if forecast is not None}
+
+
+def one_microbatch(graph: Graph) -> Graph | None:
+    """What a program does with each of its microbatches, as a program with the same operations and values.
+
+    It is the body of the largest loop; None if that has no backward pass.
+    """
+    bodies = [op.regions[0] for op in graph.ops if op.name == "scan"]
+    body = max(bodies, key=lambda region: len(region.ops), default=None)
+    if body is None or not any(op.phase == "backward" for op in body.ops):
+        return None
+    inputs, outputs = tuple(body.inputs), tuple(body.outputs)
+    paths, results = (tuple(f"{n}" for n in range(len(some))) for some in (inputs, outputs))
+    return replace(
+        graph, inputs=inputs, input_paths=paths, ops=body.ops, outputs=outputs, output_paths=results, carried={}
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +94,7 @@ class _Plan:
     """The plan of the program as written, by operation and by value.
 
     Attributes:
+        layered: where its layers are.
         seconds_of: operation -> s per step of its work and of its light traffic.
         uses_of: operation -> its operands that depend on the batch.
         peak_bytes_of: value -> bytes per device at the peak, of those alive then.
@@ -81,13 +105,16 @@ class _Plan:
     mesh: LogicalMesh
     liveness: Liveness
     assignment: Ints
+    layered: Graph
     layouts: decode.Layouts
     seconds_of: Mapping[int, float]
     uses_of: Mapping[int, Sequence[Use]]
     peak_bytes_of: Mapping[int, float]
 
     @staticmethod
-    def of(graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints) -> _Plan:
+    def of(
+        graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, layered: Graph
+    ) -> _Plan:
         seconds_of: dict[int, float] = {}
         light = ((charge.op, seconds) for charge, seconds in decode.traffic_seconds(model, assignment, mesh))
         for op, seconds in (*decode.operation_seconds(model, assignment), *light):
@@ -100,11 +127,11 @@ class _Plan:
         for buffer, nbytes in liveness.at_peak(assignment)[2]:
             peak_bytes_of[buffer.value] = peak_bytes_of.get(buffer.value, 0.0) + nbytes
         layouts = decode.layouts(model, assignment)
-        return _Plan(graph, model, mesh, liveness, assignment, layouts, seconds_of, uses_of, peak_bytes_of)
+        return _Plan(graph, model, mesh, liveness, assignment, layered, layouts, seconds_of, uses_of, peak_bytes_of)
 
     def forecast(self, policy: str, open_to: Sequence[bool]) -> Forecast | None:
         """The forecast of one policy; None where a loop over layers is open to it."""
-        layers = zip(layers_pass.find(self.graph).layers, rematerialised(self.graph, policy), open_to, strict=True)
+        layers = zip(layers_pass.find(self.layered).layers, rematerialised(self.layered, policy), open_to, strict=True)
         chosen = [(layer.kind, change) for layer, change, open_ in layers if open_]
         of_kind: dict[int, Estimate] = {}  # layers of one kind are equal programs
         dropped: set[int] = set()

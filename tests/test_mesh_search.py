@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import Cluster, Plan, meshes, zoo
+from autopar import Cluster, Plan, meshes, plan_cache, zoo
 from autopar.bench.memory_programs import PROGRAMS
 from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError, ScheduleError
 from autopar.mesh_search import MeshSearch
@@ -134,6 +134,41 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
         assert found.step_time_s <= one.step_time_s * 1.005
 
 
+@pytest.mark.parametrize("promised", [1e-12, 1.0])
+def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(promised: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages are found where one mesh does not fit, whatever it was forecast to take once it does."""
+    built = zoo.build("gpt-toy", batch=64)
+    cluster = Cluster.custom(
+        (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e6
+    )
+    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    assert len(found.stages) == 2
+    monkeypatch.setattr(MeshSearch, "expected", lambda self: (promised, False))
+    with plan_cache.kept_in(None):
+        again = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    assert (again.step_time_s, [one.submesh for one in again.stages]) == (
+        found.step_time_s,
+        [one.submesh for one in found.stages],
+    )
+
+
+def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their bounds count: the gap says what may be missed."""
+    planned: list[tuple[int, ...]] = []
+    plan_of = Planner.plan
+
+    def recorded(self: Planner, *args: Any) -> Any:
+        planned.append(self.mesh.sizes)
+        return plan_of(self, *args)
+
+    monkeypatch.setattr(Planner, "plan", recorded)
+    built = zoo.build("gpt-toy")
+    with plan_cache.kept_in(None), pytest.warns(AutoparWarning, match="the time limit was reached"):
+        plan = autopar.plan(built.step, *built.abstract_args(), cluster=CLUSTER, gap=0.0, time_limit=1e-3)
+    assert planned == [plan.mesh_sizes]
+    assert plan.lower_bound_s <= min(one.step_time_s for one in alone("gpt-toy").values()) * (1 + 1e-9)
+
+
 def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[tuple[int, ...]] = []
 
@@ -160,7 +195,7 @@ def test_no_mesh_is_left_that_has_a_plan_that_fits(name: str, preset: str) -> No
     budget = 1.0 + least.stages[0].peak_memory_bytes
     options = Options(remat="auto", offload="auto", memory_budget=budget)
     traced = trace(built.step, *built.abstract_args())
-    planner = Planner(traced, cluster.logical_mesh((8,)), options, Parts(traced, lambda step: step))
+    planner = Planner(traced, cluster.logical_mesh((8,)), options, Parts(traced))
     assert not planner.cannot_fit()
     assert not planner.cannot_fit(anywhere=True)
 
@@ -190,7 +225,7 @@ def test_meshes_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     built, lines = zoo.build("mlp-toy"), list[str]()
     traced = trace(built.step, *built.abstract_args())
     targets = [meshes.Target(CLUSTER.logical_mesh(sizes), CLUSTER) for sizes in ((2, 4), (8,))]
-    MeshSearch(traced, targets, Options(), Parts(traced, lambda step: step), lines.append).best()
+    MeshSearch(traced, targets, Options(), Parts(traced), lines.append).best()
     assert [line.split(":")[0].split(";")[0] for line in lines] == [
         "bounding mesh 8",
         "bounding mesh 2x4",

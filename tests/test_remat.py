@@ -215,6 +215,16 @@ def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
     assert recomputation.surcharge([free], (True,) * 8, 41.0, {}) == 0.0
 
 
+def test_what_a_plan_that_fits_takes_is_expected_from_the_one_as_written() -> None:
+    planner = Unequal(41.0, (10.0,) * 8)
+    free = planner((), "fastest")
+    forecast = planner.forecasts(free)
+    assert recomputation.expected(free, (True,) * 8, 41.0, forecast) == free.seconds + 4  # 4 layers of a second
+    assert recomputation.expected(dataclasses.replace(free, fits=True), (True,) * 8, 41.0, {}) == free.seconds
+    assert recomputation.expected(free, (True,) * 8, 0.5, forecast) == math.inf  # no policy is forecast to suffice
+    assert recomputation.expected(free, (True,) * 8, 41.0, {}) == math.inf
+
+
 @pytest.mark.parametrize("policy", ["dots", "full"])
 def test_what_is_recomputed_falls_into_microbatches(policy: str) -> None:
     """In half precision gradients are converted after the products they are made by: no barrier may wait for them."""

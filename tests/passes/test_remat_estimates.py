@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import Cluster, zoo
+from autopar.accumulation import accumulated
 from autopar.cost_models.backends import backend_of
 from autopar.cost_models.memory import Liveness
+from autopar.graph import Graph
 from autopar.passes import decode, remat
+from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.optimize import optimize
-from autopar.passes.remat_estimates import Forecast, forecasts
+from autopar.passes.remat_estimates import Forecast, forecasts, one_microbatch
 from autopar.planning import Options, make_model
 from autopar.trace import Traced, trace
 
@@ -33,13 +36,13 @@ class Fastest:
     forecasts: Mapping[str, Forecast]
 
 
-def planned(traced: Traced, *, keeps_barriers: bool = False) -> Fastest:
+def planned(traced: Traced, *, keeps_barriers: bool = False, layered: Graph | None = None) -> Fastest:
     model = make_model(traced, MESH, Options())
     solution = optimize(model.problem)
     backend = replace(backend_of(MESH.device), keeps_barriers=keeps_barriers)
     liveness = Liveness(traced.graph, model, MESH, backend)
-    open_to = remat.recomputable(traced.graph)
-    found = forecasts(traced.graph, model, MESH, liveness, solution.assignment, open_to)
+    open_to = remat.recomputable(layered or traced.graph)
+    found = forecasts(traced.graph, model, MESH, liveness, solution.assignment, open_to, layered)
     seconds = dict(decode.operation_seconds(model, solution.assignment))
     products = {op.index: seconds[op.index] for op in traced.graph.ops if op.name == "dot_general"}
     return Fastest(solution.objective, liveness.peak(solution.assignment)[0], products, found)
@@ -61,6 +64,35 @@ def test_forecasts_are_near_the_plans_of_the_recomputed_programs(name: str) -> N
         assert 1.0 <= sum(e.nbytes for e in found.layers) / freed <= 1.35  # what is recomputed is there at once
         assert 0.9 <= sum(e.seconds for e in found.layers) / dearer <= 1.6
         assert found.least_bytes <= again.peak
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "vit-toy"])
+def test_forecasts_hold_in_microbatches(name: str) -> None:
+    """The layers of the step are found in what a microbatch runs, and each costs what it costs in all of them."""
+    model = zoo.build(name, layers=6, batch=64)
+    traced = trace(model.step, *model.abstract_args())
+    batch = batch_leaves(traced.graph, 4)
+
+    def split(step: Traced) -> Traced:
+        return accumulated(step, 4, batch, MESH.size)
+
+    written = split(traced)
+    layered = one_microbatch(written.graph)
+    assert layered is not None
+    assert remat.recomputable(layered) == remat.recomputable(traced.graph)
+    plan = planned(written, layered=layered)
+    for policy in (remat.DOTS, remat.FULL):
+        found, again = plan.forecasts[policy], planned(split(recomputed(traced, policy)), keeps_barriers=True)
+        freed, dearer = plan.peak - again.peak, again.seconds - plan.seconds
+        assert 0.9 <= sum(e.nbytes for e in found.layers) / freed <= 1.6
+        assert 0.8 <= sum(e.seconds for e in found.layers) / dearer <= 1.6
+        assert found.least_bytes <= again.peak
+
+
+def test_a_program_without_microbatches_has_none() -> None:
+    for name in ("gpt-toy", "mlp-toy"):
+        model = zoo.build(name)
+        assert one_microbatch(trace(model.step, *model.abstract_args()).graph) is None
 
 
 def chain(ws: Any, x: Any) -> Any:
