@@ -379,9 +379,7 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     return found
 
 
-def _one_microbatch(
-    call: _Call, s: Settings, cluster: Cluster, *, alone: bool
-) -> tuple[_OneMesh | None, float, bool]:
+def _one_microbatch(call: _Call, s: Settings, cluster: Cluster, *, alone: bool) -> tuple[_OneMesh | None, float, bool]:
     """Plans on one mesh in one microbatch, about the seconds of the best, and whether that is of the step as written.
 
     They are quickly found, and few pipelines promise to be better. None for a step that is too large, unless it runs in
