@@ -88,17 +88,13 @@ class MeshSearch:
         self._surcharge = 0.0  # s, of a mesh that was left
 
     def expected(self) -> tuple[float, bool]:
-        """About the seconds of the best plan, of what is quickly found; and whether that is of the program as written.
+        """About the seconds of the best plan on the coarsest mesh; and whether that is of the program as written.
 
-        Where that does not fit it is what recomputing enough of it is forecast to take on the coarsest mesh.
+        Where that does not fit it is what recomputing enough of it is forecast to take.
         """
         self.bound(most=1)
         first = self._candidates[0]
-        if first.fits:
-            self.bound()
-            best = min(self._candidates, key=lambda one: one.seconds)
-            return (best.seconds, True) if best.fits else (math.inf, False)
-        return (math.inf if first.quick is None else first.planner.expected(first.quick)), False
+        return (math.inf if first.quick is None else first.planner.expected(first.quick)), first.fits
 
     def bound(self, cutoff: float = math.inf, most: int | None = None) -> None:
         """Bound the program as written on every mesh that is not yet; what takes `cutoff` (s) is of no interest.
