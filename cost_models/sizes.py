@@ -79,7 +79,8 @@ def _padding(local: Sequence[Floats], tile: tuple[int, int], count: int, rows: b
     pairs = [(i, j) for i in range(len(local)) for j in lanes if i != j]
     if tile == (1, 1) or not pairs:
         return np.ones(count)
-    return np.min([longer(local[i], tile[0]) * longer(local[j], tile[1]) for i, j in pairs], axis=0)
+    in_rows, in_lanes = ([longer(extent, to) for extent in local] for to in tile)
+    return np.min([in_rows[i] * in_lanes[j] for i, j in pairs], axis=0)
 
 
 def _bodies_first(frame: Frame) -> Iterator[Step]:
