@@ -6,9 +6,9 @@ two numbers that are priced, of sizes s_b and then s_a,
 
     t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> ways_at
 
-The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. Where
-one number is priced on a submesh, it is all there is, or layers are taken to change there as they do on another. What is
-done and held once per step is the same in any number.
+The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. It is
+all there is where one number is priced, unless another submesh has two: layers are taken to change as they do there.
+What is done and held once per step is the same in any number.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class Planner:
             return {}
         draft, solution = as_written.made
         if solution not in self.forecast:  # asked again with state in the host's memory, and for other meshes
-            layered = draft.graph if self.parts.step is self.traced else one_microbatch(draft.graph)
+            layered = draft.graph if self.parts.step.graph is self.traced.graph else one_microbatch(draft.graph)
             known = layered is not None and remat.recomputable(layered) == self._recomputable  # the step's layers
             plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
             self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
@@ -420,7 +420,7 @@ class Planner:
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:
         """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
-        if graph is self.traced.graph or self.parts.step is not self.traced:
+        if graph is self.traced.graph or self.parts.step.graph is not self.traced.graph:
             return rules_of(graph, self.options.rules)
         known = rules_of(self.traced.graph, self.options.rules)
         barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
-from autopar import Cluster, MemoryBudgetError, fitting, planning, recomputation, zoo
+from autopar import Cluster, MemoryBudgetError, fitting, plan_cache, planning, recomputation, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.passes import remat
 from autopar.passes.microbatch.analysis import split
@@ -320,6 +320,29 @@ def test_where_nothing_can_fit_the_closest_is_planned_and_nothing_else(monkeypat
     assert set(plan.remat) == {"none", "full"}
     assert len(solved) == 2
     assert peak(plan) < peak(planned(False))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_user_s_plan_begins_with_as_many_layers_as_are_forecast_to_suffice(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not with all of them, as where nothing is forecast."""
+    tried: list[int] = []
+    attempt = planning.Planner.attempt
+
+    def recorded(self: planning.Planner, policies: Sequence[str], *args: Any) -> Any:
+        tried.extend([sum(policy != "none" for policy in policies)] if policies else [])
+        return attempt(self, policies, *args)
+
+    monkeypatch.setattr(planning.Planner, "attempt", recorded)
+    step, preset = zoo.build("gpt-toy", layers=8, batch=256), Cluster.preset("dgx-h100", hosts=1)
+    chosen: dict[str, Any] = {"mesh": (8,), "num_microbatches": microbatches, "offload": "none"}
+    with plan_cache.kept_in(None):
+        free = autopar.plan(step.step, *step.abstract_args(), cluster=preset, remat="none", **chosen)
+        assert not tried
+        autopar.plan(step.step, *step.abstract_args(), cluster=preset, memory_budget=0.8 * peak(free), **chosen)
+    open_to = sum(remat.recomputable(trace(step.step, *step.abstract_args()).graph))
+    assert 0 < tried[0] < open_to
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
