@@ -55,7 +55,7 @@ def test_a_way_that_one_number_lacks_changes_as_the_cheapest_does() -> None:
 
 
 def test_wherever_some_numbers_are_priced_they_tell() -> None:
-    """Each kind and submesh goes by the nearest numbers that it is priced with, a single one as others do, or a bound."""
+    """Each kind and submesh goes by the nearest numbers that it is priced with; one alone as others do, or a bound."""
     one, other = {0: (affine(8, 1, 8),)}, {0: (affine(32, 1, 8),)}
     found = ways_wherever(16, {8: {0: one, 1: one}, 32: {0: other}, 64: {0: {1: other[0]}}})
     assert {n: [*ways] for n, ways in found.items()} == {0: [0, 1], 1: [0]}
