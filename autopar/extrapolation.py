@@ -7,8 +7,7 @@ two numbers that are priced, of sizes s_b and then s_a,
     t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> ways_at
 
 The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. It is
-all there is where one number is priced, unless another submesh has two: layers are taken to change as they do there.
-What is done and held once per step is the same in any number.
+all there is where one number is priced. What is done and held once per step is the same in any number.
 """
 
 from __future__ import annotations
@@ -37,21 +36,12 @@ def ways_at(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int
 
 
 def ways_wherever(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
-    """The same for every kind and submesh that some number is priced with, by the nearest two of those.
-
-    Where one number alone is priced, its ways change as those of another submesh do that has two, the largest such.
-    """
+    """The same for every kind and submesh that some number is priced with, by the nearest two of those."""
     found: dict[int, dict[int, tuple[Trade, ...]]] = {}
     for n, kind in dict.fromkeys((n, kind) for some in priced.values() for n, ways in some.items() for kind in ways):
         near, far = _nearest(count, [m for m, some in priced.items() if kind in some.get(n, {})])
         one, other = priced[near][n][kind], priced[far][n][kind]
         found.setdefault(n, {})[kind] = _between(count, near, far, one, other)
-        elsewhere = {k: [m for m in priced if kind in priced[m].get(k, {})] for k in priced[near]}
-        if near == far and (known := [k for k, numbers in elsewhere.items() if near in numbers and len(numbers) > 1]):
-            here = priced[near][max(known)][kind]
-            _, far = _nearest(near, elsewhere[max(known)])
-            there = _between(count, near, far, here, priced[far][max(known)][kind])
-            found[n][kind] = _as_elsewhere(one, here[0], there[0], min(1.0, near / count))
     return found
 
 
@@ -74,37 +64,19 @@ def _all_at(found: Sequence[Trade], others: Sequence[Trade], grown: float | None
     def at(one: Trade) -> Trade:
         other, there = (one, alike[one.share]) if one.share in alike else (found[0], others[0])
 
-        def ratio(of: Callable[[Trade], float]) -> float:
+        def value(of: Callable[[Trade], float]) -> float:
             if grown is None or not of(other):
-                return least
-            return max(1 + grown * (1 - of(there) / of(other)), least)
+                return of(one) * least
+            return of(one) * max(1 + grown * (1 - of(there) / of(other)), least)
 
-        return _changed(one, ratio)
+        prices = replace(
+            one.prices,
+            forward=value(lambda t: t.prices.forward),
+            backward=value(lambda t: t.prices.backward),
+            weight=value(lambda t: t.prices.weight),
+        )
+        stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
+        memory = replace(one.memory, stash=stash, temporaries=temporaries)
+        return replace(one, prices=prices, memory=memory, entering=value(lambda t: t.entering))
 
     return tuple(map(at, found))
-
-
-def _as_elsewhere(found: Sequence[Trade], here: Trade, there: Trade, least: float) -> tuple[Trade, ...]:
-    """Ways that change as one does from here to there."""
-
-    def ratio(of: Callable[[Trade], float]) -> float:
-        return max(of(there) / of(here), least) if of(here) else least
-
-    return tuple(_changed(one, ratio) for one in found)
-
-
-def _changed(one: Trade, ratio: Callable[[Callable[[Trade], float]], float]) -> Trade:
-    """A way with all that its passes take and hold changed by a ratio each."""
-
-    def value(of: Callable[[Trade], float]) -> float:
-        return of(one) * ratio(of)
-
-    prices = replace(
-        one.prices,
-        forward=value(lambda t: t.prices.forward),
-        backward=value(lambda t: t.prices.backward),
-        weight=value(lambda t: t.prices.weight),
-    )
-    stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
-    memory = replace(one.memory, stash=stash, temporaries=temporaries)
-    return replace(one, prices=prices, memory=memory, entering=value(lambda t: t.entering))
