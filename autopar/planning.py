@@ -27,7 +27,7 @@ from autopar.layout import Layout, cuts, divides, replicated
 from autopar.passes import clusters as clustering_pass
 from autopar.passes import decode, intra_op, remat
 from autopar.passes.homes import Clustering
-from autopar.passes.memory_rows import even_share, smallest
+from autopar.passes.memory_rows import Row, even_share, smallest
 from autopar.passes.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.passes.pins import Pinned, Pins, resolve
 from autopar.passes.remat_estimates import Forecast, forecasts, one_microbatch
@@ -292,9 +292,20 @@ class Planner:
             return False
         hosted = self.leaves.positions or self.always
         ends = ((), recomputation.uniform(remat.FULL, layers))
-        drafts = (self._draft(self._policies(policies), hosted) for policies in ends)
         least = partial(even_share, devices=self.mesh.size) if anywhere else smallest
-        return all(max(map(least, draft.liveness.rows())) > self.allowed for draft in drafts)
+        return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.allowed for some in ends)
+
+    def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
+        """What lives where a program's plans peak: the one that is known, or else those that are likely to.
+
+        State in the host's memory is left out where the plan is of the program without it: it is on the device at times.
+        """
+        known = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
+        if known is None:
+            return self._draft(policies, hosted).liveness.rows()
+        draft, solution = known
+        waiting = frozenset(draft.graph.inputs[i] for i in hosted if draft.hosted != hosted)
+        return (draft.liveness.at_peak_without(waiting, solution.assignment),)
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -405,17 +416,10 @@ class Planner:
         moved = hosted != self.always
         chosen = moved or (policies and self.options.remat == recomputation.AUTO)
         within = self.allowed if chosen else self.options.memory_budget
-        at_home = self.solved.get((policies, self.always))
-        known = moved and at_home is not None
+        known = moved and (policies, self.always) in self.solved
         if not isinstance(within, float) or (effort == "fastest" and not known and not self._everywhere(policies)):
             return 0.0
-        if moved and at_home is not None:  # a bound: what waits in the host's memory is on the device at times
-            draft, solution = at_home
-            waiting = frozenset(draft.graph.inputs[i] for i in hosted)
-            rows = [draft.liveness.at_peak_without(waiting, solution.assignment)]
-        else:
-            rows = self._draft(policies, hosted).liveness.rows()
-        least = max(map(smallest, rows))
+        least = max(map(smallest, self._peaks(policies, hosted)))
         return least if least > within else 0.0
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:
