@@ -298,7 +298,7 @@ class Planner:
     def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
         """What lives where a program's plans peak: the one that is known, or else those that are likely to.
 
-        State in the host's memory is left out where the plan is of the program without it: it is on the device at times.
+        State in the host's memory is left out where the plan is of the program without it: it is there at times.
         """
         known = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
         if known is None:
