@@ -18,13 +18,13 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "gather": "autopar.api",
-    "check": "autopar.checking",
-    "Check": "autopar.checking",
-    "verify": "autopar.verification",
-    "Report": "autopar.verification",
-    "Cluster": "autopar.cluster",
-    "Plan": "autopar.plans",
-    "Stage": "autopar.plans",
+    "check": "autopar.verification.checking",
+    "Check": "autopar.verification.checking",
+    "verify": "autopar.verification.verify",
+    "Report": "autopar.verification.verify",
+    "Cluster": "autopar.hardware.cluster",
+    "Plan": "autopar.plans.plan",
+    "Stage": "autopar.plans.plan",
     "register_rule": "autopar.rules.registry",
     "AutoparError": "autopar.errors",
     "AutoparWarning": "autopar.errors",
@@ -63,8 +63,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from autopar.api import gather, parallelize, plan
-    from autopar.checking import Check, check
-    from autopar.cluster import Cluster
     from autopar.errors import (
         ArgumentError as ArgumentError,
     )
@@ -85,9 +83,11 @@ if TYPE_CHECKING:
     from autopar.errors import SolverError as SolverError
     from autopar.errors import StageError as StageError
     from autopar.errors import TraceError as TraceError
-    from autopar.plans import Plan, Stage
+    from autopar.hardware.cluster import Cluster
+    from autopar.plans.plan import Plan, Stage
     from autopar.rules.registry import register_rule
-    from autopar.verification import Report, verify
+    from autopar.verification.checking import Check, check
+    from autopar.verification.verify import Report, verify
 
 
 def __getattr__(name: str) -> Any:

@@ -5,8 +5,8 @@
 
 A `ParallelFunction` keeps one entry per argument structure (tree, shapes, dtypes, static values); everything in an
 entry is frozen, so that a second call neither traces nor plans again. Arguments on an Explicit mesh come with pins in
-their types (`autopar.explicit`): an entry serves all calls whose pins its plan keeps. Plans outlive the process in
-`autopar.plan_cache`.
+their types (`autopar.ir.explicit`): an entry serves all calls whose pins its plan keeps. Plans outlive the process in
+`autopar.plans.cache`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar import arguments, explicit, jax_compat
-from autopar.arguments import Opened, opened
+from autopar import jax_compat
+from autopar.compile import Pin, Prepared, name_of, prepare, warn
 from autopar.errors import ArgumentError, DonatedError
-from autopar.executables import Executable, Lowered, lower
-from autopar.plans import Plan
-from autopar.prepare import Pin, Prepared, name_of, prepare, warn
-from autopar.settings import Settings, settings
-from autopar.trace import is_tracing
+from autopar.ir import arguments, explicit
+from autopar.ir.arguments import Opened, opened
+from autopar.ir.trace import is_tracing
+from autopar.options import Settings, settings
+from autopar.plans.plan import Plan
+from autopar.runtime.executables import Executable, Lowered, lower
 
 
 def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -118,7 +119,7 @@ class ParallelFunction:
     there is none, an `AutoparWarning` says so. As an attribute of a class it is a method (`BoundFunction`).
 
     Threads may share it. The first call for given shapes plans and compiles while others wait for what it makes, and
-    steps are handed to the devices one after the other (`autopar.running.DISPATCH`).
+    steps are handed to the devices one after the other (`autopar.runtime.single_program.DISPATCH`).
     """
 
     def __init__(self, fn: Callable[..., Any], chosen: Settings) -> None:

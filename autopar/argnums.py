@@ -4,7 +4,7 @@
     leaf         position among all leaves of the traced arguments, as `Graph.inputs` has them
 
 Where an option is "auto", the batch is what looks like it (`autopar.passes.microbatch.analysis.batch_leaves`), and what
-is donated is the state that the step returns anew (`autopar.passes.state`).
+is donated is the state that the step returns anew (`autopar.ir.train_state`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 import jax
 
-from autopar import arguments
 from autopar.errors import ArgumentError
-from autopar.graph import Graph
-from autopar.meshes import Target
+from autopar.hardware.meshes import Target
+from autopar.ir import arguments
+from autopar.ir.graph import Graph
+from autopar.ir.trace import Traced
+from autopar.ir.train_state import match_state
+from autopar.options import Settings
 from autopar.passes.microbatch.analysis import batch_leaves
-from autopar.passes.state import match_state
-from autopar.plans import Plan
-from autopar.settings import Settings
-from autopar.trace import Traced
+from autopar.plans.plan import Plan
 
 
 def microbatches(graph: Graph, args: Sequence[Any], s: Settings) -> tuple[int, tuple[int, ...]]:

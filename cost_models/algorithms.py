@@ -7,7 +7,7 @@ worker and costs alpha + beta x its largest message + gamma x the bytes that a w
     and moves T(p) n bytes over all links together         -> Algorithm.total
 
 with alpha in s, beta in s/byte, gamma in s/byte reduced. n is the whole message: of a gathering or scattering kind,
-that of all workers together, as in `autopar.collective`. Sources:
+that of all workers together, as in `autopar.ir.collective`. Sources:
 
     [C] Chan, Heimlich, Purkayastha, van de Geijn (2007), "Collective communication: theory, practice, and experience"
     [T] Thakur, Rabenseifner and Gropp (2005), "Optimization of collective communication operations in MPICH"

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.cluster import Cluster, Device, Level, LogicalMesh
 from autopar.cost_models.collectives import collective_time
-from autopar.links import Link
+from autopar.hardware.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.hardware.links import Link
 
 Floats = NDArray[np.float64]
 

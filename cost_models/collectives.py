@@ -1,7 +1,7 @@
 """Seconds of a collective in the alpha-beta model, over one mesh axis or several at once: the planner's prices.
 
 An algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes one after the other (b as in
-`autopar.collective`; the closed forms are those of `autopar.cost_models.algorithms`), so it is a line in b:
+`autopar.ir.collective`; the closed forms are those of `autopar.cost_models.algorithms`), so it is a line in b:
 
     t(b) = S(n) alpha + V(n) beta b                                       -> _line
 
@@ -17,7 +17,7 @@ Everything else is algebra on sets of lines whose value is their minimum:
     on 1/k of the bytes            slopes divided by k                    -> _scaled
 
 Over several levels (joint axes, or an axis that crosses hosts) neighbouring levels on the same link count as one, and
-so do neighbouring pieces of one dimension of a torus (`autopar.links.joined`). For those that remain, of sizes
+so do neighbouring pieces of one dimension of a torus (`autopar.hardware.links.joined`). For those that remain, of sizes
 s_1 .. s_k, outermost first, with p_l = s_(l+1) ... s_k devices inside a group of level l, three families compete:
 
     by levels   all-gather = all-gather outside on b / s_k, then inside on b; reduce-scatter the same backwards;
@@ -50,11 +50,11 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cluster import Device, Level, Link, LogicalMesh
-from autopar.collective import wire_bytes
 from autopar.cost_models.algorithms import ALGORITHMS, Algorithm
 from autopar.errors import ArgumentError
-from autopar.links import NEIGHBOURS, inner_sizes, joined
+from autopar.hardware.cluster import Device, Level, Link, LogicalMesh
+from autopar.hardware.links import NEIGHBOURS, inner_sizes, joined
+from autopar.ir.collective import wire_bytes
 
 __all__ = ["COLLECTIVES", "Lines", "collective_time", "envelope", "linear_coefficients", "wire_bytes"]
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.cluster import LogicalMesh
-from autopar.graph import Graph
-from autopar.passes.intra_op import Model
-from autopar.passes.problem import Floats, Ints, Node, Problem
-from autopar.passes.strategies import share, shares
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.passes.intra_op.build import Model
+from autopar.passes.intra_op.problem import Floats, Ints, Node, Problem
+from autopar.passes.op_groups.strategies import share, shares
 
 WAYS = 2  # to the device and back
 

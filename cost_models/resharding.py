@@ -1,7 +1,7 @@
 """Seconds to bring a value from one layout to another, for whole tables of layouts at once.
 
-The recipe (`autopar.layout.steps`) depends only on the pattern of the two layouts: which axes share a dimension, which
-are replicated, which hold partial sums. Pairs are therefore renamed by first appearance,
+The recipe (`autopar.ir.layout.steps`) depends only on the pattern of the two layouts: which axes share a dimension,
+which are replicated, which hold partial sums. Pairs are therefore renamed by first appearance,
 
     (s, t) = ((2, 0), (0, -1))  ->  (0, 1, 1, -1)                                             -> _patterns
 
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cluster import LogicalMesh
 from autopar.cost_models.collectives import linear_coefficients
-from autopar.layout import PARTIAL, Layout, Step, steps
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.layout import PARTIAL, Layout, Step, steps
 
 Layouts = NDArray[np.int8]
 """Shape (number of layouts, mesh axes)."""

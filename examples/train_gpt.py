@@ -33,7 +33,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 import autopar
-from autopar.collective import Collective
+from autopar.ir.collective import Collective
 
 Tree = Any
 Batch = dict[str, np.ndarray]

@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from random import Random
 
 from autopar import zoo
-from autopar.cluster import Cluster, LogicalMesh
-from autopar.cost_models.backends import BACKENDS
-from autopar.cost_models.memory import Liveness
-from autopar.passes import intra_op
-from autopar.passes.budget import optimize_within
-from autopar.passes.least import least_memory
-from autopar.passes.optimize import optimize
-from autopar.planning import Options, make_model
-from autopar.trace import Traced, trace
+from autopar.cost_models.compiler.backends import BACKENDS
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.trace import Traced, trace
+from autopar.passes.intra_op import build as intra_op
+from autopar.passes.intra_op.plan import Options, make_model
+from autopar.passes.memory.budget import optimize_within
+from autopar.passes.memory.min_memory import least_memory
+from autopar.passes.solver.optimize import optimize
 from tests.budget_milp import within
 from tests.random_programs import program
 

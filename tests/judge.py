@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar import zoo
-from autopar.cluster import Cluster
-from autopar.graph import Graph
-from autopar.passes.optimize import optimize
-from autopar.planning import Options, Planned, make_plan
-from autopar.plans import Stage
-from autopar.trace import trace
+from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.solver.optimize import optimize
+from autopar.plans.plan import Stage
 from autopar.zoo.table import TOYS
 from tests.judge_model import Judge
 from tests.judge_survey import survey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.graph import Atom, Graph, Op
+from autopar.ir.graph import Atom, Graph, Op
 
 ADDITIONS = ("add", "add_any", "sub")
 LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")

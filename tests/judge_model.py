@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.layout import Layout
-from autopar.plans import Stage
+from autopar.ir.layout import Layout
+from autopar.plans.plan import Stage
 
 WHOLE, PARTIAL, ANY = -1, -2, -3
 ENUMERATED = 2_000_000  # assignments up to which every one is priced

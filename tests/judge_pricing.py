@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cluster import LogicalMesh
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.compute import conv_flops, op_time
-from autopar.graph import Graph, Op, Type
-from autopar.layout import Layout, Step, steps
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph, Op, Type
+from autopar.ir.layout import Layout, Step, steps
 from autopar.rules import Rule
 from tests.judge_model import PARTIAL, WHOLE, Factors, Option
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar import jax_compat
-from autopar.cluster import LogicalMesh
-from autopar.graph import Atom, Graph, Op, Region
-from autopar.layout import divides
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.layout import divides
 from autopar.rules import Rule
 from tests.judge_facts import deferral, hurried, state
 from tests.judge_model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown

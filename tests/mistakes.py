@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import parallelize
-from autopar.cluster import Cluster
 from autopar.errors import (
     ArgumentError,
     ClusterError,
@@ -30,7 +29,8 @@ from autopar.errors import (
     ScheduleError,
     TraceError,
 )
-from autopar.plans import Plan
+from autopar.hardware.cluster import Cluster
+from autopar.plans.plan import Plan
 from autopar.zoo.table import build
 from tests.real_programs import array
 

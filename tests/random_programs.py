@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.cluster import Cluster, LogicalMesh
+from autopar.hardware.cluster import Cluster, LogicalMesh
 
 MESHES = ((2, 2), (2, 3), (2, 4), (4, 2), (3, 2))
 EXTENTS = (2, 3, 4, 6, 8, 12, 16)

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 import autopar
 from autopar.api import gather, parallelize
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, AutoparWarning
-from autopar.plans import Plan
+from autopar.hardware.cluster import Cluster
+from autopar.plans.plan import Plan
 from tests.real_programs import array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal
 

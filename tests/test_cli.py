@@ -10,7 +10,7 @@ import pytest
 
 from autopar import cli
 from autopar.errors import ArgumentError
-from autopar.plans import Plan
+from autopar.plans.plan import Plan
 
 EXAMPLE = """
 import jax

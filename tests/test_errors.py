@@ -16,8 +16,8 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.errors import ArgumentError, AutoparError, AutoparWarning, MemoryBudgetError, PlanMismatchError
-from autopar.passes import solvers
-from autopar.plans import Plan
+from autopar.passes.solver import backends as solvers
+from autopar.plans.plan import Plan
 from tests.mistakes import CASES, W, X, planned, product
 
 

@@ -22,14 +22,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import codegen, jax_compat, zoo
-from autopar.cluster import Cluster
-from autopar.layout import Layout, divides, replicated
-from autopar.passes import clusters, intra_op
-from autopar.planning import Options, make_plan
-from autopar.plans import Plan
+from autopar import jax_compat, zoo
+from autopar.codegen import emit as codegen
+from autopar.hardware.cluster import Cluster
+from autopar.ir.layout import Layout, divides, replicated
+from autopar.ir.trace import trace
+from autopar.passes.intra_op import build as intra_op
+from autopar.passes.intra_op.plan import Options, make_plan
+from autopar.passes.op_groups import merge as op_groups
+from autopar.plans.plan import Plan
 from autopar.rules import rules_of
-from autopar.trace import trace
 from autopar.zoo import gpt
 from autopar.zoo.model import SINGLE
 from autopar.zoo.moe import route
@@ -266,7 +268,7 @@ PROCESS = """
 import json
 import autopar
 from autopar import zoo
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
 model = zoo.build("gpt-toy")
 cluster = Cluster.custom((2, 4), (1e-6, 1e-7), (4e-11, 1e-12), 1e13, 1e13, 10**10)
 plan = json.loads(autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=cluster).to_json())
@@ -283,5 +285,5 @@ def test_the_space_of_llama3_8b_on_256_devices_has_at_least_90_000_variables() -
     model = zoo.build("llama3-8b")
     graph = trace(model.step, *model.abstract_args()).graph
     mesh = Cluster.preset("dgx-h100", hosts=32).logical_mesh((32, 8))
-    clustering = clusters.cluster(graph, rules_of(graph), mesh)
+    clustering = op_groups.cluster(graph, rules_of(graph), mesh)
     assert intra_op.build(graph, clustering, mesh).problem.variables >= 90_000

@@ -20,20 +20,20 @@ from typing import Any
 
 import numpy as np
 
-from autopar import targets
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.cluster import Cluster
-from autopar.passes.inter_op import Division, Part, Placement, Question
-from autopar.passes.layers import Layers
+from autopar.hardware import targets
+from autopar.hardware.cluster import Cluster
+from autopar.ir.flops import work as flops_of
+from autopar.ir.trace import trace
+from autopar.passes.inter_op.dynamic_program import Division, Part, Placement, Question
+from autopar.passes.inter_op.search import Hunt, Open, numbers, that_split
+from autopar.passes.inter_op.simulate import Found
+from autopar.passes.intra_op.plan import Options, collector_paused
+from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import batch_leaves
-from autopar.passes.remat import FULL
-from autopar.passes.work import work as flops_of
-from autopar.planning import Options, collector_paused
-from autopar.report.text import table as grid
-from autopar.stage_plays import Found
-from autopar.stage_search import Hunt, Open, numbers, that_split
-from autopar.trace import trace
+from autopar.passes.remat.rewrite import FULL
+from autopar.plans.text import table as grid
 
 CLUSTER = "p3.16xlarge"
 #: Family -> the suffix of the optimizer that it was trained with (benchmark/alpa/benchmark_3d_one_case_*.py): with Adam

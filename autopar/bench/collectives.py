@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar import targets
-from autopar.cluster import Cluster
 from autopar.cost_models.algorithms import ALGORITHMS, Algorithm, two_level_time
 from autopar.cost_models.collectives import COLLECTIVES, collective_time
 from autopar.errors import ArgumentError
-from autopar.links import slowest
-from autopar.report.picture import picture
-from autopar.report.text import seconds as duration
-from autopar.report.text import size
-from autopar.report.text import table as grid
+from autopar.hardware import targets
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.links import slowest
+from autopar.plans.picture import picture
+from autopar.plans.text import seconds as duration
+from autopar.plans.text import size
+from autopar.plans.text import table as grid
 
 Result = dict[str, Any]
 
@@ -174,7 +174,7 @@ def table(found: Result) -> str:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Seconds against bytes, a line per algorithm, as a picture; see `autopar.report.picture`."""
+    """Seconds against bytes, a line per algorithm, as a picture; see `autopar.plans.picture`."""
     title = f"{found['kind']}, {found['workers']} workers of {found['cluster']}"
     sizes = [2.0**k for k in range(6, 33)]
     lines: dict[tuple[float, float], list[str]] = {}

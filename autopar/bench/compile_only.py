@@ -10,9 +10,9 @@ and those that pins force:
     megatron    parameters by the model's own table over the last axis, the      (Shoeybi et al., 2019)
                 batch over the others
 
-Each is compiled for the target and compared (`autopar.verification`). Over all rows: Spearman's rank correlation and
-the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis, which
-counts the body of a loop once: models with loops are left out there.
+Each is compiled for the target and compared (`autopar.verification.verify`). Over all rows: Spearman's rank correlation
+and the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis,
+which counts the body of a loop once: models with loops are left out there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ import jax
 from jax.sharding import PartitionSpec
 from scipy.stats import spearmanr
 
-from autopar import api, verification, zoo
+from autopar import api, zoo
 from autopar.bench import worker
-from autopar.cluster import DEFAULT_AXIS_NAMES, Cluster
 from autopar.errors import ArgumentError
-from autopar.trace import trace
+from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, Cluster
+from autopar.ir.trace import trace
+from autopar.verification import verify as verification
 from autopar.zoo.table import FAMILIES
 
 TARGET = "tpu:v5e:2x4"

@@ -33,17 +33,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
-from autopar import jax_compat, shares, verification
+from autopar import jax_compat
 from autopar.api import Executable
-from autopar.arguments import merged, opened
 from autopar.bench import corpus_compare, corpus_program, equal_case
 from autopar.bench.corpus import DEVICES, FAILED, OK, REFUSED
 from autopar.bench.corpus_program import Program
 from autopar.bench.worker import cpu_devices, serve
+from autopar.compile import executed
 from autopar.errors import AutoparError
-from autopar.prepare import executed
+from autopar.ir.arguments import merged, opened
+from autopar.ir.trace import trace
+from autopar.plans import imbalance
 from autopar.rules import rules_of
-from autopar.trace import trace
+from autopar.verification import verify as verification
 
 STEPS = 3
 #: Relative difference of a leaf that is allowed, by the narrowest dtype of a program; of float16 one rounding.
@@ -279,7 +281,7 @@ def replicated(one: Subject) -> Outcome:
     plan = one.whole.plan
     with opened(one.built[1], {}, _static(one)) as given:
         traced = executed(trace(one.step, *given.args, static_argnums=_static(one)), plan)
-    account = shares.account(traced.graph, rules_of(traced.graph), plan.stages[0])
+    account = imbalance.account(traced.graph, rules_of(traced.graph), plan.stages[0])
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
     part = sum(excess.part for excess in whole)
     uncut = sum(excess.part for excess in whole if excess.kind == "uncuttable")

@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from autopar.bench.equal_case import NOISE, NOISE_ELSEWHERE, kind
-from autopar.differences import absolute, is_inexact, magnitude
-from autopar.differences import host as value
+from autopar.verification.differences import absolute, is_inexact, magnitude
+from autopar.verification.differences import host as value
 
 Leaves = Mapping[str, np.ndarray[Any, Any]]
 

@@ -35,12 +35,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
-from autopar import jax_compat, verification, zoo
+from autopar import jax_compat, zoo
 from autopar.bench import equal_flops
 from autopar.bench.worker import cpu_devices, serve
-from autopar.cluster import Cluster
-from autopar.differences import host
-from autopar.executables import Executable
+from autopar.hardware.cluster import Cluster
+from autopar.runtime.executables import Executable
+from autopar.verification import verify as verification
+from autopar.verification.differences import host
 
 STEPS = 3
 TOLERANCE_64 = 1e-9

@@ -1,7 +1,7 @@
 """Why a device does more than its share: FLOPs per device times devices over those of the single-device program.
 
     compiled ratio  =  ratio of the plan + what the compiler adds + what its fused loops compute again       -> reasons
-                       autopar.shares      both without fusion      fusion at work less fusion switched off
+                       autopar.plans.imbalance      both without fusion      fusion at work less fusion switched off
 
 A case fails if an even cut exists and yet much more than an even share is done: padding, extents that do not divide,
 and fusion are excused; the plan's choices and what the compiler adds are not.
@@ -17,11 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar import codegen, jax_compat, shares
-from autopar.plans import Plan
-from autopar.prepare import executed
+from autopar import jax_compat
+from autopar.codegen import emit as codegen
+from autopar.compile import executed
+from autopar.ir.trace import trace
+from autopar.plans import imbalance
+from autopar.plans.plan import Plan
 from autopar.rules import rules_of
-from autopar.trace import trace
 
 FLAG = 1.25  # ratio above which there must be reasons
 
@@ -41,7 +43,7 @@ def explain(step: Callable[..., Any], args: Sequence[Any], plan: Plan, ratio: fl
     devices = math.prod(plan.mesh_sizes)
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:devices]).reshape(plan.mesh_sizes), plan.mesh_names)
     each = _unfused(codegen.program(traced.graph, plan, rules, mesh).jit(), traced.in_avals)
-    account = shares.account(traced.graph, rules, plan.stages[0])
+    account = imbalance.account(traced.graph, rules, plan.stages[0])
     return reasons(account, ratio, each * devices / _unfused(jax.jit(step), args))
 
 
@@ -51,7 +53,7 @@ def _unfused(function: Any, args: Sequence[Any]) -> float:
     return float((compiled.cost_analysis() or {})["flops"])
 
 
-def reasons(account: shares.Account, ratio: float, unfused: float) -> Reasons:
+def reasons(account: imbalance.Account, ratio: float, unfused: float) -> Reasons:
     """Reasons for a ratio: those of the plan, then the compiler's.
 
     Args:
@@ -60,7 +62,7 @@ def reasons(account: shares.Account, ratio: float, unfused: float) -> Reasons:
         unfused: of the program compiled without fusion.
     """
     compiler = {"computed again in fused loops": ratio - unfused, "added by the compiler": unfused - account.ratio}
-    lines = [f"{what}: +{more:.2f}" for what, more in compiler.items() if more >= shares.LEAST]
+    lines = [f"{what}: +{more:.2f}" for what, more in compiler.items() if more >= imbalance.LEAST]
     avoidable = 1.0 + account.avoidable + max(unfused - account.ratio, 0.0)
     failure = f"{avoidable:.2f} of an even share of the FLOPs although an even cut exists"
     return Reasons((*account.lines(), *lines), (failure,) if avoidable > FLAG else ())

@@ -18,14 +18,16 @@ from typing import Any
 import jax
 
 import autopar
-from autopar import meshes, pipelines, zoo
+from autopar import zoo
 from autopar.bench import equal_case
 from autopar.bench.compile_only import PLANS
 from autopar.bench.equal_case import Single
 from autopar.bench.equal_pipeline import COUPLED, DEVICES
 from autopar.bench.worker import cpu_devices, serve
+from autopar.hardware import meshes
+from autopar.ir.trace import trace
+from autopar.passes.inter_op import pipelines
 from autopar.passes.microbatch.analysis import LEAST_SHARE
-from autopar.trace import trace
 
 BATCH = 16
 

@@ -36,10 +36,10 @@ from autopar import jax_compat, zoo
 from autopar.bench import worker
 from autopar.bench.pipeline import Clock
 from autopar.bench.step import Variant, take_turns
-from autopar.prepare import Prepared, prepare
-from autopar.report.text import seconds
-from autopar.running import Staged
-from autopar.settings import settings
+from autopar.compile import Prepared, prepare
+from autopar.options import settings
+from autopar.plans.text import seconds
+from autopar.runtime.single_program import Staged
 from autopar.zoo import gpt, nn
 
 STAGES, DATA, MICROBATCHES = 4, 2, 8

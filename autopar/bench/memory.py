@@ -1,9 +1,9 @@
 """`autopar bench memory`: the Pareto front of step time against peak memory, and what falls away along it.
 
-The front is searched once for all budgets (`autopar.passes.front`). Each point is a plan, told by its peak, its step
-time and, per device: the arguments it keeps (parameters, optimizer state), bytes at the peak by kind, and bytes sent
-per step. Beside each point stand bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al., 2020,
-section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/N and 16/N.
+The front is searched once for all budgets (`autopar.passes.memory.pareto`). Each point is a plan, told by its peak, its
+step time and, per device: the arguments it keeps (parameters, optimizer state), bytes at the peak by kind, and bytes
+sent per step. Beside each point stand bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al.,
+2020, section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/N and 16/N.
 
 `lower_s` is the certified bound: no plan with that peak or less is faster.
 """
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from autopar import zoo
-from autopar.cluster import LogicalMesh
-from autopar.cost_models.backends import backend_of
-from autopar.cost_models.memory import Liveness
-from autopar.cost_models.memory_report import report
-from autopar.graph import Graph
-from autopar.passes import decode
-from autopar.passes.front import Front, front
-from autopar.passes.intra_op import Model
-from autopar.planning import Options, collector_paused, make_model
-from autopar.report.picture import picture
-from autopar.report.text import seconds, size
-from autopar.report.text import table as grid
-from autopar.trace import trace
+from autopar.cost_models.compiler.backends import backend_of
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.report import report
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
+from autopar.passes.intra_op import extract
+from autopar.passes.intra_op.build import Model
+from autopar.passes.intra_op.plan import Options, collector_paused, make_model
+from autopar.passes.memory.pareto import Front, front
+from autopar.plans.picture import picture
+from autopar.plans.text import seconds, size
+from autopar.plans.text import table as grid
 
 Result = dict[str, Any]
 
@@ -58,8 +58,8 @@ def _point(
     assignment: Any, step_s: float, found: Front, liveness: Liveness, graph: Graph, model: Model, mesh: LogicalMesh
 ) -> Mapping[str, Any]:
     memory = report(liveness, assignment)
-    layouts = decode.layouts(model, assignment)
-    planned = decode.collectives(graph, model, assignment, layouts, mesh)
+    layouts = extract.layouts(model, assignment)
+    planned = extract.collectives(graph, model, assignment, layouts, mesh)
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
     return {
         "peak_bytes": memory.peak_bytes,
@@ -99,7 +99,7 @@ def table(found: Result) -> str:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Step time against peak memory with the bound below, as a picture; see `autopar.report.picture`."""
+    """Step time against peak memory with the bound below, as a picture; see `autopar.plans.picture`."""
     title = f"{found['model']} on {' x '.join(map(str, found['mesh']))}"
     peaks = [p["peak_bytes"] / 1e9 for p in found["points"]]
     with picture(path, title, xlabel="peak memory per device, GB", ylabel="predicted step, s") as axes:

@@ -19,20 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar import api, fitting, plan_cache, targets
+from autopar import api
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.meshes import factorisations
-from autopar.plans import Plan
-from autopar.report.text import seconds as pretty
-from autopar.report.text import table as grid
+from autopar.hardware import targets
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.meshes import factorisations
+from autopar.passes.remat import memory_policy
+from autopar.plans import cache as plan_cache
+from autopar.plans.plan import Plan
+from autopar.plans.text import seconds as pretty
+from autopar.plans.text import table as grid
 
 #: Microbatches for each stage of a named pipeline.
 PER_STAGE = 4
 #: Share of the shortest named step by which an answer may be longer.
-TOLERANCE = fitting.GAP
+TOLERANCE = memory_policy.GAP
 
 Row = dict[str, Any]
 
@@ -141,7 +144,7 @@ def _named_plan(
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
     mesh = cluster.logical_mesh((cluster.num_devices,))
-    return fitting.fits(max(stage.peak_memory_bytes for stage in plan.stages), mesh, None)
+    return memory_policy.fits(max(stage.peak_memory_bytes for stage in plan.stages), mesh, None)
 
 
 def _words(plan: Plan) -> str:

@@ -45,14 +45,14 @@ import jax.numpy as jnp
 
 from autopar import zoo
 from autopar.bench import worker
+from autopar.compile import prepare
 from autopar.cost_models.pipeline import Prices, simulate
-from autopar.prepare import prepare
-from autopar.report.text import seconds
-from autopar.report.text import table as grid
+from autopar.options import settings
+from autopar.plans.text import seconds
+from autopar.plans.text import table as grid
 from autopar.runtime import PipelineStep
-from autopar.runtime.run import Stash
+from autopar.runtime.executor import Stash
 from autopar.schedules import Instruction, Schedule
-from autopar.settings import settings
 
 RANKS = 2
 MICROBATCHES = 2  # the fewer, the further apart are the bubbles of schedules

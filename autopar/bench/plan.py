@@ -20,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar import api, plan_cache, targets
+from autopar import api
 from autopar.bench import worker
 from autopar.errors import ArgumentError
+from autopar.hardware import targets
+from autopar.plans import cache as plan_cache
 
 PHASES = (
     *("trace", "cache", "rules", "graph", "liveness", "fold", "presolve", "bound", "eliminate", "ilp", "memory"),

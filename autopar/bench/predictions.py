@@ -36,16 +36,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar import codegen, jax_compat, tpu_topology, zoo
+from autopar import jax_compat, zoo
 from autopar.bench import worker
 from autopar.bench.memory_programs import PROGRAMS
-from autopar.cluster import Cluster, LogicalMesh
-from autopar.cost_models.backends import backend_of
+from autopar.codegen import emit as codegen
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
-from autopar.passes.remat import NONE
-from autopar.planning import Options, Planned, make_plan
-from autopar.recomputation import AUTO
-from autopar.trace import Traced, trace
+from autopar.hardware import tpu_topology
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.trace import Traced, trace
+from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.remat.choose import AUTO
+from autopar.passes.remat.rewrite import NONE
 
 #: Who prices the plans of a platform; any plan will do.
 CLUSTERS: Mapping[str, str] = {"cpu": "dgx-h100", "tpu": "tpu-v5e"}

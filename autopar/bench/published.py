@@ -30,14 +30,15 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autopar import api, jax_compat, plan_cache, zoo
+from autopar import api, jax_compat, zoo
 from autopar.bench import compile_only
-from autopar.cluster import Cluster
-from autopar.passes.work import model_flops
-from autopar.plans import Plan
-from autopar.report.text import seconds, size
-from autopar.report.text import table as grid
-from autopar.trace import trace
+from autopar.hardware.cluster import Cluster
+from autopar.ir.flops import model_flops
+from autopar.ir.trace import trace
+from autopar.plans import cache as plan_cache
+from autopar.plans.plan import Plan
+from autopar.plans.text import seconds, size
+from autopar.plans.text import table as grid
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import Model, Tree, token_batch, trainable_with_master
 

@@ -2,8 +2,8 @@
 
 Every model gets a dozen plans that differ widely: each is the best one for a machine that does not exist, whose network
 or arithmetic is far dearer or cheaper than here, on one or two mesh axes, with the batch free or pinned whole. All are
-priced on the figures of this machine, measured just before (`autopar.measure`), and run in turns in one process on 8
-virtual CPU devices. Per model:
+priced on the figures of this machine, measured just before (`autopar.hardware.measure`), and run in turns in one
+process on 8 virtual CPU devices. Per model:
 
     Spearman's rank correlation of predicted and measured step times, over plans whose measured times span `SPAN`
 
@@ -26,16 +26,17 @@ from jax.sharding import PartitionSpec
 from scipy.stats import spearmanr
 
 import autopar
-from autopar import measure, zoo
+from autopar import zoo
 from autopar.bench import worker
 from autopar.bench.step import BENCH_SIZES, DEVICES, Variant, take_turns
-from autopar.cluster import Cluster, LogicalMesh
 from autopar.errors import ArgumentError
-from autopar.planning import Options, make_model, make_plan
-from autopar.plans import Plan
-from autopar.report.text import seconds
-from autopar.report.text import table as grid
-from autopar.trace import trace
+from autopar.hardware import measure
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.trace import trace
+from autopar.passes.intra_op.plan import Options, make_model, make_plan
+from autopar.plans.plan import Plan
+from autopar.plans.text import seconds
+from autopar.plans.text import table as grid
 
 SPAN = 2.0  # largest over smallest measured time
 FEWEST = 8  # plans of one model

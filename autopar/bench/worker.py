@@ -98,7 +98,7 @@ def collect(
 
 def serve(work: Callable[[Mapping[str, Any]], Iterator[Mapping[str, Any]]]) -> None:
     """The main function of a worker: print what `work` yields for the spec on the command line; no plan is kept."""
-    from autopar import plan_cache
+    from autopar.plans import cache as plan_cache
 
     try:
         with plan_cache.off():

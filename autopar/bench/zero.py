@@ -22,12 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar import api, plan_cache, zoo
-from autopar.cluster import Cluster
-from autopar.collective import wire_bytes
-from autopar.plans import Plan
-from autopar.report.text import seconds, size
-from autopar.report.text import table as grid
+from autopar import api, zoo
+from autopar.hardware.cluster import Cluster
+from autopar.ir.collective import wire_bytes
+from autopar.plans import cache as plan_cache
+from autopar.plans.plan import Plan
+from autopar.plans.text import seconds, size
+from autopar.plans.text import table as grid
 
 MODEL = "gpt-10m-remat-master"
 SIZES: Mapping[str, Any] = {"layers": 24, "batch": 128, "seq": 128, "dtype": "bfloat16"}

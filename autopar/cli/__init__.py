@@ -74,9 +74,10 @@ def plan(
     no_cache: NoCache = False,
 ) -> None:
     """Plan TARGET and print the plan as a table, or as JSON."""
-    from autopar import api, targets
-    from autopar.prepare import executed
-    from autopar.trace import trace
+    from autopar import api
+    from autopar.compile import executed
+    from autopar.hardware import targets
+    from autopar.ir.trace import trace
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
@@ -101,7 +102,7 @@ def plan(
 @app.command()
 def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
     """List each distinct operation of TARGET: how often it stands there, name, operands, rule, and whose rule it is."""
-    from autopar import targets
+    from autopar.hardware import targets
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     for row in _rules(fn, args):
@@ -112,8 +113,8 @@ def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq =
 
 
 def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
+    from autopar.ir.trace import trace
     from autopar.rules import rules_of
-    from autopar.trace import trace
 
     graph = trace(fn, *args).graph
     found = rules_of(graph)
@@ -149,9 +150,11 @@ def verify(
     no_cache: NoCache = False,
 ) -> None:
     """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
-    from autopar import api, targets, verification
+    from autopar import api
     from autopar.bench.worker import cpu_devices
-    from autopar.plans import Plan
+    from autopar.hardware import targets
+    from autopar.plans.plan import Plan
+    from autopar.verification import verify as verification
 
     saved = None if plan_file is None else Plan.load(plan_file)
     chosen = options(mesh, cluster, hosts, solver, None)
@@ -193,9 +196,9 @@ Calibrate = Annotated[
 @app.command()
 def clusters(calibrate: Calibrate = None, as_json: Json = False) -> None:
     """List the cluster presets with their figures, or measure the devices at hand."""
-    from autopar.cluster import Cluster
-    from autopar.report import clusters as listing
-    from autopar.report.text import table
+    from autopar.cli import cluster_tables as listing
+    from autopar.hardware.cluster import Cluster
+    from autopar.plans.text import table
 
     if calibrate is not None:
         _calibrate(calibrate, as_json)
@@ -210,9 +213,9 @@ def _calibrate(path: str, as_json: bool) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from autopar import measure
-    from autopar.cluster import Cluster
-    from autopar.report import calibration
+    from autopar.cli import calibration_tables
+    from autopar.hardware import measure
+    from autopar.hardware.cluster import Cluster
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("calibrating", total=measure.steps(Cluster.local()))
@@ -220,8 +223,8 @@ def _calibrate(path: str, as_json: bool) -> None:
     found.cluster.save(path)
     report(
         as_json,
-        {**_figures(found.cluster.name, found.cluster), "errors": calibration.errors(found.fits)},
-        lambda: calibration.text(found),
+        {**_figures(found.cluster.name, found.cluster), "errors": calibration_tables.errors(found.fits)},
+        lambda: calibration_tables.text(found),
     )
 
 

@@ -92,7 +92,7 @@ def options(
     mesh: str | None, cluster: str | None, hosts: int | None, solver: str, memory_budget: str | None
 ) -> dict[str, Any]:
     """Options of `autopar.plan`."""
-    from autopar import targets
+    from autopar.hardware import targets
 
     if hosts is not None and cluster is None:
         raise ArgumentError(f"--hosts {hosts} needs --cluster")
@@ -105,6 +105,6 @@ def options(
 
 def cache(use: bool) -> contextlib.AbstractContextManager[None]:
     """Where plans are made: with those that are kept on disk, or without."""
-    from autopar import plan_cache
+    from autopar.plans import cache as plan_cache
 
     return contextlib.nullcontext() if use else plan_cache.off()

@@ -13,9 +13,9 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
-from autopar import side_by_side
+from autopar import parallel_map
 from autopar.errors import RuleError
-from autopar.graph import Atom, Graph, Op
+from autopar.ir.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import LOCAL, OWN_RULES
 from autopar.rules.registry import registered_rules
@@ -147,7 +147,7 @@ class Reader:
         missing = [op for op in ops if keys[op.signature] not in self.known]
         avals = [[v.aval for v in op.equation.invars] for op in missing]
         # lowering starts a backend, and what comes after that is not run side by side
-        (found,) = side_by_side.results([partial(_read_all, graph, missing, avals)]) if missing else ({},)
+        (found,) = parallel_map.results([partial(_read_all, graph, missing, avals)]) if missing else ({},)
         self.known.update((keys[s], rule) for s, rule in found.items() if keys[s] is not None)
         return {s: found[s] if s in found else self.known[key] for s, key in keys.items()}
 

@@ -23,7 +23,7 @@ import jax
 from jaxlib.mlir import ir, passmanager  # the same on jaxlib 0.10.2 and 0.12.0
 from jaxlib.mlir.dialects import sdy
 
-from autopar.graph import Op
+from autopar.ir.graph import Op
 from autopar.rules.notation import Dims, Rule
 
 _POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"

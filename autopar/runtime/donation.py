@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.passes.stages import Stages
-from autopar.passes.state import match_state
+from autopar.codegen.stage_shardings import Places
+from autopar.ir.train_state import match_state
+from autopar.passes.stages.divide import Stages
 from autopar.runtime.failures import CALLBACKS
-from autopar.runtime.places import Places
 
 
 def taken_over(places: Places, placement: Sequence[int], donated: Collection[int]) -> tuple[tuple[int, ...], ...]:

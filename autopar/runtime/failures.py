@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import StageError
-from autopar.graph import Graph, Op
+from autopar.ir.graph import Graph, Op
 from autopar.passes.microbatch.programs import Placed
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")

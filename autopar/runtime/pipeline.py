@@ -1,8 +1,8 @@
 """A train step run as a pipeline: one process walks the instruction lists of all ranks and dispatches.
 
     build         stages, a schedule and submeshes become compiled programs               -> programs.py
-    once          what every instruction does is worked out                               -> script.py
-    every step    the instructions are walked                                             -> run.py
+    once          what every instruction does is worked out                               -> lowered_schedule.py
+    every step    the instructions are walked                                             -> executor.py
     at its end    updates take over the state that they replace                           -> donation.py
 
 JAX's asynchronous dispatch makes this a pipeline: a call returns before its submesh is done, and submeshes work side by
@@ -20,22 +20,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from autopar.codegen.microbatch_loop import Programs
+from autopar.codegen.planned_programs import placed
+from autopar.codegen.stage_shardings import Places
 from autopar.errors import ArgumentError, MeshError
-from autopar.microbatches import Programs
-from autopar.passes.stages import Stages
-from autopar.passes.state import match_state
+from autopar.ir.trace import Traced
+from autopar.ir.train_state import match_state
+from autopar.passes.stages.divide import Stages
+from autopar.passes.stages.plan_all import LaidOut, StagePlans
 from autopar.runtime.donation import taken_over
+from autopar.runtime.executor import Run, Watch
 from autopar.runtime.layouts import Layouts
-from autopar.runtime.places import Places
-from autopar.runtime.planned import placed
+from autopar.runtime.lowered_schedule import Script, script
 from autopar.runtime.programs import Compiled, compile_programs
-from autopar.runtime.run import Run, Watch
-from autopar.runtime.script import Script, script
 from autopar.schedules.complete import complete
 from autopar.schedules.orders import Pass
 from autopar.schedules.pipeline import Pipeline, Schedule
-from autopar.stage_runs import LaidOut, StagePlans
-from autopar.trace import Traced
 
 #: How names of programs of a loop that runs first begin.
 FIRST_LOOP = "first loop, "

@@ -6,11 +6,11 @@
     update    (arguments that it takes over, others, totals, values of others)
                                                        -> values
 
-What they compute and where it lies: places.py. Sums are donated from pass to pass, so that accumulating is part of the
-pass that makes a gradient. Of what belongs to the caller, updates alone take anything over (donation.py): while passes
-run the state is as it was. All arguments are tuples of arrays in the order of the lists of values in
-`autopar.passes.stages`. Programs are traced one after another, since each is typed by those that it reads, and then
-compiled side by side.
+What they compute and where it lies: `autopar.codegen.stage_shardings`. Sums are donated from pass to pass, so that
+accumulating is part of the pass that makes a gradient. Of what belongs to the caller, updates alone take anything over
+(donation.py): while passes run the state is as it was. All arguments are tuples of arrays in the order of the lists of
+values in `autopar.passes.stages.divide`. Programs are traced one after another, since each is typed by those that it
+reads, and then compiled side by side.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.microbatches import take
-from autopar.passes.stage_passes import Place
-from autopar.passes.stages import KINDS, Pass, Stages
-from autopar.runtime.places import Bodies, Places
+from autopar.codegen.microbatch_loop import take
+from autopar.codegen.stage_shardings import Bodies, Places
+from autopar.passes.stages.assign import Place
+from autopar.passes.stages.divide import KINDS, Pass, Stages
 from autopar.schedules.instructions import Kind
 
 #: Programs that are compiled at a time.

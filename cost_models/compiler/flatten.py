@@ -16,10 +16,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from autopar import jax_compat
-from autopar.cost_models.backends import Backend
-from autopar.cost_models.compiler.operands import add_normalized, in_float32, prepared
-from autopar.cost_models.compiler.simplifications import is_alias, simplified
-from autopar.cost_models.steps import (
+from autopar.cost_models.compiler.backends import Backend
+from autopar.cost_models.compiler.compiled_program import (
     CHEAP,
     COSTLY,
     HEAVY,
@@ -35,7 +33,9 @@ from autopar.cost_models.steps import (
     Step,
     values,
 )
-from autopar.graph import Atom, Graph, Op, Region
+from autopar.cost_models.compiler.operands import add_normalized, in_float32, prepared
+from autopar.cost_models.compiler.simplifications import is_alias, simplified
+from autopar.ir.graph import Atom, Graph, Op, Region
 
 #: All other operations stand on their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {

@@ -11,8 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from autopar.cost_models.steps import ELEMENTWISE, LIGHT, ROUND, Frame, Program, Step, free_dims, values
-from autopar.graph import Atom, Op, Type
+from autopar.cost_models.compiler.compiled_program import (
+    ELEMENTWISE,
+    LIGHT,
+    ROUND,
+    Frame,
+    Program,
+    Step,
+    free_dims,
+    values,
+)
+from autopar.ir.graph import Atom, Op, Type
 
 
 def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:

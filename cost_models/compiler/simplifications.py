@@ -20,9 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar import jax_compat
+from autopar.cost_models.compiler.compiled_program import (
+    HEAVY,
+    LIGHT,
+    REDUCTION,
+    REDUCTIONS,
+    RENAMINGS,
+    Frame,
+    Program,
+    Step,
+    values,
+)
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from
-from autopar.cost_models.steps import HEAVY, LIGHT, REDUCTION, REDUCTIONS, RENAMINGS, Frame, Program, Step, values
-from autopar.graph import Graph, Op, Type
+from autopar.ir.graph import Graph, Op, Type
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 """Adds the steps of an operation to a frame; the values are those that its steps wait for."""

@@ -50,8 +50,9 @@ from typing import Any, Literal, NamedTuple
 from numpy.typing import NDArray
 
 from autopar.errors import ArgumentError, MicrobatchError
-from autopar.graph import Atom, Graph, Op
-from autopar.passes.clusters import PRODUCTS
+from autopar.ir.flops import work
+from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import column
 from autopar.passes.microbatch.equal_values import first_equal
 from autopar.passes.microbatch.programs import Facts, Placed, Sweep, Total, place
@@ -59,8 +60,7 @@ from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, i
 from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results
-from autopar.passes.state import match_state
-from autopar.passes.work import work
+from autopar.passes.op_groups.merge import PRODUCTS
 
 #: Share of FLOPs in the loop below which a split is refused.
 LEAST_SHARE = 0.99

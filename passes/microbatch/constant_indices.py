@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph import Atom, Graph, Op
+from autopar.ir.graph import Atom, Graph, Op
 
 #: Elements up to which a component is folded.
 MOST = 1 << 24

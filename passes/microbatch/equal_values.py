@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.graph import Atom, Op
+from autopar.ir.graph import Atom, Op
 
 _BARRIER = "optimization_barrier"
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from autopar.graph import Graph, Op
+from autopar.ir.graph import Graph, Op
 from autopar.passes.microbatch.regions import Flat, narrowed
 from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.microbatch.slice_pushdown import readers_of, sink

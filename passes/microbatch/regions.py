@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.graph import Atom, Graph, Op, Region
+from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.passes.microbatch.rule_types import Case, Column, Outcome, unknown
 from autopar.passes.microbatch.slice_pushdown import readers_of, sink
 from autopar.passes.microbatch.states import INVARIANT, ZERO, Invariant, Split, State, join

@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 from numpy.typing import NDArray
 
-from autopar.graph import Op
+from autopar.ir.graph import Op
 from autopar.passes.microbatch.states import Invariant, Kind, Shape, Split, State
 
 #: (operand, component of its last dimension) -> the component's values, where they are known when planning.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from autopar import jax_compat
-from autopar.graph import Graph, Op
+from autopar.ir.graph import Graph, Op
 from autopar.passes.microbatch.rule_types import Case, Outcome
 from autopar.passes.microbatch.rules import reshaped
 from autopar.passes.microbatch.states import INVARIANT, Split, State, divided, fits

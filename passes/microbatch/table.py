@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from autopar.graph import Op
+from autopar.ir.graph import Op
 from autopar.passes.microbatch import rules
 from autopar.passes.microbatch.gather import fill_is_lost_in_sums, gather, scatter
 from autopar.passes.microbatch.rule_types import (

@@ -1,1 +1,1 @@
-"""Exact methods for the discrete problem of the intra-op pass: see `autopar.passes.optimize`."""
+"""Exact methods for the discrete problem of the intra-op pass: see `autopar.passes.solver.optimize`."""

@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.passes.dual_ascent import Ascent, End, ends_of
-from autopar.passes.problem import Floats, Ints, Problem, cheapest
+from autopar.passes.intra_op.problem import Floats, Ints, Problem, cheapest
+from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
 
 STARTS = 8  # nodes that an order is tried from
 SPARE = 4  # times the width that is looked at for equal states

@@ -21,15 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar import jax_compat, microbatches
+from autopar import jax_compat
 from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
+from autopar.codegen import microbatch_loop
 from autopar.errors import AutoparError
-from autopar.passes import clusters
 from autopar.passes.microbatch import constant_indices, gather, programs, rules, table
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, Entry, Passes
 from autopar.passes.microbatch.states import KINDS
+from autopar.passes.op_groups import merge as op_groups
 
 #: What a fault puts in place: (holder, name, value); a holder is a module or a dict.
 Patch = tuple[Any, str, Any]
@@ -81,7 +82,7 @@ def indices_that_do_not_wrap() -> Sequence[Patch]:
 
 
 def rounded_parts() -> Sequence[Patch]:
-    return [(microbatches, "part_dtype", lambda dtype, state: dtype)]
+    return [(microbatch_loop, "part_dtype", lambda dtype, state: dtype)]
 
 
 #: Where parts of sums are read: elsewhere totals are complete before anything reads them.
@@ -136,7 +137,7 @@ FAULTS = (
     Fault(
         "reductions that no all-reduce knows are cut over devices",
         "meshes",
-        lambda: [(clusters, "combines", lambda backend, operation, dtype: True)],
+        lambda: [(op_groups, "combines", lambda backend, operation, dtype: True)],
         "reduce_or|reduce_and|complex",
         analysed=False,
     ),
@@ -223,7 +224,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
 
     from autopar.bench.fuzz import case
     from autopar.bench.fuzz.generate import program
-    from autopar.trace import trace
+    from autopar.ir.trace import trace
 
     left, found = list(faults), list[Found]()
     for number, seed in enumerate(seeds, 1):
@@ -233,7 +234,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
         step = drawn.compiled()
         traced = trace(step.function, *step.arguments)
         batch: Any = drawn.batch or "auto"
-        batch = batch if isinstance(batch, str) else microbatches._leaves_of(traced, batch)
+        batch = batch if isinstance(batch, str) else microbatch_loop._leaves_of(traced, batch)
         right = [decided(traced.graph, batch, n) for n in case.COUNTS]
         for fault in list(left):
             if not re.search(fault.source, drawn.source()):

@@ -7,7 +7,7 @@ import pytest
 
 from autopar import zoo
 from autopar.bench.alpa import CLUSTER, OPTIMIZERS, PUBLISHED
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.bench import collectives
-from autopar.cluster import Cluster
 from autopar.cost_models.algorithms import ALGORITHMS
 from autopar.errors import ArgumentError, ClusterError
+from autopar.hardware.cluster import Cluster
 
 EXCHANGES = {
     "parameter-server", "sharded-server", "naive", "sequential", "ring", "tree", "butterfly", "halving-doubling",

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import shares, zoo
+from autopar import zoo
 from autopar.bench import equal, equal_case, equal_flops, worker
-from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
+from autopar.hardware.cluster import Cluster
+from autopar.plans import imbalance
 
 
 def row(model="mlp-toy", mesh=(8,), dtype="float32", ok=True, **more):
@@ -157,8 +158,8 @@ def test_rows_without_reasons_are_run_again(tmp_path):
 
 
 def account(ratio, *excesses):
-    found = tuple(shares.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
-    return shares.Account(ratio, found)
+    found = tuple(imbalance.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
+    return imbalance.Account(ratio, found)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.bench import predictions
-from autopar.cost_models.backends import backend_of
+from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
 
 

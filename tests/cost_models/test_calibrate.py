@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar import measure
-from autopar.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.cli import calibration_tables
 from autopar.cost_models.calibrate import Measured, Message, Product, Stream, fit
 from autopar.cost_models.collectives import collective_time
-from autopar.links import Link
-from autopar.report import calibration
+from autopar.hardware import measure
+from autopar.hardware.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.hardware.links import Link
 
 RATE, HALF, OVERHEAD, BANDWIDTH = 2e10, (5.0, 20.0, 35.0), 3e-6, 8e9
 
@@ -96,4 +96,4 @@ def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {f.what for f in found.fits} | set(measure.OVERLAP) < set(heard)
     assert all(f.measured > 0 and f.predicted > 0 for f in found.fits)
     assert found.cluster.num_devices == 8
-    assert "error of the fit" in calibration.text(found)
+    assert "error of the fit" in calibration_tables.text(found)

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Device, Level, Link, LogicalMesh
-from autopar.collective import WIRE_FRACTION
 from autopar.cost_models.algorithms import ALGORITHMS, two_level_time
 from autopar.cost_models.collectives import (
     COLLECTIVES,
@@ -22,6 +20,8 @@ from autopar.cost_models.collectives import (
     wire_bytes,
 )
 from autopar.errors import ArgumentError
+from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Device, Level, Link, LogicalMesh
+from autopar.ir.collective import WIRE_FRACTION
 
 ALPHA, BETA = 1e-5, 1e-9
 KINDS = tuple(COLLECTIVES)

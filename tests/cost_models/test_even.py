@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.cost_models.even import written_bytes
-from autopar.trace import trace
+from autopar.cost_models.memory.lower_bound import written_bytes
+from autopar.ir.trace import trace
 
 ONE = jax.ShapeDtypeStruct((256,), jnp.float32)  # 1 KiB
 

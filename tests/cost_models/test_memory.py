@@ -18,22 +18,22 @@ from jax.sharding import PartitionSpec
 
 from autopar import api, zoo
 from autopar.bench import predictions, worker
-from autopar.cluster import Cluster
-from autopar.cost_models.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
-from autopar.cost_models.buffers import Buffer
+from autopar.cost_models.compiler.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
+from autopar.cost_models.compiler.compiled_program import Program
+from autopar.cost_models.compiler.cpu_kernels import kernels
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.fusion import Written, written
-from autopar.cost_models.library import kernels
-from autopar.cost_models.lifetimes import lifetimes
-from autopar.cost_models.memory import Liveness
-from autopar.cost_models.memory_report import report
-from autopar.cost_models.steps import Program
-from autopar.layout import local_shape
-from autopar.passes import decode
-from autopar.passes.memory_rows import RowSource
-from autopar.passes.state import match_state
-from autopar.planning import Options, Planned, make_plan
-from autopar.trace import trace
+from autopar.cost_models.compiler.fusion import Written, written
+from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.memory.buffers import Buffer
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.report import report
+from autopar.hardware.cluster import Cluster
+from autopar.ir.layout import local_shape
+from autopar.ir.trace import trace
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op import extract
+from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.memory.constraint import RowSource
 
 KIB = 1024
 
@@ -470,7 +470,7 @@ def test_rows_over_a_bound_are_local_peaks_the_highest_first(name: str, backend:
 def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) -> None:
     made, lives = toy(name, backend)
     assignment = assignments(made, seed)
-    layouts = decode.layouts(made.model, assignment)
+    layouts = extract.layouts(made.model, assignment)
     homes = made.model.clustering.homes
     checked = 0
     for buffer, nbytes in zip(lives.buffers, lives.sizes(assignment), strict=True):

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.cost_models import fusion
-from autopar.cost_models.backends import CPU, GPU, Backend
+from autopar.cost_models.compiler import fusion
+from autopar.cost_models.compiler.backends import CPU, GPU, Backend
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.fusion import written
-from autopar.trace import trace
+from autopar.cost_models.compiler.fusion import written
+from autopar.ir.trace import trace
 
 
 def array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.cluster import Cluster
-from autopar.cost_models.backends import CPU, GPU, Backend
-from autopar.cost_models.memory import Liveness
-from autopar.planning import Options, make_plan
-from autopar.trace import trace
+from autopar.cost_models.compiler.backends import CPU, GPU, Backend
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.hardware.cluster import Cluster
+from autopar.ir.trace import trace
+from autopar.passes.intra_op.plan import Options, make_plan
 
 DEVICES = 8
 ROWS, WIDTH = 1024, 128

@@ -15,17 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import zoo
 from autopar.bench import predictions
-from autopar.cluster import Cluster, LogicalMesh
-from autopar.cost_models.backends import GPU, TPU, Backend
+from autopar.cost_models.compiler.backends import GPU, TPU, Backend
+from autopar.cost_models.compiler.compiled_program import LOOP, Program, Step
+from autopar.cost_models.compiler.delayed_products import Waiting
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.fusion import Written, written
-from autopar.cost_models.lifetimes import lifetimes
-from autopar.cost_models.memory import Liveness
-from autopar.cost_models.sizes import Sizes
-from autopar.cost_models.steps import LOOP, Program, Step
-from autopar.cost_models.waiting import Waiting
-from autopar.planning import Options, Planned, make_plan
-from autopar.trace import trace
+from autopar.cost_models.compiler.fusion import Written, written
+from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.sizes import Sizes
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.trace import trace
+from autopar.passes.intra_op.plan import Options, Planned, make_plan
 
 WHOLE = 128 * 128 * 4  # bytes of one array of these programs
 PLAIN = replace(TPU, near_bytes=0.0, fragmentation=1.0)

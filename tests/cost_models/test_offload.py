@@ -14,19 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import Cluster
-from autopar.cluster import LogicalMesh
 from autopar.cost_models import offload
-from autopar.cost_models.backends import BACKENDS, Backend
-from autopar.cost_models.memory import Liveness
-from autopar.graph import Graph
-from autopar.layout import local_shape
-from autopar.passes.intra_op import layout_at
-from autopar.passes.memory_rows import smallest
-from autopar.passes.offload import waiting
-from autopar.passes.optimize import optimize
-from autopar.passes.state import match_state
-from autopar.planning import Options, make_model
-from autopar.trace import trace
+from autopar.cost_models.compiler.backends import BACKENDS, Backend
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.ir.layout import local_shape
+from autopar.ir.trace import trace
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op.build import layout_at
+from autopar.passes.intra_op.plan import Options, make_model
+from autopar.passes.memory.constraint import smallest
+from autopar.passes.remat.offload import waiting
+from autopar.passes.solver.optimize import optimize
 
 BANDWIDTH = 1e9  # bytes/s
 W, X = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import jax_compat
 from autopar.api import parallelize
-from autopar.cluster import Cluster
 from autopar.cost_models.reductions import KNOWN, REDUCTIONS, combines, family
+from autopar.hardware.cluster import Cluster
 from tests.test_real_programs import assert_equal
 
 pytestmark = pytest.mark.core

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, LogicalMesh
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.resharding import SLICE_SECONDS, Resharding, reshard_time
-from autopar.layout import PARTIAL, REPLICATED, steps
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.layout import PARTIAL, REPLICATED, steps
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 SIZE = 2.0**20

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cluster import LogicalMesh
-from autopar.graph import Graph
-from autopar.passes.intra_op import Model
-from autopar.passes.memory_rows import Row
-from autopar.passes.problem import Floats, Ints
-from autopar.passes.strategies import share, shares
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.passes.intra_op.build import Model
+from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.passes.memory.constraint import Row
+from autopar.passes.op_groups.strategies import share, shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)

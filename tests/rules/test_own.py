@@ -18,12 +18,13 @@ from jax import lax
 from jax.extend import random as jax_random
 from jax.sharding import NamedSharding
 
-from autopar import hlo, jax_compat
-from autopar.graph import Op
-from autopar.layout import spec
+from autopar import jax_compat
+from autopar.ir.graph import Op
+from autopar.ir.layout import spec
+from autopar.ir.trace import trace
 from autopar.rules import Rule, rules_of
 from autopar.rules.own import LOCAL, OWN_RULES
-from autopar.trace import trace
+from autopar.verification import hlo
 from tests.real_programs import array
 from tests.test_real_programs import values
 

@@ -17,9 +17,9 @@ from jax.interpreters import mlir
 import autopar
 from autopar.api import parallelize
 from autopar.errors import RuleError
+from autopar.ir.trace import trace
 from autopar.rules import registry, rules_of
 from autopar.rules.inherent import UNKNOWN
-from autopar.trace import trace
 from tests.real_programs import array
 
 scaled_product = Primitive("scaled_product")

@@ -14,9 +14,9 @@ from jax.scipy import linalg as scipy_linalg
 import autopar
 from autopar.api import parallelize
 from autopar.bench.equal_case import dear
+from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from autopar.rules.inherent import REASONS, UNKNOWN
-from autopar.trace import trace
 from tests.real_programs import array
 from tests.test_real_programs import assert_equal
 

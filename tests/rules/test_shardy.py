@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 from autopar import rules as rules_package
+from autopar.ir.trace import trace
 from autopar.rules import Reader, rules_of
 from autopar.rules.shardy import read_rules
-from autopar.trace import trace
 from tests.real_programs import PROGRAMS, array
 
 X, Y, B = array(8, 4), array(4, 6), array(2, 8, 4)

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from autopar.runtime import PipelineStep
-from autopar.runtime.run import Stash
+from autopar.runtime.executor import Stash
 from autopar.schedules import SCHEDULES, Instruction, Size, bounds
 from autopar.zoo import build as zoo
 from tests.runtime.test_runtime import pipeline

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError, MeshError, StageError
-from autopar.passes.layers import find
+from autopar.ir.trace import trace
+from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
-from autopar.passes.stages import divide
+from autopar.passes.stages.divide import divide
 from autopar.runtime import PipelineStep, build
 from autopar.schedules import Size, bounds, check, make
-from autopar.trace import trace
 from autopar.zoo import build as zoo
 from tests.passes.microbatch import batch_programs as programs
 

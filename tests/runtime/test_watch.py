@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import executables
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
+from autopar.runtime import executables
 from autopar.runtime.watch import PATIENCE, VARIABLE, patience, watched
 from tests.real_programs import array
 
@@ -130,7 +130,7 @@ LAPACK = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from autopar.api import parallelize
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
 
 def step(w, x):
     m = jnp.einsum("bij,jk->bik", x, w)

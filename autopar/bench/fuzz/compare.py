@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.differences import absolute, is_inexact, magnitude
+from autopar.verification.differences import absolute, is_inexact, magnitude
 
 TOLERANCE = 1e-9
 #: A difference counts as noise up to so many times what the plain step differs from itself by.

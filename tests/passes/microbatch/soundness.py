@@ -36,14 +36,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.graph import Graph, Region
-from autopar.microbatches import Programs
+from autopar.codegen.microbatch_loop import Programs
+from autopar.ir.graph import Graph, Region
+from autopar.ir.trace import trace
 from autopar.passes.microbatch import regions, table
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.regions import Body
 from autopar.passes.microbatch.rule_types import Case, Entry, Passes
 from autopar.passes.microbatch.states import INVARIANT, KINDS, ZERO, Invariant, Kind, Partial, Split, State
-from autopar.trace import trace
 from tests.passes.microbatch.samples import DTYPES, EXTENTS, USES, Use
 
 COUNT = 2

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import jax_compat
+from autopar.codegen.microbatch_loop import Programs, split_step, take, untake
 from autopar.errors import ArgumentError, MicrobatchError
-from autopar.graph import Graph
-from autopar.microbatches import Programs, split_step, take, untake
+from autopar.ir.graph import Graph
+from autopar.ir.trace import trace
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.microbatch.states import Partial, Split, local_shape
-from autopar.trace import trace
 from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs
 

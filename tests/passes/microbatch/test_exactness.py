@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.codegen.microbatch_loop import Programs
 from autopar.errors import MicrobatchError
-from autopar.microbatches import Programs
-from autopar.passes import layers, remat
+from autopar.ir.trace import trace
+from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import Microbatches, split
-from autopar.trace import trace
+from autopar.passes.remat import rewrite as remat
 from tests.passes.microbatch import batch_programs as programs
 
 BITS = np.random.default_rng(0).integers(0, 1 << 20, (4, 3)).astype(np.int32)
@@ -188,7 +189,7 @@ def test_recomputed_totals_are_those_of_the_forward_pass(name: str, sweeps: int,
     step = programs.EXACT[name]
     args = programs.arguments(name, step)
     graph = trace(step, *args).graph
-    again = remat.rewrite(graph, [policy] * len(layers.find(graph).layers))
+    again = remat.rewrite(graph, [policy] * len(layers_pass.find(graph).layers))
     found = split(again, 2)
     assert len(found.sweeps) == sweeps
     got = Programs(found).step(jax.tree.leaves(args))

@@ -1,0 +1,28 @@
+"""What default precision does to the operands of products.
+
+A matrix unit for bfloat16 rounds float32 operands unless a product asks for more (`jax.lax.Precision`). A compiler that
+rounds them before it moves them moves half the bytes: `Device.rounds_operands` prices that, and
+`autopar.verification.lowering.narrowed` expects it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.graph import Op, Type
+
+#: Operations on the matrix unit.
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def rounds(op: Op, operand: Type) -> bool:
+    """True if default precision rounds this operand of an operation to bfloat16."""
+    if op.name not in PRODUCTS or operand.dtype != "float32":
+        return False
+    given = op.params["precision"]
+    return all(p is None or p.name == "DEFAULT" for p in (given if isinstance(given, tuple) else (given,)))
+
+
+def rounded(type_: Type) -> Type:
+    """The type that such an operand is rounded to."""
+    return replace(type_, dtype="bfloat16", itemsize=2)

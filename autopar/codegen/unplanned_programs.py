@@ -1,0 +1,114 @@
+"""Programs as the step in stages has them, with layouts at their borders given by a function, and none inside.
+
+XLA propagates what the borders say, and adds up gradients over devices in every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.codegen.microbatch_loop import Accumulator, Programs
+from autopar.codegen.stage_shardings import Values
+from autopar.ir.train_state import match_state
+from autopar.passes.microbatch.programs import Sweep, Total
+from autopar.passes.stages.divide import Stages
+from autopar.runtime.layouts import Layouts
+from autopar.schedules.instructions import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Plain:
+    """`Places` and `Bodies` of layouts by (stage, value)."""
+
+    stages: Stages
+    meshes: tuple[Mesh, ...]
+    layouts: Layouts
+
+    # Places
+
+    def everywhere(self, stage: int) -> NamedSharding:
+        return NamedSharding(self.meshes[stage], PartitionSpec())
+
+    def value(self, stage: int, value: int) -> NamedSharding:
+        return NamedSharding(self.meshes[stage], self.layouts(stage, value))
+
+    def whole(self, stage: int, value: int) -> NamedSharding:
+        return self.argument(stage, value)
+
+    def argument(self, stage: int, value: int) -> NamedSharding:
+        return self.everywhere(stage) if value in self.stages.split.batch else self.value(stage, value)
+
+    def blocks(self, stage: int, value: int) -> NamedSharding:
+        return NamedSharding(self.meshes[stage], PartitionSpec(None, *self.layouts(stage, value)))
+
+    def total(self, stage: int, value: int) -> NamedSharding:
+        stacked = self.accumulator(stage, value).stacks
+        return self.value(stage, value) if stacked else self.everywhere(stage)
+
+    def ended(self, number: int, value: int) -> NamedSharding:
+        return self.everywhere(self.stages.updates.programs[number].stage)
+
+    def read(self, number: int, value: int) -> NamedSharding:
+        return self.everywhere(self.stages.updates.programs[number].stage)
+
+    def result(self, number: int, value: int) -> NamedSharding:
+        """The state comes out as it goes in."""
+        stage, known = self.stages.updates.programs[number].stage, self._carried.get(value)
+        return self.everywhere(stage) if known is None else self.argument(stage, known)
+
+    @cached_property
+    def _carried(self) -> Mapping[Any, int]:
+        """New value of an argument -> the argument."""
+        split = self.stages.split
+        return {split.flat.outputs[out]: split.graph.inputs[i] for out, i in match_state(split.graph).items()}
+
+    # Bodies
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.stages.split)
+
+    @cached_property
+    def _totals(self) -> Mapping[int, Total]:
+        return {t.value: t for stage in self.stages.stages for one in stage.passes.values() for t in one.totals}
+
+    @cached_property
+    def _constants(self) -> Mapping[int, Any]:
+        """Arrays that the step closes over, wherever they lie."""
+        return {v: unplaced(array) for v, array in self.stages.split.flat.constants}
+
+    def accumulator(self, stage: int, total: int) -> Accumulator:
+        return self._programs.accumulator(self._totals[total])
+
+    def begin(self, stage: int, arguments: Values) -> Values:
+        prologue = self.stages.stages[stage].prologue
+        return self._programs.after(Sweep((), (), prologue), {**self._constants, **arguments}, ())
+
+    def run(
+        self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        one = self.stages.stages[stage].passes[kind]
+        wanted = tuple(Total(v, "last") for v in (*(t.value for t in one.totals), *one.writes))
+        made = self._programs.loop(Sweep(one.ops, wanted, ()), {**self._constants, **whole}, local, index)
+        return made[: len(one.totals)], made[len(one.totals) :]
+
+    def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
+        update = self.stages.updates.programs[number]
+        ended = [totals[t.value] for t in update.totals]
+        known = {**self._constants, **arguments, **reads}
+        made = self._programs.after(Sweep((), update.totals, update.ops), known, ended)
+        return tuple(made[v] for v in update.writes)
+
+
+def unplaced(array: Any) -> Any:
+    """An array that a program may close over, wherever it lies."""
+    extended = jnp.issubdtype(jax.typeof(array).dtype, jax.dtypes.extended)
+    return array if extended else np.asarray(array)

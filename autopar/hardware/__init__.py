@@ -1,0 +1,7 @@
+"""Devices and links: presets, cluster files, the machine at hand, and meshes over them.
+
+    in     a preset's name, a TOML file, or the devices that JAX sees
+    out    Cluster, and its LogicalMesh with the links of every axis
+
+Read `cluster` first.
+"""

@@ -1,0 +1,82 @@
+"""Clusters of unequal groups: as a whole as slow as their slowest parts.
+
+Every device does the same share of a program that spans groups, and a collective ends with its last message, so
+
+    rate of a dtype       the smallest peak x efficiency of any group             -> slowest_device
+    memory                the smallest
+    links                 the slowest in a host, the slowest between hosts        -> join
+
+Groups whose hosts differ in size are counted in hosts of the greatest common size; that prices some neighbours of one
+host as if they were on two, never the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import ClusterError
+from autopar.hardware.cluster import Cluster, Device
+from autopar.hardware.links import Level, Link, slowest
+
+
+def slowest_device(devices: Sequence[Device]) -> Device:
+    """What each of the devices can do at least; its rates times its efficiency are the smallest of theirs."""
+    if len(set(devices)) == 1 and all(d.peak_flops == devices[0].peak_flops for d in devices):
+        return devices[0]
+    efficiency = min(d.efficiency for d in devices)
+    dtypes = dict.fromkeys(dtype for d in devices for dtype in d.peak_flops)
+    rates = {dtype: min(d.peak(dtype) * d.efficiency for d in devices) / efficiency for dtype in dtypes}
+    rows, columns, contracted = (max(extents) for extents in zip(*(d.half_rate_extents for d in devices), strict=True))
+    return replace(
+        devices[0],
+        name=" + ".join(dict.fromkeys(d.name for d in devices)),
+        peak_flops=rates,
+        memory_bandwidth=min(d.memory_bandwidth for d in devices),
+        memory_bytes=min(d.memory_bytes for d in devices),
+        kernel_overhead=max(d.kernel_overhead for d in devices),
+        efficiency=efficiency,
+        reduce_scatter=all(d.reduce_scatter for d in devices),
+        rounds_operands=all(d.rounds_operands for d in devices),
+        tile=max(d.tile for d in devices),
+        overlap=min(d.overlap for d in devices),
+        bucket_bytes=min(d.bucket_bytes for d in devices),
+        combines=tuple(k for k in devices[0].combines if all(k in d.combines for d in devices)),
+        half_rate_extents=(rows, columns, contracted),
+        host_bandwidth=min(d.host_bandwidth for d in devices),
+        host_memory_bytes=min(d.host_memory_bytes for d in devices),
+    )
+
+
+def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | None = None) -> Cluster:
+    """One cluster of `groups`, its devices theirs one after the other; see `Cluster.joined`."""
+    for group in groups:
+        if not isinstance(group, Cluster):
+            raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
+    if not groups:
+        raise ClusterError(f"Cluster {name!r} has no groups; it needs at least one.")
+    unit = math.gcd(*(_inside(g) for g in groups))
+    between = [g.inter for g in groups] + ([inter] if inter else [])
+    return Cluster(
+        name or " + ".join(f"{g.hosts} x {g.name}" for g in groups),
+        slowest_device([g.device for g in groups]),
+        sum(g.num_devices for g in groups) // unit,
+        unit,
+        _slowest_of([_within(g) for g in groups]),
+        _slowest_of(between),
+        groups=groups,
+    )
+
+
+def _inside(group: Cluster) -> int:
+    """Devices that the link inside a host joins; all of a torus."""
+    return group.num_devices if group.axis_levels else group.devices_per_host
+
+
+def _within(group: Cluster) -> Link:
+    return slowest(group.axis_levels) if group.axis_levels else group.intra
+
+
+def _slowest_of(links: Sequence[Link]) -> Link:
+    return slowest([Level(2, link) for link in links])

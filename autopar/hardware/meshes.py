@@ -1,0 +1,137 @@
+"""From what the user gives as `mesh` and `cluster` to meshes to plan for and devices to run on.
+
+`mesh` may be a jax Mesh, an AbstractMesh, a tuple of sizes, a {name: size}, or None: then every factorisation of the
+cluster into up to two axes is a candidate, and its prime factorisation if that has three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import jax_compat
+from autopar.errors import MeshError
+from autopar.hardware.cluster import Cluster, LogicalMesh
+
+#: The cluster that prices a mesh of devices that are not there, when none is named.
+DEFAULT_PRESET = "dgx-h100"
+MOST_DEVICES = 2**24  # of a mesh: a hundred times those of the largest clusters
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A mesh to plan for; `devices` (array in mesh shape) when the user gave a concrete one."""
+
+    logical: LogicalMesh
+    cluster: Cluster
+    devices: Any = None
+
+
+def targets(mesh: Any, cluster: Cluster | None, *, local: bool) -> tuple[Target, ...]:
+    """The candidate meshes.
+
+    Args:
+        mesh: see the module's text.
+        cluster: what prices the mesh; None: the local devices if `local`, else `DEFAULT_PRESET`.
+        local: the plan is to run here.
+
+    Raises:
+        MeshError: the mesh is none, or its size is not the cluster's.
+    """
+    sizes, names, devices = _read(mesh)
+    if sizes is None:
+        found = cluster or Cluster.local()
+        return _distinct([Target(found.logical_mesh(s), found) for s in factorisations(found.num_devices)])
+    found = cluster or _default_cluster(sizes, local)
+    return (Target(found.logical_mesh(sizes, names), found, devices),)
+
+
+def _distinct(candidates: Sequence[Target]) -> tuple[Target, ...]:
+    """Without meshes that are others with their axes renamed: where all links are alike, (4, 2) is (2, 4)."""
+    seen: dict[str, Target] = {}
+    for target in candidates:
+        axes = zip(target.logical.sizes, target.logical.links, target.logical.levels, strict=True)
+        seen.setdefault(str(sorted(map(str, axes))), target)
+    return tuple(seen.values())
+
+
+def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, Any]:
+    if mesh is None:
+        return None, None, None
+    if isinstance(mesh, Mapping):
+        return _sizes(tuple(mesh.values()), mesh), _names(mesh), None
+    if isinstance(mesh, tuple | list):
+        return _sizes(tuple(mesh), mesh), None, None
+    if hasattr(mesh, "axis_names") and hasattr(mesh, "axis_sizes"):
+        devices = mesh.devices if jax_compat.is_concrete_mesh(mesh) else None
+        _sizes(tuple(mesh.axis_sizes), mesh)
+        return tuple(mesh.axis_sizes), tuple(mesh.axis_names), devices
+    raise MeshError(f"mesh={mesh!r} is no jax Mesh, AbstractMesh, tuple of sizes or {{name: size}}")
+
+
+def _sizes(sizes: tuple[Any, ...], mesh: Any) -> tuple[int, ...]:
+    if not sizes or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in sizes):
+        raise MeshError(f"mesh={mesh!r}: sizes must be integers of at least 1")
+    if math.prod(sizes) > MOST_DEVICES:
+        raise MeshError(f"mesh={mesh!r:.60} has more than {MOST_DEVICES:,} devices")
+    return sizes
+
+
+def _names(mesh: Mapping[Any, Any]) -> tuple[str, ...]:
+    if any(not isinstance(name, str) or not name for name in mesh):
+        raise MeshError(f"mesh={mesh!r}: axis names must be strings")
+    return tuple(mesh)
+
+
+def _default_cluster(sizes: tuple[int, ...], local: bool) -> Cluster:
+    count = math.prod(sizes)
+    if local:
+        here = Cluster.local()
+        if count > here.num_devices:
+            raise MeshError(
+                f"mesh {sizes} needs {count} devices, but only {here.num_devices} are here ({here.name}). "
+                "Give a smaller mesh, or on CPU set jax.config.update('jax_num_cpu_devices', n) before the first use."
+            )
+        if count == here.num_devices:
+            return here
+        return here.part(0, count) if here.axis_levels else replace(here, hosts=1, devices_per_host=count)
+    preset = Cluster.preset(DEFAULT_PRESET)
+    inside = math.gcd(count, preset.devices_per_host)
+    return replace(preset, hosts=count // inside, devices_per_host=inside)
+
+
+def factorisations(count: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of meshes of this many devices: one axis, every ordered pair, and three primes."""
+    pairs = [(a, count // a) for a in range(2, count) if count % a == 0]
+    primes = _primes(count)
+    return ((count,), *pairs, *((primes,) if len(primes) == 3 else ()))
+
+
+def _primes(n: int) -> tuple[int, ...]:
+    found: list[int] = []
+    p = 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return tuple(found)
+
+
+def concrete(target: Target) -> Any:
+    """Devices in the shape of the mesh. MeshError if there are too few."""
+    import jax
+    import numpy as np
+
+    if target.devices is not None:
+        return target.devices
+    devices = jax.devices()
+    sizes = target.logical.sizes
+    if len(devices) < math.prod(sizes):
+        raise MeshError(
+            f"mesh {sizes} of cluster '{target.cluster.name}' needs {math.prod(sizes)} devices to run on, but only "
+            f"{len(devices)} are here. autopar.plan and .plan(...) plan for it without devices."
+        )
+    return np.array(devices[: math.prod(sizes)]).reshape(sizes)

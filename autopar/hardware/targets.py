@@ -1,0 +1,89 @@
+"""What the command line plans: a zoo name, or `file.py:function` whose function() returns (train_step, example_args).
+
+fn, args = load("llama3-8b", batch=64)
+fn, args = load("train.py:example")
+cluster("dgx-h100", hosts=None, mesh=(32, 8))       as many hosts as the mesh needs
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autopar import zoo
+from autopar.errors import ArgumentError
+from autopar.hardware.cluster import Cluster
+
+Loaded = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def load(
+    target: str,
+    *,
+    layers: int | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+) -> Loaded:
+    """(step, arguments); the arguments of a zoo model are ShapeDtypeStructs.
+
+    Raises:
+        ArgumentError: an unknown name, a file or function that is not there, fails or returns something else, or sizes
+            for a file.
+    """
+    file, colon, name = target.rpartition(":")
+    if not colon:
+        model = zoo.build(target, layers=layers, batch=batch, seq=seq)
+        return model.step, model.abstract_args()
+    if (layers, batch, seq) != (None, None, None):
+        raise ArgumentError(f"layers, batch and seq change zoo models only, not {target!r}")
+    return _from_file(Path(file), name)
+
+
+def _from_file(path: Path, name: str) -> Loaded:
+    function = getattr(_module(path), name, None)
+    if not callable(function):
+        raise ArgumentError(f"{path} has no function {name!r}")
+    found = _called(path, f"{name}()", function)
+    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple | list)):
+        raise ArgumentError(f"{name}() of {path} must return (train_step, example_args), got {found!r:.100}")
+    return found[0], tuple(found[1])
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ArgumentError(f"{path} is no Python file; a target is a zoo name or file.py:function")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # as `python file.py` would: the file may import its neighbours
+    sys.modules[path.stem] = module
+    try:
+        _called(path, "importing it", partial(spec.loader.exec_module, module))
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _called(path: Path, what: str, run: Callable[[], Any]) -> Any:
+    """What a user's file does without arguments; the cause of an ArgumentError is the file's own error."""
+    try:
+        return run()
+    except Exception as error:
+        raise ArgumentError(f"{path}: {what} fails: {type(error).__name__}: {error}") from error
+
+
+def cluster(name: str, hosts: int | None, mesh: Sequence[int] | None) -> Cluster:
+    """A preset, or the cluster of a TOML file. Without `hosts`, as many of a preset as the mesh needs, or one.
+
+    Raises:
+        ClusterError: an unknown preset, or a file that does not read.
+    """
+    if name.endswith(".toml"):
+        return Cluster.from_toml(name, hosts)
+    one = Cluster.preset(name)
+    needed = math.prod(mesh) // one.devices_per_host if mesh else 1
+    return Cluster.preset(name, hosts=hosts or max(1, needed))

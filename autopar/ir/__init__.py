@@ -1,0 +1,7 @@
+"""The program that all passes share: a function as traced, its arguments, its shardings.
+
+    in     a Python function and its arguments
+    out    Traced: Graph (operations, regions, types), pytrees, pins of Explicit meshes
+
+Read `graph` first, then `trace` and `layout`.
+"""

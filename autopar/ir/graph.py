@@ -1,0 +1,313 @@
+"""The program as autopar sees it: operations in static single assignment form, with regions for loops and branches.
+
+A value is an integer; `Graph.types[value]` is its type. An operation takes atoms (values or literals) and defines
+values; `scan`, `while`, `cond`, rematerialised bodies and unknown higher-order primitives hold regions, whose values
+are numbered in the same space, so one flat array can hold a fact about every value of the program.
+
+The printed form (`Graph.__str__`) is what tests are written in:
+
+    graph(%0: f32[8,4] "w", %1: f32[2,8] "x") {
+      %2: f32[2,4] = dot_general(%1, %0)  # forward model.py:3
+      return %2
+    }
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from autopar.errors import GraphError
+
+Phase = Literal["forward", "backward", "update"]
+PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+
+_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """Shape and dtype name of one value. Extended dtypes (typed PRNG keys) keep their own name, as "key<fry>".
+
+    Attributes:
+        size: number of elements.
+        nbytes: bytes of the whole value on one device.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    size: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "nbytes", self.size * self.itemsize)
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def __str__(self) -> str:
+        name = self.dtype
+        for long, short in _SHORT.items():
+            if name.startswith(long):
+                name = short + name[len(long) :]
+                break
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A literal operand; `value` is what JAX holds (a scalar, in practice)."""
+
+    value: Any
+    type: Type
+
+    def __str__(self) -> str:
+        return f"{np.asarray(self.value)!s}" if self.type.rank == 0 else f"const {self.type}"
+
+
+Atom = int | Constant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A nested body: `inputs` are defined by the operation that holds it, `outputs` are atoms of the body."""
+
+    name: str
+    inputs: tuple[int, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Atom, ...]
+    constants: tuple[tuple[int, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """One operation.
+
+    Attributes:
+        index: position in program order, unique in the graph; codegen tags what it emits with it.
+        name: JAX's name of the primitive.
+        signature: operations with equal signatures have equal primitive, parameters and operand types.
+        inputs, outputs: atoms read, values defined.
+        equation: the JAX equation, opaque to every pass; codegen binds it again.
+        name_stack: JAX's name stack, enclosing calls included.
+        regions: nested bodies; empty for leaves.
+        trips: how often the regions run, None when only known at run time.
+        source: the user's "file.py:line", empty if none.
+    """
+
+    index: int
+    name: str
+    signature: int
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    equation: Any
+    name_stack: Any
+    phase: Phase
+    source: str
+    regions: tuple[Region, ...] = ()
+    trips: int | None = 1
+
+    @property
+    def tag(self) -> str:
+        return f"op{self.index}"
+
+    def walk(self) -> Iterator[Op]:
+        """It and every operation in its regions, outer before inner, in program order."""
+        yield self
+        for region in self.regions:
+            for op in region.ops:
+                yield from op.walk()
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The primitive's parameters."""
+        return self.equation.params
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How often parts of a program run per step where that is not once, as the passes of a pipeline stage do.
+
+    Attributes:
+        ops: index of a top-level operation -> executions per step.
+        inputs: argument value -> how often it comes anew.
+        results: position -> how often it is handed out.
+    """
+
+    ops: Mapping[int, int]
+    inputs: Mapping[int, int]
+    results: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A traced program.
+
+    Attributes:
+        types: type of every value.
+        inputs: the argument leaves, in flattening order.
+        input_paths: path of each, such as "state/params/w".
+        outputs, output_paths: likewise for results.
+        constants: values that the function closed over, with their arrays.
+        ops: top-level operations in program order.
+        effects: names of side effects that the program has (debug prints, callbacks).
+        repeats: None where all of it runs once per step.
+        carried: results that are the next step's arguments, position -> position; None: those that paths tell
+            (`autopar.ir.train_state`).
+    """
+
+    types: tuple[Type, ...]
+    inputs: tuple[int, ...]
+    input_paths: tuple[str, ...]
+    outputs: tuple[Atom, ...]
+    output_paths: tuple[str, ...]
+    constants: tuple[tuple[int, Any], ...]
+    ops: tuple[Op, ...]
+    effects: tuple[str, ...] = ()
+    repeats: Repeats | None = None
+    carried: Mapping[int, int] | None = None
+
+    def type_of(self, atom: Atom) -> Type:
+        return self.types[atom] if isinstance(atom, int) else atom.type
+
+    def walk(self) -> Iterator[Op]:
+        """Every operation, regions included, outer before inner, in program order."""
+        return iter(self._all)
+
+    @cached_property
+    def _all(self) -> tuple[Op, ...]:
+        return tuple(inner for op in self.ops for inner in op.walk())
+
+    @cached_property
+    def by_index(self) -> Mapping[int, Op]:
+        return {op.index: op for op in self.walk()}
+
+    @cached_property
+    def names(self) -> Mapping[int, str]:
+        """Path of each argument value."""
+        return dict(zip(self.inputs, self.input_paths, strict=True))
+
+    def __str__(self) -> str:
+        return "\n".join(_print_graph(self)) + "\n"
+
+
+# Printing
+
+
+def _atom(atom: Atom) -> str:
+    return f"%{atom}" if isinstance(atom, int) else str(atom)
+
+
+def _print_graph(graph: Graph) -> Iterator[str]:
+    heads = [f'%{v}: {graph.types[v]} "{p}"' for v, p in zip(graph.inputs, graph.input_paths, strict=True)]
+    yield f"graph({', '.join(heads)}) {{"
+    yield from _print_body(graph, graph.constants, graph.ops, graph.outputs, "  ")
+    yield "}"
+
+
+def _print_body(
+    graph: Graph, constants: tuple[tuple[int, Any], ...], ops: tuple[Op, ...], outputs: tuple[Atom, ...], indent: str
+) -> Iterator[str]:
+    for value, _ in constants:
+        yield f"{indent}%{value}: {graph.types[value]} = constant"
+    for op in ops:
+        yield from _print_op(graph, op, indent)
+    yield f"{indent}return {', '.join(map(_atom, outputs))}"
+
+
+def _print_op(graph: Graph, op: Op, indent: str) -> Iterator[str]:
+    outs = ", ".join(f"%{v}: {graph.types[v]}" for v in op.outputs)
+    head = f"{indent}{outs}{' = ' if outs else ''}{op.name}({', '.join(map(_atom, op.inputs))})"
+    trips = "" if not op.regions or op.trips == 1 else f" x{'?' if op.trips is None else op.trips}"
+    yield f"{head}{trips}  # {op.phase}{' ' if op.source else ''}{op.source}"
+    for region in op.regions:
+        args = ", ".join(f"%{v}: {graph.types[v]}" for v in region.inputs)
+        yield f"{indent}  {region.name}({args}) {{"
+        yield from _print_body(graph, region.constants, region.ops, region.outputs, indent + "    ")
+        yield f"{indent}  }}"
+
+
+# The verifier: its checks are data, each a name and a generator of complaints.
+
+
+def _defined_once(graph: Graph) -> Iterator[str]:
+    seen: dict[int, str] = {}
+    for value, where in _definitions(graph):
+        if value in seen:
+            yield f"%{value} is defined by {seen[value]} and again by {where}"
+        seen[value] = where
+
+
+def _definitions(graph: Graph) -> Iterator[tuple[int, str]]:
+    yield from ((v, "the arguments") for v in graph.inputs)
+    yield from ((v, "the constants") for v, _ in graph.constants)
+    for op in graph.walk():
+        yield from ((v, f"op{op.index} {op.name}") for v in op.outputs)
+        for region in op.regions:
+            yield from ((v, f"op{op.index} {region.name}") for v in (*region.inputs, *(c for c, _ in region.constants)))
+
+
+def _defined_before_use(graph: Graph) -> Iterator[str]:
+    top = {*graph.inputs, *(v for v, _ in graph.constants)}
+    yield from _undefined_uses(graph.ops, graph.outputs, top, "the graph")
+
+
+def _undefined_uses(ops: tuple[Op, ...], outputs: tuple[Atom, ...], known: set[int], where: str) -> Iterator[str]:
+    known = set(known)
+    for op in ops:
+        yield from (
+            f"op{op.index} {op.name} reads %{a} before it is defined" for a in sorted(_values(op.inputs) - known)
+        )
+        for region in op.regions:
+            inner = known | set(region.inputs) | {v for v, _ in region.constants}
+            yield from _undefined_uses(region.ops, region.outputs, inner, f"op{op.index} {region.name}")
+        known |= set(op.outputs)
+    yield from (f"{where} returns %{a}, which is not defined" for a in sorted(_values(outputs) - known))
+
+
+def _values(atoms: tuple[Atom, ...]) -> set[int]:
+    return {a for a in atoms if isinstance(a, int)}
+
+
+def _typed(graph: Graph) -> Iterator[str]:
+    yield from (f"%{v} has no type" for v, _ in _definitions(graph) if not 0 <= v < len(graph.types))
+
+
+def _ordered(graph: Graph) -> Iterator[str]:
+    last = -1
+    for op in graph.walk():
+        if op.index <= last:
+            yield f"op{op.index} {op.name} stands after op{last}"
+        last = op.index
+
+
+def _paths(graph: Graph) -> Iterator[str]:
+    if len(graph.inputs) != len(graph.input_paths):
+        yield f"{len(graph.inputs)} arguments but {len(graph.input_paths)} paths"
+    if len(graph.outputs) != len(graph.output_paths):
+        yield f"{len(graph.outputs)} results but {len(graph.output_paths)} paths"
+
+
+CHECKS: tuple[tuple[str, Callable[[Graph], Iterator[str]]], ...] = (
+    ("every value is defined once", _defined_once),
+    ("every value is defined before it is used", _defined_before_use),
+    ("every value has a type", _typed),
+    ("operations are numbered in program order", _ordered),
+    ("arguments and results have paths", _paths),
+)
+
+
+def verify(graph: Graph) -> Graph:
+    """The graph itself, if it keeps every invariant of `CHECKS`; GraphError naming the first breach otherwise."""
+    for title, check in CHECKS:
+        for complaint in check(graph):
+            raise GraphError(f"the graph breaks '{title}': {complaint}")
+    return graph

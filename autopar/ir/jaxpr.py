@@ -1,0 +1,276 @@
+"""From a jaxpr to a Graph.
+
+    calls (jit, custom_jvp_call, ...)     inlined with fresh values: one jaxpr may be called often    -> _inline
+    what only steers differentiation      no operation: its result is its operand                     -> SAME_VALUES
+    scan, while, cond, rematerialisation  operations with regions                                     -> _regions
+    anything else                         one operation; an unknown higher-order primitive keeps its body opaque
+
+Phases come from JAX's name stacks: `transpose(` is the backward pass, `jvp(` the forward pass under differentiation;
+an operation with neither is forward while differentiated operations still follow, and update afterwards (`_finish`).
+An operation inside a library's function has the source line of the call in the user's own code (`_source`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import TraceError
+from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
+
+#: Primitives whose result is their operand once a program is differentiated. Two names for one value would have it
+#: moved twice.
+SAME_VALUES = ("stop_gradient",)
+
+
+@dataclass
+class _Builder:
+    """The growing graph; local to `build_graph`."""
+
+    types: list[Type] = field(default_factory=list)
+    signatures: dict[Any, int] = field(default_factory=dict)
+    known: dict[Any, Type] = field(default_factory=dict)
+    constants: list[tuple[int, Any]] = field(default_factory=list)
+    count: int = 0
+
+    def type_of(self, aval: Any) -> Type:
+        key = (aval.shape, aval.dtype) if hasattr(aval, "dtype") else str(aval)
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = type_of_aval(aval)
+        return found
+
+    def value(self, aval: Any) -> int:
+        self.types.append(self.type_of(aval))
+        return len(self.types) - 1
+
+    def signature(self, equation: jex.JaxprEqn, operands: Sequence[Atom]) -> int:
+        types = tuple((self.types[a] if isinstance(a, int) else a.type) for a in operands)
+        literal = tuple(not isinstance(a, int) for a in operands)
+        params = tuple(equation.params.items())
+        key = (equation.primitive.name, params, types, literal)
+        try:
+            hash(key)
+        except TypeError:
+            key = (equation.primitive.name, str(equation.params), types, literal)
+        return self.signatures.setdefault(key, len(self.signatures))
+
+
+def type_of_aval(aval: Any) -> Type:
+    """Type of a JAX abstract value; tokens and other non-arrays become rank-0 values of no bytes."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return Type((), str(aval), 0)
+    extended = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    itemsize = 8 if extended else np.dtype(dtype).itemsize
+    return Type(tuple(aval.shape), str(dtype), itemsize)
+
+
+def build_graph(jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]) -> Graph:
+    """The graph of a closed jaxpr; see the module's text."""
+    return build_programs(jaxpr, input_paths, output_paths)[0]
+
+
+def build_programs(
+    jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]
+) -> tuple[Graph, Mapping[str, range]]:
+    """The graph of a closed jaxpr, and for each named function that it calls the indices of its operations."""
+    b = _Builder()
+    inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
+    env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    constants = _constants(b, jaxpr, env)
+    records: list[_Record] = []
+    programs: dict[str, range] = {}
+    for equation in jaxpr.jaxpr.eqns:
+        first = b.count
+        _emit(b, (equation,), env, records, None, ())
+        if jax_compat.callee(equation) is not None:
+            programs[equation.params.get("name", equation.primitive.name)] = range(first, b.count)
+    outputs = tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars)
+    graph = Graph(
+        tuple(b.types),
+        inputs,
+        tuple(input_paths),
+        outputs,
+        tuple(output_paths),
+        (*constants, *b.constants),
+        _finish(records),
+        jax_compat.effect_names(jaxpr),
+    )
+    return graph, programs
+
+
+def _constants(b: _Builder, jaxpr: jex.ClosedJaxpr, env: dict[Any, Atom]) -> tuple[tuple[int, Any], ...]:
+    found: list[tuple[int, Any]] = []
+    for var, array in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
+        value = b.value(var.aval)
+        env[var] = value
+        found.append((value, array))
+    return tuple(found)
+
+
+def _read(b: _Builder, env: dict[Any, Atom], atom: Any) -> Atom:
+    if isinstance(atom, jex.Literal):
+        return Constant(atom.val, b.type_of(atom.aval))
+    return env[atom]
+
+
+#: Source informations of the calls and loops around an operation, outermost first.
+_Callers = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """An operation before its phase is known: that takes a look at the whole program."""
+
+    index: int
+    equation: jex.JaxprEqn
+    operands: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    stack: Any
+    signature: int
+    mark: Phase | None
+    regions: tuple[tuple[str, tuple[int, ...], tuple[_Record, ...], tuple[Atom, ...], tuple[tuple[int, Any], ...]], ...]
+    trips: int | None
+    callers: _Callers
+
+
+def _emit(
+    b: _Builder,
+    equations: Sequence[jex.JaxprEqn],
+    env: dict[Any, Atom],
+    records: list[_Record],
+    outer: Any,
+    callers: _Callers,
+) -> None:
+    for equation in equations:
+        operands = tuple([_read(b, env, v) for v in equation.invars])
+        stack = equation.source_info.name_stack
+        stack = stack if outer is None else outer + stack
+        inner = jax_compat.callee(equation)
+        if inner is not None:
+            _inline(b, equation, inner, operands, env, records, stack, callers)
+        elif equation.primitive.name in SAME_VALUES:
+            env.update(zip(equation.outvars, operands, strict=True))
+        else:
+            records.append(_record(b, equation, operands, env, stack, callers))
+
+
+def _inline(
+    b: _Builder,
+    equation: jex.JaxprEqn,
+    inner: jex.ClosedJaxpr,
+    operands: tuple[Atom, ...],
+    env: dict[Any, Atom],
+    records: list[_Record],
+    stack: Any,
+    callers: _Callers,
+) -> None:
+    local: dict[Any, Atom] = dict(zip(inner.jaxpr.invars, operands, strict=True))
+    # Closed-over arrays of inner calls become constants of the whole graph.
+    b.constants.extend(_constants(b, inner, local))
+    _emit(b, inner.jaxpr.eqns, local, records, stack, (*callers, equation.source_info))
+    for var, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
+        env[var] = _read(b, local, result)
+
+
+def _record(
+    b: _Builder,
+    equation: jex.JaxprEqn,
+    operands: tuple[Atom, ...],
+    env: dict[Any, Atom],
+    stack: Any,
+    callers: _Callers,
+) -> _Record:
+    index = b.count
+    b.count += 1
+    regions, trips = _regions(b, equation, stack, (*callers, equation.source_info))
+    outputs = tuple([b.value(v.aval) for v in equation.outvars])
+    env.update(zip(equation.outvars, outputs, strict=True))
+    signature = b.signature(equation, operands)
+    record = _Record(index, equation, operands, outputs, stack, signature, _mark(stack), regions, trips, callers)
+    if any(jax_compat.is_reference(v.aval) for v in equation.outvars):
+        raise TraceError(
+            f"a mutable array is made{_at(_source(record))} ({equation.primitive.name}), which autopar does not cut. "
+            "Use x.at[...].set(...), or carry the value through the function."
+        )
+    return record
+
+
+def _at(source: str) -> str:
+    return f" at {source}" if source else ""
+
+
+def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any, callers: _Callers) -> tuple[tuple[Any, ...], int | None]:
+    """The bodies of a higher-order equation that autopar understands, and how often they run."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return (_region(b, "body", params["jaxpr"], stack, callers),), params["length"]
+    if name == "while":
+        return (
+            _region(b, "cond", params["cond_jaxpr"], stack, callers),
+            _region(b, "body", params["body_jaxpr"], stack, callers),
+        ), None
+    if name == "cond":
+        return tuple(_region(b, f"branch{i}", branch, stack, callers) for i, branch in enumerate(params["branches"])), 1
+    if name in jax_compat.REMAT:
+        return (_region(b, "body", jax_compat.close(params["jaxpr"]), stack, callers),), 1
+    return (), 1
+
+
+def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers: _Callers) -> Any:
+    inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
+    env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    constants = _constants(b, jaxpr, env)
+    records: list[_Record] = []
+    _emit(b, jaxpr.jaxpr.eqns, env, records, stack, callers)
+    return name, inputs, tuple(records), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
+
+
+def _mark(stack: Any) -> Phase | None:
+    text = str(stack)
+    if "transpose(" in text:
+        return "backward"
+    return "forward" if "jvp(" in text else None
+
+
+def _finish(records: Sequence[_Record]) -> tuple[Op, ...]:
+    """Operations with their phases: what follows the last differentiated operation is the update."""
+    last = max((i for i, r in enumerate(records) if r.mark is not None), default=len(records))
+    return tuple([_op(r, r.mark or ("forward" if i <= last else "update")) for i, r in enumerate(records)])
+
+
+def _op(record: _Record, phase: Phase) -> Op:
+    regions = tuple(
+        Region(name, inputs, tuple(_op(r, r.mark or phase) for r in records), outputs, constants)
+        for name, inputs, records, outputs, constants in record.regions
+    )
+    return Op(
+        index=record.index,
+        name=record.equation.primitive.name,
+        signature=record.signature,
+        inputs=record.operands,
+        outputs=record.outputs,
+        equation=record.equation,
+        name_stack=record.stack,
+        phase=phase,
+        source=_source(record),
+        regions=regions,
+        trips=record.trips,
+    )
+
+
+def _source(record: _Record) -> str:
+    """The user's line; inside a library's function that of the innermost call in the user's own code."""
+    for source_info in (record.equation.source_info, *reversed(record.callers)):
+        file, line = jax_compat.user_frame(source_info)
+        if file:
+            return f"{os.path.basename(file)}:{line}"
+    return ""

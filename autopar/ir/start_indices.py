@@ -1,0 +1,79 @@
+"""Start indices as XLA wants them: wide enough, and in range.
+
+The operations that read or write at a window clamp where it starts, so that it lies inside their operand (XLA's
+operation semantics, DynamicSlice and Gather):
+
+    start[k]  ->  min(max(start[k], 0), extent[k] - window[k])
+
+XLA's simplifier and partitioner lose that clamp where one window is cut from another, and where the window is cut over
+devices (openxla/xla #49118, #49121, #49122); the process ends where they meet indices of 8 or 16 bits
+("Unsupported indices type", 0.10 and 0.12). A clamp that is part of the program is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from autopar.ir.graph import Op
+
+#: Bytes of the narrowest indices that the partitioner takes.
+NARROWEST = 4
+
+
+def in_range(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Operands of an operation, with the start indices among them clamped and widened; others as they are."""
+    made = _STARTS.get(op.name)
+    return list(operands) if made is None else made(op, operands)
+
+
+def _sliced(op: Op, operands: Sequence[Any]) -> list[Any]:
+    whole, *starts = operands
+    return [whole, *_clamped(starts, _extents(op, 0), op.params["slice_sizes"])]
+
+
+def _updated(op: Op, operands: Sequence[Any]) -> list[Any]:
+    whole, update, *starts = operands
+    return [whole, update, *_clamped(starts, _extents(op, 0), _extents(op, 1))]
+
+
+def _gathered(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Where a gather fills, or promises that no index is out of range, nothing is clamped."""
+    whole, starts = _widened(op, operands)
+    if op.params["mode"] == GatherScatterMode.CLIP:
+        extents, windows = _extents(op, 0), op.params["slice_sizes"]
+        last = [extents[d] - windows[d] for d in op.params["dimension_numbers"].start_index_map]
+        starts = _clip(starts, last[0] if len({*last}) == 1 else last)
+    return [whole, starts]
+
+
+def _widened(op: Op, operands: Sequence[Any]) -> list[Any]:
+    whole, starts, *rest = operands
+    return [whole, starts.astype("int32") if starts.dtype.itemsize < NARROWEST else starts, *rest]
+
+
+def _extents(op: Op, operand: int) -> tuple[int, ...]:
+    """The shape of an operand as the program has it: what is partial has more dimensions while it is emitted."""
+    return op.equation.invars[operand].aval.shape
+
+
+def _clamped(starts: Sequence[Any], extents: Sequence[int], windows: Sequence[int]) -> list[Any]:
+    return [_clip(start, n - w) for start, n, w in zip(starts, extents, windows, strict=True)]
+
+
+def _clip(starts: Any, last: int | Sequence[int]) -> Any:
+    """Starts of 0 to `last`; there is none beyond what their type can say."""
+    most = np.minimum(last, np.iinfo(starts.dtype).max).astype(starts.dtype)
+    return jnp.clip(starts, np.zeros_like(most), most)
+
+
+_STARTS: Mapping[str, Callable[[Op, Sequence[Any]], list[Any]]] = {
+    "dynamic_slice": _sliced,
+    "dynamic_update_slice": _updated,
+    "gather": _gathered,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _widened),
+}

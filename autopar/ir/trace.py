@@ -1,0 +1,300 @@
+"""From a Python function to a Graph.
+
+`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.jaxpr` makes the graph of what it recorded. What
+stops JAX is said in the words of the user's program: the argument's path, the value, the line.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from autopar import jax_compat
+from autopar.errors import ArgumentError, PinError, TraceError
+from autopar.ir import arguments, explicit, mutation
+from autopar.ir.arguments import flatten
+from autopar.ir.graph import Graph
+from autopar.ir.jaxpr import build_graph
+from autopar.ir.reachable import reaches
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A graph with what is needed to call it: the trees of arguments and results.
+
+    Attributes:
+        graph: the program.
+        in_tree, out_tree: trees of arguments and results.
+        in_avals, out_avals: their shapes and types, without shardings.
+        pins: positions of argument leaves -> the cut that their types carry; see `autopar.ir.explicit`.
+        mesh: the Explicit mesh that the arguments lie on, or that was in force; None if there is none.
+    """
+
+    graph: Graph
+    in_tree: Any
+    out_tree: Any
+    in_avals: tuple[jax.ShapeDtypeStruct, ...]
+    out_avals: tuple[jax.ShapeDtypeStruct, ...]
+    pins: Mapping[int, PartitionSpec] = field(default_factory=dict)
+    mesh: Mesh | AbstractMesh | None = None
+
+    def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Leaves of arguments that are built like those that were traced; ArgumentError for others."""
+        found, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.in_tree:
+            raise ArgumentError(f"the step was traced for arguments {self.in_tree}, called with {tree}")
+        return found
+
+
+def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
+    """Trace `fn` on arrays or ShapeDtypeStructs, or what `autopar.ir.arguments` makes of other arguments.
+
+    Raises:
+        ArgumentError: an argument leaf is neither an array nor a number.
+        PinError: arguments lie on different Explicit meshes.
+        TraceError: the function has ordered side effects, leaks tracers, branches on traced values, changes an
+            argument in a way that is lost, or returns what is no array.
+    """
+    dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
+    names = _argument_names(fn, len(args), static_argnums)
+    leaves, in_tree = flatten((dynamic, kwargs), tree_flatten_with_path)
+    paths = tuple(_input_path(path, names) for path, _ in leaves)
+    abstract = [_abstract(leaf, path) for (_, leaf), path in zip(leaves, paths, strict=True)]
+    shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
+    mesh = _explicit_mesh(shardings, paths)
+
+    alive: list[Callable[[], Any]] = []
+
+    def flat(*flat_args: Any) -> Any:
+        alive.append(jax_compat.current_trace())
+        pure = jax.tree.unflatten(in_tree, flat_args)
+        positional, keywords = seen = arguments.inside(pure)
+        found = mutation.before(seen)
+        result = fn(*arguments.merged(args, static_argnums, positional), **keywords)
+        _check_attributes(found, names, _name(fn))
+        written = {_input_path(path, names): x for path, x in mutation.written(found, seen).items()}
+        return _checked_results(arguments.returned(pure, seen, result), _name(fn)), written
+
+    typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
+    jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
+    jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
+    _check_leaks(jaxpr, alive[0], fn)
+    jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
+    out_leaves, out_tree = jax.tree.flatten(out_shape)
+    out_paths = _output_paths(out_shape, names)
+    graph = build_graph(jax_compat.eliminate_dead_code(jaxpr), paths, out_paths)
+    pins = {i: pin for i, s in enumerate(shardings) if (pin := explicit.pin(s, len(abstract[i].shape))) is not None}
+    out_avals = tuple(_typed(leaf, None) for leaf in out_leaves)
+    return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
+
+
+def _check_attributes(found: mutation.Before, names: tuple[str, ...], name: str) -> None:
+    changed = mutation.changed_attribute(found)
+    if changed is not None:
+        path, attribute = changed
+        owner = found.leaves[path]
+        raise TraceError(
+            f"{name} sets the attribute '{attribute}' of '{_input_path(path, names)}' ({type(owner).__name__}), which "
+            "happens once, while it is traced, and not at every step. Keep what changes in arrays that are passed in "
+            "and returned."
+        )
+
+
+def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) -> jex.ClosedJaxpr:
+    """The program without the values written into arguments, its last results; TraceError if one is lost."""
+    if not paths:
+        return jaxpr
+    count = len(jaxpr.jaxpr.outvars) - len(paths)
+    values = jaxpr.jaxpr.outvars[count:]
+    jaxpr = jex.ClosedJaxpr(jaxpr.jaxpr.replace(outvars=jaxpr.jaxpr.outvars[:count]), jaxpr.consts)
+    lost = mutation.lost(jaxpr, values)
+    if lost is not None:
+        made = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
+        file, line = jax_compat.user_frame(made.source_info)
+        raise TraceError(
+            f"{name} writes {lost.aval.str_short()} into its argument '{paths[values.index(lost)]}'"
+            f"{f' at {os.path.basename(file)}:{line}' if file else ''} and neither returns nor uses it. Containers "
+            "that it gets are copies, so the update is lost. Return it, and pass what was returned to the next step."
+        )
+    return jaxpr
+
+
+def _typed(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    """The type of an array that lies so; without a sharding, the type alone."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[str]) -> Mesh | AbstractMesh | None:
+    """The mesh that arguments with shardings in their types lie on; the mesh in force, if it is Explicit."""
+    found = [(s.mesh, path) for s, path in zip(shardings, paths, strict=True) if s is not None]
+    within = jax_compat.explicit_mesh()
+    if found and within is not None and within.shape != found[0][0].shape:
+        raise PinError(
+            f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)}, but the mesh in force is "
+            f"{dict(within.shape)}; set that of the arguments with jax.set_mesh"
+        )
+    for mesh, path in found:
+        if mesh.shape != found[0][0].shape:
+            raise PinError(
+                f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)} and '{path}' on "
+                f"{dict(mesh.shape)}; move them to one mesh with jax.device_put"
+            )
+    return found[0][0] if found else within
+
+
+def is_tracing() -> bool:
+    """Whether `trace` is running a function: then what that calls is planned with it."""
+    return any(frame.f_code is _make_jaxpr.__code__ for frame in jax_compat.frames())
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) -> tuple[Any, Any]:
+    try:
+        jaxpr, out_shape = jax.make_jaxpr(flat, return_shape=True)(*abstract)
+    except _NEEDS_VALUE as error:
+        detail = str(error).split("\n")[0].rstrip(".")
+        raise TraceError(
+            f"{name} needs the value of a traced array{_user_line(error)}: {detail}. "
+            "Use jax.lax control flow or jnp.where, or pass the argument in static_argnums."
+        ) from error
+    except _flax_trace_errors() as error:
+        raise TraceError(
+            f"{name} changes an object of Flax that is no argument of it{_user_line(error)}: "
+            f"{str(error).partition(' (http')[0]}. Pass the module, the optimizer or the nnx.Rngs as an argument."
+        ) from error
+    except jax.errors.UnexpectedTracerError as error:
+        raise TraceError(
+            f"{name} uses a traced value that was kept from an earlier trace{_user_line(error)}. "
+            "Return it from the function that computes it, and pass it as an argument."
+        ) from error
+    except jax_compat.SHARDING_TYPE_ERROR as error:
+        raise TraceError(
+            f"{name} does not fit the shardings that its types carry{_user_line(error)}: {error}. Say what is wanted "
+            "with jax.sharding.reshard or out_sharding, or pass arrays on a mesh with Auto axes."
+        ) from error
+    if jax_compat.has_ordered_effects(jaxpr):
+        raise TraceError(
+            f"{name} has ordered side effects ({', '.join(jax_compat.effect_names(jaxpr))}){_first_effect(jaxpr)}, "
+            "which JAX runs on one device only. Use ordered=False."
+        )
+    return jaxpr, out_shape
+
+
+def _flax_trace_errors() -> tuple[type[Exception], ...]:
+    """What Flax raises where an object from outside of a trace is changed inside; nothing if it is not loaded."""
+    flax = sys.modules.get("flax.errors")
+    return () if flax is None else (flax.TraceContextError,)
+
+
+#: What JAX raises where Python asks for the value of a traced array.
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def _first_effect(jaxpr: jex.ClosedJaxpr) -> str:
+    """ " at file.py:12" of the first operation with a side effect."""
+    frames = [jax_compat.user_frame(e.source_info) for e in jaxpr.jaxpr.eqns if e.effects]
+    return next((f" at {os.path.basename(file)}:{line}" for file, line in frames if file), "")
+
+
+def _checked_results(results: Any, name: str) -> Any:
+    """The results themselves; TraceError naming the first leaf that is no array."""
+    for path, leaf in tree_flatten_with_path(results)[0]:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            where = f" at '{_simple(path)}'" if path else ""
+            raise TraceError(
+                f"{name} returns {type(leaf).__name__} {leaf!r:.60}{where}, which is no array; "
+                "return arrays, numbers or None"
+            ) from None
+    return results
+
+
+def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[..., Any]) -> None:
+    """TraceError if the function uses a traced value from elsewhere, or leaves one behind where it finds it again."""
+    name = _name(fn)
+    for value in jaxpr.consts:
+        if jax_compat.is_tracer(value):
+            raise TraceError(
+                f"{name} uses a traced {jax.typeof(value).str_short()} that is no argument of it: it was kept from an "
+                "earlier trace, or belongs to a function around it. Pass it as an argument."
+            )
+    leak = jax_compat.leaked_value(trace, partial(reaches, fn))
+    if leak is not None:
+        type_, line = leak
+        raise TraceError(
+            f"{name} leaks a traced {type_}{f' computed at {line}' if line else ', an argument'}: it was kept in a "
+            "global, a closure or an object, where it is worth nothing after tracing. Return it instead."
+        )
+
+
+def _user_line(error: BaseException) -> str:
+    """ " at file.py:12" for the innermost frame of the user's code, outside of installed packages, or nothing."""
+    found = ""
+    tb = error.__traceback__
+    while tb is not None:
+        if jax_compat.is_own(tb.tb_frame.f_code.co_filename):
+            found = f" at {os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno}"
+        tb = tb.tb_next
+    return found
+
+
+def _argument_names(fn: Callable[..., Any], count: int, static: Sequence[int]) -> tuple[str, ...]:
+    """A name for every traced positional argument: the parameter's, or its position."""
+    try:
+        params = [p.name for p in inspect.signature(fn).parameters.values() if p.kind in (0, 1)]
+    except (TypeError, ValueError):
+        params = []
+    return tuple(params[i] if i < len(params) else str(i) for i in range(count) if i not in static)
+
+
+def _simple(path: tuple[Any, ...]) -> str:
+    return keystr(path, simple=True, separator="/")
+
+
+def _input_path(path: tuple[Any, ...], names: tuple[str, ...]) -> str:
+    """Path of a leaf of (positional, keywords): the argument's name, then the leaf's path in it."""
+    group, which, *rest = path
+    head = names[which.idx] if group.idx == 0 else str(which.key)
+    return "/".join(part for part in (head, _simple(tuple(rest))) if part)
+
+
+def _output_paths(results: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Paths of the results; what an argument is after the step has the path that it has before."""
+    if not isinstance(results, arguments.Returned):
+        return tuple(_simple(path) for path, _ in tree_flatten_with_path(results)[0])
+    updates, out = (tree_flatten_with_path(tree)[0] for tree in (results.updates, results.out))
+    return tuple(_input_path(path, names) for path, _ in updates) + tuple(_simple(path) for path, _ in out)
+
+
+def _abstract(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return _typed(leaf, None)
+    try:
+        aval = jax.typeof(leaf)
+    except (TypeError, OverflowError) as error:
+        raise ArgumentError(
+            f"argument '{path}' is {type(leaf).__name__} {leaf!r:.60}, which is no array; "
+            "pass arrays or numbers, register its class as a pytree, or name the argument in static_argnums"
+        ) from error
+    if jax_compat.is_reference(aval):
+        raise ArgumentError(f"argument '{path}' is a mutable array {aval.str_short()}; pass its value, ref[...]")
+    return _typed(aval, None)

@@ -1,0 +1,212 @@
+"""The options of `parallelize` and `plan`, checked where they are given.
+
+Each option has a row in `_CHECKS`: what it must be, in words and as a predicate.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import ArgumentError, PinError, ScheduleError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.figures import is_rate
+from autopar.passes.op_groups.constraints import Pins
+from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.remat.choose import CHOICES
+from autopar.passes.solver.optimize import SOLVERS
+from autopar.plans.plan import Plan
+from autopar.schedules import SCHEDULES
+
+#: Schedules that the runtime can walk; "none" is a step without stages.
+RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every option of `parallelize`, checked."""
+
+    cluster: Cluster | None = None
+    mesh: Any = None
+    batch_argnums: tuple[int, ...] | str = "auto"
+    donate_argnums: tuple[int, ...] | str = "auto"
+    static_argnums: tuple[int, ...] = ()
+    memory_budget: float | str | None = None
+    pins: Pins | None = None
+    solver: str = "auto"
+    time_limit: float | None = None
+    gap: float = memory_policy.GAP
+    plan: Plan | None = None
+    progress: bool | None = None
+    remat: str = "auto"
+    offload: str = "auto"
+    num_microbatches: int | str = "auto"
+    stages: int | str = "auto"
+    schedule: str = "auto"
+    per_microbatch: tuple[str, ...] = ()
+
+    @property
+    def pipelined(self) -> bool:
+        """Several stages are asked for, by their number."""
+        return isinstance(self.stages, int) and self.stages > 1
+
+
+def _is_amount(value: Any) -> bool:
+    """A number above zero, infinity among them."""
+    return is_rate(value) or (isinstance(value, float) and value == math.inf)
+
+
+def _is_share(value: Any) -> bool:
+    return value == 0 or (is_rate(value) and value <= 1)
+
+
+def _is_one_of(*choices: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in choices
+
+
+def _is_count(value: Any) -> bool:
+    return _is_one_of("auto")(value) or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+
+
+#: option -> (what it must be, the test of it, the error when it is not)
+_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool], type[ArgumentError | PinError | ScheduleError]]] = {
+    "cluster": (
+        "a Cluster, such as Cluster.preset('dgx-h100') or Cluster.local()",
+        lambda value: value is None or isinstance(value, Cluster),
+        ArgumentError,
+    ),
+    "pins": (
+        "a dict from path globs, 'arg:i' or 'out:i' to PartitionSpecs",
+        lambda value: value is None or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
+        PinError,
+    ),
+    "solver": (" or ".join(map(repr, SOLVERS)), _is_one_of(*SOLVERS), ArgumentError),
+    "time_limit": ("a number of seconds above zero", lambda value: value is None or _is_amount(value), ArgumentError),
+    "gap": ("a relative gap from 0 to 1, such as 0.005", _is_share, ArgumentError),
+    "remat": (" or ".join(map(repr, CHOICES)), _is_one_of(*CHOICES), ArgumentError),
+    "offload": (" or ".join(map(repr, choose_offload.CHOICES)), _is_one_of(*choose_offload.CHOICES), ArgumentError),
+    "num_microbatches": ("'auto' or a number of microbatches", _is_count, ArgumentError),
+    "stages": (
+        "'auto', 'search' or a number of stages",
+        lambda value: _is_one_of("search")(value) or _is_count(value),
+        ArgumentError,
+    ),
+    "schedule": (
+        f"'auto' or {' or '.join(map(repr, RUNNABLE))}",
+        _is_one_of("auto", *RUNNABLE),
+        ScheduleError,
+    ),
+    "progress": ("True, False or None", lambda value: value is None or isinstance(value, bool), ArgumentError),
+    "plan": ("a Plan or the path of one", lambda value: value is None or isinstance(value, Plan), ArgumentError),
+}
+
+
+def settings(options: Mapping[str, Any]) -> Settings:
+    """Options of the public functions, checked.
+
+    Raises:
+        ArgumentError: naming the option, its value and what is available.
+        PinError: pins that are no mapping.
+        PlanMismatchError: `plan` is the path of something else.
+    """
+    known = Settings.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(known))}")
+    found = Settings(**{name: _checked(name, value) for name, value in options.items()})
+    _check_stages(found)
+    return found
+
+
+def written(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], Settings | None]:
+    """The function behind a parallelized one or a parallelized method, all of its arguments, and its options.
+
+    Any other function is as it was written, whatever it wraps, and has no options.
+    """
+    outer: Any = getattr(fn, "__func__", fn)
+    chosen = getattr(outer, "settings", None)
+    if not isinstance(chosen, Settings):
+        return fn, tuple(args), None
+    owner = () if outer is fn else (getattr(fn, "owner", None),)
+    return outer.__wrapped__, (*owner, *args), chosen
+
+
+#: Options that a step in stages does not take yet -> their value when they are not given.
+_OF_ONE_STAGE: Mapping[str, Any] = {"memory_budget": None}
+
+
+def _check_stages(s: Settings) -> None:
+    """Options that fit each other."""
+    if s.stages == 1 and s.schedule not in ("auto", "none"):
+        raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
+    if s.pipelined and s.schedule == "none":
+        choices = ", ".join(map(repr, RUNNABLE[1:]))
+        raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
+    for name, absent in _OF_ONE_STAGE.items():
+        if s.pipelined and getattr(s, name) != absent:
+            raise ArgumentError(f"{name} is not available with stages={s.stages} in this version; leave it out")
+    if s.pipelined and s.offload == choose_offload.ALL:
+        raise ArgumentError(f"offload='all' is not available with stages={s.stages} in this version; leave it out")
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name in ("batch_argnums", "donate_argnums", "static_argnums"):
+        return _positions(name, value)
+    if name == "per_microbatch":
+        return _patterns(name, value)
+    if name == "memory_budget" and value is not None:
+        return budget(value)
+    if name == "plan" and isinstance(value, str | os.PathLike):
+        return Plan.load(value)
+    if name in _CHECKS:
+        wanted, holds, error = _CHECKS[name]
+        if not holds(value):
+            raise error(f"{name}={value!r:.60} must be {wanted}")
+    return value
+
+
+_UNITS: Mapping[str, float] = {
+    "": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def budget(value: Any) -> float | str:
+    """Bytes per device of a `memory_budget`, or "min". ArgumentError for anything else."""
+    if _is_one_of("min")(value):
+        return "min"
+    if _is_amount(value):
+        return float(value)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+        raise ArgumentError(
+            f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
+        )
+    return float(found[1]) * _UNITS[found[2].lower()]
+
+
+def _patterns(name: str, value: Any) -> tuple[str, ...]:
+    """Globs as a tuple; one alone may be given as it is."""
+    found: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(value) if _is_sequence(value) else (None,)
+    if any(not isinstance(pattern, str) or not pattern for pattern in found):
+        raise ArgumentError(
+            f"{name}={value!r:.60} must be globs of source lines, such as 'model.py:30', of scopes or of operations"
+        )
+    return found
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _positions(name: str, value: Any) -> tuple[int, ...] | str:
+    """Positions of arguments as a tuple; "auto" where the option knows it."""
+    if isinstance(value, str) and value == "auto" and name != "static_argnums":
+        return value
+    numbers: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise ArgumentError(f"{name}={value!r:.60} must be positions of positional arguments, 0 or more")
+    return tuple(dict.fromkeys(numbers))

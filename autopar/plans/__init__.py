@@ -1,0 +1,7 @@
+"""Plans: what the compiler has decided, as a value that is saved, compared and printed.
+
+    in     the solution of a planner
+    out    Plan; its JSON; tables, pictures and reasons for people
+
+Read `plan` first, then `summary`.
+"""

@@ -1,0 +1,236 @@
+"""Whether the layouts of a plan fit a program: every one names a value that is there, in a way that it can be cut.
+
+    values      have a layout of their own unless they are scalars or made where they are read (`autopar.codegen.emit`);
+                cut dimensions are padded no further than planning allows                          -> _values, _homes
+    uses        sites that read such a value                                                       -> _uses
+    copies      of values, whole                                                                   -> _copies
+    sums        a value is partial along an axis only where an operation leaves it so, and what reads it is linear in
+                it or wants it summed                                                              -> _sums
+
+Layouts that fit never change what is computed, whatever they are, except for those of partial sums: there an array has
+a leading dimension per axis. So these are checked operation by operation, against `autopar.passes.op_groups.unreduced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar import jax_compat
+from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.layout import PARTIAL, Layout, cuts, partial_axes, replicated
+from autopar.passes.op_groups import unreduced
+from autopar.passes.op_groups.strategies import MOST_PADDING
+from autopar.passes.remat.offload import waiting
+from autopar.plans.checks import Complaints, check_all, misfit, unlike
+from autopar.plans.plan import Plan, Stage
+from autopar.plans.schema import FieldError, shown
+from autopar.rules import Rule, rules_of
+
+
+def check_layouts(
+    plan: Plan, number: int, graph: Graph, sizes: Sequence[int], registered: Mapping[str, str] | None
+) -> None:
+    """FieldError for the first layout of a stage that its program cannot have.
+
+    Args:
+        plan: the plan.
+        number: of the stage.
+        graph: its program, as it is executed.
+        sizes: of the axes of its mesh.
+        registered: rules that were registered, by operation.
+    """
+    program = _Program(graph, plan.stages[number], tuple(sizes), registered)
+    try:
+        for check in (_values, _homes, _uses, _copies, _sums):
+            check_all(check(program))
+    except FieldError as error:
+        raise error.within(f"stages[{number}].") from None
+
+
+def check_arguments(plan: Plan, graph: Graph) -> None:
+    """FieldError for the first argument that a plan without stages has in another layout than its program does."""
+    values, whole = plan.stages[0].values, replicated(len(plan.mesh_sizes))
+    check_all(unlike("inputs", plan.inputs, tuple(values.get(v, whole) for v in graph.inputs)))
+    may = waiting(graph, plan.donated) if plan.offloaded else ()
+    for i in plan.offloaded:
+        if i not in may:
+            raise FieldError("state that may wait in the host's memory", plan.input_paths[i], "offloaded")
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A program with the layouts that a plan gives it."""
+
+    graph: Graph
+    stage: Stage
+    sizes: tuple[int, ...]
+    registered: Mapping[str, str] | None
+
+    @cached_property
+    def sites(self) -> Mapping[str, Atom]:
+        """Where values are read: "op12.in0", "op12.body.out1", "out3" -> what is read there."""
+        found: dict[str, Atom] = {f"out{i}": atom for i, atom in enumerate(self.graph.outputs)}
+        for op in self.graph.walk():
+            found.update((f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs))
+            for region in op.regions:
+                found.update((f"{op.tag}.{region.name}.out{j}", atom) for j, atom in enumerate(region.outputs))
+        return found
+
+    @cached_property
+    def makers(self) -> Mapping[int, Op | None]:
+        """Value -> the operation without a body that makes it; None: it enters, or one with a body makes it."""
+        found: dict[int, Op | None] = dict.fromkeys((*self.graph.inputs, *(v for v, _ in self.graph.constants)))
+        for op in self.graph.walk():
+            found.update(dict.fromkeys(op.outputs, None if op.regions else op))
+            for region in op.regions:
+                found.update(dict.fromkeys((*region.inputs, *(v for v, _ in region.constants))))
+        return found
+
+    @cached_property
+    def rules(self) -> Mapping[int, Rule]:
+        """Of the operations that may leave partial sums."""
+        products = tuple(op for op in self.graph.walk() if op.index in self.deferral.products)
+        return rules_of(replace(self.graph, ops=products), self.registered)
+
+    @cached_property
+    def deferral(self) -> unreduced.Deferral:
+        return unreduced.find(self.graph)
+
+    def at(self, atom: Atom, site: str) -> Layout:
+        """The layout of an operand at a site; whole where the plan gives none."""
+        home = self.stage.values.get(atom) if isinstance(atom, int) else None
+        return self.stage.uses.get(site, replicated(len(self.sizes)) if home is None else home)
+
+    def misfit(self, layout: Layout, value: int) -> str:
+        return misfit(layout, self.graph.types[value].shape, self.sizes, MOST_PADDING)
+
+
+def _complaint(field: str, key: int | str, layout: Layout | None, expected: str) -> FieldError:
+    return FieldError(expected, "missing" if layout is None else shown(layout), f"{field}[{key!r}]")
+
+
+# Values, uses, copies
+
+
+def _values(p: _Program) -> Complaints:
+    for value, layout in p.stage.values.items():
+        if value not in p.makers:
+            yield _complaint("values", value, layout, "no such field: the program has no such value")
+        elif expected := p.misfit(layout, value):
+            yield _complaint("values", value, layout, expected)
+
+
+def _homes(p: _Program) -> Complaints:
+    """Values without a layout of their own are made where they are read."""
+    values, types = p.stage.values, p.graph.types
+    for value, op in p.makers.items():
+        if value not in values and types[value].rank and (op is None or not _may_be_free(p, op)):
+            expected = f"a layout of {types[value]}"
+            yield _complaint(
+                "values", value, None, expected + ("" if op is None else f", made by {op.name} {op.source}")
+            )
+
+
+def _may_be_free(p: _Program, op: Op) -> bool:
+    """Whether an operation may be carried out where its result is read, as planning leaves it to some.
+
+    It broadcasts, or all that it reads, or all but what is broadcast and scalars, is made so too.
+    """
+    homed = any(isinstance(a, int) and p.graph.types[a].rank and a in p.stage.values for a in op.inputs)
+    return not op.equation.effects and (op.name == "broadcast_in_dim" or not homed)
+
+
+def _uses(p: _Program) -> Complaints:
+    for site, layout in p.stage.uses.items():
+        atom = p.sites.get(site)
+        if not isinstance(atom, int) or not p.graph.types[atom].rank:
+            yield _complaint("uses", site, layout, "no such field: no value with dimensions is read there")
+            continue
+        expected = p.misfit(layout, atom)
+        if not expected and not {*partial_axes(layout)} <= {*partial_axes(p.stage.values.get(atom, ()))}:
+            expected = "sums along axes only along which the value is partial"
+        if expected:
+            yield _complaint("uses", site, layout, expected)
+
+
+def _copies(p: _Program) -> Complaints:
+    for value, layout in p.stage.copies.items():
+        expected = "no such field: the value has no layout" if value not in p.stage.values else p.misfit(layout, value)
+        if expected or partial_axes(layout):
+            yield _complaint("copies", value, layout, expected or "a layout without sums")
+
+
+# Partial sums
+
+
+def _sums(p: _Program) -> Complaints:
+    """Values are partial only as their operations can leave them, and reads only where they are linear."""
+    if not any(PARTIAL in layout for layout in p.stage.values.values()):
+        return
+    for value, op in p.makers.items():
+        if op is None and partial_axes(p.stage.values.get(value, ())) and value not in _handed_out(p):
+            yield _complaint("values", value, p.stage.values[value], "a layout without sums")
+    for op in p.graph.walk():
+        yield from _region_sums(p, op) if op.regions else _leaf_sums(p, op)
+
+
+def _handed_out(p: _Program) -> frozenset[int]:
+    """What bodies hand out, checked in `_region_sums`."""
+    return frozenset(v for op in p.graph.walk() if op.regions for v in op.outputs)
+
+
+def _leaf_sums(p: _Program, op: Op) -> Complaints:
+    leads = [partial_axes(p.at(atom, f"{op.tag}.in{k}")) for k, atom in enumerate(op.inputs)]
+    lead = max(leads, key=len, default=[])
+    for k in _unfit_reads(p, op, leads):
+        site = f"{op.tag}.in{k}"
+        yield _complaint("uses", site, p.at(op.inputs[k], site), f"what {op.name} {op.source} can read: no such sums")
+    for value in op.outputs:
+        layout = p.stage.values.get(value, ())
+        if not {*partial_axes(layout)} <= {*(lead or _left(p, op))}:
+            yield _complaint("values", value, layout, f"sums as {op.name} {op.source} leaves them")
+
+
+def _unfit_reads(p: _Program, op: Op, leads: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Operands that are partial where the operation is not linear in them."""
+    linear, joins = unreduced.linear_operand(p.graph, op), op.index in p.deferral.sums
+    yield from (k for k, lead in enumerate(leads) if (lead != leads[0] if joins else lead and k != linear))
+
+
+def _left(p: _Program, op: Op) -> tuple[int, ...]:
+    """Mesh axes that cut what an operation adds up, in all its operands alike and evenly."""
+    if op.index not in p.deferral.products:
+        return ()
+    rule = p.rules[op.signature]
+    found: list[Mapping[int, int]] = []
+    for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
+        layout, shape = p.at(atom, f"{op.tag}.in{k}"), p.graph.type_of(atom).shape
+        on = {axis: dims[d] for axis, d in enumerate(layout) if d >= 0 and dims[d] in rule.reduced}
+        if any(dims[d] in rule.reduced and shape[d] % parts for d, parts in cuts(layout, p.sizes).items()):
+            return ()
+        if any(factor in rule.reduced for factor in dims):
+            found.append(on)
+    return tuple(found[0]) if found and all(on == found[0] for on in found) else ()
+
+
+def _region_sums(p: _Program, op: Op) -> Complaints:
+    """Bodies read no sums; those that are recomputed, and scans where they stack, hand out what their bodies leave."""
+    for k, atom in enumerate(op.inputs):
+        site = f"{op.tag}.in{k}"
+        if partial_axes(p.at(atom, site)):
+            yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
+    first = 0 if op.name in jax_compat.REMAT else len(op.outputs)
+    first = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else first
+    for region in op.regions:
+        for j, atom in enumerate(region.outputs):
+            site = f"{op.tag}.{region.name}.out{j}"
+            inner = partial_axes(p.at(atom, site))
+            if inner and j < first:
+                yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
+    for j, value in enumerate(op.outputs):
+        atom, layout = op.regions[0].outputs[j] if j >= first else None, p.stage.values.get(value, ())
+        inner = [] if atom is None else partial_axes(p.at(atom, f"{op.tag}.{op.regions[0].name}.out{j}"))
+        if partial_axes(layout) != inner:
+            yield _complaint("values", value, layout, f"sums as the body of {op.name} {op.source} leaves them")

@@ -1,0 +1,152 @@
+"""Why a value lies as it does, in a few words, from nothing but the plan and the graph.
+
+    dim 0 over x: 1/8 a device     from the layout and the mesh                            `placed`
+    all-gather over x (f.py:3)     collectives at the sites that read an argument          `reads`
+    gradient ... (f.py:3)          collectives met on the way back from the argument's     `sums`
+                                   new value through operations of its own size
+
+A plan does not say what the optimizer compared, so a reason states consequences, never motives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Op
+from autopar.ir.layout import Layout, cuts
+from autopar.plans.plan import Plan
+
+#: Operations whose only array operand goes on as it is, perhaps in another shape or type.
+PASSING = ("convert_element_type", "transpose", "reshape", "squeeze", "copy", "broadcast_in_dim", "neg", "slice")
+#: Operations whose operands are, in order, the inputs of their one body.
+BODIES = ("scan", "remat", "checkpoint", "remat2")
+MAX_WALK = 64  # operations followed from one value
+
+
+def placed(layout: Layout, shape: Sequence[int], plan: Plan) -> str:
+    """What the layout itself does: where it cuts and what that saves, or why it cannot cut."""
+    parts = cuts(layout, plan.mesh_sizes)
+    found = [(d, n) for d, n in sorted(parts.items()) if n > 1]
+    if found:
+        where = [f"dim {d} over {_axes(layout, d, plan)}{_padding(shape[d], n)}" for d, n in found]
+        return f"{', '.join(where)}: 1/{math.prod(n for _, n in found)} a device"
+    real = {n: s for n, s in plan.mesh.items() if s > 1}
+    if shape and real and not any(extent % s == 0 for extent in shape for s in real.values()):
+        return f"whole: no dimension divides by {', '.join(f'{n}={s}' for n, s in real.items())}"
+    return "whole on every device"
+
+
+def _padding(extent: int, parts: int) -> str:
+    return f" (padded by {-extent % parts})" if extent % parts else ""
+
+
+def _axes(layout: Layout, dim: int, plan: Plan) -> str:
+    return "+".join(n for n, d in zip(plan.mesh_names, layout, strict=True) if d == dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Reasons:
+    """Reasons for the values of one graph under one plan."""
+
+    plan: Plan
+    graph: Graph
+    _new_values: Mapping[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        last = {p.partition("/")[2]: a for p, a in zip(self.graph.output_paths, self.graph.outputs, strict=True)}
+        object.__setattr__(self, "_new_values", {p: a for p, a in last.items() if isinstance(a, int)})
+
+    @cached_property
+    def _at(self) -> Mapping[str, tuple[Collective, ...]]:
+        """Tag of an operation or a site -> the collectives it needs."""
+        found: dict[str, tuple[Collective, ...]] = {}
+        for c in self.plan.collectives:
+            found[c.op] = (*found.get(c.op, ()), c)
+        return found
+
+    @cached_property
+    def _readers(self) -> Mapping[int, tuple[tuple[Op, int], ...]]:
+        found: dict[int, list[tuple[Op, int]]] = {}
+        for op in self.graph.walk():
+            for k, atom in enumerate(op.inputs):
+                if isinstance(atom, int):
+                    found.setdefault(atom, []).append((op, k))
+        return {v: tuple(r) for v, r in found.items()}
+
+    @cached_property
+    def _makers(self) -> Mapping[int, Op]:
+        return {v: op for op in self.graph.walk() for v in op.outputs}
+
+    def argument(self, i: int) -> str:
+        """Why argument leaf `i` lies as it does."""
+        value = self.graph.inputs[i]
+        text = [placed(self.plan.inputs[i], self.plan.input_shapes[i], self.plan)]
+        text += _said("", self.reads(value))
+        new = self._new_values.get(self.plan.input_paths[i].partition("/")[2])
+        if new is not None:
+            text += _said("gradient ", self.sums(new))
+        return "; ".join(text)
+
+    def results(self, ops: Sequence[Op], layout: Layout, shape: Sequence[int]) -> str:
+        """Why results of these operations, of one shape and layout, lie as they do."""
+        found = [c for op in ops for c in self._at.get(op.tag, ())]
+        return "; ".join([placed(layout, shape, self.plan), *_said("made by ", found)])
+
+    def reads(self, value: int) -> tuple[Collective, ...]:
+        """Collectives at the sites that read a value, also behind operations that pass it on."""
+        found: list[Collective] = []
+        todo = [value]
+        for v in todo:
+            for op, k in self._readers.get(v, ()):
+                found += self._at.get(f"{op.tag}.in{k}", ())
+                if len(todo) < MAX_WALK:
+                    todo += _passed_on(op, k)
+        return tuple(found)
+
+    def sums(self, new: int) -> tuple[Collective, ...]:
+        """Collectives behind a new value of the state: those that sum its gradient."""
+        size = self.graph.types[new].size
+        seen, todo = {new}, [new]
+        for v in todo:
+            op = self._makers.get(v)
+            found = self._behind(op) if op is not None else ()
+            if found or op is None:
+                if found:
+                    return found
+                continue
+            for atom in op.inputs:
+                if isinstance(atom, int) and atom not in seen and self.graph.types[atom].size == size > 1:
+                    seen.add(atom)
+                    todo.append(atom)
+            if len(todo) > MAX_WALK:
+                break
+        return ()
+
+    def _behind(self, op: Op) -> tuple[Collective, ...]:
+        """Sums of a backward operation, at it or where its result is first read."""
+        if op.phase != "backward":
+            return ()
+        sites = [op.tag, *(f"{r.tag}.in{k}" for v in op.outputs for r, k in self._readers.get(v, ()))]
+        found = [c for site in sites for c in self._at.get(site, ())]
+        return tuple(c for c in found if c.kind in ("all-reduce", "reduce-scatter"))
+
+
+def _passed_on(op: Op, operand: int) -> Iterator[int]:
+    if op.name in PASSING:
+        yield from op.outputs
+    elif op.name in BODIES and op.regions and operand < len(op.regions[0].inputs):
+        yield op.regions[0].inputs[operand]
+
+
+def _said(word: str, found: Sequence[Collective]) -> list[str]:
+    """The distinct collectives, the first with its line."""
+    texts = dict.fromkeys((c.kind, "+".join(c.axes)) for c in found)
+    if not texts:
+        return []
+    lines = list(dict.fromkeys(c.source for c in found if c.source))
+    where = f" ({lines[0]}{f' and {len(lines) - 1} more' if len(lines) > 1 else ''})" if lines else ""
+    return [f"{word}{', '.join(f'{kind} over {axes}' for kind, axes in texts)}{where}"]

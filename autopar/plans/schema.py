@@ -1,0 +1,260 @@
+"""Frozen dataclasses as JSON: the annotations of their fields are the schema, for writing and for reading.
+
+    dataclass                   an object with exactly its fields
+    tuple[X, ...], tuple[X, Y]  a list
+    Mapping[str, X]             an object; Mapping[int, X]: its keys are written in decimal
+    Listed, Packed              a layout, as a list of integers or as text such as "0 - +" (cut, replicated, partial)
+    int, float, str             int: 0 to `MOST`; float: finite; str: what UTF-8 can encode
+
+`form(X).read` takes data of any kind and either returns an X whose fields all have their types, or raises a
+`FieldError` that names the field and what was expected there. It descends only as far as the annotations do.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+
+from autopar.ir.layout import PARTIAL, REPLICATED, Layout
+
+MOST = 2**63 - 1  # largest integer of a plan: byte counts of the largest steps are below 2**50
+MOST_DIMENSIONS = 64  # of one array; NumPy's own limit
+
+_SIGNS: Final[Mapping[int, str]] = {REPLICATED: "-", PARTIAL: "+"}
+_OF_SIGNS: Final[Mapping[str, int]] = {
+    **{sign: entry for entry, sign in _SIGNS.items()},
+    **{str(dim): dim for dim in range(MOST_DIMENSIONS)},
+}
+
+
+class FieldError(Exception):
+    """A value that a field cannot have.
+
+    Attributes:
+        path: of the field, such as "stages[0].submesh".
+        expected: in words.
+        found: the value, in short.
+    """
+
+    def __init__(self, expected: str, found: str, path: str = "") -> None:
+        super().__init__(f"field '{path.removeprefix('.')}' is {found}, expected {expected}")
+        self.path, self.expected, self.found = path, expected, found
+
+    def within(self, outer: str) -> FieldError:
+        """The same value, seen from the record, list or object that holds it."""
+        return FieldError(self.expected, self.found, outer + self.path)
+
+
+def shown(value: Any) -> str:
+    """A value of any kind, short enough for a message."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return type(value).__name__
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 2
+
+
+def _wrong(expected: str, value: Any) -> FieldError:
+    return FieldError(expected, shown(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How values of one annotation are written and read, to and from what `json` knows; `words` say what they are."""
+
+    words: str
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+# Numbers and text
+
+_TEXT: Final = "text that UTF-8 can encode"
+_COUNT: Final = f"an integer from 0 to {MOST}"
+_REAL: Final = f"a number between -{MOST} and {MOST}"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _wrong(_TEXT, value)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _wrong(_TEXT, value) from None
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= MOST:
+        raise _wrong(_COUNT, value)
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MOST:  # which nan is not
+        raise _wrong(_REAL, value)
+    return value
+
+
+# Layouts
+
+_PACKED: Final = "a layout such as '0 - +': for each mesh axis the dimension it cuts, '-' for none, '+' for sums"
+_LISTED: Final = f"a layout: for each mesh axis the dimension it cuts, {REPLICATED} for none"
+
+
+def _pack(layout: Layout) -> str:
+    return " ".join(_SIGNS.get(dim) or str(dim) for dim in layout)
+
+
+@lru_cache(maxsize=4096)  # a plan has many values and few layouts
+def _unpacked(text: str) -> Layout | None:
+    found = [_OF_SIGNS.get(part) for part in text.split(" ")]
+    known = tuple(dim for dim in found if dim is not None)
+    return known if len(known) == len(found) else None
+
+
+def _unpack(value: Any) -> Layout:
+    found = _unpacked(value) if type(value) is str else None
+    if found is None:
+        raise _wrong(_PACKED, value)
+    return found
+
+
+def _unlist(value: Any) -> Layout:
+    parts: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
+    if any(type(dim) is not int or not PARTIAL <= dim < MOST_DIMENSIONS for dim in parts):
+        raise _wrong(_LISTED, value)
+    return tuple(parts)
+
+
+Listed = Annotated[Layout, Form(_LISTED, list, _unlist)]
+Packed = Annotated[Layout, Form(_PACKED, _pack, _unpack)]
+
+_PLAIN: Final[Mapping[Any, Form]] = {
+    str: Form(_TEXT, _same, _text),
+    int: Form(_COUNT, _same, _count),
+    float: Form(_REAL, _same, _real),
+}
+
+
+# Lists, objects and records
+
+
+@lru_cache(maxsize=64)
+def form(hint: Any) -> Form:
+    """How values of an annotation are written and read."""
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return parts[1]
+    if origin is tuple:
+        return _list_form(form(parts[0]), None if parts[-1] is ... else len(parts))
+    if origin is not None and issubclass(origin, Mapping):
+        return _object_form(_KEYS[parts[0]], form(parts[1]))
+    assert is_dataclass(hint), f"{hint} has no form"
+    return _record_form(hint)
+
+
+def _list_form(one: Form, length: int | None) -> Form:
+    """A list of any length, or of one."""
+    words = f"a list, each {one.words}" if length is None else f"a list of {length}, each {one.words}"
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or len(value) != (len(value) if length is None else length):
+            raise _wrong(words, value)
+        found: list[Any] = []
+        try:
+            for part in value:
+                found.append(one.read(part))
+        except FieldError as error:
+            raise error.within(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return Form(words, lambda value: [one.write(part) for part in value], read)
+
+
+def _object_form(key_of: Callable[[Any], Any], one: Form) -> Form:
+    words = f"an object, each value {one.words}"
+
+    def read(value: Any) -> dict[Any, Any]:
+        if not isinstance(value, Mapping):
+            raise _wrong(words, value)
+        found: dict[Any, Any] = {}
+        key: Any = None
+        try:
+            for key, part in value.items():
+                found[key_of(key)] = one.read(part)
+        except FieldError as error:
+            raise error.within(f"[{shown(key)}]") from None
+        return found
+
+    return Form(words, lambda value: {str(key): one.write(part) for key, part in value.items()}, read)
+
+
+def _number(key: Any) -> int:
+    """A key in decimal, in the one way that it is written."""
+    if type(key) is not str or not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
+        raise _wrong("an integer in decimal as key", key)
+    return int(key)
+
+
+_KEYS: Final[Mapping[Any, Callable[[Any], Any]]] = {str: _text, int: _number}
+
+
+def _record_form(record: Any) -> Form:
+    hints = get_type_hints(record, include_extras=True)
+    forms = {f.name: form(hints[f.name]) for f in fields(record)}
+    words = f"an object with the fields {', '.join(forms)}"
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(words, value)
+        for name in (*forms, *value):
+            if name not in value:
+                raise FieldError(forms[name].words, "missing", f".{name}")
+            if name not in forms:
+                raise FieldError(f"one of {', '.join(forms)}", "not known", f".{name!s:.60}")
+        found: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, one in forms.items():
+                found[name] = one.read(value[name])
+        except FieldError as error:
+            raise error.within(f".{name}") from None
+        return record(**found)
+
+    return Form(words, lambda value: {name: one.write(getattr(value, name)) for name, one in forms.items()}, read)
+
+
+# Text
+
+
+def parsed(text: str | bytes) -> Any:
+    """What JSON text says. ValueError if it is none, nested too deep, or has a key twice in one object."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("lists and objects are nested too deep") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {shown(twice)} is there twice in one object")
+    return found

@@ -1,0 +1,249 @@
+"""The plan as tables for a terminal: what lies where and why, what a step takes, what is sent, what was proven.
+
+    stages          of a pipeline: layers, devices, seconds per pass, memory               `stage_rows`
+    arguments       one row per group of equal layers: "state/params/blocks/*/wq x4"       `argument_rows`
+    activations     the largest values that operations make, by operation and source line  `activation_rows`
+    collectives     by kind, axes and source line                                          `collective_rows`
+
+The text is plain (no colour, 110 columns) and equal for equal plans.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Op
+from autopar.ir.layout import local_shape, spec
+from autopar.plans.plan import Plan, Stage
+from autopar.plans.reasons import Reasons, placed
+from autopar.plans.text import WIDTH, Rows, seconds, size, spec_text, table
+
+ACTIVATIONS = 10  # rows of the table of activations
+COLLECTIVES = 16  # rows of the table of collectives
+
+STATUS: Mapping[str, str] = {
+    "certified": "optimum proven by bounds, without an ILP",
+    "optimal": "optimum proven by the ILP solver",
+    "optimal-tied": "optimum among plans that treat equal layers equally",
+    "near-optimal": "within the gap of the optimum, proven by bounds",
+    "least-memory": "least memory; the gap is of the peak",
+    "open": "best plan found; the bounds prove no more than the gap",
+    "time-limit": "best plan found within the time limit",
+    "fallback": "best plan found without the ILP solver, which failed",
+    "chosen": "the stages that were asked for, or the best found; nothing is proven",
+}
+
+
+def summary(plan: Plan, graph: Graph | None = None) -> str:
+    """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
+    reasons = None if graph is None or plan.pipelined else Reasons(plan, graph)
+    parts = [_head(plan)]
+    if plan.pipelined:
+        parts.append(table("stages", ("", "layers", "devices", "per microbatch", "memory"), stage_rows(plan)))
+    for title, members in sections(plan).items():
+        parts.append(table(title, ("", "shape", "PartitionSpec", "why"), argument_rows(plan, members, reasons)))
+    if reasons is not None:
+        rows = activation_rows(plan, reasons)
+        parts.append(table("largest activations", ("", "shape", "PartitionSpec", "why"), rows))
+    if plan.collectives:
+        parts.append(table("collectives", ("", "axes", "times", "bytes sent", "at"), collective_rows(plan)))
+    return "\n".join([*parts, "", *_foot(plan)])
+
+
+def _head(plan: Plan) -> str:
+    mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
+    head = f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
+    if not plan.pipelined:
+        return head
+    ranks = len({stage.rank for stage in plan.stages})
+    on = "" if ranks == len(plan.stages) else f" on {ranks} submeshes"
+    return f"{head}\n{len(plan.stages)} stages{on}, {plan.num_microbatches} microbatches, schedule {plan.schedule}"
+
+
+# Stages
+
+
+def stage_rows(plan: Plan) -> Rows:
+    """(name, layers, devices, seconds of each pass, bytes per device) of every stage."""
+    ends = [sum(s.devices for s in _ranks(plan)[: rank + 1]) for rank in range(len(_ranks(plan)))]
+    rows: Rows = []
+    for stage in plan.stages:
+        mesh = ", ".join(f"{name}={n}" for name, n in stage.submesh.items())
+        last = ends[stage.rank] - 1
+        passes = ", ".join(f"{kind} {seconds(t)}" for kind, t in stage.seconds.items())
+        layers = _span(stage.layers[0], stage.layers[1] - 1)
+        devices = f"{_span(last - stage.devices + 1, last)} ({mesh})"
+        rows.append((stage.name, layers, devices, passes, size(stage.peak_memory_bytes)))
+    return rows
+
+
+def _ranks(plan: Plan) -> list[Stage]:
+    """The first stage of every rank, in order."""
+    return [next(s for s in plan.stages if s.rank == rank) for rank in sorted({s.rank for s in plan.stages})]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+# Arguments
+
+
+def sections(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Title -> argument leaves, in their order; empty sections are left out."""
+    found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
+    for i, path in enumerate(plan.input_paths):
+        parts = path.split("/")
+        optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
+        found[_title(i in plan.donated, optimizer)].append(i)
+    return {title: tuple(members) for title, members in found.items() if members}
+
+
+def _title(state: bool, optimizer: bool) -> str:
+    return "other arguments" if not state else "optimizer state" if optimizer else "parameters and other state"
+
+
+def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
+    """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
+    likeness = _like_parameters(plan, members)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in members:
+        path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
+        hosted = _host(plan, i)
+        same = path, plan.input_types[i], str(plan.inputs[i]), _holder(plan, i), hosted
+        groups.setdefault((likeness[i], hosted) if i in likeness else same, []).append(i)
+    return [_argument(plan, key, group, reasons) for key, group in groups.items()]
+
+
+def _host(plan: Plan, i: int) -> str:
+    return "; in host memory" if i in plan.offloaded else ""
+
+
+def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
+    first = group[0]
+    if len(key) == 2:
+        why = f"lies as the parameter does{_host(plan, first)}"
+        return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", why
+    why = _why(plan, first, reasons) + _host(plan, first)
+    return _label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
+
+
+def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
+    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
+
+    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
+    """
+    known = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
+    found: dict[int, str] = {}
+    for i in members:
+        parts = plan.input_paths[i].split("/")
+        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in known]
+        if ends and "params" not in parts[: ends[0]]:
+            j = known["/".join(parts[ends[0] :])]
+            if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
+                found[i] = "/".join(parts[: ends[0]])
+    return found
+
+
+def _label(paths: Sequence[str]) -> str:
+    """The path that all have in common, with "*" where they differ, and how many there are."""
+    columns = zip(*(path.split("/") for path in paths), strict=True)
+    name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
+    return name if len(paths) == 1 else f"{name} x{len(paths)}"
+
+
+def _holder(plan: Plan, i: int) -> str:
+    """The stage of a pipeline that holds an argument."""
+    return next((stage.name for stage in plan.stages if i in stage.arguments), "")
+
+
+def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
+    if plan.pipelined:
+        holder = _holder(plan, i)
+        return f"held by {holder}" if holder else "cut into microbatches in the stages that read it"
+    return placed(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
+
+
+# Activations
+
+
+def activation_rows(plan: Plan, reasons: Reasons) -> Rows:
+    """(operations and lines, shape, spec, why) of the layouts with the most bytes in all, update left out."""
+    graph, values = reasons.graph, plan.stages[0].values
+    groups: dict[tuple[str, str], list[tuple[Op, int]]] = {}
+    for op in graph.walk():
+        for v in op.outputs if op.phase != "update" and not op.regions else ():
+            if v in values and graph.types[v].size > 1:
+                groups.setdefault((str(graph.types[v]), str(values[v])), []).append((op, v))
+    ranked = sorted(groups.values(), key=lambda g: (-len(g) * graph.types[g[0][1]].nbytes, g[0][0].index))
+    return [_activation(plan, reasons, group) for group in ranked[:ACTIVATIONS]]
+
+
+def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -> tuple[str, ...]:
+    value = group[0][1]
+    kind, layout = reasons.graph.types[value], plan.stages[0].values[value]
+    names = list(dict.fromkeys(f"{op.name} {op.source}".strip() for op, _ in group))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    local = math.prod(local_shape(layout, kind.shape, plan.mesh_sizes)) * kind.itemsize
+    why = f"{reasons.results([op for op, _ in group], layout, kind.shape)}; each {size(local)} a device"
+    return f"{names[0]}{more} x{len(group)}", str(kind), spec_text(spec(layout, kind.rank, plan.mesh_names)), why
+
+
+# Collectives and figures
+
+
+def collective_rows(plan: Plan) -> Rows:
+    """(kind, axes, times, bytes on the wire, line), most bytes first."""
+    groups: dict[tuple[str, str, str], tuple[int, float]] = {}
+    for c, sent_now in _sent(plan):
+        key = (c.kind, "+".join(c.axes), c.source or _result(plan, c))
+        times, sent = groups.get(key, (0, 0.0))
+        groups[key] = (times + c.count, sent + sent_now)
+    ranked = sorted(groups.items(), key=lambda item: (-item[1][1], item[0]))
+    rows: Rows = [(k, axes, f"{n:,}", size(sent), at) for (k, axes, at), (n, sent) in ranked[:COLLECTIVES]]
+    rest = ranked[COLLECTIVES:]
+    if rest:
+        times, sent = sum(n for _, (n, _) in rest), sum(s for _, (_, s) in rest)
+        rows.append((f"{len(rest)} more groups", "", f"{times:,}", size(sent), ""))
+    return rows
+
+
+def _result(plan: Plan, c: Collective) -> str:
+    """The result that a collective without a source line is for: its tag is "out" and a position."""
+    position = c.op.removeprefix("out")
+    if plan.pipelined:
+        return "gradients, and what is handed over"
+    return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
+
+
+def _sent(plan: Plan) -> list[tuple[Collective, float]]:
+    """Every collective with the bytes that a device sends for it per step."""
+    if plan.pipelined:
+        return [(c, c.sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
+    return [(c, c.sent(plan.mesh)) for c in plan.collectives]
+
+
+def _foot(plan: Plan) -> list[str]:
+    parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden")
+    if hidden := plan.parts.get("hidden", 0.0):
+        parts += f"; {seconds(hidden)} of communication saved by combining, or hidden behind it"
+    proof = f"solver: {plan.solver_status}, gap {plan.gap:.2g} ({STATUS.get(plan.solver_status, plan.solver)})"
+    lines = [
+        f"predicted step: {seconds(plan.step_time_s)} ({parts}), model FLOPs utilisation {plan.mfu:.1%}",
+        *(f"memory per device, {s.name}: {_memory(s)}" for s in plan.stages),
+        f"sent per device: {size(plan.wire_bytes())} in {sum(c.count for c in plan.collectives):,} collectives",
+        f"{proof}; {plan.variables_unfolded:,} variables, {plan.variables:,} after folding",
+        *(f"note: {note}" for note in plan.notes),
+    ]
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+
+
+def _memory(stage: Stage) -> str:
+    largest = sorted(stage.memory.items(), key=lambda item: (-item[1], item[0]))
+    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in largest if n)
+    host = f"; {size(stage.host_memory_bytes)} in host memory" if stage.host_memory_bytes else ""
+    return f"{size(stage.peak_memory_bytes)} at its peak ({kinds}){host}"

@@ -1,1 +1,0 @@
-"""Plans for people: tables, later diagrams and traces. Nothing here decides anything."""

@@ -1,0 +1,246 @@
+"""Is the parallel step the step that was written? Both are run on the devices at hand, and compared leaf by leaf.
+
+    theirs    the function as written, under `jax.jit` on one device
+    ours      the same under `autopar.parallelize`, on copies of the arguments
+    moved     the function as written once more, its arguments moved by one unit in the last place
+
+A leaf is equal if integers, booleans and random keys are, and floats within
+
+    max(tolerance of the least precise type that the step computes in x magnitude of the leaf, 4 |moved - theirs|):
+
+sums are taken in another order in parallel, and what that does to a leaf is what any change of the last place does.
+Adam makes a step of full length from a gradient that is zero but for rounding, for example.
+
+Where the step does not fit the memory of one device, its batch is cut in halves until it does (`_fitted`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from autopar.argnums import batch_positions
+from autopar.compile import name_of, prepare
+from autopar.errors import ArgumentError, DifferenceError
+from autopar.hardware.cluster import Cluster
+from autopar.ir import arguments
+from autopar.ir.arguments import Opened
+from autopar.ir.trace import trace
+from autopar.options import Settings, settings, written
+from autopar.plans.plan import Plan
+from autopar.plans.text import size, table
+from autopar.runtime.executables import lower
+from autopar.verification import differences
+
+TIMES_MOVED = 4.0  # both are maxima of the same kind of noise: seen up to 2 on Adam's first steps
+SHOWN = 20  # leaves that a printed report names
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the results, or of a module that the step changes.
+
+    Attributes:
+        path: as in the plan, "0/params/w" or "model/layer/kernel"; "" for a result that is one array.
+        type: as "float32[8,16]".
+        absolute: largest difference; relative: over the magnitude of the leaf.
+        allowed: largest difference that counts as rounding; 0 for what is exact.
+    """
+
+    path: str
+    type: str
+    absolute: float
+    relative: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the leaf is equal."""
+        return self.absolute <= self.allowed
+
+    @property
+    def numbers(self) -> tuple[str, str, str]:
+        """Absolute and relative difference and what is allowed, in short."""
+        return f"{self.absolute:.2g}", f"{self.relative:.2g}", f"{self.allowed:.2g}"
+
+    @property
+    def excess(self) -> float:
+        """Difference over what is allowed: the worst leaf has the most."""
+        return self.absolute / self.allowed if self.allowed else math.inf if self.absolute else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """What `autopar.check` found.
+
+    Attributes:
+        name: of the function.
+        leaves: the worst first.
+        plan: of the parallel step.
+        notes: such as the size of the batch that was used.
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether all leaves are equal."""
+        return all(leaf.ok for leaf in self.leaves)
+
+    def raise_if_different(self) -> None:
+        """DifferenceError with the report, unless all leaves are equal."""
+        if not self.ok:
+            raise DifferenceError(str(self))
+
+    def __str__(self) -> str:
+        wrong = sum(not leaf.ok for leaf in self.leaves)
+        mesh = ", ".join(f"{n}={s}" for n, s in self.plan.mesh.items())
+        found = f"{wrong} of {len(self.leaves)} leaves DIFFER" if wrong else f"{len(self.leaves)} leaves are equal"
+        rows = [
+            (leaf.path or "(result)", leaf.type, *leaf.numbers, "" if leaf.ok else "DIFFERS")
+            for leaf in self.leaves[:SHOWN]
+        ]
+        left = len(self.leaves) - SHOWN
+        return "\n".join(
+            [
+                f"{self.name} on the mesh ({mesh}) beside one device: {found}",
+                *self.notes,
+                table("leaf", ("", "type", "difference", "relative", "allowed", " "), rows),
+                *([f"and {left} leaves that differ no more"] if left > 0 else []),
+            ]
+        )
+
+
+def check(fn: Callable[..., Any], *args: Any, **options: Any) -> Check:
+    """Run a step in parallel and as it is written, on one device, and compare what they give, leaf by leaf.
+
+    Arguments are those of the step, arrays and modules; they are left as they are. Options are those of `parallelize`;
+    without any, those that `fn` was parallelized with. A difference is no error: see `Check.ok`, and
+    `Check.raise_if_different`.
+
+    Raises:
+        ArgumentError: an argument has no value, or the step does not fit one device even with one example.
+    """
+    step, args, own = written(fn, args)
+    chosen = own if own is not None and not options else settings(options)
+    with arguments.opened(args, {}, chosen.static_argnums) as given:
+        leaves, single, notes = _fitted(step, given, chosen)
+        theirs = single(leaves)
+        moved = single([_moved(x, i) for i, x in enumerate(leaves)])
+        positional, _ = jax.tree.unflatten(given.tree, leaves)
+        prepared = prepare(step, arguments.merged(given.args, chosen.static_argnums, positional), {}, chosen, True)
+        ours = lower(prepared, name_of(step)).compile().flat([_copied(x) for x in leaves])
+    within = differences.tolerance(t.dtype for t in prepared.traced.graph.types)
+    found = map(partial(_leaf, within), prepared.plan.output_paths, ours, theirs, moved)
+    by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
+    return Check(name_of(step), tuple(by_excess), prepared.plan, notes)
+
+
+def _leaf(within: float, path: str, ours: Any, theirs: Any, moved: Any) -> Leaf:
+    apart, size = differences.absolute(ours, theirs), differences.magnitude(theirs)
+    exact = not differences.is_inexact(theirs)
+    allowed = 0.0 if exact else max(within * size, TIMES_MOVED * differences.absolute(moved, theirs))
+    relative = apart / size if size else math.copysign(math.inf, apart) if apart else 0.0
+    return Leaf(path, f"{theirs.dtype}[{','.join(map(str, theirs.shape))}]", apart, relative, allowed)
+
+
+def _copied(leaf: Any) -> Any:
+    """What the parallel step may use up."""
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+
+def _moved(leaf: Any, seed: int) -> Any:
+    """A leaf whose floats are one unit in the last place larger or smaller."""
+    if not isinstance(leaf, jax.Array | np.ndarray) or not differences.is_inexact(leaf):
+        return leaf
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), leaf.shape)
+    values = differences.host(leaf)
+    return (values * (1 + float(jax.numpy.finfo(values.dtype).eps) * signs)).astype(values.dtype)
+
+
+# On one device
+
+
+@dataclass(frozen=True, eq=False)
+class Single:
+    """The step as written, compiled for one device; `nbytes`: what it needs of its memory."""
+
+    device: Any
+    compiled: Any
+
+    @property
+    def nbytes(self) -> int:
+        found = self.compiled.memory_analysis()
+        if found is None:
+            return 0
+        return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Leaves of the results."""
+        placed = [jax.device_put(x, self.device) for x in leaves]
+        with _alone(self.device):
+            return jax.tree.leaves(self.compiled(*placed))
+
+
+def _alone(device: Any) -> AbstractContextManager[Any]:
+    """In place of the mesh that is in force, if there is one, a mesh of one device with the same axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return nullcontext()
+    devices = np.array([device]).reshape((1,) * len(mesh.axis_names))
+    return jax.set_mesh(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+
+
+def _single(fn: Callable[..., Any], given: Opened, leaves: Sequence[Any], static: Sequence[int]) -> Single:
+    def flat(*leaves: Any) -> Any:
+        pure = jax.tree.unflatten(given.tree, leaves)
+        return arguments.called(fn, pure, partial(arguments.merged, given.args, static))
+
+    device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    avals = [jax.typeof(x) for x in leaves]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type) for a in avals]
+    with _alone(device):
+        return Single(device, jax.jit(flat).lower(*shapes).compile())
+
+
+def _fitted(fn: Callable[..., Any], given: Opened, s: Settings) -> tuple[list[Any], Single, tuple[str, ...]]:
+    """Argument leaves that one device has room for, the step compiled for it, and what to say of the batch."""
+    limit = (s.cluster or Cluster.local()).device.memory_bytes
+    single = _single(fn, given, given.leaves, s.static_argnums)
+    if single.nbytes <= limit:
+        return given.leaves, single, ()
+    graph = trace(fn, *given.args, static_argnums=s.static_argnums).graph
+    positions = batch_positions(graph, given.args, s)
+    extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
+    fewest = single.nbytes / limit  # what is no batch does not get smaller
+    for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):
+        leaves = [x[: x.shape[0] // parts] if i in positions else x for i, x in enumerate(given.leaves)]
+        single = _single(fn, given, leaves, s.static_argnums)
+        if single.nbytes <= limit:
+            examples = ", ".join(f"{n // parts} of {n}" for n in sorted(extents))
+            return leaves, single, (f"with a batch of {examples} examples, which one device has room for",)
+    raise ArgumentError(
+        f"{name_of(fn)} needs {size(single.nbytes)} on one device, with the smallest batch that can be cut from the "
+        f"one given, and a device has {size(limit)}: there is nothing to compare with. Check a smaller model."
+    )
+
+
+def _divisors(extent: int, microbatches: int | str) -> Iterator[int]:
+    """Numbers of parts to take one of, each twice the one before: it divides, and falls into microbatches."""
+    count = microbatches if isinstance(microbatches, int) else 1
+    parts = 2
+    while extent % parts == 0 and (extent // parts) % count == 0:
+        yield parts
+        parts *= 2

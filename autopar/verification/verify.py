@@ -1,0 +1,342 @@
+"""Does the compiler emit what the plan predicts?
+
+    target "shardy"  the program is lowered on a mesh without devices and partitioned by Shardy alone: any mesh size,
+                     well under a second; collectives must be equal piece by piece
+    target "cpu"     compiled for virtual CPU devices
+    target "tpu:..." compiled by libtpu for a topology such as "tpu:v5e:2x4", no TPU needed
+    target "gpu:..." compiled by XLA for devices such as "gpu:h100:8", no GPU needed
+
+The programs of a pipeline are compiled for "cpu" alone, and compared stage by stage
+(`autopar.verification.verify_stages`).
+
+Planned collectives are compared as the compiler of the target is known to convert them
+(`autopar.verification.lowering`). A check passes when the bytes on the wire are within `TOLERANCE` of the plan's; on
+"shardy", when all pieces are equal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.codegen import emit as codegen
+from autopar.compile import carried_out, executed
+from autopar.errors import ArgumentError, MeshError
+from autopar.hardware import gpu_topology, tpu_topology
+from autopar.ir.arguments import opened
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Op
+from autopar.ir.trace import Traced, trace
+from autopar.options import written
+from autopar.passes.op_groups.bindings import assumed_trips
+from autopar.plans import comparison
+from autopar.plans.plan import Plan, check_matches
+from autopar.rules import rules_of
+from autopar.rules.registry import registered_rules
+from autopar.verification import exceptions as known_exceptions
+from autopar.verification import hlo, lowering, shardy, verify_stages
+
+#: Emitted over predicted wire bytes up to which a plan counts as honoured.
+TOLERANCE = 1.10
+
+TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)", "gpu:DEVICES (gpu:h100:8)")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found.
+
+    Attributes:
+        ok: the target emits what the plan predicts.
+        target: as it was given.
+        collectives: what the target emits.
+        comparison: matched and unmatched pieces, and wire bytes of both.
+        memory: bytes per device by kind, where the target reports it.
+        flops: floating-point operations per device, where the target reports it.
+        mismatches: a line for everything that differs, with the user's source line; equal pieces of a line share one.
+        exceptions: what the target is known to do otherwise (`autopar.verification.exceptions`) -> collectives so
+            explained.
+        accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
+        predicted: what the plan predicts, as the target is known to convert it.
+        uncounted: what belongs to a `shard_map` of the user, or sends what a callback returns from one device to all;
+            no plan predicts it, and it is not compared.
+    """
+
+    ok: bool
+    target: str
+    collectives: tuple[Collective, ...]
+    comparison: comparison.Comparison
+    memory: Mapping[str, int]
+    flops: float
+    mismatches: tuple[str, ...]
+    exceptions: Mapping[str, int] = field(default_factory=dict[str, int])
+    accessed: float = 0.0
+    predicted: tuple[Collective, ...] = ()
+    uncounted: tuple[Collective, ...] = ()
+
+    @property
+    def bytes(self) -> float:
+        """Bytes each device sends per step in what was emitted and is counted."""
+        return self.comparison.emitted_wire_bytes
+
+    def __str__(self) -> str:
+        c = self.comparison
+        head = (
+            f"{'ok' if self.ok else 'MISMATCH'} on {self.target}: {c.matched + c.joined} collectives as predicted, "
+            f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, "
+            f"predicted {c.predicted_wire_bytes:,.0f}"
+        )
+        known = [f"{count} x {name}" for name, count in self.exceptions.items()]
+        return "\n".join([head, *known, *map(_not_counted, self.uncounted), *self.mismatches])
+
+
+def _not_counted(c: Collective) -> str:
+    axes, where = "+".join(c.axes), f" at {c.source}" if c.source else ""
+    return f"not counted, in a shard_map or callback: {c.count} x {c.kind} over {axes}, {c.bytes:,} bytes{where}"
+
+
+def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
+    """Compare a plan with what a target makes of it.
+
+    Args:
+        plan: of `fn`.
+        fn: the function as it is written, or the parallelized one, whose `static_argnums` hold here too.
+        args, kwargs: arrays or ShapeDtypeStructs.
+        target: one of `TARGETS`.
+
+    Raises:
+        ArgumentError: an unknown target, no plan, or no function.
+        PlanMismatchError: the plan is for another function or other shapes.
+        MeshError: target "cpu" with fewer devices than the plan has.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"verify takes a Plan, then the function and its arguments; got {plan!r:.60}")
+    if not callable(fn):
+        raise ArgumentError(f"verify takes a function behind the plan, got {type(fn).__name__} {fn!r:.60}")
+    platform, _, topology = str(target).partition(":")
+    if platform not in BACKENDS or bool(topology) != (platform in DESCRIBED):
+        raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
+    fn, args, chosen = written(fn, args)
+    static = chosen.static_argnums if chosen else ()
+    with opened(args, kwargs, static) as given:
+        traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
+        check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
+        if plan.pipelined:
+            return _of_stages(plan, fn, given.args, given.kwargs, static, target)
+    traced = carried_out(traced, plan, registered_rules())
+    backend = BACKENDS[platform]
+    with jax_compat.automatic_axes():
+        mesh = backend.mesh(plan, traced.graph, topology)
+        built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
+        found = backend.emit(built, traced, plan)
+    return _judged(plan, traced.graph, found, target)
+
+
+class Compiled(Protocol):
+    """What `verify_compiled` reads of an `autopar.runtime.executables.Executable`."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def programs(self) -> Mapping[str, Any]: ...
+
+
+def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """`verify` for "cpu" of a step without stages that is compiled already, as it runs.
+
+    It sends the same bytes. Sums that the compiler combined have one source line for all of them, so that fewer pieces
+    are matched by name.
+    """
+    fn, args, chosen = written(fn, args)
+    static = chosen.static_argnums if chosen else ()
+    with opened(args, kwargs, static) as given:
+        traced = executed(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
+    return _judged(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
+
+
+def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
+    platform = target.partition(":")[0]
+    predicted, _ = _apart(graph, lowering.converted(platform, plan, graph))
+    emitted, uncounted = _apart(graph, [_sourced(c, graph) for c in found.collectives])
+    compared = comparison.compare(predicted, emitted, plan.mesh)
+    compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
+    return Report(
+        _holds(compared, target),
+        target,
+        emitted,
+        compared,
+        found.memory,
+        found.flops,
+        tuple(comparison.differences(compared)),
+        exceptions,
+        found.accessed,
+        predicted,
+        uncounted,
+    )
+
+
+def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of the results of callbacks."""
+
+    def is_other(c: Collective) -> bool:
+        op = _operation(c, graph)
+        if op is None:
+            return False
+        return op.name == "shard_map" or (op.name in jax_compat.CALLBACKS and c.op == op.tag)
+
+    return tuple(c for c in found if not is_other(c)), tuple(filter(is_other, found))
+
+
+def _sourced(c: Collective, graph: Graph) -> Collective:
+    """A collective with the line of the operation that it is tagged with, where the target names none."""
+    op = None if c.source else _operation(c, graph)
+    return c if op is None else replace(c, source=op.source)
+
+
+def _operation(c: Collective, graph: Graph) -> Op | None:
+    """The operation that a collective is tagged with, in a body as well; None for results and for what has no tag."""
+    number = re.match(r"op(\d+)\b", c.op)
+    return graph.by_index.get(int(number[1])) if number else None
+
+
+def _of_stages(
+    plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], static: tuple[int, ...], target: str
+) -> Report:
+    found = verify_stages.emitted(plan, fn, args, kwargs, static, target, _ON_CPU)
+    return Report(
+        all(_holds(c, target) for c in found.comparisons),
+        target,
+        found.collectives,
+        found.comparison,
+        found.memory,
+        found.flops,
+        tuple(line for c in found.comparisons for line in comparison.differences(c)),
+        found.exceptions,
+        found.accessed,
+        found.predicted,
+    )
+
+
+def _holds(c: comparison.Comparison, target: str) -> bool:
+    if target == "shardy":
+        return not c.predicted_only and not c.emitted_only
+    return 1 / TOLERANCE <= c.ratio <= TOLERANCE
+
+
+def _abstract(plan: Plan, graph: Graph, topology: str) -> Any:
+    """No devices, unless an operation cannot be lowered without: a callback to Python."""
+    bound = next((op for op in graph.walk() if op.name in jax_compat.LOWERED_FOR_DEVICES), None)
+    if bound is None:
+        return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
+    return _of_local_devices(plan, f"for '{bound.name}'{f' at {bound.source}' if bound.source else ''}")
+
+
+def _local(plan: Plan, graph: Graph, topology: str) -> Any:
+    return _of_local_devices(plan, "with target 'cpu'")
+
+
+def _of_local_devices(plan: Plan, why: str) -> Any:
+    devices, count = jax.devices(), math.prod(plan.mesh_sizes)
+    if len(devices) < count:
+        raise MeshError(f"verify needs {count} devices for mesh {plan.mesh_sizes} {why}, {len(devices)} are here")
+    return jax_compat.auto_mesh(np.array(devices[:count]).reshape(plan.mesh_sizes), plan.mesh_names)
+
+
+def _tpu(plan: Plan, graph: Graph, topology: str) -> Any:
+    return tpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
+
+
+def _gpu(plan: Plan, graph: Graph, topology: str) -> Any:
+    return gpu_topology.mesh(topology, plan.mesh_sizes, plan.mesh_names)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a target makes of a program; fields as in `Report`."""
+
+    collectives: tuple[Collective, ...]
+    memory: Mapping[str, int] = field(default_factory=dict[str, int])
+    flops: float = 0.0
+    accessed: float = 0.0
+
+
+def _partitioned(built: codegen.Program, traced: Traced, plan: Plan) -> Emitted:
+    lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=("cpu",))
+    return Emitted(shardy.collectives(shardy.partition(lowered), assumed_trips(traced.graph)))
+
+
+def _compiled(built: codegen.Program, traced: Traced, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
+    lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=(platform,))
+    needed = codegen.compiler_options(plan, traced.graph, platform)
+    compiled = lowered.compile(compiler_options=_joined(options, needed))
+    return _read(compiled, traced.graph, plan)
+
+
+def _read(compiled: Any, graph: Graph, plan: Plan) -> Emitted:
+    stats = compiled.memory_analysis()
+    memory = {
+        "arguments": stats.argument_size_in_bytes,
+        "results": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
+        "host arguments": stats.host_argument_size_in_bytes,
+    }
+    costs = compiled.cost_analysis() or {}
+    found = hlo.collectives(compiled.as_text(), plan.mesh_names, plan.mesh_sizes, assumed_trips(graph))
+    return Emitted(found, memory, float(costs.get("flops", 0.0)), float(costs.get("bytes accessed", 0.0)))
+
+
+def _joined(*options: Mapping[str, str]) -> dict[str, str]:
+    """Compiler options together, lists one behind the other."""
+    names = dict.fromkeys(name for some in options for name in some)
+    return {name: ",".join(some[name] for some in options if name in some) for name in names}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How one kind of target is compiled for.
+
+    Attributes:
+        mesh: (plan, program, topology) -> the mesh to compile for.
+        emit: what it makes of a program.
+    """
+
+    mesh: Callable[[Plan, Graph, str], Any]
+    emit: Callable[[codegen.Program, Traced, Plan], Emitted]
+
+
+def _without(*passes: str) -> Mapping[str, str]:
+    """Compiler options that leave these passes out.
+
+    Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
+    """
+    return {"xla_disable_hlo_passes": ",".join(passes)}
+
+
+_ON_CPU = _without("cpu-all-reduce-combiner")
+_ON_GPU = _without("gpu-all-reduce-combiner", "gpu-reduce-scatter-combiner", "gpu-all-gather-combiner")
+# libtpu stages buffers through on-chip memory, and hands those of a collective through all loops that run beside it;
+# its cost analysis counts either as traffic: left out as well
+_ON_TPU = {
+    **_without("all-reduce-combiner"),
+    "xla_vf_vmem_memory_space_assignment": "false",
+    "xla_tpu_enable_async_collective_fusion": "false",
+}
+
+BACKENDS: Mapping[str, Backend] = {
+    "shardy": Backend(_abstract, _partitioned),
+    "cpu": Backend(_local, partial(_compiled, platform="cpu", options=_ON_CPU)),
+    "tpu": Backend(_tpu, partial(_compiled, platform="tpu", options=_ON_TPU)),
+    "gpu": Backend(_gpu, partial(_compiled, platform="cuda", options=_ON_GPU)),
+}
+
+#: Platforms whose devices are only described: the target names them.
+DESCRIBED = ("tpu", "gpu")

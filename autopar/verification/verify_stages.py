@@ -1,0 +1,143 @@
+"""Does the compiler emit what the plans of pipeline stages predict? Every program compiled for virtual CPU devices.
+
+A stage's passes run once per microbatch, its other programs once per step. What they emit together is compared with the
+stage's collectives as `autopar.verification.verify` does it for one program; what is handed over between stages are
+copies, no collectives. The programs of a loop that runs first have no prediction: they are compiled, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.compile import Prepared, prepare
+from autopar.errors import ArgumentError
+from autopar.ir.collective import Collective
+from autopar.options import Settings
+from autopar.passes.op_groups.bindings import assumed_trips
+from autopar.plans import comparison
+from autopar.plans.plan import Plan
+from autopar.runtime.pipeline import FIRST_LOOP
+from autopar.schedules.instructions import Kind
+from autopar.verification import exceptions as known_exceptions
+from autopar.verification import hlo, lowering
+
+UNPREDICTED = "program of a loop that runs first, which has no prediction"
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+@dataclass(frozen=True)
+class Stagewise:
+    """What the programs of all stages emit.
+
+    Attributes:
+        collectives: of every stage, executions per step.
+        comparisons: of every stage.
+        memory: bytes per device by kind, of the program that takes most of each.
+        flops: floating-point operations per device and step, of the stage that has most.
+        accessed: bytes that a device reads and writes per step, likewise.
+        exceptions: what is not compared, or known to be done otherwise -> how often.
+        predicted: what the plan predicts of every stage, as the compiler is known to convert it.
+    """
+
+    collectives: tuple[Collective, ...]
+    comparisons: tuple[comparison.Comparison, ...]
+    memory: Mapping[str, int]
+    flops: float
+    accessed: float
+    exceptions: Mapping[str, int]
+    predicted: tuple[Collective, ...]
+
+    @property
+    def comparison(self) -> comparison.Comparison:
+        """Of all stages together."""
+        found = self.comparisons
+        return comparison.Comparison(
+            sum(c.matched for c in found),
+            sum(c.joined for c in found),
+            tuple(x for c in found for x in c.predicted_only),
+            tuple(x for c in found for x in c.emitted_only),
+            math.fsum(c.predicted_wire_bytes for c in found),
+            math.fsum(c.emitted_wire_bytes for c in found),
+        )
+
+
+def emitted(
+    plan: Plan,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static: tuple[int, ...],
+    target: str,
+    options: Any,
+) -> Stagewise:
+    """Compile the programs of a plan's stages and read what they communicate.
+
+    Args:
+        plan: the plan of a pipeline.
+        fn, args, kwargs: what it is of; `static`: positions that are not traced.
+        target: must be "cpu".
+        options: of the compiler.
+
+    Raises:
+        ArgumentError: another target.
+        MeshError: fewer devices than the plan has.
+    """
+    if target != "cpu":
+        raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
+    prepared = prepare(fn, args, kwargs, Settings(plan=plan, static_argnums=static), local=True)
+    programs = prepared.build(options).programs
+    stages = [_stage(prepared, programs, number) for number in range(len(plan.stages))]
+    first = sum(name.startswith(FIRST_LOOP) for name in programs)
+    names = dict.fromkeys(name for stage in stages for name in stage.exceptions)
+    exceptions = {name: sum(stage.exceptions.get(name, 0) for stage in stages) for name in names}
+    return Stagewise(
+        tuple(c for stage in stages for c in stage.collectives),
+        tuple(stage.comparison for stage in stages),
+        _memory(programs.values()),
+        max(stage.costs["flops"] for stage in stages),
+        max(stage.costs["bytes accessed"] for stage in stages),
+        {**exceptions, **({UNPREDICTED: first} if first else {})},
+        tuple(c for stage in stages for c in stage.predicted),
+    )
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What the programs of one stage emit."""
+
+    predicted: tuple[Collective, ...]
+    collectives: tuple[Collective, ...]
+    comparison: comparison.Comparison
+    exceptions: Mapping[str, int]
+    costs: Mapping[str, float]
+
+
+def _stage(prepared: Prepared, programs: Mapping[str, Any], number: int) -> _Stage:
+    plan, layouts = prepared.plan, prepared.layouts
+    assert layouts is not None
+    stage, graph = plan.stages[number], layouts.plans[number].graph.graph
+    names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
+    runs = {f"stage {number} {kind}": plan.num_microbatches for kind in _KINDS}
+    found: list[Collective] = []
+    costs = {"flops": 0.0, "bytes accessed": 0.0}
+    for name, program in programs.items():
+        if name.startswith(f"stage {number} "):
+            times = runs.get(name, 1)
+            emitted = hlo.collectives(program.as_text(), names, sizes, assumed_trips(graph))
+            found += [replace(c, count=times * c.count) for c in emitted]
+            known = program.cost_analysis() or {}
+            costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
+    one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
+    predicted = lowering.converted("cpu", one, graph)
+    compared = comparison.compare(predicted, found, stage.submesh)
+    compared, exceptions = known_exceptions.explained("cpu", compared, predicted, one, graph)
+    return _Stage(predicted, tuple(found), compared, exceptions, costs)
+
+
+def _memory(programs: Any) -> Mapping[str, int]:
+    stats = [program.memory_analysis() for program in programs]
+    kinds = {"arguments": "argument", "results": "output", "aliased": "alias", "temporaries": "temp"}
+    return {kind: max(getattr(s, f"{name}_size_in_bytes") for s in stats) for kind, name in kinds.items()}

@@ -1,0 +1,126 @@
+"""Which float32 values XLA's TPU compiler keeps in bfloat16: those that products alone read, which round them anyway.
+
+what a product's kernel writes   if all that is made of it ends in one value, which products read; sums of it, as
+                                 for a bias, are made in the same kernel, before it is rounded   -> _ends_in_products
+a copy in another layout         by the same rule: it is rounded before it is sent
+what a loop stacks               if products read it as it is, or moved                      -> _products_alone_read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost_models.compiler.compiled_program import HEAVY, LIGHT, LOOP, MOVES, PRODUCTS, REDUCTION, Program, Step
+
+#: A reduction whose result becomes this share of its operand again cannot be made in the operand's kernel.
+_HALF = 0.5
+
+
+def narrowed(
+    p: Program,
+    steps: Sequence[Step],
+    readers: Mapping[int, Sequence[Step]],
+    thin: set[int],
+    leaving: set[int],
+    absorbed: Mapping[int, int],
+) -> frozenset[int]:
+    """Values and tokens kept in half their bytes.
+
+    Args:
+        p, steps: the program, and the steps of all its frames.
+        readers: value -> the steps that read it.
+        thin, leaving, absorbed: see `autopar.cost_models.compiler.fusion`.
+    """
+    return (
+        frozenset(_Narrowing(p, steps, readers, thin, leaving, absorbed).found()) if p.backend.narrows else frozenset()
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Narrowing:
+    p: Program
+    steps: Sequence[Step]
+    readers: Mapping[int, Sequence[Step]]
+    thin: set[int]
+    leaving: set[int]
+    absorbed: Mapping[int, int]
+    spreading: dict[int, bool] = field(default_factory=dict)  # by reduction: `_spreads_again`
+
+    def found(self) -> set[int]:
+        """All of them."""
+        through: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for v in step.inputs:
+                if step.kind != LOOP and v in self.p.tokens:
+                    through.setdefault(v, []).append(step)
+        made = [v for s in self.steps if s.kind == HEAVY for v in s.outputs if v not in self.absorbed]
+        results = (v for v in (*made, *self.absorbed.values()) if v not in self.leaving)
+        found = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
+        found.update(v for s in self.steps if s.kind == LOOP for v in s.outputs if self._products_alone_read(v))
+        return found | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
+
+    def _readers_inside(self, value: int) -> list[Step]:
+        """Readers of a value; loops read through their bodies."""
+        return [r for r in self.readers.get(value, ()) if r.kind != LOOP]
+
+    def _products_alone_read(self, value: int) -> bool:
+        """Products alone read what leaves a loop, as it is or moved: it can be rounded where it is made."""
+        waiting, seen, products = [value], {value}, False
+        while waiting:
+            value = waiting.pop()
+            for step in self._readers_inside(value):
+                if step.kind == LIGHT and step.name in MOVES:
+                    waiting.extend(v for v in step.outputs if v not in seen)
+                    seen.update(step.outputs)
+                elif step.name not in PRODUCTS:
+                    return False
+                products = True
+            if value in self.leaving:
+                return False
+        return products
+
+    def _ends_in_products(self, value: int, readers: Sequence[Step]) -> bool:
+        """All that is made of a value ends in one, which products alone read, and reductions beside them."""
+        waiting, ends, products, seen = [(value, r) for r in readers], set[int](), False, set[int]()
+        while waiting:
+            read, step = waiting.pop()
+            if step.kind == LIGHT and step.outputs[0] not in self.leaving and step.outputs[0] not in self.thin:
+                if id(step) not in seen:
+                    seen.add(id(step))
+                    made = step.outputs[0]
+                    same = read if step.name == "transpose" else made
+                    waiting.extend((same, r) for r in self._readers_inside(made))
+            elif step.name in PRODUCTS or (step.kind == REDUCTION and not self._spreads_again(step)):
+                ends.add(self.p.behind(read))
+                products = products or step.kind == HEAVY
+            else:
+                return False
+        return products and len(ends) == 1
+
+    def _spreads_again(self, reduction: Step) -> bool:
+        """What a reduction makes becomes as large as what it read, and so cannot be made in the same kernel."""
+        if id(reduction) not in self.spreading:
+            self.spreading[id(reduction)] = self._grows_again(reduction)
+        return self.spreading[id(reduction)]
+
+    def _grows_again(self, reduction: Step) -> bool:
+        size = self.p.type_of(reduction.inputs[0]).nbytes
+        waiting, seen = list(reduction.outputs), set(reduction.outputs)
+        while waiting:
+            for step in (r for r in self._all_readers.get(waiting.pop(), ()) if r.kind == LIGHT):
+                if self.p.type_of(step.outputs[0]).nbytes >= _HALF * size:
+                    return True
+                waiting.extend(v for v in step.outputs if v not in seen)
+                seen.update(step.outputs)
+        return False
+
+    @cached_property
+    def _all_readers(self) -> Mapping[int, Sequence[Step]]:
+        """Value -> the steps that read it, thin ones among them."""
+        found: dict[int, list[Step]] = {}
+        for step in self.steps:
+            for v in dict.fromkeys(map(self.p.behind, step.inputs)):
+                found.setdefault(v, []).append(step)
+        return found

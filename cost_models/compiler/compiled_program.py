@@ -1,0 +1,269 @@
+"""A program as a compiler's memory planner meets it: a list of steps, with loops as nested lists.
+
+A *step* is an operation, or what a loop or a backend does beside the operations (`compiler.flatten` makes them):
+
+    reshapes and the like     another name for the same buffer                                -> Program.root
+    a use in another layout   reads a *token*, which stands for the copy in that layout       -> Program.read
+
+Values that no operation of the graph defines (tokens, transposed and broadcast operands) are numbered behind the
+graph's; `Program.like` tells which value of the graph each has the type and layout of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost_models.compiler.backends import Backend
+from autopar.ir.graph import Atom, Graph, Op, Region, Type
+
+LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
+
+#: Operations on the matrix unit.
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+#: Operations that change some elements of their first operand, in place if nothing else reads it.
+SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
+#: Operation of LAPACK -> the position of the operand that it overwrites with its result.
+IN_PLACE_OPERAND: Mapping[str, int] = {
+    **dict.fromkeys(("cholesky", "eigh", "lu", "geqrf", "householder_product"), 0),
+    "triangular_solve": -1,
+}
+#: Operations whose result is their operand's buffer under another type.
+RENAMINGS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p", "sharding_constraint")
+#: Operations that read through what is fused into them, and write their results.
+REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
+)  # fmt: skip
+#: Elementwise operations that are too dear to be repeated.
+COSTLY = (
+    "div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt", "sqrt",
+    "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma",
+)  # fmt: skip
+#: Elementwise operations that are cheap enough to be repeated.
+CHEAP = (
+    "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "floor", "ceil",
+    "round", "is_finite", "not", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "clamp",
+    "nextafter", "convert_element_type", "reduce_precision", "bitcast_convert_type", "real", "imag", "conj", "complex",
+    "shift_left", "shift_right_logical", "shift_right_arithmetic",
+)  # fmt: skip
+#: Operations that move elements; as cheap as those.
+MOVES = (
+    "broadcast_in_dim", "iota", "transpose", "rev", "slice", "dynamic_slice", "pad", "concatenate", "split",
+)  # fmt: skip
+
+ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+#: Floats that some backends compute in float32, and the name of a step that rounds to one of them.
+HALVES, ROUND = ("bfloat16", "float16"), "round to half"
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One thing that a program does.
+
+    Attributes:
+        op: the operation, or the one that asks for this step.
+        name: the operation's name, or what is done instead ("transpose" of an operand, say).
+        kind: LIGHT, HEAVY, REDUCTION, LOOP or STORE (into a loop's stacked results).
+        inputs, outputs: values read and defined.
+        after: values that must be there before, though they are not read.
+        frames: bodies of a loop.
+        taken: (value, result) where a loop starts from the value and goes on in its memory.
+    """
+
+    op: Op
+    name: str
+    kind: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    after: tuple[int, ...] = ()
+    frames: tuple[Frame, ...] = ()
+    taken: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def joins(self) -> bool:
+        """It is a conditional: its bodies are branches, of which one runs."""
+        return self.kind == LOOP and self.name not in ("scan", "while")
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """Steps of one body.
+
+    Attributes:
+        steps: in program order.
+        leaving: what a result or the next iteration takes over.
+        carried: (value, result of the loop or conditional) where the value leaves as that result.
+        made: what was made for the sake of several steps -> the value.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    leaving: tuple[int, ...] = ()
+    carried: tuple[tuple[int, int], ...] = ()
+    made: dict[Hashable, int] = field(default_factory=dict)
+
+    def walk(self) -> Iterator[Frame]:
+        """This frame and those inside, outer before inner."""
+        yield self
+        for step in self.steps:
+            for inner in step.frames:
+                yield from inner.walk()
+
+
+@dataclass(eq=False)
+class Program:
+    """A flattened program.
+
+    Attributes:
+        graph: where it comes from.
+        backend: whose compiler runs it.
+        reads: site -> key of the copy that is read there; sites left out read the value itself.
+        devices: how many run it.
+        views: values that show another; a copy of one is a copy of what it shows, and made into a view again.
+        top: the outermost frame.
+        alias: value -> the atom whose buffer it is, where that is another.
+        like: value made here -> value of the graph with its shape and layout.
+        made: value made here -> its type.
+        tokens: value that is a copy -> (value copied, key).
+        source_token: token -> the token that it copies, where what is copied is itself an alias of a copy.
+        pieces: value made here of a copy -> the copy's key.
+        stacked: result of a loop -> the value of its body that is stored there slice by slice.
+        barriers: what each barrier holds, all of which is written to memory.
+        behind_barriers: value -> barriers it is behind, if only light steps stand between.
+        cheap: results of elementwise operations that are cheap enough to be repeated.
+    """
+
+    graph: Graph
+    backend: Backend
+    reads: Mapping[str, Hashable]
+    devices: int = 1
+    views: AbstractSet[int] = frozenset()
+    top: Frame = field(default_factory=Frame)
+    alias: dict[int, Atom] = field(default_factory=dict)
+    like: dict[int, int] = field(default_factory=dict)
+    made: dict[int, Type] = field(default_factory=dict)
+    tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
+    source_token: dict[int, int] = field(default_factory=dict)
+    pieces: dict[int, Hashable] = field(default_factory=dict)
+    stacked: dict[int, int] = field(default_factory=dict)
+    barriers: list[tuple[int, ...]] = field(default_factory=list)
+    behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    cheap: set[int] = field(default_factory=set)
+    _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
+
+    def root(self, atom: Atom) -> Atom:
+        """The atom whose buffer this is."""
+        while isinstance(atom, int) and atom in self.alias:
+            atom = self.alias[atom]
+        return atom
+
+    def type_of(self, value: int) -> Type:
+        """Type of a value, of those made here as well."""
+        return self.made[value] if value in self.made else self.graph.types[value]
+
+    def behind(self, value: int) -> int:
+        """The value that a token copies; any other value itself."""
+        return self.tokens[value][0] if value in self.tokens else value
+
+    def new(self, like: int, kind: Type | None = None) -> int:
+        """A value of the layout of another, and of its type if no other is given."""
+        value = len(self.graph.types) + len(self.like)
+        self.made[value] = self.type_of(like) if kind is None else kind
+        self.like[value] = self.like.get(like, like)
+        return value
+
+    def is_half(self, value: int) -> bool:
+        """A value that the backend computes in float32 and keeps in half the bytes."""
+        return self.backend.widens and self.type_of(value).dtype in HALVES
+
+    def read(self, site: str, atom: Atom) -> Atom:
+        """What is read at a site: the value, or a token for a copy of it."""
+        shown, key = self.root(atom), self.reads.get(site)
+        if key is None or not isinstance(shown, int):
+            return shown
+        found = self.behind(shown)
+        token = self._known.get((found, key))
+        if token is None:
+            token = self._known[found, key] = self.new(found)
+            self.tokens[token] = (found, key)
+            if shown in self.tokens:
+                self.source_token[token] = shown
+        return token
+
+    @cached_property
+    def _copying(self) -> frozenset[str]:
+        """Tags of operations that read a copy."""
+        return frozenset(site.partition(".")[0] for site in self.reads)
+
+    @cached_property
+    def makers(self) -> Mapping[int, Op]:
+        """Value -> the operation that makes it."""
+        return {v: op for op in self.graph.walk() for v in op.outputs}
+
+    @cached_property
+    def scattered_into(self) -> AbstractSet[int]:
+        """Operands that scatters update."""
+        return {atom for op in self.graph.walk() if op.name in SCATTERS for atom in values(op.inputs[:1])}
+
+    @cached_property
+    def adds_of_scatters(self) -> Mapping[int, int]:
+        """Add (by index) -> its operand that is a scatter into zeros with no other reader; both are one scatter."""
+        found: dict[int, int] = {}  # of an add of two scatters, one is fused
+        for v, (reader, *others) in self.readers.items() if self.backend.accumulates_scatters else ():
+            if reader is not None and not others and reader.name in ("add", "add_any") and self._is_into_zeros(v):
+                found.setdefault(reader.index, v)
+        return found
+
+    @cached_property
+    def fused_scatters(self) -> frozenset[int]:
+        """Results of scatters that are fused into the add that reads them."""
+        return frozenset(self.adds_of_scatters.values())
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Op | None]]:
+        """Value -> the operation that reads it, for every place where it is read; None where it leaves."""
+        found: dict[int, list[Op | None]] = {}
+        for op in self.graph.walk():
+            leaving = [atom for region in op.regions for atom in region.outputs]
+            for reader, atoms in ((op, op.inputs), (None, leaving)):
+                for v in (atom for atom in atoms if isinstance(atom, int)):
+                    found.setdefault(v, []).append(reader)
+        for v in values(self.graph.outputs):
+            found.setdefault(v, []).append(None)
+        return found
+
+    def _is_into_zeros(self, value: int) -> bool:
+        """A scatter of one element or window for every row, or a single one, into zeros."""
+        op = self.makers.get(value)
+        if op is None or op.name != "scatter-add":
+            return False
+        single = math.prod(self.graph.type_of(op.inputs[1]).shape[:-1]) == 1
+        if not single and not op.params["dimension_numbers"].operand_batching_dims:
+            return False
+        zeros = self.makers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+        if zeros is None or zeros.name != "broadcast_in_dim" or isinstance(zeros.inputs[0], int):
+            return False
+        return zeros.inputs[0].value == 0
+
+    def operands(self, op: Op) -> tuple[Atom, ...]:
+        """What an operation reads."""
+        if op.tag not in self._copying:
+            return tuple(map(self.root, op.inputs))
+        return tuple([self.read(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs)])
+
+    def results(self, op: Op, region: Region) -> tuple[Atom, ...]:
+        """What leaves a body."""
+        return tuple(self.read(f"{op.tag}.{region.name}.out{j}", atom) for j, atom in enumerate(region.outputs))
+
+
+def free_dims(op: Op, k: int) -> list[int]:
+    """Dimensions of operand k of a `dot_general` that are neither contracted nor batch dimensions."""
+    contracted, batch = op.params["dimension_numbers"]
+    return [d for d in range(len(op.equation.invars[k].aval.shape)) if d not in contracted[k] and d not in batch[k]]
+
+
+def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
+    """The distinct values among atoms."""
+    return tuple(dict.fromkeys([a for a in atoms if isinstance(a, int)]))

@@ -1,0 +1,314 @@
+"""Which values of a program get a buffer of their own, once the compiler has fused steps into kernels.
+
+Products, scatters, sorts, loops and reductions write their results to memory. A light step (elementwise, broadcast,
+slice, transpose) is fused into whatever reads it, and then its operands are what is read there:
+
+    v is written   if it leaves the program, or is read by a step that takes memory only,
+                   or several kernels read it and repeating it is dear, or (on some backends) reads more than it is
+                                                                                                    -> _Fusion.writes
+    sources(v)     = {v} if v is written, else the sources of what it is made from                  -> _Fusion.result
+    v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
+                   way out, and writes its result instead                                           -> _Fusion.absorbs
+    v is fused     if it is a product's and only the library kernel that contains the product reads it
+                                                                                         -> _Fusion.fuses_into_kernel
+    v is written   if a kernel would emit its code too often                           -> _Fusion._duplicates_too_much
+
+That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
+xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
+something smaller, or made elementwise of one such: it is computed before it is broadcast, and repeated wherever
+possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+
+from autopar.cost_models.compiler.bf16_demotion import narrowed
+from autopar.cost_models.compiler.compiled_program import (
+    COSTLY,
+    ELEMENTWISE,
+    HEAVY,
+    LIGHT,
+    LOOP,
+    PRODUCTS,
+    REDUCTION,
+    ROUND,
+    Program,
+    Step,
+)
+from autopar.cost_models.compiler.cpu_kernels import kernels
+
+#: Made from this share of a value's bytes or more, a value counts as made from one of its size.
+_HALF = 0.5
+_MAX_DUPLICATION = 15  # times that a kernel emits the code of one value (kAllowedCodeDuplication in XLA)
+
+
+@dataclass(frozen=True, eq=False)
+class Written:
+    """What is written to memory.
+
+    Attributes:
+        values: values that have a buffer of their own, arguments among them.
+        sources: value -> the written values and tokens that reading it means reading.
+        beneath: thin written value -> what those read that repeat it instead.
+        repeating: steps (by identity) that repeat thin values.
+        narrow: values that are kept in half their bytes (`autopar.cost_models.compiler.bf16_demotion`).
+        absorbed: product whose result is not written -> the result of the light step that its kernel writes instead.
+        inner: light step (by identity) that runs in a product's kernel -> what the product reads there.
+    """
+
+    values: frozenset[int]
+    sources: Mapping[int, tuple[int, ...]]
+    beneath: Mapping[int, tuple[int, ...]]
+    repeating: frozenset[int]
+    narrow: frozenset[int]
+    absorbed: Mapping[int, int] = field(default_factory=dict)
+    inner: Mapping[int, frozenset[int]] = field(default_factory=dict)
+
+    def has_product(self, step: Step) -> bool:
+        """A step that is a product, or runs in the kernel of one."""
+        return step.name in PRODUCTS or id(step) in self.inner
+
+    def reads(self, step: Step) -> tuple[int, ...]:
+        """Written values and tokens that a step reads."""
+        repeats = id(step) in self.repeating
+        found = [self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs]
+        return found[0] if len(found) == 1 else tuple(dict.fromkeys([s for sources in found for s in sources]))
+
+    def is_ready(self, p: Program, value: int) -> bool:
+        """Whether arguments are all that has to be there to make a value, so that a copy can be made at any time."""
+        return all(p.behind(s) in p.graph.names for s in self.sources.get(value, (value,)))
+
+
+def written(p: Program) -> Written:
+    """Which values of a program are written, and what reading any value means."""
+    fusion = _Fusion(p, [step for frame in p.top.walk() for step in frame.steps])
+    fusion.decide()
+    return fusion.result()
+
+
+@dataclass(eq=False)
+class _Fusion:
+    p: Program
+    steps: list[Step]
+    readers: dict[int, list[Step]] = field(default_factory=dict)
+    thin: set[int] = field(default_factory=set)
+    constant: set[int] = field(default_factory=set)
+    weight: dict[int, int] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    kernels: dict[int, frozenset[int]] = field(default_factory=dict)
+    leaving: set[int] = field(default_factory=set)
+    library: Mapping[int, int] = field(default_factory=dict)
+    absorbed: dict[int, Step] = field(default_factory=dict)
+    feeding: dict[int, bool] = field(default_factory=dict)  # by step: `_feeds_reduction`
+    duplicates: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        p = self.p
+        self.kept = {*p.graph.inputs, *(v for v, _ in p.graph.constants)}
+        self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
+        self.leaving.update(p.behind(v) for held in p.barriers for v in held)
+        for step in self.steps:
+            if step.kind == LIGHT and self._is_thin(step):
+                self.thin.update(step.outputs)
+                self.constant.update(() if step.inputs else step.outputs)
+            for v in dict.fromkeys(map(p.behind, step.inputs)):
+                if not (v in self.thin and self._reads_beneath(step)):
+                    self.readers.setdefault(v, []).append(step)
+        if p.backend.has_library:
+            self.library = kernels(p, self.steps, self.readers, frozenset(self.leaving))
+        self._weigh()
+
+    def _reads_beneath(self, step: Step) -> bool:
+        """A step that does not read thin values as they are: a thin one, or a division, by the small reciprocal."""
+        thin = bool(step.outputs) and step.outputs[0] in self.thin
+        return thin or (self.p.backend.has_library and step.name == "div")
+
+    def _is_thin(self, step: Step) -> bool:
+        if step.name in ("broadcast_in_dim", "spread"):
+            size = self.p.type_of(step.outputs[0]).nbytes
+            return sum(self.p.type_of(v).nbytes for v in step.inputs) <= _HALF * size
+        if not step.inputs or step.name in ("pad", "concatenate"):
+            return False
+        inputs = {*map(self.p.behind, step.inputs)}
+        return self.thin >= inputs and len(inputs - self.constant) <= 1
+
+    def _weigh(self) -> None:
+        """How many values of about its size each light value is made from, at least what it is read from."""
+        leaves: dict[int, frozenset[int]] = {}
+        nbytes = cache(lambda v: self.p.type_of(v).nbytes)
+        for step in self.steps:
+            if step.kind != LIGHT:
+                continue
+            for v in step.outputs:
+                least = _HALF * nbytes(v)
+                inputs = map(self.p.behind, step.inputs)
+                made_of = [x for i in inputs for x in leaves.get(i, (i,))]
+                found = frozenset([x for x in made_of if nbytes(x) >= least])
+                self.weight[v] = len(found)
+                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or self._is_dear(step))
+                leaves[v] = frozenset((v,)) if shared else found
+
+    def decide(self) -> None:
+        """Decide for every value, readers before what they read."""
+        ends = {id(s): s for s in self.steps if s.kind == LIGHT} if self.p.backend.products_absorb else {}
+        for step in reversed(self.steps):
+            for v in step.outputs:
+                end = self.absorbs(step, ends) if ends and step.name in PRODUCTS else None
+                buffered = step.kind != LIGHT or self.writes(step, v) or self._duplicates_too_much(v)
+                if end is not None:
+                    self.absorbed[v] = ends.pop(id(end))
+                    self.kernels[v] = self._kernels(v)
+                elif buffered and not self.fuses_into_kernel(step, v):
+                    self.kept.add(v)
+                else:
+                    self.kernels[v] = self._kernels(v)
+
+    def _duplicates_too_much(self, value: int) -> bool:
+        """A kernel that reads a value would emit its code more often than XLA allows.
+
+        It is emitted once per index at which it is read: elementwise steps share their reader's, others have their own.
+        (openxla/xla, xla/service/fusion_node_indexing_evaluation.cc.)
+        """
+        if not self.p.backend.cheap_repeats:
+            return False
+        found: dict[int, dict[int, int]] = {}  # kernel -> what reads at an index of its own, and how often it is there
+        for step in self.readers.get(value, ()):
+            v = step.outputs[0] if step.outputs else -1
+            inside = self.duplicates.get(v) if step.kind == LIGHT and v not in self.kept else None
+            for kernel, indices in ({id(step): {id(step): 1}} if inside is None else inside).items():
+                own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
+                found.setdefault(kernel, {}).update(own)
+        self.duplicates[value] = found
+        return any(sum(indices.values()) > _MAX_DUPLICATION for indices in found.values())
+
+    def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
+        """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.
+
+        Gradients that updates read are summed over devices in between. A kernel holds one product, the last.
+        """
+        value = product.outputs[0]
+        if value in self.leaving:
+            return None
+        kernels = [ends.get(kernel) for kernel in self._kernels(value)]
+        end = kernels[0] if len(kernels) == 1 else None
+        if end is None or end.op.phase == "update" or self._frames[id(end)] != self._frames[id(product)]:
+            return None
+        same = self.p.type_of(end.outputs[0]).size == self.p.type_of(value).size
+        return end if same else None
+
+    def fuses_into_kernel(self, step: Step, value: int) -> bool:
+        """Only the library kernel that contains the product reads its result."""
+        number, readers = self.library.get(id(step)), self.readers.get(value, ())
+        if number is None or step.name not in PRODUCTS or value in self.leaving:
+            return False
+        return bool(readers) and all(self.library.get(id(reader)) == number for reader in readers)
+
+    @cached_property
+    def _frames(self) -> Mapping[int, int]:
+        """Step (by identity) -> the number of its frame."""
+        return {id(step): i for i, frame in enumerate(self.p.top.walk()) for step in frame.steps}
+
+    def _kernels(self, value: int) -> frozenset[int]:
+        """The kernels (identities of their last steps) that read a value."""
+        found: set[int] = set()
+        for step in self.readers.get(value, ()):
+            fused = step.kind == LIGHT and step.outputs[0] not in self.kept
+            found |= self.kernels.get(step.outputs[0], frozenset()) if fused else {id(step)}
+        return frozenset(found)
+
+    def writes(self, step: Step, value: int) -> bool:
+        """True if a light step's result gets a buffer of its own."""
+        readers = self.readers.get(value, ())
+        number = self.library.get(id(step))
+        others = readers if number is None else [r for r in readers if self.library.get(id(r)) != number]
+        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in others):
+            return True
+        if any(id(r) in self.library for r in others) or (number is not None and value not in self.thin):
+            return bool(others)
+        joins = self.weight[value] > 1 and not self.p.backend.cheap_repeats
+        return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
+
+    def _is_dear(self, step: Step) -> bool:
+        """A step that is not repeated: arithmetic that costs, or what is rounded to bfloat16."""
+        if step.name in COSTLY:
+            return not self.p.backend.products_repeat
+        rounds = step.name in ELEMENTWISE or step.name == ROUND
+        return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
+
+    def _sinks(self, value: int, step: Step) -> bool:
+        """A loop that makes a thin value in its body; what it starts from is there before."""
+        started = (self.p.behind(v) for v, _ in step.taken)
+        return self.p.backend.loops_sink and step.kind == LOOP and value in self.thin and value not in started
+
+    def _reads_memory(self, step: Step) -> bool:
+        """A step that nothing can be fused into."""
+        return step.kind == LOOP or (step.kind == HEAVY and not self._is_product(step))
+
+    def _is_product(self, step: Step) -> bool:
+        return self.p.backend.products_repeat and step.name in PRODUCTS
+
+    def _stays(self, step: Step) -> bool:
+        """A step that reads thin values from memory: one in a library's kernel, or else one that feeds a reduction."""
+        return id(step) in self.library if self.p.backend.has_library else self._feeds_reduction(step)
+
+    def _feeds_reduction(self, step: Step) -> bool:
+        """A step is a reduction, or a link of a chain that only a reduction reads; asked once all is decided."""
+        chain: list[int] = []
+        while id(step) not in self.feeding:
+            chain.append(id(step))
+            link = step.kind == LIGHT and step.outputs[0] not in self.kept
+            readers = self.readers.get(step.outputs[0], ()) if link else ()
+            if len(readers) != 1:
+                self.feeding[id(step)] = step.kind == REDUCTION
+                break
+            step = readers[0]
+        found = self.feeding[id(step)]
+        self.feeding.update(dict.fromkeys(chain, found))
+        return found
+
+    def _fused_products(self) -> Mapping[int, int]:
+        """Product that is fused into a library kernel -> what the kernel writes."""
+        ends: dict[int, int] = {}
+        for step in reversed(self.steps) if self.library else ():
+            for v in step.outputs if id(step) in self.library else ():
+                after = [ends[r.outputs[0]] for r in self.readers.get(v, ()) if r.outputs and r.outputs[0] in ends]
+                ends.update((v, end) for end in ((v,) if v in self.kept else after[:1]))
+        products = [v for step in self.steps if step.name in PRODUCTS for v in step.outputs]
+        return {v: ends[v] for v in products if ends.get(v, v) != v}
+
+    def result(self) -> Written:
+        """Sources of every value, producers first."""
+        sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
+        beneath: dict[int, tuple[int, ...]] = {}
+        repeating: set[int] = set()
+
+        def read(value: int, repeats: bool = False) -> tuple[int, ...]:
+            behind = self.p.behind(value)
+            if value == behind:
+                return beneath[value] if repeats and value in beneath else sources.get(value, ())
+            if value not in sources:
+                sources[value] = (value,) if behind in self.kept else (value, *sources.get(behind, ()))
+            return sources[value]
+
+        for step in self.steps:
+            repeats = step.kind == LIGHT and not self._stays(step)
+            if repeats:
+                repeating.add(id(step))
+            read_by = [read(v, repeats) for v in step.inputs]
+            found = read_by[0] if len(read_by) == 1 else tuple(dict.fromkeys([s for some in read_by for s in some]))
+            for v in step.outputs:
+                if v not in self.kept:
+                    sources[v] = found
+                elif v in self.thin:
+                    beneath[v] = found
+        for frame in self.p.top.walk():
+            for v in frame.leaving:
+                read(v)
+        ends = {v: end.outputs[0] for v, end in self.absorbed.items()}
+        ends.update(self._fused_products())
+        narrow = narrowed(self.p, self.steps, self.readers, self.thin, self.leaving, ends)
+        inner = {id(end): frozenset(sources[v]) for v, end in self.absorbed.items()}
+        return Written(frozenset(self.kept), sources, beneath, frozenset(repeating), narrow, ends, inner)

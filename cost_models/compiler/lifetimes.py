@@ -1,0 +1,260 @@
+"""When each buffer is in memory: an order of execution, and the first and last moment of every written value.
+
+The order depends on the program alone, not on layouts. Moments are numbered through all frames, so that what lives
+around a loop lives during its moments too:
+
+    breadth first                 everything as soon as its operands are there (Kahn's algorithm, 1962)   -> _eagerly
+    program order                 but updates as soon as their gradients are there, unless they are
+                                  programs of their own (`Graph.repeats`)                                 -> _in_turn
+    birth(v), death(v)            the moment that makes v, the last moment that reads it                  -> _Clock
+    a step fused into kernels     runs from the first to the last of them                                 -> _spans
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, PRODUCTS, SCATTERS, STORE, Frame, Program, Step
+from autopar.cost_models.compiler.fusion import Written
+
+
+@dataclass(eq=False)
+class Lifetimes:
+    """Moments of a program.
+
+    Attributes:
+        moments: the step that runs at each; loops stand before and after the moments of their bodies.
+        birth, death: written value or token -> first and last moment. A token is born when what it copies is there
+            (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
+        within: value made in a loop's body, in the memory of one of its results -> itself, or the token that leaves.
+        late: moments of products that nothing but updates waits for, ascending, if the compiler puts them off.
+        end: the moment after the last, at which results are still there.
+    """
+
+    moments: list[Step] = field(default_factory=list)
+    birth: dict[int, int] = field(default_factory=dict)
+    death: dict[int, int] = field(default_factory=dict)
+    within: dict[int, int] = field(default_factory=dict)
+    late: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return len(self.moments)
+
+
+def lifetimes(p: Program, w: Written) -> Lifetimes:
+    """When everything that is written lives."""
+    clock = _Clock(p, w)
+    for v in (*p.graph.inputs, *(c for c, _ in p.graph.constants)):
+        clock.found.birth[v] = 0
+    clock.run(p.top)
+    clock.leave(p.top, clock.found.end)
+    for v, birth in clock.found.birth.items():
+        clock.found.death.setdefault(v, birth)
+    clock.pass_on()
+    return clock.found
+
+
+@dataclass(eq=False)
+class _Clock:
+    p: Program
+    w: Written
+    found: Lifetimes = field(default_factory=Lifetimes)
+    product: int | None = None  # the moment of the last product in the frame that runs
+    ended: dict[int, int] = field(default_factory=dict)  # result of a loop -> its last moment
+
+    def run(self, frame: Frame) -> None:
+        """Run the steps of a frame, from the moment that comes next."""
+        steps = [s for s in frame.steps if not s.outputs or any(v in self.w.values for v in s.outputs)]
+        reads = [self.w.reads(step) for step in steps]
+        waits = self._waits(steps, reads)
+        late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
+        first, self.product = self.found.end, None
+        for i in self._order(steps, waits, late):
+            self.found.late.extend([self.found.end] if i in late else [])
+            self._step(steps[i], reads[i], first)
+            self.product = self.found.end - 1 if self.w.has_product(steps[i]) else self.product
+        self.product = None
+
+    def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]], late: frozenset[int]) -> list[int]:
+        if self.p.backend.runs_eagerly:
+            return _eagerly(waits)
+        after = self._next_products(steps, late) if late else ()
+        return _in_turn(steps, waits, self.p.graph.repeats is None, late, after)
+
+    def _next_products(self, steps: Sequence[Step], late: frozenset[int]) -> list[int]:
+        """For each step the next product of the backward pass that is not late; itself if there is none."""
+        found, following = list(range(len(steps))), -1
+        for i in reversed(range(len(steps))):
+            found[i] = following if following > i else i
+            if self.w.has_product(steps[i]) and steps[i].op.phase == "backward" and i not in late:
+                following = i
+        return found
+
+    def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
+        """For each step the steps that it waits for, ascending."""
+        maker = {v: i for i, step in enumerate(steps) for v in step.outputs}
+        waits: list[list[int]] = []
+        tokens = self.p.tokens
+        for step, read in zip(steps, reads, strict=True):
+            needed = (*read, *(s for v in step.after for s in self.w.sources.get(v, ()))) if step.after else read
+            behind = [s for v in needed for s in ((v,) if v not in tokens else self._copied(v))]
+            waits.append(sorted({maker[s] for s in behind if s in maker}))
+        return waits
+
+    def _copied(self, token: int) -> tuple[int, ...]:
+        return self.w.sources.get(self.p.behind(token), ())
+
+    def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
+        begin = self.found.end
+        self.found.moments.append(step)
+        stacked = self.p.stacked if step.kind == LOOP and self.p.backend.runs_eagerly else ()
+        for v in step.outputs:
+            # Where everything starts early, so do the stacked results of loops: they are filled with zeros.
+            self.found.birth[v] = first if v in stacked else begin
+        for inner in step.frames:
+            self.run(inner)
+            if not step.joins:
+                self._keep_within(inner, begin)
+            self.leave(inner, self.found.end, begin if step.joins else None)
+        if step.joins:
+            self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
+        if step.frames:
+            self.ended.update(dict.fromkeys(step.outputs, self.found.end))
+            self.found.moments.append(step)
+        taken = {self.p.behind(v) for v, _ in step.taken}
+        for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
+            self._read(v, begin, begin if self.p.behind(v) in taken or step.joins else self.found.end - 1)
+
+    def _keep_within(self, frame: Frame, begin: int) -> None:
+        """What leaves the body of a loop that began then is made in its result's memory, unless that is read later."""
+        for leaving, result in frame.carried:
+            last = max(self.found.death.get(v, begin) for v in (result, *self._tokens.get(result, ())))
+            self.found.within.update(self._made_within(leaving, result, begin, last) or ())
+
+    def pass_on(self) -> None:
+        """What a loop starts from, and nothing reads later, is made in the memory in which the loop goes on; what a
+        branch of a conditional leaves in that of the result.
+        """
+        found, given = self.found, {*self.p.graph.inputs, *(c for c, _ in self.p.graph.constants)}
+        for begin in reversed(range(found.end)):
+            step = found.moments[begin]
+            for read, result in step.taken:
+                v = self.p.behind(read)
+                last = max(found.death.get(x, 0) for x in (v, *self._tokens.get(v, ())))
+                if found.birth[result] == begin and v not in given and last <= begin:
+                    self._pass(v, read, result)
+            for read, result in (pair for frame in step.frames for pair in frame.carried) if step.joins else ():
+                v = self.p.behind(read)
+                if begin < found.birth.get(v, begin) <= found.birth[result]:
+                    self._pass(v, read, result)
+
+    def _pass(self, v: int, read: int, result: int) -> None:
+        found = self.found
+        if v in found.birth and v not in found.within:
+            found.within[v] = read
+            found.birth[result] = min(found.birth[result], found.birth[v])
+
+    @cached_property
+    def _tokens(self) -> Mapping[int, Sequence[int]]:
+        """Value -> the copies of it."""
+        found: dict[int, list[int]] = {}
+        for token, (v, _) in self.p.tokens.items():
+            found.setdefault(v, []).append(token)
+        return found
+
+    def _made_within(self, read: int, result: int, begin: int, last: int) -> list[tuple[int, int]] | None:
+        """Values that are made in the memory of a loop's result if this one is, and as what each of them is read there.
+
+        None where it needs memory of its own: it is not made in the body that began then, or before the result is read
+        last there. What a loop inside starts from is made in that memory as well, and what a conditional's branches
+        leave.
+        """
+        v = self.p.behind(read)
+        if v == result:
+            return []
+        born = self.found.birth.get(v, begin)
+        step = self.found.moments[born]
+        if v in self.found.within or born <= begin or v not in step.outputs:
+            return None
+        if step.joins:
+            left = [y for inner in step.frames for y, joined in inner.carried if joined == v]
+            made = [self._made_within(y, result, begin, last) for y in left]
+            return [(v, read), *(x for some in made for x in some or ())] if None not in made else None
+        started = [x for x, y in step.taken if y == v and self.found.death.get(x) == born]
+        overwrites = step.kind == LIGHT or step.name in SCATTERS or result in map(self.p.behind, started)
+        if born < last or (born == last and not overwrites):
+            return None
+        return [(v, read), *(x for s in started for x in self._made_within(s, result, begin, last) or ())]
+
+    def leave(self, frame: Frame, moment: int, begin: int | None = None) -> None:
+        """What leaves a frame is there until this moment; a branch that began then only passes on what is older."""
+        for v in frame.leaving:
+            for s in self.w.sources.get(v, ()):
+                born = self.found.birth.get(self.p.behind(s), moment)
+                read = moment if begin is None or born >= begin else begin
+                self._read(s, read, read)
+
+    def _read(self, v: int, begin: int, end: int) -> None:
+        self.found.death[v] = max(self.found.death.get(v, 0), end)
+        if v in self.p.tokens:
+            if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
+                self._read(self.p.behind(v), begin, end)
+            ready = max((self.ended.get(s, self.found.birth.get(s, begin)) for s in self._copied(v)), default=0)
+            born = self._fetched(v, ready, begin)
+            self.found.birth[v] = min(self.found.birth.get(v, born), born)
+            if v in self.p.source_token:
+                self._read(self.p.source_token[v], born, born)
+
+    def _fetched(self, token: int, ready: int, begin: int) -> int:
+        """The moment at which a copy starts to be made of what is ready, to be read when a step begins."""
+        b = self.p.backend
+        if b.runs_eagerly or (b.overlaps and not self.w.is_ready(self.p, self.p.behind(token))):
+            return ready
+        return begin if self.product is None or not b.overlaps else max(ready, self.product)
+
+
+def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
+    left = [len(w) for w in waits]
+    followers: list[list[int]] = [[] for _ in waits]
+    for i, needed in enumerate(waits):
+        for j in needed:
+            followers[j].append(i)
+    ready = deque(i for i, count in enumerate(left) if count == 0)
+    order: list[int] = []
+    while ready:
+        order.append(ready.popleft())
+        for i in followers[order[-1]]:
+            left[i] -= 1
+            if left[i] == 0:
+                ready.append(i)
+    return order
+
+
+def _in_turn(
+    steps: Sequence[Step], waits: Sequence[Sequence[int]], early: bool, late: frozenset[int], after: Sequence[int]
+) -> list[int]:
+    """Program order, updates early; the `late` steps right after the next product that is none of them, `after`."""
+    turn: list[int] = []
+    for i, (step, needed) in enumerate(zip(steps, waits, strict=True)):
+        last = max((turn[j] for j in needed), default=0)
+        own = after[i] if i in late else max(i, last)
+        turn.append(last if early and step.op.phase == "update" and step.kind != STORE else own)
+    return sorted(range(len(steps)), key=lambda i: (turn[i], i in late or steps[i].op.phase == "update", i))
+
+
+def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Products of the backward pass that nothing but updates waits for."""
+    followers: list[list[int]] = [[] for _ in steps]
+    for i, needed in enumerate(waits):
+        for j in needed:
+            followers[j].append(i)
+    return frozenset(
+        i
+        for i, step in enumerate(steps)
+        if step.name in PRODUCTS and step.op.phase == "backward"
+        if followers[i] and all(steps[j].op.phase == "update" for j in followers[i])
+    )

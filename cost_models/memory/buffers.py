@@ -1,0 +1,285 @@
+"""All buffers of a program: what is in memory, when, and how large under every choice of layouts.
+
+A buffer's bytes depend on one decision, or on the two ends of an edge of the optimization problem:
+
+    an argument        there all the time, whoever owns it afterwards                            -> _Values.arguments
+    one that waits     in the host's memory: from its first reader until its successor is made   -> _Values._visit
+    a value            its piece in the layout that its cluster leaves                           -> _Values.others
+    unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
+    copies             in other layouts, for the readers that want them                          -> add_copies
+    what waits         operands of products that are put off while something is gathered         -> Waiting.kept
+
+What takes over the buffer of a donated argument, or of an operand that is read for the last time, needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from autopar.cost_models.compiler.backends import Backend
+from autopar.cost_models.compiler.compiled_program import HEAVY, IN_PLACE_OPERAND, LIGHT, LOOP, SCATTERS, Program, Step
+from autopar.cost_models.compiler.flatten import flatten
+from autopar.cost_models.compiler.fusion import Written, written
+from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
+from autopar.cost_models.compiler.simplifications import hashes
+from autopar.cost_models.memory.copies import add_copies
+from autopar.cost_models.memory.sizes import Buffer, End, Sizes
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op.build import Model, source_dims
+from autopar.passes.intra_op.problem import Floats
+from autopar.passes.op_groups.bindings import WHOLE, Home
+from autopar.passes.op_groups.strategies import NOTHING, REDUCE_SCATTER, StrategySet
+
+
+@dataclass(eq=False)
+class Buffers:
+    """All buffers of a program, and their sizes under every choice.
+
+    Attributes:
+        program, lives: what they were derived from.
+        all: the buffers.
+        sizes: bytes per device, one run of numbers per kind of buffer: one number if nothing decides, one per strategy
+            of the node, or the table of the edge row by row.
+    """
+
+    program: Program
+    lives: Lifetimes
+    all: tuple[Buffer, ...]
+    sizes: Floats
+
+
+def buffers(
+    graph: Graph, model: Model, mesh: LogicalMesh, backend: Backend, donated: Sequence[int], hosted: Sequence[int] = ()
+) -> Buffers:
+    """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
+    ends = _ends(model)
+    reads = {site: end for end, sites in ends.items() for site in sites}
+    views = frozenset(v for v, home in model.clustering.homes.items() if home.view is not None)
+    program = flatten(graph, backend, reads, mesh.size, views)
+    w = written(program)
+    lives = lifetimes(program, w)
+    makers = {v: step for step in lives.moments for v in step.outputs}
+    sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
+    given = frozenset(donated)
+    within = _within(program, lives, ends)
+    values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
+    values.arguments()
+    overwritten = _overwritten(program, w, lives)
+    values.others(overwritten)
+    carried = (*filter(None, within.values()),)
+    add_copies(sizes, tuple(ends), _settling(graph, ends, given), carried, values.elsewhere, overwritten)
+    return Buffers(program, lives, tuple(sizes.found), sizes.all())
+
+
+def _ends(model: Model) -> Mapping[End, list[str]]:
+    """Readers' ends of edges, as `intra_op` tells them apart, and the sites that read there."""
+    found: dict[End, list[str]] = {}
+    for use in model.clustering.uses:
+        home = model.clustering.homes.get(use.value)
+        if home is not None:
+            dims = source_dims(home, use)
+            if home.cluster != use.consumer or use.assigned or dims != home.dims:
+                found.setdefault((home.value, use.consumer, dims, use.assigned), []).append(use.site)
+    return found
+
+
+def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozenset[int]) -> tuple[End, ...]:
+    """Ends at which nothing but the next state of donated arguments is read."""
+    taken = {f"out{out}" for out, position in match_state(graph).items() if position in donated}
+    return tuple(end for end, sites in ends.items() if taken.issuperset(sites))
+
+
+def _within(p: Program, lives: Lifetimes, ends: Mapping[End, Sequence[str]]) -> Mapping[int, End | None]:
+    """Values made in the memory of a loop's result -> the end at which nothing else is read, where there is one.
+
+    There the value is made in another cluster, and takes memory of its own where that lays it out otherwise.
+    """
+    found: dict[int, End | None] = {}
+    for v, read in lives.within.items():
+        end = cast(End, p.tokens[read][1]) if read in p.tokens else None
+        if end is None or len(ends[end]) == 1:
+            found[v] = end
+    return found
+
+
+Place = tuple[int, tuple[int, ...], bool]
+"""A cluster that decides where a value lies, its factors for the dimensions, and whether as it runs or as it holds."""
+
+
+def _at(home: Home) -> Place:
+    return home.cluster, home.dims, False
+
+
+@dataclass(eq=False)
+class _Values:
+    """Buffers of what is written, but of what is `within` others."""
+
+    sizes: Sizes
+    donated: frozenset[int]
+    hosted: frozenset[int]
+    within: frozenset[int]
+
+    def arguments(self) -> None:
+        """Arguments are there all the time, whoever owns them afterwards, but those that wait elsewhere."""
+        for v in self.sizes.graph.inputs:
+            if v in self.hosted:
+                self._visit(v)
+            else:
+                self._value("argument", v, 0, self.sizes.lives.end)
+
+    def _visit(self, v: int) -> None:
+        """An argument on the device for its update: its successor takes its place, and leaves a moment later."""
+        moments = self._touched.get(v)
+        if moments:
+            self._value("visit", v, moments[0], min(moments[-1] + 1, self.sizes.lives.end))
+
+    @cached_property
+    def _touched(self) -> Mapping[int, list[int]]:
+        """Argument that waits in the host's memory -> the moments that read it, or read or make its successor."""
+        b = self.sizes
+        inputs = b.graph.inputs
+        of = {v: v for v in self.hosted}
+        of.update((made, inputs[i]) for made, i in self._successors() if inputs[i] in self.hosted)
+        found: dict[int, list[int]] = {}
+        for moment, step in enumerate(b.lives.moments):
+            for v in dict.fromkeys(of[v] for v in (*b.w.reads(step), *step.outputs) if v in of):
+                found.setdefault(v, []).append(moment)
+        return found
+
+    def others(self, overwritten: AbstractSet[int]) -> None:
+        """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
+        b = self.sizes
+        skipped = {*b.graph.inputs, *(c for c, _ in b.graph.constants), *b.program.tokens, *self.elsewhere}
+        for v, birth in b.lives.birth.items():
+            if v not in skipped:
+                self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
+            if v in b.makers and b.makers[v].kind == HEAVY:
+                self._unsummed(v, b.makers[v], birth, written=True)
+        for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
+            for v in (v for v in step.outputs if v in b.w.absorbed):
+                self._unsummed(v, step, b.lives.birth[b.w.absorbed[v]], written=False)
+
+    @cached_property
+    def elsewhere(self) -> frozenset[int]:
+        """Values made in the buffer of a loop's result, or of the argument whose next state they are."""
+        return self.within.union(made for made, position in self._successors() if position in self.donated)
+
+    def _successors(self) -> Iterator[tuple[int, int]]:
+        """Results that are the next state of an argument, and its position."""
+        for out, position in match_state(self.sizes.graph).items():
+            atom = self.sizes.program.read(f"out{out}", self.sizes.graph.outputs[out])
+            if isinstance(atom, int):
+                yield self.sizes.program.behind(atom), position
+
+    def _value(self, what: str, v: int, birth: int, death: int) -> None:
+        b, kind, placed = self.sizes, self.sizes.kind(v), self._placed(v)
+        fixed = b.is_fixed(what, v)
+        if placed is None:
+            at = b.at(kind, lambda: b.laid_out([np.array([n]) for n in kind.shape], kind, 1), fixed)
+            b.add(what, v, birth, death, at)
+            return
+        cluster, dims, assigned = placed
+        s = b.model.clustering.clusters[cluster].strategies
+        at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), fixed)
+        b.add(what, v, birth, death, at, node=cluster)
+
+    def _placed(self, v: int) -> Place | None:
+        """What decides where a value lies: of free values and views, what does for the first step that reads them.
+
+        Random bits that are no hashes of counters lie nowhere: every device makes all of them.
+        """
+        p = self.sizes.program
+        piece = cast(End | None, p.pieces.get(v))
+        if piece is not None and self.sizes.graph.types[piece[0]].shape == p.type_of(v).shape:
+            return piece[1:]
+        if self._is_drawn_whole(v):
+            return None
+        home = self.sizes.model.clustering.homes.get(p.like.get(v, v))
+        if home is None or home.view is None:
+            own = None if home is None else _at(home)
+            return self._borrowed.get(v, own) if own is None or self._is_spread(v) else own
+        return self._borrowed.get(v, (home.cluster, tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view), False))
+
+    def _is_spread(self, v: int) -> bool:
+        """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""
+        maker = self.sizes.makers.get(v)
+        return self.sizes.backend.has_library and maker is not None and maker.name == "broadcast_in_dim"
+
+    def _is_drawn_whole(self, v: int) -> bool:
+        maker = self.sizes.makers.get(v)
+        return maker is not None and maker.name == "random_bits" and not hashes(self.sizes.graph, maker.op)
+
+    @cached_property
+    def _borrowed(self) -> Mapping[int, Place]:
+        """Where what has no home of its own or is a view lies, through any number of steps that keep the shape."""
+        p, clustering = self.sizes.program, self.sizes.model.clustering
+        homes = {v: _at(home) for v, home in clustering.homes.items() if home.view is None}
+        wanted: dict[int, Place] = {}  # of free values, by the first operation that reads them in a layout of its own
+        for use in clustering.uses:
+            if use.value not in clustering.homes:
+                wanted.setdefault(use.value, (use.consumer, use.dims, use.assigned))
+        started: dict[int, Place] = {}
+        found: dict[int, Place] = {}
+        for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
+            started.update((v, homes[r]) for v, r in step.taken if r in homes)
+            result = step.outputs[0]
+            like = p.like.get(result, result)
+            place = homes.get(like) or found.get(result) or wanted.get(like)
+            if step.name in SCATTERS and place is not None:
+                place = (*place[:2], True)  # zeros are as the result before its sums
+            if step.kind != LOOP and place is not None:
+                shape = p.type_of(result).shape
+                found.update((v, place) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
+        return wanted | found | started
+
+    def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
+        """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""
+        b, home = self.sizes, self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
+        if home is None or home.view is not None:
+            return
+        cluster = b.model.clustering.clusters[home.cluster]
+        s, kind = cluster.strategies, b.kind(v)
+        if cluster.op == step.op.index and s.after.any():
+            key = ("unsummed", s.index, home.dims, kind, written)
+            at = b.at(key, lambda: self._wholes(s, written) * b.held(s, home.dims, kind, assigned=True))
+            b.add("unsummed", v, moment, moment, at, node=home.cluster)
+
+    def _wholes(self, s: StrategySet, written: bool) -> Floats:
+        """How many pieces as large as before its sums a product has while they are made, under each strategy."""
+        scattered, summed = (s.after == REDUCE_SCATTER).any(1), (s.after != NOTHING).any(1)
+        if self.sizes.backend.sums_in_place:
+            return (scattered if written else summed) * 1.0
+        return summed * 1.0 + scattered  # without a reduce-scatter, the sum is whole as well before a piece is kept
+
+
+def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
+    """Values and copies that a step, which reads them last, overwrites with a result of the same bytes.
+
+    Light steps and scatters overwrite any operand that is no copy, routines of LAPACK the one that they work in.
+    """
+    by_death: dict[int, list[int]] = {}
+    for v, moment in lives.death.items():
+        if v not in p.tokens and v not in p.graph.names:
+            by_death.setdefault(moment, []).append(v)
+    found: set[int] = set()
+    for moment, step in enumerate(lives.moments):
+        if step.kind == LIGHT or step.name in SCATTERS:
+            read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
+            size = p.type_of(step.outputs[0]).nbytes
+            for v in by_death.get(moment, ()):
+                if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
+                    found.add(v)
+                    break
+        elif step.name in IN_PLACE_OPERAND and p.backend.solves_in_place:
+            v = step.inputs[IN_PLACE_OPERAND[step.name]]
+            if lives.death.get(v) == moment and p.type_of(v).nbytes == p.type_of(step.outputs[0]).nbytes:
+                found.add(v)
+    return found

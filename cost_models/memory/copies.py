@@ -1,0 +1,353 @@
+"""Buffers of copies in other layouts, and of values while readers in other clusters want them.
+
+In time order of their last moments t1 <= t2 <= ... the readers of a value x with copy c are served so:
+
+    x -> c       other layout: c until t1;  same: x until t1
+    c -> reader  other layout: the reader's own piece;  same: c from the reader before to this one
+
+which is exact if those that want c as it is come first, and linear in one-hot choices, each term on one edge. An
+argument is there anyway, and its copy until the last reader: weights gathered for the forward pass stay for the
+backward pass. Where the compiler rounds (`narrowing`), a copy is sent and kept rounded, but a value that arithmetic
+reads too is not; in the same layout both are one array, whole to the end                               -> _Link.wider
+Equal fetches are one where the compiler merges them: what two readers fetch alike is there between them as well. That
+is a term of two edges; half of it is counted on each, which is exact if both fetch the same or none does
+                                                                                                         -> _Link.half
+
+A result that is the next state of a donated argument goes into that argument's buffer as soon as it is made, and what
+leaves a loop's body into that of the loop's result, so that only what it was made as needs a buffer, and only where
+that is another layout                                                                             -> _Copies.settled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.compiler.compiled_program import HALVES, IN_PLACE_OPERAND
+from autopar.cost_models.compiler.delayed_products import Waiting
+from autopar.cost_models.memory.sizes import End, Kind, Sizes
+from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.passes.op_groups.bindings import projection
+from autopar.passes.op_groups.strategies import StrategySet
+
+
+class _Side(NamedTuple):
+    """One end of an edge: a node's strategies, its factors for the value's dimensions, assigned or held."""
+
+    node: int
+    strategies: StrategySet
+    dims: tuple[int, ...]
+    assigned: bool
+    key: tuple[int, tuple[int, ...], bool]  # what its classes depend on
+
+
+def _side(node: int, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
+    return _Side(node, strategies, dims, assigned, (strategies.index, dims, assigned))
+
+
+def add_copies(
+    sizes: Sizes,
+    ends: Sequence[End],
+    settling: Sequence[End],
+    carried: Sequence[End],
+    elsewhere: Collection[int],
+    overwritten: Collection[int],
+) -> None:
+    """Add the buffers of all copies that readers at these ends may need, and of what waits for them to arrive.
+
+    At the `settling` ones of them a result goes into the buffer of the argument whose next state it is, at the
+    `carried` ones into that of a loop's result; `elsewhere`: values that lie in a buffer of such; `overwritten`: copies
+    in whose memory the result of what reads them last is made.
+    """
+    copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere, overwritten), frozenset(settling)
+    of_value: dict[int, list[End]] = {}
+    for end in ends:
+        single = end[0] not in sizes.model.copies
+        if end not in goes_back and not (single and end in copies.carried):
+            of_value.setdefault(end[0], []).append(end)
+        elif end in copies.spans and single:
+            copies.settled(end[0], end)
+    for value, found in of_value.items():
+        read = sorted((e for e in found if e in copies.spans), key=lambda e: copies.spans[e][1])
+        if read and value not in sizes.model.copies:
+            copies.single(value, read[0])
+        elif read:
+            copies.shared(value, read)
+
+
+@dataclass(eq=False)
+class _Copies:
+    """What is known of the ends: when they read, and whether only products do."""
+
+    sizes: Sizes
+    carried: frozenset[End]
+    elsewhere: Collection[int]
+    overwritten: Collection[int]
+    spans: dict[End, tuple[int, int]] = field(default_factory=dict)
+    narrow: dict[End, bool] = field(default_factory=dict)
+    edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
+    links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
+    held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
+    column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
+    waiting: Waiting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = Waiting(self.sizes)
+        self.column_major = self._column_major()
+        lives = self.sizes.lives
+        for token, (_, key) in self.sizes.program.tokens.items():
+            end = cast(End, key)
+            self.narrow[end] = self.narrow.get(end, True) and token in self.sizes.w.narrow
+            if token in lives.birth:
+                birth, death = self.spans.get(end, (lives.end, 0))
+                self.spans[end] = (
+                    min(birth, lives.birth[token]),
+                    max(death, lives.death[token] - (token in self.overwritten)),
+                )
+        for i, edge in enumerate(self.sizes.model.problem.edges):
+            self.edges.setdefault((edge.u, edge.v), []).append(i)
+
+    def _column_major(self) -> frozenset[End]:
+        program = self.sizes.program
+        if not self.sizes.backend.solves_in_place:
+            return frozenset()
+        solves = [s for frame in program.top.walk() for s in frame.steps if s.name in IN_PLACE_OPERAND]
+        return frozenset(cast(End, program.tokens[v][1]) for s in solves for v in s.inputs if v in program.tokens)
+
+    def single(self, value: int, end: End) -> None:
+        """A value with one reader: it has no copy of its own."""
+        link = self._link(value, self._home(value), self._reader(end), [end])
+        birth, death = self.spans[end]
+        self._fetch(link, end, birth, death)
+        last = self._last(value)
+        if last is not None:
+            known = self._held_until(value, last, death)
+            link.same("value", known + 1, death)
+            link.other("value", known + 1, birth - 1, of_target=False)
+            if death > known:
+                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, max(birth - 1, last), death)
+
+    def _fetch(self, link: _Link, end: End, birth: int, death: int) -> None:
+        """A copy in another layout, what an all-gather makes before it is turned, and what waits while it travels."""
+        if birth > death:
+            return
+        link.other("copy", birth, death, of_target=True)
+        travels = self.sizes.backend.overlaps and not self.sizes.w.is_ready(self.sizes.program, link.value)
+        if self.sizes.backend.gathers_turn or travels:
+            link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.column_major)
+        if self.sizes.backend.splits_all_to_all:
+            link.all_to_all(birth)
+        if travels and self.waiting.delays(birth):
+            self._kept(link, birth)
+
+    def _kept(self, link: _Link, moment: int) -> None:
+        """What products read that wait until something is gathered (`compiler/delayed_products.py`)."""
+        model = self.sizes.model
+        runs = model.clustering.clusters[model.clustering.homes[link.value].cluster].weight
+        seconds = np.where(link.gathers(), model.problem.edges[link.edge].table / runs, 0.0)
+        for group in self.waiting.kept(moment, float(seconds.max())):
+            link.longer_than(group.seconds, seconds, group.nbytes, group.birth, moment - 1)
+
+    def _held_until(self, value: int, last: int, death: int) -> int:
+        """Until when another name's readers hold the same array: what is copied for them, as it was up to `death`."""
+        held = self.held.get(cast(int, self.sizes.program.root(value)))
+        if held is None or held.until <= last:
+            return last
+        held.link.other("value", max(last, held.first) + 1, min(held.until, death), of_target=False)
+        return held.until
+
+    def settled(self, value: int, end: End) -> None:
+        """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
+        last, root = self._read_last(value), self.sizes.program.root(value)
+        if last is not None and isinstance(root, int):
+            link = self._link(value, self._home(value), self._reader(end), [end])
+            link.other("value", self.sizes.lives.birth[root], last, of_target=False)
+
+    def shared(self, value: int, ends: Sequence[End]) -> None:
+        """A value with a copy, and its readers in the order of their last moments."""
+        model, home, used = self.sizes.model, self._home(value), self._used(ends)
+        copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
+        link = self._link(value, home, copy, used)
+        born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
+        self._fetch(link, used[0], born, first if last is not None else self.spans[used[-1]][1])
+        if last is not None:
+            known, until = self._held_until(value, last, first), self.spans[ends[-1]][1]
+            link.same("value", known + 1, first)
+            link.wider(max(known, first) + 1, until)
+            link.other("value", known + 1, born - 1, of_target=False)
+            if until > known:
+                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, until)
+        before, made = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
+        if not self.carried.isdisjoint(ends):
+            link.other("value", made, born, of_target=False)
+        for end in ends:
+            birth, death = self.spans[end]
+            link = self._link(value, copy, self._reader(end), [end])
+            if end in self.carried:
+                link.other("copy", made, birth - 1, of_target=False)
+                continue
+            self._fetch(link, end, birth, death)
+            link.half(*self._gap(used, end, before=True))
+            link.half(*self._gap(used, end, before=False))
+            if last is not None:
+                link.same("copy", max(before, last) + 1, death)
+                link.other("copy", max(before, last) + 1, birth - 1, of_target=False)
+            before = max(before, death)
+
+    def _used(self, ends: Sequence[End]) -> Sequence[End]:
+        """The ends that a copy is made for: all, or those that are no updates if there are others."""
+        moments = self.sizes.lives.moments
+        others = [e for e in ends if self.spans[e][1] < len(moments)]
+        others = [e for e in others if moments[self.spans[e][1]].op.phase != "update"]
+        return others if others and self.sizes.backend.updates_read_pieces else ends
+
+    def _gap(self, used: Sequence[End], end: End, before: bool) -> tuple[int, int]:
+        """The moments between a reader and the one before or after it; none if there is none."""
+        birth, death = self.spans[end]
+        if end not in used or not self.sizes.backend.merges_fetches:
+            return 0, -1
+        if before:
+            return max((d + 1 for _, d in map(self.spans.__getitem__, used) if d < birth), default=birth), birth - 1
+        return death + 1, min((b - 1 for b, _ in map(self.spans.__getitem__, used) if b > death), default=death)
+
+    def _last(self, value: int) -> int | None:
+        """The last moment at which a value is there by itself; None if it always is, as part of another, or never."""
+        return None if self.sizes.program.root(value) in self.elsewhere else self._read_last(value)
+
+    def _read_last(self, value: int) -> int | None:
+        """The last moment at which a value is read as it was made; None for an argument, or if it is never written."""
+        program, w = self.sizes.program, self.sizes.w
+        root = program.root(value)
+        if not isinstance(root, int) or root not in w.values or root in program.graph.names:
+            return None
+        return self.sizes.lives.death.get(root)
+
+    def _home(self, value: int) -> _Side:
+        home = self.sizes.model.clustering.homes[value]
+        return _side(home.cluster, self.sizes.model.clustering.clusters[home.cluster].strategies, home.dims, False)
+
+    def _reader(self, end: End) -> _Side:
+        return _side(end[1], self.sizes.model.clustering.clusters[end[1]].strategies, end[2], end[3])
+
+    def _link(self, value: int, source: _Side, target: _Side, readers: Sequence[End]) -> _Link:
+        (gu, lu), (gv, lv) = self._projection(source), self._projection(target)
+        type_ = self.sizes.graph.types[value]
+        narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
+        kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
+        root = self.sizes.program.root(value)
+        own = self.sizes.kind(root) if isinstance(root, int) else kind
+        made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
+        edge = self._edge(source.node, target.node, gu, gv)
+        number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
+        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
+
+    def _projection(self, side: _Side) -> tuple[Ints, Ints]:
+        if side.key not in self.projections:
+            self.projections[side.key] = projection(side.strategies, side.dims, side.assigned)
+        return self.projections[side.key]
+
+    def _edge(self, u: int, v: int, gu: Ints, gv: Ints) -> int:
+        """The edge between two nodes with these classes."""
+        candidates, edges = self.edges[u, v], self.sizes.model.problem.edges
+        if len(candidates) == 1:
+            return candidates[0]
+        return next(i for i in candidates if np.array_equal(edges[i].gu, gu) and np.array_equal(edges[i].gv, gv))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """An array that is there as it was made until `first`, and as it is at the other end of the link until `until`."""
+
+    link: _Link
+    first: int
+    until: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Link:
+    """One edge that a value goes along, as copies of it are and as it was made, and the layouts of both ends."""
+
+    sizes: Sizes
+    value: int
+    edge: int
+    kind: Kind
+    made: Kind
+    sources: Ints
+    targets: Ints
+    number: int
+
+    def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
+        """A buffer where the layouts differ, as large as the target's piece or the source's."""
+        self._add(what, birth, death, True, of_target)
+
+    def gathered(self, birth: int, death: int, column_major: bool) -> None:
+        """What an all-gather makes before it is turned or rounded; `column_major`: a matrix is read in that order."""
+        if birth <= death:
+            wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
+            outer = 1 if column_major and len(self.kind.shape) == 2 else 0
+            at = self.sizes.at(("gathered", self.number, wide, outer), lambda: self._gathered(wide, outer))
+            self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
+
+    def longer_than(self, least: float, seconds: Floats, nbytes: float, birth: int, death: int) -> None:
+        """Bytes that are there where going along the edge takes longer than so many seconds; `seconds` of both ends."""
+        at = self.sizes.at(("waits", self.number, least, nbytes), lambda: np.where(seconds > least, nbytes, 0.0))
+        self.sizes.add("value", self.value, birth, death, at, edge=self.edge)
+
+    def half(self, birth: int, death: int) -> None:
+        """Half of what is fetched at the other end, where a reader may find what another fetched alike."""
+        if birth <= death:
+            at = self.sizes.at(("half", self.number), lambda: self._table(True, True, self.kind) / 2)
+            self.sizes.add("copy", self.value, birth, death, at, edge=self.edge)
+
+    def wider(self, birth: int, death: int) -> None:
+        """What the value as it was made takes beyond a copy, where they are in the same layout: one array, no copy."""
+        if birth <= death and self.made != self.kind:
+            at = self.sizes.at(("wider", self.number), self._wider)
+            self.sizes.add("value", self.value, birth, death, at, edge=self.edge)
+
+    def _wider(self) -> Floats:
+        return np.maximum(self._table(False, False, self.made) - self._table(False, False, self.kind), 0.0)
+
+    def same(self, what: str, birth: int, death: int) -> None:
+        """A buffer where they are the same."""
+        self._add(what, birth, death, False, False)
+
+    def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
+        if birth <= death:
+            kind = self.made if what == "value" else self.kind
+            key = ("link", self.number, differs, of_target, kind)
+            at = self.sizes.at(
+                key, lambda: self._table(differs, of_target, kind), self.sizes.is_fixed(what, self.value)
+            )
+            self.sizes.add(what, self.value, birth, death, at, edge=self.edge)
+
+    def all_to_all(self, moment: int) -> None:
+        """The pieces that an all-to-all receives, before they are put together."""
+        at = self.sizes.at(("all_to_all", self.number), self._all_to_all)
+        self.sizes.add("copy", self.value, moment, moment, at, edge=self.edge)
+
+    def _all_to_all(self) -> Floats:
+        source, target = self.sources[:, None, :], self.targets[None, :, :]
+        moved = np.any((source >= 0) & (target >= 0) & (source != target), axis=-1)
+        return np.where(moved, self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
+
+    def _gathered(self, wide: bool, outer: int) -> Floats:
+        """What an all-gather makes in float32, or else before it is turned: of other dimensions than the outer one."""
+        kind = self.kind._replace(itemsize=4.0) if wide else self.kind
+        turned = self.gathers(None if wide else outer)
+        return np.where(turned, self.sizes.pieces(self.targets, kind)[None, :], 0.0)
+
+    def gathers(self, but: int | None = None) -> NDArray[np.bool_]:
+        """Where dimensions are gathered, other ones than this, shape (sources, targets)."""
+        cut = (self.sources >= 0) & (self.sources != (-1 if but is None else but))
+        return np.any(cut[:, None, :] & (self.targets[None, :, :] < 0), axis=-1)
+
+    def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
+        held = self.sizes.pieces(self.targets if of_target else self.sources, kind)
+        other = (self.sources[:, None, :] != self.targets[None]).any(-1)
+        return np.where(other == differs, held[None, :] if of_target else held[:, None], 0.0)

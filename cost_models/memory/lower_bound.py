@@ -1,0 +1,29 @@
+"""Memory that a step needs as it is written, in even pieces: before anything is planned.
+
+    alive(t)  =  arguments and constants  +  values that are made before moment t and read after it
+    bytes     =  max over t of alive(t)
+
+of all devices together, in program order, whatever a compiler fuses. A plan with nothing recomputed holds about as
+much, and more where it keeps copies; that is enough to tell a step that fits from one that is far too large.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.ir.graph import Graph
+
+
+@lru_cache(maxsize=4)  # asked again for every way to plan a step
+def written_bytes(graph: Graph) -> int:
+    """Most bytes alive at once, of all devices together."""
+    given = {*graph.inputs, *(v for v, _ in graph.constants)}
+    last = {a: t for t, op in enumerate(graph.ops) for a in op.inputs if isinstance(a, int)}
+    last.update({a: len(graph.ops) for a in graph.outputs if isinstance(a, int)})
+    alive = most = sum(graph.types[v].nbytes for v in given)
+    for t, op in enumerate(graph.ops):
+        alive += sum(graph.types[v].nbytes for v in op.outputs)
+        most = max(most, alive)
+        gone = {a for a in (*op.inputs, *op.outputs) if isinstance(a, int) and a not in given and last.get(a, t) == t}
+        alive -= sum(graph.types[a].nbytes for a in gone)
+    return most

@@ -1,0 +1,139 @@
+"""What a device holds at the peak of a plan, for people: bytes by kind, and the largest tensors.
+
+kind of an argument    parameters (read before the update), optimizer state, arguments (what is no state)
+kind of a value        gradients (backward, read by the update), residuals (forward, read backward), results,
+                       temporaries (all else)
+resharding             copies in other layouts, and results before their partial sums are added up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.sizes import Buffer
+from autopar.ir.graph import Op
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op.problem import Ints
+
+#: Tensors that a report lists.
+LARGEST = 12
+
+KINDS: tuple[str, ...] = (
+    "parameters", "optimizer state", "arguments", "gradients", "residuals", "temporaries", "results", "resharding"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Something large that lives at the peak.
+
+    Attributes:
+        name: path of an argument, or the operation that makes it.
+        kind: one of `KINDS`.
+        type: shape and dtype of the whole, such as "f32[8,16]".
+        nbytes: bytes per device.
+        source: the user's "file.py:line", empty if none.
+    """
+
+    name: str
+    kind: str
+    type: str
+    nbytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peak memory of one plan.
+
+    Attributes:
+        peak_bytes: most bytes that a device holds at once.
+        at: the operation that runs then.
+        source: its line in the user's code, empty if none.
+        kinds: kind of tensor -> bytes per device at the peak; with on-chip memory their sum exceeds the peak by it.
+        largest: the largest tensors alive then, largest first.
+    """
+
+    peak_bytes: int
+    at: str
+    source: str
+    kinds: Mapping[str, int]
+    largest: tuple[Tensor, ...]
+
+
+def report(liveness: Liveness, assignment: Ints) -> Memory:
+    """What a device holds at the peak of one plan."""
+    peak, moment, alive = liveness.at_peak(assignment)
+    kinds = _Kinds(liveness)
+    tensors: dict[tuple[str, int], float] = {}
+    for buffer, nbytes in alive:
+        key = (kinds.of(buffer), buffer.value)
+        tensors[key] = tensors.get(key, 0.0) + nbytes
+    totals: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+    for (kind, _), nbytes in tensors.items():
+        totals[kind] += nbytes
+    largest = sorted(tensors.items(), key=lambda item: (-item[1], item[0]))[:LARGEST]
+    op = liveness.op_at(moment)
+    return Memory(
+        round(peak),
+        ("the arguments" if moment is None else "the results") if op is None else f"{op.tag} {op.name}",
+        "" if op is None else op.source,
+        {kind: round(nbytes) for kind, nbytes in totals.items() if nbytes},
+        tuple(kinds.tensor(kind, value, nbytes) for (kind, value), nbytes in largest if nbytes),
+    )
+
+
+@dataclass
+class _Kinds:
+    """Tells what the tensors of one program are for."""
+
+    liveness: Liveness
+    makers: dict[int, Op] = field(default_factory=dict)
+    updated: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph = self.liveness.graph
+        for op in graph.walk():
+            self.makers.update(dict.fromkeys(op.outputs, op))
+            read = (a for a in op.inputs if isinstance(a, int))
+            (self.updated if op.phase == "update" else self.used).update(read)
+        self.leaving = {a for a in graph.outputs if isinstance(a, int)}
+        kept = set(match_state(graph).values())
+        self._state = {v for i, v in enumerate(graph.inputs) if i in kept}
+
+    def of(self, b: Buffer) -> str:
+        """The kind of one buffer."""
+        if b.what in ("copy", "unsummed"):
+            return "residuals" if self._kept_for_backward(b) else "resharding"
+        if b.what == "argument":
+            if b.value not in self._state:
+                return "arguments"
+            return "parameters" if b.value in self.used else "optimizer state"
+        if b.value in self.leaving:
+            return "results"
+        op = self.makers.get(b.value)
+        if op is None or op.phase == "update":
+            return "temporaries"
+        if op.phase == "backward":
+            return "gradients" if b.value in self.updated else "temporaries"
+        return "residuals" if self._lasts_into_backward(b) else "temporaries"
+
+    def _lasts_into_backward(self, b: Buffer) -> bool:
+        """The last that reads it, if any operation runs at all, is of the backward pass."""
+        moments = self.liveness.moments
+        return bool(moments) and moments[min(b.death, len(moments) - 1)].op.phase == "backward"
+
+    def _kept_for_backward(self, b: Buffer) -> bool:
+        """What the forward pass made and the backward pass reads, whatever layout it waits in."""
+        op = self.makers.get(b.value)
+        return op is not None and op.phase == "forward" and self._lasts_into_backward(b)
+
+    def tensor(self, kind: str, value: int, nbytes: float) -> Tensor:
+        """The entry of a report."""
+        graph, op = self.liveness.graph, self.makers.get(value)
+        name = graph.names.get(value) or (f"{op.tag} {op.name}" if op is not None else f"%{value}")
+        return Tensor(name, kind, str(graph.types[value]), round(nbytes), op.source if op is not None else "")

@@ -1,0 +1,347 @@
+"""The inter-op pass: runs of layers become stages on submeshes, chosen by dynamic programming.
+
+Devices are filled in order: stage after stage takes the next ones, some of one host or whole hosts (`placements`). With
+t_s the seconds of a microbatch on stage s, what it does once per step spread over its m microbatches, and x_s those of
+the transfers to it, both ways, a pipeline takes
+
+    T  =  sum_s (t_s + x_s)  +  (m - 1) max_s t_s                                   (Alpa, section 5.1, equation 2)
+
+which is exact for gpipe and 1f1b on equal stages where transfers take no time, and about right where enough is in
+flight to hide them; 1f1b waits for them in every microbatch. For a bound t_max on the slowest stage the rest is a sum,
+and the best suffixes of s stages that begin with layer k on device d obey                         -> _Tables.best
+
+    F(s, k, d) = min over layers j > k and placements d .. e of  t(k, j, d .. e) + x(j, e) + F(s - 1, j, e)
+    t(k, j, d .. e) = min over the options of layers k .. j there that are no slower than t_max and fit:
+                      max(held + in_flight(s) stash, apart) <= memory
+
+A stage that s - 1 stages follow holds in_flight(s) microbatches under the schedule. Fewer bounds than there are values
+of t need be tried: S(t_max) = F at the best number of stages only grows as t_max falls, so
+
+    S(high) + (m - 1) (smallest t > low)     bounds T from below for all t_max in (low, high]              -> search
+
+and intervals that cannot beat what is known by more than `tolerance` are left. Under one bound, so are states (k, d)
+that layers 1 .. k - 1 on d devices cannot lead to, by bounds on their device-seconds and seconds    -> _Tables.fronts
+`search` gives the best division for every bound that it tried: T is a model of the schedule, and the simulator
+(`autopar.cost_models.pipeline`) judges.
+
+Sources: Zheng et al. (2022), "Alpa", section 5; Fan et al. (2021), "DAPPLE", section 5, for the sum and the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.intra_op.problem import Floats, Ints
+
+ROUNDING = 1e-9  # share by which bounds on sums are rounded down
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Devices start .. stop - 1; `submesh` numbers what their prices depend on."""
+
+    start: int
+    stop: int
+    submesh: int
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Ways to run layers i .. j - 1 on one submesh; arrays of shape (options, layers + 1, layers + 1) at [:, i, j].
+
+    Attributes:
+        seconds: per microbatch, both passes.
+        once: seconds per step (sums of gradients, updates).
+        held: bytes per device that it holds whatever is in flight.
+        stash: bytes per device that it holds for each microbatch in flight.
+        apart: bytes per device that it holds when nothing is in flight; None: no more than `held`.
+    Infinite seconds: cannot be. What is not 0 <= i < j <= layers is not looked at.
+    """
+
+    seconds: Floats
+    once: Floats
+    held: Floats
+    stash: Floats
+    apart: Floats | None = None
+
+    def times(self, microbatches: int) -> Floats:
+        """Seconds per microbatch, what is done once per step spread over all of them."""
+        return self.seconds + self.once / microbatches
+
+    def peaks(self, in_flight: int) -> Floats:
+        """Bytes per device with so many microbatches in flight."""
+        most = self.held + in_flight * self.stash
+        return most if self.apart is None else np.maximum(most, self.apart)
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What is to be divided.
+
+    Attributes:
+        layers, devices: how many there are.
+        placements: where stages may be.
+        prices: of every submesh.
+        memory: bytes per device of every submesh.
+        microbatches: of a step.
+        in_flight: number of stages from one to the last, both included -> microbatches that it holds.
+        transfer: seconds per microbatch and step, both ways, from a stage on a submesh over the border before layer k
+            where device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: nothing.
+        stages: how many there must be; None: any number from `fewest` on.
+    """
+
+    layers: int
+    devices: int
+    placements: Sequence[Placement]
+    prices: Sequence[Options]
+    memory: Sequence[float]
+    microbatches: int
+    in_flight: Callable[[int], int]
+    transfer: Floats | None = None
+    stages: int | None = None
+    fewest: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stage: layers first .. last - 1 on a placement, by one of the submesh's options."""
+
+    first: int
+    last: int
+    placement: Placement
+    option: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """All stages in order, the model's seconds of a step, and the seconds of the slowest stage per microbatch."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+    slowest: float
+
+
+def placements(groups: Sequence[tuple[int, int]], sizes: Callable[[int], bool] = lambda n: True) -> Iterator[Placement]:
+    """All submeshes: any number of devices of one host, or whole hosts of one group.
+
+    Args:
+        groups: (hosts, devices per host) of every group of equal hosts, in order.
+        sizes: which numbers of devices may form a submesh.
+
+    Yields:
+        Placements; equal numbers of devices of one group have one submesh, numbered in order of (group, devices).
+    """
+    base = first = 0
+    for hosts, per_host in groups:
+        counts = [n for n in (*range(1, per_host + 1), *(h * per_host for h in range(2, hosts + 1))) if sizes(n)]
+        for number, n in enumerate(counts):
+            starts = (
+                (h * per_host + k for h in range(hosts) for k in range(per_host - n + 1))
+                if n <= per_host
+                else range(0, hosts * per_host - n + 1, per_host)
+            )
+            yield from (Placement(first + at, first + at + n, base + number) for at in starts)
+        base += len(counts)
+        first += hosts * per_host
+
+
+def search(question: Question, tolerance: float = 0.0, below: float = np.inf) -> tuple[Division, ...]:
+    """Divisions of least total for decreasing bounds on the slowest stage; the best by the model comes first.
+
+    Args:
+        question: what is to be divided.
+        tolerance: share of the best total by which a better one may be missed.
+        below: the total that is known; only better ones are looked for.
+
+    Returns:
+        Nothing if no division fits, or none is better than what is known.
+    """
+    tables = _Tables(question)
+    bounds = tables.bounds()
+    if not len(bounds):
+        return ()
+    spread = question.microbatches - 1
+    whole = tables.best(float(bounds[-1]), below - spread * float(bounds[0]))
+    found = [] if whole is None else [whole]
+    best = min(below, whole.seconds) if whole is not None else np.inf
+    # (low, high, least sum of all bounds above): what is still open, by position in `bounds`
+    todo = [] if whole is None else [(0, _below(bounds, whole), _sum(whole, spread))]
+    while todo:
+        low, high, least = todo.pop()
+        if spread:
+            high = min(high, int(np.searchsorted(bounds, (best * (1 - tolerance) - least) / spread)) - 1)
+        if low > high or not spread:
+            continue
+        middle = (low + high) // 2
+        todo.append((middle + 1, high, least))
+        inner = tables.best(float(bounds[middle]), best - spread * float(bounds[low]))
+        if inner is not None:
+            found.append(inner)
+            best = min(best, inner.seconds)
+            todo.append((low, _below(bounds, inner), _sum(inner, spread)))
+    better = [d for d in found if d.seconds < below]
+    return tuple(sorted(better, key=lambda d: (d.seconds, len(d.parts), d.slowest)))
+
+
+def _below(bounds: Floats, found: Division) -> int:
+    """The last bound that rules a division out; it is best for all bounds from there to the one that was tried."""
+    return int(np.searchsorted(bounds, found.slowest)) - 1
+
+
+def _sum(found: Division, spread: int) -> float:
+    return found.seconds - spread * found.slowest
+
+
+def _by_length(times: Floats) -> Floats:
+    """Seconds of layers i .. i + n at [n, i], of times at [i, j]; infinite where there are no such layers."""
+    rows, n = np.arange(len(times)), len(times)
+    ends = rows[:, None] + rows
+    return np.where(ends < n, times[rows, np.minimum(ends, n - 1)], np.inf)
+
+
+class _Tables:
+    """The dynamic program, for one bound after another."""
+
+    def __init__(self, question: Question) -> None:
+        q = self.question = question
+        upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
+        self.times = [np.where(upper, o.times(q.microbatches), np.inf) for o in q.prices]
+        shape = len(q.prices), q.layers + 1, q.devices + 1
+        self.transfer = np.zeros(shape) if q.transfer is None else q.transfer.copy()
+        self.transfer[:, q.layers] = 0.0
+        by_submesh: dict[int, list[Placement]] = {}
+        for placement in q.placements:
+            by_submesh.setdefault(placement.submesh, []).append(placement)
+        self.submeshes = [
+            (n, np.array([p.start for p in found]), np.array([p.stop for p in found]))
+            for n, found in sorted(by_submesh.items())
+        ]
+        self.most = q.stages or min(q.layers, q.devices)
+        self.fastest: dict[tuple[int, int], Floats] = {}
+        self.runs: dict[tuple[int, int], Floats] = {}
+
+    def bounds(self) -> Floats:
+        """All seconds that a stage may take, ascending."""
+        used = [self._fitting(n, 1) for n, _, _ in self.submeshes]
+        return np.unique(np.concatenate([t[np.isfinite(t)] for t in used])) if used else np.zeros(0)
+
+    def _fitting(self, submesh: int, in_flight: int) -> Floats:
+        """Seconds of all options of a submesh, infinite for those that do not fit."""
+        fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
+        return np.where(fits, self.times[submesh], np.inf)
+
+    def _fastest(self, submesh: int, in_flight: int) -> Floats:
+        """Seconds of the fastest option that fits; kept, for every bound asks for them."""
+        key = submesh, in_flight
+        if key not in self.fastest:
+            self.fastest[key] = self._fitting(submesh, in_flight).min(0)
+        return self.fastest[key]
+
+    def _runs(self, submesh: int, in_flight: int) -> Floats:
+        """The same by the number of layers; see `_by_length`."""
+        key = submesh, in_flight
+        if key not in self.runs:
+            self.runs[key] = _by_length(self._fastest(*key))
+        return self.runs[key]
+
+    def best(self, bound: float, cutoff: float = np.inf) -> Division | None:
+        """The division of the least sum, at most `cutoff`, whose stages take at most `bound` seconds."""
+        q = self.question
+        sums = np.full((q.layers + 1, q.devices + 1), np.inf)
+        sums[q.layers, q.devices] = 0.0
+        known: dict[tuple[int, int], Floats] = {}
+
+        def least(submesh: int, stages: int) -> Floats:
+            key = submesh, q.in_flight(stages)
+            if key not in known:
+                runs = self._runs(*key)
+                fast = runs <= bound
+                known[key] = np.where(fast, runs, np.inf)[: 1 + int(np.flatnonzero(fast.any(1)).max(initial=0))]
+            return known[key]
+
+        levels = [sums]
+        for stages in range(1, self.most + 1):
+            longer = self._longer(levels[-1], lambda n, stages=stages: least(n, stages))
+            if not q.stages and stages >= q.fewest:
+                cutoff = min(cutoff, float(longer[0, 0]))
+            levels.append(np.where(self._allowed(longer, bound, cutoff), longer, np.inf))
+            if not np.isfinite(levels[-1]).any():
+                break
+        counts = (q.stages,) if q.stages else range(q.fewest, len(levels))
+        ends = {n: float(levels[n][0, 0]) for n in counts if n < len(levels)}
+        stages = min(ends, key=lambda n: (ends[n], n), default=0)
+        if not stages or not np.isfinite(ends[stages]):
+            return None
+        return self._read(levels[: stages + 1], bound)
+
+    def _allowed(self, sums: Floats, bound: float, cutoff: float) -> NDArray[np.bool_]:
+        """States (layer, device) from which layers and devices in front can lead to a sum of at most `cutoff`."""
+        seconds, work = self.fronts
+        devices = np.arange(sums.shape[1])
+        return (sums + seconds[:, None] <= cutoff) & (work[:, None] <= devices * bound)
+
+    @cached_property
+    def fronts(self) -> tuple[Floats, Floats]:
+        """Per layer bounds on the seconds and on the device-seconds of all layers in front of it, rounded down.
+
+        Each is the least over all divisions into stages of any submesh, however many devices there are.
+        """
+        times = [self._fastest(n, 1) for n, _, _ in self.submeshes]
+        sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
+        both = [np.minimum.reduce(times), np.minimum.reduce([n * t for n, t in zip(sizes, times, strict=True)])]
+        found = np.zeros((2, self.question.layers + 1))
+        for least, one in zip(found, both, strict=True):
+            for j in range(1, len(least)):
+                least[j] = (least[:j] + one[:j, j]).min()
+        seconds, work = found * (1 - ROUNDING)
+        return seconds, work
+
+    def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
+        """Sums of one more stage in front of what begins at (layer, device).
+
+        `least`: submesh -> seconds of layers by their number, as `_by_length` has them, up to the most that may be.
+        """
+        found = np.full(behind.shape, np.inf)
+        for submesh, starts, stops in self.submeshes:
+            reached = np.isfinite(behind[:, stops])
+            at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
+            if len(at):
+                last, runs = (behind + self.transfer[submesh])[:, stops[at]], least(submesh)
+                sums = np.full(last.shape, np.inf)
+                for length in range(1, min(len(runs), int(rows[-1]) + 1)):
+                    first, end = max(rows[0], length), rows[-1] + 1
+                    here = slice(first - length, end - length)
+                    np.minimum(sums[here], runs[length, here, None] + last[first:end], out=sums[here])
+                found[:, starts[at]] = np.minimum(found[:, starts[at]], sums)
+        return found
+
+    def _read(self, levels: Sequence[Floats], bound: float) -> Division:
+        """The stages behind the sum at the start; of equal ones the first placement, then the fewest layers."""
+        q = self.question
+        parts: list[Part] = []
+        layer = device = 0
+        for stages in range(len(levels) - 1, 0, -1):
+            behind, goal = levels[stages - 1], levels[stages][layer, device]
+            parts.append(self._part(layer, device, behind, float(goal), q.in_flight(stages), bound))
+            layer, device = parts[-1].last, parts[-1].placement.stop
+        times = [float(self.times[p.placement.submesh][p.option, p.first, p.last]) for p in parts]
+        slowest = max(times)
+        total = float(levels[-1][0, 0]) + (q.microbatches - 1) * slowest
+        return Division(tuple(parts), total, slowest)
+
+    def _part(self, layer: int, device: int, behind: Floats, goal: float, in_flight: int, bound: float) -> Part:
+        for placement in self.question.placements:
+            if placement.start == device:
+                times = self._fitting(placement.submesh, in_flight)[:, layer]
+                least = np.where(times.min(0) <= bound, times.min(0), np.inf)
+                sums = least + (behind + self.transfer[placement.submesh])[:, placement.stop]
+                ends: Ints = np.flatnonzero(sums == goal)
+                if len(ends) and np.isfinite(goal):
+                    last = int(ends[0])
+                    return Part(layer, last, placement, int(times[:, last].argmin()))
+        raise AssertionError("no stage has the sum that it was found by")

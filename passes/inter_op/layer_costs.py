@@ -1,0 +1,295 @@
+"""Prices of every run of layers on every submesh, from one stage per kind of layer.
+
+Layers of one kind are one program (`autopar.passes.layers.find`), so that a step of few kinds of layers needs few
+prices: a kind is cut out as a stage of its own, planned on each submesh in a few ways
+(`autopar.passes.inter_op.stage_options`), and a run of layers costs what its layers cost:
+
+    seconds, state, sums, copies, stash          sums over its layers
+    temporaries of a run                         the largest of its layers, for they run one after the other
+
+which leaves out what layouts of neighbours have to agree on: they are of one kind mostly, and agree.
+
+The number of microbatches changes shapes and nothing else: a step that is cut once is priced for any number that
+divides the batch                                                                                     -> at
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from autopar.codegen.microbatch_loop import Programs
+from autopar.hardware.cluster import LogicalMesh
+from autopar.passes.inter_op.dynamic_program import Options as Table
+from autopar.passes.inter_op.stage_options import SHARES, Trade, Trades
+from autopar.passes.intra_op.plan import Options
+from autopar.passes.intra_op.problem import Floats
+from autopar.passes.layers.find import Layers
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.regions import decide, state_of
+from autopar.passes.microbatch.slice_pushdown import in_blocks
+from autopar.passes.microbatch.states import INVARIANT, Split
+from autopar.passes.remat.rewrite import FULL, NONE
+from autopar.passes.stages.assign import handed
+from autopar.passes.stages.divide import Pass, Stages, divide
+from autopar.passes.stages.graph import StageGraph, stage_graph
+from autopar.rules import Reader
+
+Ways: TypeAlias = Mapping[int, tuple[Trade, ...]]
+"""Kind of a layer -> ways to run it on a submesh, each with fewer bytes than those before."""
+
+
+class _OtherProgramError(Exception):
+    """An operation runs otherwise on blocks of another size."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """One layer of every kind, cut out as a stage.
+
+    Attributes:
+        stages: the step, cut around these layers.
+        stage: kind -> the number of its stage.
+        of_layer: the kind of every layer.
+        avals: shape and dtype of every argument of the step.
+    """
+
+    stages: Stages
+    stage: Mapping[int, int]
+    of_layer: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """The number that the step is cut for."""
+        return self.stages.split.count
+
+    def at(self, count: int) -> Kinds | None:
+        """The same for another number of microbatches; None if that takes another analysis."""
+        split = self.stages.split
+        try:
+            stages = tuple(
+                replace(one, passes={k: _recounted(split, p, count) for k, p in one.passes.items()})
+                if number in self.stage.values()
+                else one
+                for number, one in enumerate(self.stages.stages)
+            )
+        except _OtherProgramError:
+            return None
+        return replace(self, stages=replace(self.stages, stages=stages, split=replace(split, count=count)))
+
+    def graphs(self) -> Mapping[int, StageGraph]:
+        """Kind -> the layer as a graph."""
+        programs = Programs(self.stages.split)
+        return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
+
+    def least_bytes(self) -> Mapping[int, float]:
+        """Kind -> bytes of the state and the sums of gradients that a layer holds, over all devices, each once."""
+        split, updates = self.stages.split, self.stages.updates
+        programs, types = Programs(split), split.graph.types
+        found: dict[int, float] = {}
+        for kind, s in self.stage.items():
+            state = sum(types[v].nbytes for v, home in updates.homes.items() if home == s)
+            read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
+            totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
+            sums = [types[t.value] for t in totals if not programs.accumulator(t).stacks]
+            found[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
+        return found
+
+
+def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:
+    """One layer of every kind: the second of those that are alike, if there are two.
+
+    Args:
+        split: the step in microbatches.
+        layers: its layers.
+        avals: shape and dtype of every argument.
+    """
+    kinds = tuple(layer.kind for layer in layers.layers)
+    of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
+    chosen = {kind: found[min(1, len(found) - 1)] for kind, found in of_kind.items()}
+    borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
+    first = [0, *borders]
+    stages = divide(split, layers, borders)
+    return Kinds(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
+
+
+def _recounted(split: Microbatches, one: Pass, count: int) -> Pass:
+    return replace(one, ops=tuple(_on_blocks(split, placed, count) for placed in one.ops))
+
+
+def _on_blocks(split: Microbatches, placed: Placed, count: int) -> Placed:
+    """An operation on blocks for another number of microbatches, which may change its parameters and nothing else."""
+    found = placed.outcome
+    if found is None or not (found.params or found.body or found.columns):
+        return placed
+    if placed.own:
+        raise _OtherProgramError
+    op, known = placed.op, {**split.states, **split.batch}
+    states = tuple(INVARIANT if i in placed.outer else state_of(a, known) for i, a in enumerate(op.inputs))
+    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if found.columns else {}
+    again = decide(split.graph, op, states, count, lambda k, c: column(split.graph, makers, op.inputs[k], c))
+    if (again is None or again.results != found.results) and len(found.results) == 1:
+        state = found.results[0]
+        again = in_blocks(split.graph, op, state, count) if isinstance(state, Split) else None
+    if again is None or again.results != found.results:
+        raise _OtherProgramError
+    return replace(placed, outcome=again)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """Ways to run a layer of every kind on one submesh.
+
+    Attributes:
+        trades: kind -> its ways.
+        charged: kind -> how many rates besides none are priced; of the others ways are what they are at best.
+        guessed: kind -> about what its ways are, until it is priced.
+    """
+
+    trades: Mapping[int, Trades]
+    charged: Mapping[int, int] = field(default_factory=dict[int, int])
+    guessed: Ways = field(default_factory=dict[int, "tuple[Trade, ...]"])
+
+    def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
+        """A way to run a layer; see `way`."""
+        return way(self.ways(kind), number, policy)
+
+    def ways(self, kind: int) -> tuple[Trade, ...]:
+        """The ways to run a layer of a kind, as far as they are priced."""
+        return self.guessed.get(kind) or self.trades[kind].ways(self.charged.get(kind, 0))
+
+    def found(self, kind: int) -> tuple[Trade, ...]:
+        """Those of them that are priced already, or guessed."""
+        if kind in self.guessed or not self.trades[kind].found:
+            return self.guessed.get(kind, ())
+        return self.ways(kind)[: None if self._is_whole(kind) else -1]
+
+    def is_hoped(self, kind: int, number: int) -> bool:
+        """Whether the way of this number is not priced."""
+        return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.ways(kind)))
+
+    def _is_whole(self, kind: int) -> bool:
+        return self.charged.get(kind, 0) >= len(self.trades[kind].open)
+
+    def deeper(self, kinds: Iterable[int]) -> Priced:
+        """The same with one rate more for these kinds; those that are guessed are priced at none."""
+        some = tuple(kinds)
+        more = {k: self.charged.get(k, 0) + 1 for k in some if k not in self.guessed}
+        guessed = {k: ways for k, ways in self.guessed.items() if k not in some}
+        return replace(self, charged={**self.charged, **more}, guessed=guessed)
+
+    def whole(self) -> Priced:
+        """The same with all rates for all kinds."""
+        return replace(self, charged=dict.fromkeys(self.trades, len(SHARES)), guessed={})
+
+
+class Pricing:
+    """Prices the layers of one step for one number of microbatches, submesh after submesh."""
+
+    def __init__(self, kinds: Kinds, options: Options) -> None:
+        self.kinds, self.options = kinds, options
+        self.graphs = kinds.graphs()
+        reader = Reader(options.rules)
+        self.rules = {kind: reader.of(graph.graph) for kind, graph in self.graphs.items()}
+
+    def on(self, mesh: LogicalMesh, guessed: Ways | None = None) -> Priced:
+        """The ways to run a layer of every kind on a mesh; none is found yet."""
+        trades = {k: Trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
+        return Priced(trades, guessed=guessed or {})
+
+    def _entering(self, kind: int) -> Sequence[int]:
+        """Values of a layer's graph that other layers' forward passes give it."""
+        here = self.kinds.stage[kind]
+        given = (vs for hand, vs in self.kinds.stages.hands.items() if hand.kind == "F" and hand.target == here)
+        return sorted({self.graphs[kind].received[v] for values in given for v in values})
+
+
+def way(found: Sequence[Trade], number: int, policy: str) -> Trade:
+    """One of the ways to run a layer; those that have fewer repeat the last."""
+    one = found[min(number, len(found) - 1)]
+    return one.recomputed() if policy == FULL else one
+
+
+def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(what a layer recomputes, number of the way to run it): the options of a run, in order."""
+    return tuple(itertools.product(policies, range(1 + len(SHARES))))
+
+
+def table(found: Ways, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
+    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`."""
+    options = [{k: way(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)]
+    runs = [_runs([option[kind] for kind in of_layer]) for option in options]
+    return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
+
+
+def _runs(layers: Sequence[Trade]) -> tuple[Floats, ...]:
+    """The arrays of `autopar.passes.inter_op.dynamic_program.Options` for one way."""
+    seconds = _sums([t.prices.forward + t.prices.backward + t.prices.weight for t in layers])
+    once = _sums([t.prices.update + t.prices.reduce for t in layers])
+    fixed = _sums([t.memory.state + t.memory.sums for t in layers])
+    copies = _sums([t.memory.copies for t in layers])
+    most = _maxima([t.memory.temporaries for t in layers])
+    batch = _maxima([t.memory.batch for t in layers])
+    stash = _sums([t.memory.stash for t in layers])
+    update = _sums([t.memory.update for t in layers])
+    return seconds, once, fixed + copies + most + batch, stash, fixed + update
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    """At [i, j] the sum of values i .. j - 1."""
+    total = np.array([0.0, *itertools.accumulate(values)])
+    return total[None, :] - total[:, None]
+
+
+def _maxima(values: Sequence[float]) -> Floats:
+    """At [i, j] the largest of values i .. j - 1."""
+    n = len(values)
+    found = np.zeros((n + 1, n + 1))
+    for i in range(n):
+        found[i, i + 1 :] = np.maximum.accumulate(np.array(values[i:], np.float64))
+    return found
+
+
+def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
+    """The mesh that a submesh is planned on: hosts by devices, devices of one host by twos as far as 8.
+
+    Along equal links, axes of 2 and 4 hold every layout that one of 8 holds, and all that cut two dimensions besides.
+    """
+    if devices > per_host:
+        return (devices // per_host, per_host)
+    outer = next((f for f in (2, 3) if devices % f == 0 and devices > f), 1)
+    return (outer, devices // outer) if outer > 1 else (devices,)
+
+
+class Border(NamedTuple):
+    """Bytes that the whole batch hands over between two layers.
+
+    Attributes:
+        forward: of activations, without those that readers make anew.
+        backward: of cotangents, those of all activations that cross.
+    """
+
+    forward: float
+    backward: float
+
+
+def border_bytes(split: Microbatches, layers: Layers) -> tuple[Border, ...]:
+    """What is handed over at the border in front of every layer but the first."""
+    types = layers.graph.types
+
+    def nbytes(values: Iterable[int]) -> float:
+        return math.fsum(types[v].nbytes for v in sorted(values))
+
+    def differentiable(values: Iterable[int]) -> list[int]:
+        return [v for v in values if "float" in types[v].dtype]
+
+    forward = handed(split, layers)
+    return tuple(Border(nbytes(a), nbytes(differentiable(b))) for a, b in zip(forward, layers.crossing, strict=True))

@@ -1,0 +1,497 @@
+"""From options, or from a plan, to a step in stages: layers, stages, microbatches, a schedule, and submeshes.
+
+    submeshes       the devices of every rank, slices of the mesh along its first axis              -> submeshes
+    layers          as many at least as there are stages, scans over layers cut into as many        -> layers_for
+    what to do      a number of stages is given: stages of balanced FLOPs, microbatches twice as many
+                                                                                                    -> stage_choice
+                    it is not: whatever `autopar.passes.inter_op.search` finds                      -> opening, searched
+    the step        in microbatches, in stages, with instruction lists that are checked             -> assemble
+
+What is decided is a `StageChoice`; a plan holds one, so that the same step is assembled from it again.
+
+A *rank* is a submesh with its list of instructions. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost_models.memory.lower_bound import written_bytes
+from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
+from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.hardware.meshes import Target
+from autopar.ir.graph import Graph, Op
+from autopar.ir.trace import Traced
+from autopar.options import Settings
+from autopar.passes.inter_op import search as stage_search
+from autopar.passes.inter_op.simulate import Found
+from autopar.passes.intra_op.plan import Options
+from autopar.passes.layers import find as layers_pass
+from autopar.passes.layers import partition as layer_partition
+from autopar.passes.layers import split_scan
+from autopar.passes.layers.find import Layers
+from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.remat import choose as recomputation
+from autopar.passes.remat import choose_offload
+from autopar.passes.remat import rewrite as remat
+from autopar.passes.remat.memory_policy import usable
+from autopar.passes.stages.divide import Stages, divide
+from autopar.passes.stages.plan import Limit
+from autopar.plans.plan import Plan
+from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
+
+#: Stages on a rank, where a schedule has several.
+CHUNKS = 2
+#: Microbatches per rank that are taken where nobody says how many.
+PER_RANK = 2
+#: How many times the memory of all devices a step needs, as written, for stages to be searched on one host too.
+FAR = 2.0
+#: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
+MOST_PIECES = 16
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """What is decided about a pipeline.
+
+    Attributes:
+        borders: the first layer of every stage but the first, of `layers_for(graph, number of stages, ...)`.
+        extents: of every rank, how much of the mesh's first axis it has.
+        shapes: of every rank, sizes of the axes of its submesh; empty: slices of the mesh.
+        pieces: scans over layers are cut into so many; 0: as many as there are stages.
+        limits: what every stage may hold; empty: what a device has, with one microbatch at a time.
+        seconds: about what a step takes, as the search prices it; infinite where nothing was searched.
+        schedule: a name of `autopar.schedules.SCHEDULES`.
+        microbatches: parts of the batch.
+        batch: positions of the argument leaves that are cut so.
+        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
+        remat: what is recomputed of each layer, before layers are made finer; see `autopar.passes.remat.rewrite`.
+        notes: what a user should know.
+    """
+
+    borders: tuple[int, ...]
+    extents: tuple[int, ...]
+    schedule: str
+    microbatches: int
+    batch: tuple[int, ...]
+    per_microbatch: tuple[str, ...] = ()
+    remat: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    pieces: int = 0
+    limits: tuple[Limit, ...] = ()
+    seconds: float = math.inf
+
+
+@dataclass(frozen=True, eq=False)
+class Pipelined:
+    """A step in stages.
+
+    Attributes:
+        choice: what was decided.
+        layers: the layers that its borders count, and the graph that they are of: the one that runs.
+        stages: what every stage runs.
+        schedule: in which order.
+        meshes: the submesh of every rank.
+    """
+
+    choice: StageChoice
+    layers: Layers
+    stages: Stages
+    schedule: Schedule
+    meshes: tuple[LogicalMesh, ...]
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The first layer of every stage, and the number of layers."""
+        return (0, *self.choice.borders, len(self.layers.layers))
+
+    def mesh(self, stage: int) -> LogicalMesh:
+        """The submesh of a stage."""
+        return self.meshes[self.schedule.pipeline.placement[stage]]
+
+
+def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> Pipelined:
+    """The step in as many stages as the settings say.
+
+    Args:
+        graph: the step.
+        leaves: positions of the argument leaves that hold the batch; None: those that look like it.
+        target: the mesh of all devices.
+        s: the options.
+
+    Raises:
+        ArgumentError: fewer operations than stages.
+        MeshError: devices that do not fall into as many submeshes.
+        MicrobatchError: the number of microbatches that was given does not fit the step.
+        ScheduleError: a schedule that does not fit the step or its sizes.
+    """
+    choice = stage_choice(graph, leaves, target, s)
+    try:
+        return _scheduled(graph, choice, target, s)
+    except MicrobatchError as error:
+        if s.num_microbatches != "auto":
+            raise
+        note = f"one microbatch, so that no two stages work at a time: {error}"
+        return _scheduled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
+
+
+def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
+    """`assemble`; "auto" is "inference" too where no operation of the backward pass depends on a microbatch."""
+    divided = _divided(graph, choice)
+    if s.schedule == "auto" and not _has_backward_passes(divided[1]):
+        choice = replace(choice, schedule="inference")
+    return _assembled(choice, *divided, target)
+
+
+def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
+    """What to do where the options leave it open; errors and arguments as of `pipelined`."""
+    assert isinstance(s.stages, int)
+    ranks = s.stages
+    extents = _extents(target.logical, ranks)
+    name = s.schedule if s.schedule != "auto" else "1f1b" if _has_backward(graph) else "inference"
+    stages = ranks * _chunks(name)
+    count, batch = _microbatches(graph, leaves, s.num_microbatches, ranks, name)
+    policies = _policies(split_scan.cut(graph, stages, batch), s.remat)
+    borders = layer_partition.borders(layers_for(graph, stages, batch, policies), stages)
+    return StageChoice(borders, extents, name, count, batch, s.per_microbatch, policies)
+
+
+def _policies(graph: Graph, asked: str) -> tuple[str, ...]:
+    """What is recomputed of each layer: what was asked for; "auto" is nothing."""
+    if asked in (recomputation.AUTO, remat.NONE):
+        return ()
+    return recomputation.uniform(asked, remat.recomputable(graph))
+
+
+def layers_for(
+    graph: Graph, stages: int, batch: Sequence[int], policies: Sequence[str] = (), pieces: int = 0
+) -> Layers:
+    """The layers of a step that is to have so many stages; their graph has scans over layers in pieces.
+
+    Args:
+        graph: the step.
+        stages: how many there are to be.
+        batch: positions of the argument leaves that hold the batch.
+        policies: what is recomputed of each layer.
+        pieces: of every scan over layers; 0: one for each stage.
+    """
+    shorter = split_scan.cut(graph, pieces or stages, batch)
+    return layer_partition.finer(layers_pass.find(remat.rewrite(shorter, policies)), stages)
+
+
+def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
+    """The step in stages that a choice describes; errors as of `pipelined`."""
+    return _assembled(choice, *_divided(graph, choice), target)
+
+
+def _divided(graph: Graph, choice: StageChoice) -> tuple[Layers, Stages]:
+    """The layers of a step, and the stages that a choice makes of them."""
+    found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
+    own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # the totals of one microbatch are all there is
+    parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
+    return found, divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
+
+
+def _assembled(choice: StageChoice, found: Layers, stages: Stages, target: Target) -> Pipelined:
+    """Stages under the schedule of the choice, on their submeshes."""
+    _check_fits(choice.schedule, stages)
+    size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
+    return Pipelined(choice, found, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice))
+
+
+def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Schedule:
+    """A schedule, checked; with more than `REPEATING` microbatches per rank it repeats itself, and so many are."""
+    few = replace(size, microbatches=min(size.microbatches, REPEATING * size.ranks))
+    checked = check(make(name, few, borders), bounds(name, few))
+    return checked if few == size else make(name, size, borders)
+
+
+def choice_of(plan: Plan) -> StageChoice:
+    """What a plan has decided."""
+    inner = plan.mesh_sizes[1:]
+    ranks = sorted({(stage.rank, tuple(stage.submesh.values())) for stage in plan.stages})
+    extents = tuple(math.prod(shape) // math.prod(inner) for _, shape in ranks)
+    shapes = tuple(shape for _, shape in ranks)
+    sliced = shapes == tuple((extent, *inner) for extent in extents)
+    return StageChoice(
+        tuple(stage.layers[0] for stage in plan.stages[1:]),
+        extents,
+        plan.schedule,
+        plan.num_microbatches,
+        plan.batch,
+        plan.per_microbatch,
+        plan.remat,
+        shapes=() if sliced else shapes,
+        pieces=plan.pieces,
+    )
+
+
+# The search
+
+
+def is_open(s: Settings, graph: Graph) -> bool:
+    """Whether stages and microbatches are to be searched for.
+
+    That is with "search", and with "auto" where links between hosts are slow, or a step is far too large as written.
+    A step with a `shard_map` is one stage: what it runs over is a mesh of the user's.
+    """
+    if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == choose_offload.ALL:
+        return False
+    if shard_map_of(graph) is not None:
+        return False
+    if s.stages == "search":
+        return True
+    if s.stages != "auto" or s.schedule == "none":
+        return False
+    return (s.cluster is not None and s.cluster.hosts > 1) or _is_far_too_large(s, graph)
+
+
+def _is_far_too_large(s: Settings, graph: Graph) -> bool:
+    """Whether a step needs more than `FAR` times the memory of all devices, and the user has left to us what to do."""
+    if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
+        return False
+    return written_bytes(graph) > FAR * _memory(s.cluster or Cluster.local())
+
+
+def fits_evenly(graph: Graph, cluster: Cluster, times: float = 1.0) -> bool:
+    """Whether a step as written fits into so many times the memory of all devices, cut evenly."""
+    return written_bytes(graph) <= times * _memory(cluster)
+
+
+def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
+    """The same with all layers recomputed that the option `remat` allows."""
+    policy = remat.FULL if asked == recomputation.AUTO else asked
+    return fits_evenly(remat.rewrite(graph, recomputation.uniform(policy, remat.recomputable(graph))), cluster)
+
+
+def _memory(cluster: Cluster) -> float:
+    """Bytes that all devices may hold together."""
+    return cluster.num_devices * usable(cluster.logical_mesh((cluster.num_devices,)))
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """A step whose stages can be searched.
+
+    Attributes:
+        graph: the step, with scans over layers cut into pieces.
+        avals: shape and dtype of every argument.
+        choice: what is open.
+        known: number of microbatches -> the step in as many, where that is known already.
+        per_microbatch: as in the settings.
+        pieces: of a scan over layers.
+        notes: what the plan says of all that.
+    """
+
+    graph: Graph
+    avals: tuple[Any, ...]
+    choice: stage_search.Open
+    known: Mapping[int, Microbatches]
+    per_microbatch: tuple[str, ...]
+    pieces: int
+    notes: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the batch is not cut."""
+        return self.choice.numbers == (1,)
+
+
+def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings) -> Opening | None:
+    """What a search for stages may choose from; None if there is no batch, or no backward pass that runs in parts.
+
+    Args:
+        traced: the step.
+        leaves: positions of the argument leaves that hold the batch; None: those that look like it.
+        cluster: the devices.
+        s: what is fixed: microbatches, schedule, recomputation, memory.
+
+    Raises:
+        MicrobatchError: the number of microbatches that was given does not fit the step.
+        ScheduleError: a schedule that is not searched.
+    """
+    if _chunks(s.schedule) > 1:
+        raise ScheduleError(f"schedule='{s.schedule}' is not searched in this version; give stages=2 or more with it")
+    graph = traced.graph
+    if not _has_backward(graph):
+        return None
+    if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
+        raise ScheduleError(_unfit(s.schedule, works=True))
+    try:
+        batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
+    except MicrobatchError:
+        return None
+    extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
+    pieces = min(cluster.num_devices, MOST_PIECES)
+    shorter = split_scan.cut(graph, pieces, batch)
+    numbers = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.numbers(extent)
+    own, notes = s.per_microbatch, ()
+    known: dict[int, Microbatches] = {}
+    try:
+        several = stage_search.that_split(shorter, [n for n in numbers if n > 1] or numbers, batch, own, known)
+        numbers = tuple(n for n in numbers if n == 1 or n in several)
+    except MicrobatchError as error:
+        if s.num_microbatches != "auto":
+            raise
+        numbers, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
+    if numbers == (1,):
+        known[1] = split(shorter, 1, batch, per_microbatch=("*",))
+        if not any(p.op.phase == "backward" for p in known[1].loop):
+            return None  # all of the backward pass needs the whole batch
+    choice = stage_search.Open(
+        batch,
+        numbers,
+        schedules=stage_search.OPEN if s.schedule == "auto" else (s.schedule,),
+        policies=(remat.NONE, remat.FULL) if s.remat == recomputation.AUTO else (s.remat,),
+        memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
+        per_microbatch=own,
+    )
+    return Opening(shorter, tuple(traced.in_avals), choice, known, s.per_microbatch, pieces, notes)
+
+
+def searched(
+    step: Opening, cluster: Cluster, options: Options, limit: float = math.inf, fewest: int = 1
+) -> StageChoice | None:
+    """The best pipeline of at least so many stages that takes less than a limit in seconds; None if nothing fits."""
+    choice = replace(step.choice, limit=limit, fewest=fewest)
+    found = stage_search.find(step.graph, step.avals, cluster, choice, options, step.known)
+    return None if found is None else _chosen(step, found)
+
+
+def _chosen(step: Opening, found: Found) -> StageChoice:
+    axes = max(len(stage.shape) for stage in found.stages)
+    frees = remat.recomputable(step.graph)
+    policies = tuple(p if free else remat.NONE for p, free in zip(found.remat, frees, strict=True))
+    return StageChoice(
+        tuple(stage.first for stage in found.stages[1:]),
+        tuple(stage.devices for stage in found.stages),
+        found.schedule,
+        found.microbatches,
+        step.choice.batch,
+        step.per_microbatch,
+        () if set(policies) == {remat.NONE} else policies,
+        step.notes,
+        tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in found.stages),
+        step.pieces,
+        found.limits,
+        found.seconds,
+    )
+
+
+# Devices
+
+
+def _extents(mesh: LogicalMesh, ranks: int) -> tuple[int, ...]:
+    """How much of the mesh's first axis each rank gets: of a mesh of one axis, as equal as can be."""
+    extent = mesh.sizes[0]
+    if len(mesh.sizes) > 1 and extent % ranks:
+        fitting = ", ".join(str(n) for n in range(1, extent + 1) if extent % n == 0)
+        raise MeshError(
+            f"stages={ranks} submeshes are cut from the first axis of mesh {mesh.shape}, whose {extent} devices do not "
+            f"divide by it; use stages of {fitting}, another mesh, or one axis, which need not divide"
+        )
+    if extent < ranks:
+        raise MeshError(f"stages={ranks} need as many devices at least, mesh {mesh.shape} has {extent} to divide")
+    return tuple(extent // ranks + (rank < extent % ranks) for rank in range(ranks))
+
+
+def submeshes(target: Target, choice: StageChoice) -> tuple[LogicalMesh, ...]:
+    """The mesh of every rank, in order, priced by the part of the cluster that it is."""
+    mesh = target.logical
+    inner = math.prod(mesh.sizes[1:])
+    ends = itertools.accumulate(choice.extents)
+    firsts = [(end - extent) * inner for end, extent in zip(ends, choice.extents, strict=True)]
+    shapes = choice.shapes or [(extent, *mesh.sizes[1:]) for extent in choice.extents]
+    return tuple(_part(target.cluster, mesh, first, shape) for first, shape in zip(firsts, shapes, strict=True))
+
+
+def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...]) -> LogicalMesh:
+    try:
+        return cluster.part(first, math.prod(sizes)).logical_mesh(sizes, mesh.names)
+    except ClusterError:  # neither whole hosts nor devices of one: on the links of the whole
+        return replace(mesh, sizes=sizes, levels=())
+
+
+# Microbatches and schedules
+
+
+def _has_backward(graph: Graph) -> bool:
+    return any(op.phase == "backward" for op in graph.ops)
+
+
+def _chunks(schedule: str) -> int:
+    return CHUNKS if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
+
+
+def _has_backward_passes(stages: Stages) -> bool:
+    return any(stage.passes["B"].ops for stage in stages.stages)
+
+
+def _check_fits(name: str, stages: Stages) -> None:
+    """A schedule with backward passes for a step that has some, and only for one."""
+    works = _has_backward_passes(stages)
+    if SCHEDULES[name].backward != works:
+        raise ScheduleError(_unfit(name, works))
+
+
+def _unfit(name: str, works: bool) -> str:
+    """What to say of a schedule for a step that has backward passes, or has none."""
+    others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
+    if works:
+        return f"schedule '{name}' has no backward passes and the step has; use {others}"
+    return (
+        f"schedule '{name}' has backward passes, and the step has none that runs microbatch by microbatch: there is no "
+        f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {others}, or one "
+        "mesh (leave out stages and schedule)"
+    )
+
+
+def _microbatches(
+    graph: Graph, leaves: Sequence[int] | None, asked: int | str, ranks: int, schedule: str
+) -> tuple[int, tuple[int, ...]]:
+    """The number of microbatches, and the argument leaves that they cut."""
+    chosen = "auto" if leaves is None else leaves
+    if isinstance(asked, int):
+        return asked, batch_leaves(graph, asked, chosen)
+    try:
+        batch = batch_leaves(graph, 1, chosen)
+    except MicrobatchError:  # no argument holds a batch
+        return 1, ()
+    extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
+    complaint = SCHEDULES[schedule].complaint
+    return next(
+        _numbers(extent, PER_RANK * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
+    ), batch
+
+
+def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[int]:
+    """Divisors of the batch that fit, from the number that is wanted upwards, then downwards."""
+    order = (*range(wanted, extent + 1), *range(min(wanted - 1, extent), 0, -1))
+    return (m for m in order if extent % m == 0 and fits(m))
+
+
+def shard_map_of(graph: Graph) -> Op | None:
+    """The first `shard_map` of a program; None without one."""
+    return next((op for op in graph.walk() if op.name == "shard_map"), None)
+
+
+def check_options(s: Settings, pinned: bool, graph: Graph) -> None:
+    """ArgumentError for what stages do not take yet: arguments whose types are pins, a `shard_map`."""
+    if pinned:
+        raise ArgumentError(
+            f"arguments cut over an Explicit mesh are not available with stages={s.stages} in this version; "
+            "put them on Auto axes, or leave out stages"
+        )
+    op = shard_map_of(graph)
+    if op is not None:
+        sizes = dict(op.params["mesh"].shape)
+        raise ArgumentError(
+            f"shard_map at {op.source or 'an unknown line'} runs over the mesh {sizes}, and a stage is on some of the "
+            f"devices only: it is not available with stages={s.stages}. Leave out stages, or write it without "
+            "shard_map: the devices of each stage then share it."
+        )

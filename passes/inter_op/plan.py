@@ -1,0 +1,265 @@
+"""The plan of a step in stages: layouts inside every stage, and what it is predicted to take.
+
+    layouts       every stage planned on its submesh (`autopar.passes.stages.plan_all`), or as a plan holds them -> kept
+    step time     the schedule's instruction lists played at the prices of these plans; what is handed over at the rate
+                  of the link between submeshes (`autopar.cost_models.pipeline`)
+    memory        of every stage with as many microbatches as its rank has under way                        -> _memory
+
+A stage that shares its rank with others shares its devices' memory with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.codegen.microbatch_loop import Programs
+from autopar.codegen.stage_programs import even
+from autopar.cost_models.pipeline import Prices, simulate
+from autopar.errors import PlanMismatchError
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.meshes import Target
+from autopar.ir.flops import main_dtype, model_flops, work
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout, replicated
+from autopar.ir.trace import Traced
+from autopar.ir.train_state import match_state
+from autopar.passes.inter_op.pipelines import Pipelined
+from autopar.passes.inter_op.simulate import transfer_seconds
+from autopar.passes.intra_op.plan import Options
+from autopar.passes.stages.cost import prices
+from autopar.passes.stages.graph import stage_graph
+from autopar.passes.stages.plan_all import Accounted, LaidOut, StagePlans, plan_stages
+from autopar.passes.stages.summary import Kept
+from autopar.plans.checks import check_all, mismatches, unlike
+from autopar.plans.layout_checks import check_layouts
+from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.rules import Reader
+from autopar.runtime.pipeline import forward_only
+from autopar.schedules import held
+
+
+def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[Accounted]:
+    """Plan every stage of a step.
+
+    Args:
+        traced: the step.
+        found: it in stages.
+        options: pins and solver.
+
+    Raises:
+        PinError: a pin that fits no argument, or not the mesh of its stage.
+    """
+    meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
+    return plan_stages(found.stages, avals(traced, found), meshes, options, found.choice.limits)
+
+
+def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of a step, totals of a loop that runs first included."""
+    extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
+    whole = Programs(found.stages.split).avals if extra else {}
+    return (*traced.in_avals, *(whole[v] for v in extra))
+
+
+def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[LaidOut]:
+    """The layouts that a plan holds, for the stages that it describes.
+
+    Raises:
+        PlanMismatchError: stages whose programs are others than those that were planned.
+    """
+    known, programs, reader = avals(traced, found), Programs(found.stages.split), Reader(registered)
+    plans: list[Kept] = []
+    for number, stage in enumerate(plan.stages):
+        graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)
+        if graph_hash(graph.graph) != stage.graph_hash:
+            raise PlanMismatchError(
+                f"{stage.name} of the plan is another program than this autopar makes of it (planned with "
+                f"{plan.version}). Plan again."
+            )
+        with mismatches():
+            check_layouts(plan, number, graph.graph, mesh.sizes, registered)
+        plans.append(Kept(graph, mesh, reader.of(graph.graph), stage))
+    with mismatches():
+        _check(plan, traced.graph, found, plans)
+    return StagePlans(found.stages, tuple(plans), len(plans))
+
+
+def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[Kept]) -> None:
+    """FieldError for the first field of a plan that is not what its stages make it."""
+    for number, stage in enumerate(plan.stages):
+        at = f"stages[{number}]"
+        check_all(
+            unlike(f"{at}.rank", stage.rank, found.schedule.pipeline.placement[number]),
+            unlike(f"{at}.layers", stage.layers, found.first[number : number + 2]),
+            unlike(f"{at}.arguments", stage.arguments, _arguments(found, number)),
+        )
+    inputs = _inputs(graph, found, [kept.arguments(kept.graph) for kept in plans], len(plan.mesh_sizes))
+    check_all(unlike("inputs", plan.inputs, inputs), unlike("outputs", plan.outputs, _outputs(graph, inputs)))
+
+
+def make_plan(
+    graph: Graph,
+    found: Pipelined,
+    plans: StagePlans[Accounted],
+    target: Target,
+    donated: tuple[int, ...],
+    trace_s: float,
+) -> Plan:
+    """The plan of a pipeline.
+
+    Args:
+        graph: the step.
+        found: the step in stages.
+        plans: their layouts.
+        target: the mesh of all devices.
+        donated: positions of the argument leaves whose arrays a step may use up.
+        trace_s: seconds that tracing took.
+    """
+    costs = _priced(plans, found, target.cluster)
+    parts = {"pipeline": simulate(found.schedule, costs).seconds, **_before(found)}
+    seconds = math.fsum(parts.values())
+    mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
+    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
+    stages = tuple(_stage(found, plans, s, costs) for s in range(len(plans.plans)))
+    inputs = _inputs(graph, found, [plan.account.arguments for plan in plans.plans], len(mesh.sizes))
+    solved = [plan.solution for plan in plans.plans]
+    return Plan(
+        graph_hash=graph_hash(graph),
+        mesh_names=mesh.names,
+        mesh_sizes=mesh.sizes,
+        cluster=target.cluster.name,
+        stages=stages,
+        inputs=inputs,
+        outputs=_outputs(graph, inputs),
+        input_paths=graph.input_paths,
+        output_paths=graph.output_paths,
+        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
+        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
+        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
+        donated=donated,
+        collectives=tuple(c for stage in stages for c in stage.collectives),
+        step_time_s=seconds,
+        parts=parts,
+        objective_s=seconds,
+        lower_bound_s=0.0,
+        gap=1.0,
+        solver_status="chosen",
+        solver=solved[0].solver_used,
+        variables=sum(s.variables for s in solved),
+        variables_unfolded=sum(s.variables_unfolded for s in solved),
+        rows=sum(s.rows for s in solved),
+        phases={"trace": trace_s},
+        mfu=total / possible if possible > 0 else 0.0,
+        hfu=executed / possible if possible > 0 else 0.0,
+        flops_per_device=executed / mesh.size,
+        schedule=found.choice.schedule,
+        num_microbatches=found.choice.microbatches,
+        batch=found.choice.batch,
+        per_microbatch=found.choice.per_microbatch,
+        remat=found.choice.remat,
+        pieces=found.choice.pieces,
+        notes=(
+            *(f"side effect kept as it is: {effect}" for effect in graph.effects),
+            *found.choice.notes,
+            *dict.fromkeys(warning for s in solved for warning in s.warnings),
+        ),
+    )
+
+
+def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: Prices) -> Stage:
+    plan, first = plans.plans[number], found.first
+    passes = costs.passes(found.schedule.pipeline.split)
+    peak, kinds = _memory(found, plan, number)
+    return replace(
+        plan.layouts,
+        name=f"stage {number}",
+        peak_memory_bytes=peak,
+        memory=kinds,
+        rank=found.schedule.pipeline.placement[number],
+        layers=(first[number], first[number + 1]),
+        arguments=_arguments(found, number),
+        seconds={
+            **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
+            "once": float(costs.reduce[number] + costs.update[number]),
+        },
+        collectives=plan.account.collectives,
+        graph_hash=plan.account.graph_hash,
+    )
+
+
+def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
+    """Positions of the argument leaves that a stage holds between steps."""
+    homes = found.stages.updates.homes
+    return tuple(i for i, v in enumerate(found.layers.graph.inputs) if homes.get(v) == number)
+
+
+def _inputs(
+    graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
+) -> tuple[Layout, ...]:
+    """Where the argument leaves lie on the submesh of the stage that holds them; `layouts`: in every stage."""
+    homes = found.stages.updates.homes
+
+    def of(value: int) -> Layout:
+        layout = layouts[homes[value]].get(value) if value in homes else None
+        sizes = found.mesh(homes[value]).sizes if value in homes else ()
+        return replicated(axes) if layout is None else even(layout, graph.types[value].shape, sizes)
+
+    return tuple(of(value) for value in graph.inputs)
+
+
+def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
+    """State is handed out as it lies between steps, all else whole."""
+    state, whole = match_state(graph), replicated(len(inputs[0]))
+    return tuple(inputs[state[i]] if i in state else whole for i in range(len(graph.outputs)))
+
+
+# Prices
+
+
+def _priced(plans: StagePlans[Accounted], found: Pipelined, cluster: Cluster) -> Prices:
+    """What the stages take, and what is handed over between them."""
+    costs = prices(plans)
+    sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
+    ends = [*itertools.accumulate(sizes)]
+    on = found.schedule.pipeline.placement
+
+    def seconds(pair: tuple[int, int], nbytes: float) -> float:
+        """Between neighbours the border is where the later one begins, between others as dear as it gets."""
+        ranks = sorted(on[s] for s in pair)
+        device = ends[ranks[1] - 1] if ranks[1] - ranks[0] == 1 else 0
+        return transfer_seconds(cluster, nbytes, device, min(sizes[r] for r in ranks))
+
+    return replace(costs, transfer={pair: seconds(pair, nbytes) for pair, nbytes in costs.border.items()})
+
+
+def _before(found: Pipelined) -> Mapping[str, float]:
+    """Seconds of a loop over the microbatches that runs first: what its FLOPs take at the peak rate."""
+    ahead = found.stages.before
+    if ahead is None:
+        return {}
+    seconds = tuple(_peak_seconds(found, s, ahead.stages[s].passes["F"].ops) for s in range(len(ahead.stages)))
+    return {"first loop": simulate(forward_only(found.schedule.pipeline, ahead.borders), Prices(seconds)).seconds}
+
+
+def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
+    mesh, split = found.mesh(number), found.stages.split
+    amount = math.fsum(work(split.graph, placed.op) for placed in ops) / split.count
+    return amount / (mesh.device.peak(main_dtype(split.graph)) * mesh.device.efficiency * mesh.size)
+
+
+# Memory
+
+
+def _memory(found: Pipelined, plan: Accounted, number: int) -> tuple[int, Mapping[str, int]]:
+    """Bytes on each device of a stage at their peak, and by kind."""
+    rank = found.schedule.pipeline.placement[number]
+    stages = found.schedule.pipeline.placement.count(rank)
+    under_way = -(-held(found.schedule)[rank] // stages)
+    one = plan.account.memory
+    passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
+    most = passes if sum(passes.values()) >= one.update else {"update": one.update}
+    kinds = {"state": one.state, "gradients": one.sums, **most}
+    return math.ceil(one.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}

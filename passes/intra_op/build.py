@@ -1,0 +1,237 @@
+"""The intra-op pass: one layout for every tensor, chosen by integer linear programming.
+
+    minimise  sum_c  weight_c (roofline_c[s] + partial sums_c[s] + light_c[s])                    -> _node
+            + sum_e  weight_e reshard(layout the producer leaves[s], layout the consumer wants[t]) -> _Edges
+    over one strategy s per cluster
+
+A value that several clusters read through edges gets a *copy*: a layout of its own between its home and its readers,
+so that a reshard which several readers want, or one reader several times, is paid once. The readers then reshard from
+the copy where they want yet another layout. Copies are decisions like any other, so the optimizer weighs sharing
+against not sharing.
+
+Source: Zheng et al. (2022), "Alpa", section 4 (strategies, resharding matrices, one-hot linearisation); the linear
+terms e[s,t] with marginals equal to both sides are the local polytope of Wainwright and Jordan (2008), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.codegen.precision import rounded, rounds
+from autopar.cost_models.resharding import Resharding
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph, Type
+from autopar.ir.layout import Layout
+from autopar.passes.intra_op.problem import Edge, Node, Problem
+from autopar.passes.op_groups.bindings import FREE, Cluster, Clustering, Home, Use, projection
+from autopar.passes.op_groups.strategies import StrategySet, layouts_of, padding, share, shares
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The problem of one graph on one mesh, with what is needed to read an assignment.
+
+    Attributes:
+        problem: nodes are the clusters, then the copies.
+        clustering: what the nodes stand for.
+        copies: home value -> node of its copy.
+    """
+
+    problem: Problem
+    clustering: Clustering
+    copies: Mapping[int, int]
+    copy_sets: Mapping[int, StrategySet]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One end of an edge: classes of the node's strategies and their layouts; `index` identifies equal ones."""
+
+    index: int
+    classes: NDArray[np.int64]
+    layouts: NDArray[np.int8]
+
+
+Moved = tuple[Type, float, bool]
+"""What is moved, how often per step, and whether behind computation."""
+
+
+@dataclass
+class _Builder:
+    graph: Graph
+    mesh: LogicalMesh
+    resharding: Resharding
+    behind: Resharding
+    sides: dict[tuple[int, tuple[int, ...], bool], _Side] = field(default_factory=dict)
+    tables: dict[tuple[int, int, Moved], NDArray[np.float64]] = field(default_factory=dict)
+    costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
+    sets: dict[tuple[int, ...], StrategySet] = field(default_factory=dict)
+
+    def side(self, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
+        key = (strategies.index, dims, assigned)
+        found = self.sides.get(key)
+        if found is None:
+            found = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
+        return found
+
+    def table(self, u: _Side, v: _Side, moved: Moved) -> NDArray[np.float64]:
+        """Seconds per step between the classes of two ends, what uneven pieces move in excess included."""
+        type_, weight, behind = moved
+        resharding = self.behind if behind else self.resharding
+        key = (u.index, v.index, moved)
+        found = self.tables.get(key)
+        if found is None:
+            excess = padding(u.layouts, v.layouts, type_.shape, self.mesh.sizes)
+            found = np.zeros(excess.shape)
+            for ratio in np.unique(excess):
+                prices = resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
+                found = np.where(excess == ratio, prices * weight, found)
+            self.tables[key] = found
+        return found
+
+    def layouts(self, shape: tuple[int, ...], first_index: int) -> StrategySet:
+        found = self.sets.get(shape)
+        if found is None:
+            found = self.sets[shape] = layouts_of(shape, self.mesh, first_index + len(self.sets))
+        return found
+
+
+def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
+    """The problem whose solutions are the plans of `graph` on `mesh`."""
+    b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.behind_computation()))
+    nodes = [_node(b, c) for c in clustering.clusters]
+    edges = _Edges(b, clustering)
+    readers = _readers(graph, clustering, mesh.device.rounds_operands)
+    copies: dict[int, int] = {}
+    copy_sets: dict[int, StrategySet] = {}
+    base = 1 + max((c.strategies.index for c in clustering.clusters), default=0)
+    for value, ends in readers.items():
+        home = clustering.homes[value]
+        if len(ends) == 1 and ends[0].weight <= clustering.clusters[home.cluster].weight:
+            edges.add_home(home, ends[0])
+            continue
+        strategies = b.layouts(graph.types[value].shape, base)
+        copies[value], copy_sets[value] = len(nodes), strategies
+        nodes.append(Node(f"copy of %{value}", np.zeros(len(strategies)), ("copy", strategies.index)))
+        edges.add_copy(home, copies[value], strategies, ends)
+    return Model(Problem(tuple(nodes), edges.merged()), clustering, copies, copy_sets)
+
+
+def _node(b: _Builder, c: Cluster) -> Node:
+    key = (c.strategies.index, c.weight, c.light)
+    cost = b.costs.get(key)
+    if cost is None:
+        cost = c.strategies.cost.copy()
+        each = shares(c.strategies.held, c.strategies.sizes, b.mesh.sizes) if c.light else np.ones((len(cost), 0))
+        for dims, nbytes in c.light:
+            cost += nbytes * share(each, dims) / b.mesh.device.memory_bandwidth
+        cost = b.costs[key] = cost * c.weight
+    return Node(c.name, cost, key)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The reader's end of an edge.
+
+    Nothing waits for a move `behind` computation; `narrow`: what is moved may be rounded before
+    (`autopar.codegen.precision`).
+    """
+
+    consumer: int
+    dims: tuple[int, ...]
+    assigned: bool
+    weight: float
+    behind: bool
+    narrow: bool
+
+
+def source_dims(home: Home, use: Use) -> tuple[int, ...]:
+    """The consumer's factor for each dimension of the value behind a use (`Home.value`)."""
+    if home.view is None:
+        return use.dims
+    dims = [-1] * len(home.dims)
+    for of_view, factor in zip(home.view, use.dims, strict=True):
+        if of_view != FREE:
+            dims[of_view] = factor
+    return tuple(dims)
+
+
+def _readers(graph: Graph, clustering: Clustering, rounding: bool) -> Mapping[int, list[_End]]:
+    """Distinct readers of every homed value, in program order; what a cluster reads from itself as it is, is none."""
+    found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
+    for use in clustering.uses:
+        home = clustering.homes.get(use.value)
+        if home is None:
+            continue
+        dims = source_dims(home, use)
+        if home.cluster == use.consumer and not use.assigned and dims == home.dims:
+            continue
+        ends = found.setdefault(home.value, {})
+        key = (use.consumer, dims, use.assigned)
+        weight, behind, narrow = ends.get(key, (0.0, True, rounding))
+        narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
+        ends[key] = (max(weight, use.weight), behind and clustering.slack.moves(use.value, use.op), narrow)
+    return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
+
+
+class _Edges:
+    """Collects edges, merging those between the same nodes with the same projections."""
+
+    def __init__(self, b: _Builder, clustering: Clustering) -> None:
+        self._b = b
+        self._clustering = clustering
+        self._found: dict[tuple[int, int, int, int], list[Moved]] = {}
+        self._sides: dict[int, _Side] = {}
+
+    def add_home(self, home: Home, end: _End) -> None:
+        source = self._clustering.clusters[home.cluster].strategies
+        self._add(home.cluster, self._b.side(source, home.dims, False), end, home.value)
+
+    def add_copy(self, home: Home, copy: int, strategies: StrategySet, ends: list[_End]) -> None:
+        identity = tuple(range(len(home.dims)))
+        # What lies outside loops is copied once, however often the loops inside read it.
+        weight = min(end.weight for end in ends)
+        weight = min(weight, self._clustering.clusters[home.cluster].weight) if weight else weight
+        side = self._b.side(strategies, identity, False)
+        source = self._clustering.clusters[home.cluster].strategies
+        behind, narrow = all(end.behind for end in ends), all(end.narrow for end in ends)
+        moved = self._moved(home.value, weight, behind, narrow)
+        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, moved)
+        for end in ends:
+            self._add(copy, side, end, home.value)
+
+    def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
+        reader = self._clustering.clusters[end.consumer].strategies
+        other = self._b.side(reader, end.dims, end.assigned)
+        self._record(u, side, end.consumer, other, self._moved(value, end.weight, end.behind, end.narrow))
+
+    def _moved(self, value: int, weight: float, behind: bool, narrow: bool) -> Moved:
+        type_ = self._b.graph.types[value]
+        return (rounded(type_) if narrow else type_, weight, behind)
+
+    def _record(self, u: int, su: _Side, v: int, sv: _Side, moved: Moved) -> None:
+        self._sides[su.index], self._sides[sv.index] = su, sv
+        self._found.setdefault((u, v, su.index, sv.index), []).append(moved)
+
+    def merged(self) -> tuple[Edge, ...]:
+        kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}
+        out: list[Edge] = []
+        for (u, v, iu, iv), parts in self._found.items():
+            su, sv = self._sides[iu], self._sides[iv]
+            key = (iu, iv, tuple(sorted(parts, key=str) if len(parts) > 1 else parts))
+            if key not in kinds:
+                kinds[key] = (len(kinds), np.sum([self._b.table(su, sv, part) for part in key[2]], axis=0))
+            index, table = kinds[key]
+            out.append(Edge(u, v, su.classes, sv.classes, table, (index,)))
+        return tuple(out)
+
+
+def layout_at(strategies: StrategySet, choice: int, dims: tuple[int, ...], assigned: bool) -> Layout:
+    """The layout of a value whose dimensions are these factors, under one strategy."""
+    factors = (strategies.assigned if assigned else strategies.held)[choice]
+    position = {f: d for d, f in enumerate(dims) if f >= 0}
+    return tuple(int(f) if f == -2 else position.get(int(f), -1) for f in factors)

@@ -1,0 +1,204 @@
+"""Reads a solved model back: the layout of every value and use, and the collectives that follow from them.
+
+layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
+layout at a site        = what the reader's strategy wants there                        -> layouts.uses
+reshards                = steps from home to copy, from copy to each other layout       -> _reshards
+partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.cost_models.collectives import collective_time
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.collective import Collective
+from autopar.ir.graph import Graph, Op, Type
+from autopar.ir.layout import REPLICATED, Layout, device_share, divides, steps
+from autopar.passes.intra_op.build import Model, layout_at
+from autopar.passes.intra_op.problem import Ints
+from autopar.passes.op_groups.bindings import Charge, Cluster, Home, Use
+from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, REDUCE_SCATTER, emitted
+from autopar.passes.op_groups.strategies import padding, share, shares
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of one program on one mesh.
+
+    Attributes:
+        values: homed value -> its layout.
+        uses: site -> layout, where it is not that of the value.
+        copies: homed value -> layout of the copy that its readers share, where it is not that of the value.
+    """
+
+    values: Mapping[int, Layout]
+    uses: Mapping[str, Layout]
+    copies: Mapping[int, Layout]
+
+
+def layouts(model: Model, assignment: Ints) -> Layouts:
+    """Layouts under one assignment."""
+    clusters, homes = model.clustering.clusters, model.clustering.homes
+    known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
+    choices: list[int] = assignment.tolist()
+
+    def of(cluster: int, dims: tuple[int, ...], assigned: bool) -> Layout:
+        strategies, choice = clusters[cluster].strategies, choices[cluster]
+        key = (strategies.index, choice, dims, assigned)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = layout_at(strategies, choice, dims, assigned)
+        return found
+
+    values = {v: of(h.cluster, h.dims, False) for v, h in homes.items() if h.view is None}
+    copies = {
+        v: layout_at(model.copy_sets[v], int(assignment[node]), tuple(range(len(homes[v].dims))), False)
+        for v, node in model.copies.items()
+    }
+    uses: dict[str, Layout] = {}
+    for use in model.clustering.uses:
+        wanted = of(use.consumer, use.dims, use.assigned)
+        home = homes.get(use.value)
+        if home is None or home.view is not None:
+            if any(d >= 0 for d in wanted):
+                uses[use.site] = wanted
+        elif wanted != values[use.value]:
+            uses[use.site] = wanted
+    return Layouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
+
+
+def through(home: Home, wanted: Layout) -> Layout:
+    """The layout of the value behind a view that shows `wanted`."""
+    if home.view is None:
+        return wanted
+    view = home.view
+    return tuple(view[d] if d >= 0 and view[d] >= 0 else (d if d < 0 else -1) for d in wanted)
+
+
+def collectives(
+    graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh
+) -> tuple[Collective, ...]:
+    """Every communication step the plan asks for, in program order of the operation that needs it."""
+    parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
+    return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
+
+
+def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
+    """Seconds per step of these collectives that the plan's price leaves out because they hide behind computation."""
+    slack, behind = model.clustering.slack, mesh.behind_computation()
+    reads = {use.site: use for use in model.clustering.uses}
+    total = 0.0
+    for c in planned:
+        use = reads.get(c.op)
+        op = None if use is not None else graph.by_index[int(c.op.removeprefix("op"))]
+        if slack.moves(use.value, use.op) if use is not None else op is not None and slack.sums(op):
+            axes = tuple(mesh.axis(name) for name in c.axes)
+            visible = collective_time(c.kind, c.bytes, axes, behind)
+            total += c.count * (collective_time(c.kind, c.bytes, axes, mesh) - visible)
+    return total
+
+
+def collective_seconds(c: Collective, mesh: LogicalMesh) -> float:
+    """s per step of all runs of a planned collective."""
+    return c.count * collective_time(c.kind, c.bytes, tuple(mesh.axis(name) for name in c.axes), mesh)
+
+
+_Placed = tuple[tuple[int, int], Collective]
+
+
+def operation_seconds(model: Model, assignment: Ints) -> Iterator[tuple[int, float]]:
+    """Operation and s per step of its work, with the collectives that end its sums, of all that have strategies."""
+    for c, choice in zip(model.clustering.clusters, assignment.tolist(), strict=False):  # copies come after clusters
+        if c.op >= 0:
+            yield c.op, c.weight * float(c.strategies.cost[choice])
+
+
+def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[tuple[Charge, float]]:
+    """Charge and s per step of the light traffic that it stands for."""
+    bandwidth = mesh.device.memory_bandwidth
+    for charge in model.clustering.charges:
+        strategies = model.clustering.clusters[charge.cluster].strategies
+        held = strategies.held[assignment[charge.cluster]].tolist()
+        layout = tuple(f if f in charge.dims else REPLICATED for f in held)
+        yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
+
+
+def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:
+    """The communication steps between layouts that the uses of the clustering ask for."""
+    return (c for _, c in _reshards(graph, model, found, mesh))
+
+
+def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
+    seen: set[tuple[int, Layout]] = set()
+    homes = model.clustering.homes
+    for use in model.clustering.uses:
+        home = homes.get(use.value)
+        if home is None:
+            continue
+        value, at_home = home.value, found.values[home.value]
+        default = at_home if home.view is None else (-1,) * len(mesh.sizes)
+        wanted = through(home, found.uses.get(use.site, default))
+        start = found.copies.get(value, at_home)
+        if value in found.copies and (value, start) not in seen:
+            seen.add((value, start))
+            weight = min(use.weight, model.clustering.clusters[home.cluster].weight)
+            yield from _emit(graph, replace(use, weight=weight), value, at_home, start, mesh)
+        if wanted != start and (value, wanted) not in seen and wanted != at_home:
+            seen.add((value, wanted))
+            yield from _emit(graph, use, value, start, wanted, mesh)
+
+
+def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, mesh: LogicalMesh) -> Iterator[_Placed]:
+    nbytes = _padded(graph.types[value], source, target, mesh)
+    line = graph.by_index[use.op].source if use.op >= 0 else ""
+    for i, step in enumerate(steps(source, target, mesh.sizes) or ()):
+        if step.kind != "slice":
+            names = tuple(mesh.names[a] for a in step.axes)
+            size = max(1, round(step.fraction * nbytes))
+            order = (use.op if use.op >= 0 else 1 << 60, i)
+            yield order, Collective(step.kind, names, size, max(1, round(use.weight)), use.site, line)
+
+
+def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> float:
+    """Bytes of a value whose dimensions are padded to what both layouts cut them into."""
+    if divides(source, type_.shape, mesh.sizes) and divides(target, type_.shape, mesh.sizes):
+        return float(type_.nbytes)
+    return type_.nbytes * float(padding(np.array([source]), np.array([target]), type_.shape, mesh.sizes)[0, 0])
+
+
+def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
+    known: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
+    for index, c in enumerate(model.clustering.clusters):
+        choice = int(assignment[index])
+        if c.op < 0 or not c.strategies.after[choice].any():
+            continue
+        op = graph.by_index[c.op]
+        key = (op.signature, c.strategies.index, choice)
+        if key not in known:
+            known[key] = tuple(sums_of(graph, op, c, choice, model, mesh))
+        for i, (kind, axes, nbytes) in enumerate(known[key]):
+            names = tuple(mesh.names[a] for a in axes)
+            yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)
+
+
+def sums_of(
+    graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
+) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
+    row = slice(choice, choice + 1)
+    chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
+    after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
+    each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
+    for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
+        held = graph.types[value].nbytes * float(share(each, dims)[0])
+        for axis, size in enumerate(mesh.sizes):
+            if after[axis] == REDUCE_SCATTER:
+                yield "reduce-scatter", (axis,), max(1, round(held))
+                held /= size
+        axes = tuple(a for a in range(len(mesh.sizes)) if after[a] == ALL_REDUCE)
+        if axes:
+            yield "all-reduce", axes, max(1, round(held))

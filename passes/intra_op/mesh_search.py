@@ -1,0 +1,262 @@
+"""The best plan among candidate meshes: all are bounded, then planned, the most promising first.
+
+    bound    the program as written on every mesh: a plan, and a lower bound on all of them, without the ILP. Coarse
+             meshes come first: one with more axes has every plan of a coarser one and many more, so that its problem is
+             the harder, and is left as soon as its bound is within the tolerance of the best plan  -> MeshSearch.bound
+    plan     mesh by mesh, the shortest of these plans first, each left where its bound is within the tolerance of the
+             best plan that fits. What has to be recomputed to fit adds to all bounds, as on the first mesh that was
+             left for it. Once the time is over no other mesh is planned, if there is a plan that fits
+                                                                                                     -> MeshSearch.best
+
+What the answer may lack is measured against the bounds of all meshes,
+
+    gap  =  (seconds of the plan - least lower bound of all candidates) / seconds of the plan
+
+and not against its own alone. Plans that fit into memory come first, whatever they take. Where the first mesh has none,
+those that plainly have none either are left, and their bounds do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopar import parallel_map
+from autopar.errors import MemoryBudgetError, PinError
+from autopar.hardware.meshes import Target
+from autopar.ir.trace import Traced
+from autopar.passes.intra_op.plan import Options, Parts, Planned, Planner
+from autopar.passes.remat import memory_policy
+from autopar.passes.solver.optimize import Pruned, Solution
+from autopar.passes.solver.reduced_problem import CLOSED
+from autopar.plans import text
+from autopar.plans.plan import Plan
+
+SHOWN = 0.01  # s of a phase that is told of
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A mesh, its planner, and what is known of the program as written there."""
+
+    target: Target
+    planner: Planner
+    quick: Solution | None = None
+
+    @property
+    def title(self) -> str:
+        """Such as "2x4"."""
+        return "x".join(map(str, self.target.logical.sizes))
+
+    @property
+    def seconds(self) -> float:
+        """Of the plan that is known, inf where there is none of interest."""
+        return math.inf if self.quick is None or self.quick.status == "cutoff" else self.quick.objective
+
+    @property
+    def fits(self) -> bool:
+        """Whether that plan keeps within the memory."""
+        return self.quick is not None and math.isfinite(self.seconds) and self.planner.fits(self.quick)
+
+    @property
+    def lower(self) -> float:
+        """Bound on all plans."""
+        return 0.0 if self.quick is None else self.quick.lower_bound
+
+
+class MeshSearch:
+    """Plans one program on candidate meshes, within `options.time_limit` seconds.
+
+    `report` is called before and after every mesh.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        candidates: Sequence[Target],
+        options: Options,
+        parts: Parts,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        coarse_first = sorted(candidates, key=lambda one: len(one.logical.sizes))
+        self._candidates = [_Candidate(one, Planner(traced, one.logical, options, parts)) for one in coarse_first]
+        self._options, self._report = options, report
+        self._left = options.time_limit
+        self._surcharge = 0.0  # s, of a mesh that was left
+
+    def expected(self) -> tuple[float, bool]:
+        """About the seconds of the best plan on the coarsest mesh; and whether that is of the program as written.
+
+        Where that does not fit it is what recomputing enough of it is forecast to take.
+        """
+        self.bound(most=1)
+        first = self._candidates[0]
+        return (math.inf if first.quick is None else first.planner.expected(first.quick)), first.fits
+
+    def bound(self, cutoff: float = math.inf, most: int | None = None) -> None:
+        """Bound the program as written on every mesh that is not yet; what takes `cutoff` (s) is of no interest.
+
+        The coarsest mesh first, the others side by side where there are several processors; so `most` of them.
+        """
+        deadline = self._begin()
+        waiting = [one for one in self._candidates if one.quick is None][:most]
+        while waiting:
+            first = all(one.quick is None for one in self._candidates)
+            some = waiting[: 1 if first else parallel_map.WORKERS]
+            del waiting[: len(some)]
+            self._report(f"bounding mesh {', '.join(one.title for one in some)}")
+            least = min(cutoff, *(one.seconds for one in self._candidates))
+            tasks, begin = [partial(_bounded, one.planner, least) for one in some], time.perf_counter()
+            found = [task() for task in tasks] if first else parallel_map.results(tasks)
+            together = sum(sum(laps.values()) for _, laps in found)
+            share = min(1.0, (time.perf_counter() - begin) / (together or 1.0))  # of what each took, as if alone
+            for one, (quick, laps) in zip(some, found, strict=True):
+                if quick is not None:
+                    one.quick = quick
+                    one.planner.learn(quick, {name: share * seconds for name, seconds in laps.items()})
+        self._left = deadline - time.monotonic()
+
+    def best(self, cutoff: float = math.inf) -> Planned | None:
+        """The plan with the shortest step, None if none takes less than `cutoff` (s) by more than the gap.
+
+        Raises:
+            PinError: a pin names axes that none of the meshes has.
+            MemoryBudgetError: none has a plan that fits; the one with the smallest plan.
+        """
+        found = _Best(self._options, cutoff)
+        if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
+            self.bound(cutoff)
+        deadline = self._begin()
+        waiting = sorted(self._candidates, key=lambda one: (one.seconds, one.lower))
+        while waiting:
+            if found.fits and time.monotonic() > deadline:
+                found.lower = min(found.lower, *(one.lower for one in waiting))
+                break
+            one = waiting.pop(0)
+            self._report(f"planning mesh {one.title}{found.summary()}")
+            try:
+                made = self._planned(one, found)
+            except (PinError, MemoryBudgetError) as error:
+                found.errors.append(error)
+            except Pruned as pruned:
+                least = pruned.lower_bound
+                found.lower = min(found.lower, least)
+                self._surcharge = self._surcharge or one.planner.surcharge()
+                bound = f"no plan takes less than {text.seconds(least)}, or " if math.isfinite(least) else ""
+                self._report(f"mesh {one.title}: {bound}none that fits is better than the best")
+            else:
+                found.lower = min(found.lower, made.plan.lower_bound_s)
+                found.choose(one.target, made)
+                self._report(f"mesh {one.title}: {_described(made.plan)}")
+                if found.must_fit:
+                    waiting = self._that_may_fit(one, waiting)
+        for one in self._candidates:
+            for name, seconds in one.planner.laps.items():
+                found.phases[name] = found.phases.get(name, 0.0) + seconds
+        found.phases["inter_op"] = 0.0
+        return found.answer(deadline)
+
+    def _planned(self, one: _Candidate, found: _Best) -> Planned:
+        """The plan of one mesh; Pruned where its bound is enough to leave it."""
+        beat = found.step_to_beat
+        if one.lower + self._surcharge >= beat * (1 - self._options.gap):
+            raise Pruned(one.lower)
+        return one.planner.plan(one.target.cluster.name, beat)
+
+    def _that_may_fit(self, planned: _Candidate, others: Sequence[_Candidate]) -> list[_Candidate]:
+        """Other meshes that may have a plan that fits, where the one that is planned has none."""
+        if planned.planner.cannot_fit(anywhere=True):
+            return []
+        hopeless = parallel_map.results([partial(_cannot_fit, one.planner) for one in others])
+        return [one for one, cannot in zip(others, hopeless, strict=True) if not cannot]
+
+    def _begin(self) -> float:
+        """Give all planners what is left of the time; when it ends."""
+        deadline = time.monotonic() + self._left
+        for one in self._candidates:
+            one.planner.options = replace(one.planner.options, deadline=deadline)
+        return deadline
+
+
+def _bounded(planner: Planner, cutoff: float) -> tuple[Solution | None, Mapping[str, float]]:
+    """What is quickly known of a mesh, and the seconds of each phase; no solution where a pin does not fit it."""
+    try:
+        found = planner.bound(cutoff)
+    except PinError:  # said when the mesh is planned
+        found = None
+    return found, dict(planner.laps)
+
+
+def _cannot_fit(planner: Planner) -> bool:
+    """Whether a mesh plainly has no plan that fits."""
+    with contextlib.suppress(PinError):  # said when the mesh is planned
+        return planner.cannot_fit()
+    return False
+
+
+def _described(plan: Plan) -> str:
+    """A plan in one line."""
+    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in plan.phases.items() if lap >= SHOWN)
+    return f"{text.seconds(plan.step_time_s)} per step, gap {plan.gap:.2%} ({laps})"
+
+
+@dataclass
+class _Best:
+    """The best plan so far, and what is known of all meshes."""
+
+    options: Options
+    cutoff: float
+    planned: Planned | None = None
+    fits: bool = False
+    lower: float = math.inf
+    phases: dict[str, float] = field(default_factory=dict[str, float])
+    errors: list[PinError | MemoryBudgetError] = field(default_factory=list[PinError | MemoryBudgetError])
+
+    @property
+    def step_to_beat(self) -> float:
+        """Seconds that a plan of another mesh has to stay below; inf where it may be of interest all the same."""
+        if isinstance(self.options.memory_budget, str):
+            return math.inf
+        return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.cutoff
+
+    @property
+    def must_fit(self) -> bool:
+        """Whether a plan that does not fit is known already, so that no other such is of interest."""
+        return self.planned is not None and not self.fits and self.options.memory_budget is None
+
+    def summary(self) -> str:
+        """The best step so far, for people."""
+        return "" if self.planned is None else f"; best so far {text.seconds(self.planned.plan.step_time_s)} per step"
+
+    def choose(self, target: Target, made: Planned) -> None:
+        """Keep the better of the best plan and this one."""
+        fits = memory_policy.fits(made.plan.stages[0].peak_memory_bytes, target.logical, self.options.memory_budget)
+        shorter = self.planned is None or made.plan.step_time_s < self.planned.plan.step_time_s * (1 - CLOSED)
+        if (fits and not self.fits) or (fits == self.fits and shorter):
+            self.planned, self.fits = made, fits
+
+    def answer(self, deadline: float) -> Planned | None:
+        """The best plan, with its gap against all candidates and the seconds of all of them."""
+        if self.planned is None and math.isfinite(self.lower):
+            return None
+        if self.planned is None:
+            tight = [error for error in self.errors if isinstance(error, MemoryBudgetError)]
+            raise min(tight, key=lambda error: error.least_bytes) if tight else self.errors[0]
+        plan = replace(self.planned.plan, phases=self.phases)
+        if not isinstance(self.options.memory_budget, str) and self.lower < plan.lower_bound_s * (1 - CLOSED):
+            gap = 1 - self.lower / plan.step_time_s
+            plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=self._status(plan, gap, deadline))
+        return replace(self.planned, plan=plan)
+
+    def _status(self, plan: Plan, gap: float, deadline: float) -> str:
+        """What is proven of the choice, where the bounds of other meshes leave a wider gap than the plan's own."""
+        enough = self.options.gap + CLOSED
+        if gap <= enough:
+            return "near-optimal"
+        if plan.gap > enough:
+            return plan.solver_status
+        return "time-limit" if time.monotonic() > deadline else "open"

@@ -1,0 +1,654 @@
+"""The way from a traced function to a plan, one mesh, no pipeline:
+
+    Graph -> rules -> clusters -> problem -> fold, presolve, bound, solve -> layouts -> Plan
+
+Everything here is composition; the ideas are in the passes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+from autopar.cost_models import offload
+from autopar.cost_models.compiler.backends import Backend, backend_of
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.report import report
+from autopar.errors import MemoryBudgetError
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.flops import main_dtype, model_flops
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout, cuts, divides, replicated
+from autopar.ir.trace import Traced
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op import build as intra_op
+from autopar.passes.intra_op import extract
+from autopar.passes.memory.constraint import Row, even_share, smallest
+from autopar.passes.op_groups import merge as op_groups
+from autopar.passes.op_groups.bindings import Clustering
+from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
+from autopar.passes.remat import choose as recomputation
+from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.remat import rewrite as remat
+from autopar.passes.remat.choose import Effort, Outcome
+from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
+from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
+from autopar.plans import imbalance
+from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.rules import Rule, rules_of
+from autopar.rules.inherent import reason
+from autopar.verification import hbm_traffic
+
+#: Relative gap at which the bounds of a mesh tell enough to compare it with others. Chosen on T5-large and U-Net-470M.
+ROUGH = 0.02
+
+
+@dataclass(frozen=True)
+class Options(memory_policy.Search):
+    """What the user chose; see `autopar.parallelize`."""
+
+    pins: Pins | None = None
+    donate: tuple[int, ...] | str = "auto"
+    rules: Mapping[str, str] | None = None
+    memory_budget: float | str | None = None
+    remat: str = remat.NONE
+    offload: str = choose_offload.NONE
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan with the graph as it is executed, recomputation included, and the rules that codegen needs."""
+
+    plan: Plan
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    solution: Solution
+
+
+def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
+    """The problem whose solutions are the plans of one traced function on one mesh."""
+    clock = _Clock()
+    return _model(traced, mesh, options, rules_of(traced.graph, options.rules), clock)[0]
+
+
+def _model(
+    traced: Traced, mesh: LogicalMesh, options: Options, rules: Mapping[int, Rule], clock: _Clock
+) -> tuple[intra_op.Model, Pinned]:
+    axes = None if traced.mesh is None else dict(traced.mesh.shape)
+    pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
+    clock.lap("rules")
+    clustering = op_groups.cluster(traced.graph, rules, mesh, pinned.arguments, pinned.results)
+    model = intra_op.build(traced.graph, clustering, mesh)
+    clock.lap("graph")
+    return model, pinned
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The step as written of a program that runs it in microbatches, and how such programs are made.
+
+    What is recomputed is a matter of the step's layers, so it is decided there, and microbatches come after it.
+
+    Attributes:
+        step: the step.
+        split: a step -> the program that runs it in microbatches; itself for one microbatch.
+        count: how many.
+    """
+
+    step: Traced
+    split: Callable[[Graph], Graph] = lambda graph: graph
+    count: int = 1
+
+
+def make_plan(
+    traced: Traced,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    options: Options,
+    trace_s: float = 0.0,
+    parts: Parts | None = None,
+    cutoff: float = math.inf,
+) -> Planned:
+    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches. For the rest see `Planner`."""
+    planned = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
+    return replace(planned, plan=replace(planned.plan, phases={"trace": trace_s, **planned.plan.phases}))
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """The problem of planning a program with some layers recomputed and some state in the host's memory."""
+
+    policies: tuple[str, ...]
+    hosted: tuple[int, ...]
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+    alive: Callable[[], Liveness]
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What is in memory when; not asked for where a mesh is pruned."""
+        return self.alive()
+
+    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
+        """Bytes per device in the host's memory."""
+        return offload.held(self.model, self.graph, mesh, self.hosted, solution.assignment)
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A program with some layers recomputed, and its problem where memory is not asked about."""
+
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+
+
+@dataclass(eq=False)
+class Planner:
+    """Plans one program on one mesh again and again, with more or less of it recomputed or in the host's memory."""
+
+    traced: Traced
+    mesh: LogicalMesh
+    options: Options
+    parts: Parts
+    attempts: int = 0
+    laps: dict[str, float] = field(default_factory=dict)
+    drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
+    programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
+    solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
+    fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
+    bounds: dict[tuple[tuple[str, ...], tuple[int, ...]], Bounded] = field(default_factory=dict)  # of those "open"
+    forecast: dict[Solution, Mapping[str, Forecast]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.given = _donated(self.traced.graph, self.options)
+        self.allowed = memory_policy.allowed(self.mesh, self.options.memory_budget)
+        self.always, self.leaves = choose_offload.waiting(
+            self.traced.graph, self.mesh, self.given, self.options.offload
+        )
+
+    def plan(self, cluster_name: str, cutoff: float = math.inf) -> Planned:
+        """The best plan.
+
+        Raises:
+            Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
+                written: what is recomputed or kept in the host's memory adds to a step.
+            MemoryBudgetError: none fits into a budget that was given.
+        """
+        begin, counted = time.perf_counter(), sum(self.laps.values())
+        if math.isfinite(cutoff):
+            self.check(cutoff)
+        found = self.choose(cutoff)
+        if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
+            raise Pruned(self.fastest[self.as_written].lower_bound, self.laps)
+        if found.error is not None:
+            raise found.error
+        assert found.made is not None
+        draft, solution = found.made
+        clock = _Clock()
+        plan = _export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
+        clock.lap("export")
+        self._count(clock.laps)
+        if self.attempts > 1:
+            self._count({"remat": time.perf_counter() - begin - (sum(self.laps.values()) - counted)})
+        phases = {**self.laps, "inter_op": 0.0}
+        return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
+
+    def bound(self, cutoff: float = math.inf) -> Solution:
+        """What is quickly known of the program as written: a plan, whatever it holds, and a bound on all of them.
+
+        Plans that take `cutoff` (s) or longer are of no interest.
+        """
+        draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
+        return self._bounded(draft, cutoff * (1 - self.options.gap), gap, once=True)
+
+    def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:
+        """Take over what `bound` has found, maybe in another process, and the seconds of each phase so far."""
+        if bound.status == "cutoff" or bound.gap <= self.options.gap:
+            self.fastest[self.as_written] = bound
+        self.laps.clear()  # drafts hold it
+        self.laps.update(laps)
+
+    def fits(self, solution: Solution) -> bool:
+        """Whether a plan of the program as written keeps within the memory."""
+        return self.outcome((self._draft(*self.as_written), solution)).fits
+
+    def expected(self, solution: Solution) -> float:
+        """About the seconds of the best plan that fits, read off one of the program as written; inf if nothing tells.
+
+        What may be kept in the host's memory is not looked at.
+        """
+        free = self.outcome((self._draft(*self.as_written), solution))
+        if free.fits or isinstance(self.allowed, str) or not any(layers := self.open_to()):
+            return free.seconds if free.fits else math.inf
+        return recomputation.expected(free, layers, self.allowed, self.forecasts(free))
+
+    def surcharge(self) -> float:
+        """About the seconds that a plan that fits takes more than the program as written; 0 if that may fit.
+
+        What no plan can do without is about the same on every mesh: a device's even share.
+        """
+        found = self.solved.get(self.as_written)
+        if found is None or isinstance(self.allowed, str):
+            return 0.0
+        draft, _ = found
+        room = self.allowed + self.leaves.total
+        if max(map(smallest, draft.liveness.rows())) <= room:
+            return 0.0
+        free = self.outcome(found)
+        others = [self.outcome(one) for key, one in self.solved.items() if key != self.as_written]
+        return recomputation.surcharge([free, *others], self.open_to(), room, self.forecasts(free))
+
+    def outcome(self, made: tuple[_Draft, Solution]) -> Outcome[tuple[_Draft, Solution]]:
+        """What a plan comes to."""
+        draft, solution = made
+        peak, _ = draft.liveness.peak(solution.assignment)
+        fits = memory_policy.fits(peak, self.mesh, self.options.memory_budget)
+        pressed = not fits or memory_policy.is_pressed(solution)
+        return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
+
+    def open_to(self) -> tuple[bool, ...]:
+        """For each layer whether recomputing it is free to choose, and frees anything."""
+        return self._recomputable if self.options.remat == recomputation.AUTO else ()
+
+    @cached_property
+    def _recomputable(self) -> tuple[bool, ...]:
+        return remat.recomputable(self.parts.step.graph)
+
+    def forecasts(self, as_written: Outcome[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
+        """Policy -> what recomputing layers costs and frees, read off this plan; empty where that is not known."""
+        if as_written.made is None:
+            return {}
+        draft, solution = as_written.made
+        if solution not in self.forecast:  # asked again with state in the host's memory, and for other meshes
+            layered = draft.graph if self.parts.step.graph is self.traced.graph else one_microbatch(draft.graph)
+            known = layered is not None and remat.recomputable(layered) == self._recomputable  # the step's layers
+            plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
+            self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
+        return self.forecast[solution]
+
+    def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
+        """The best outcome within the memory that is allowed; see `offloading.choose`."""
+        return choose_offload.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecasts)
+
+    def check(self, cutoff: float) -> None:
+        """Raise Pruned where the program as written has no plan of less than the cutoff; see `plan`."""
+        draft, least = self._draft(*self.as_written), cutoff * (1 - self.options.gap)
+        found = self._quick(draft, least)
+        if found.status == "open" and found.objective >= cutoff:
+            found = self._fastest(draft, least)
+        if found.status == "cutoff" or found.objective >= cutoff:
+            raise Pruned(found.lower_bound, self.laps)
+
+    def cannot_fit(self, *, anywhere: bool = False) -> bool:
+        """Whether there is not enough memory with all that may be in the host's memory, and all recomputed or nothing.
+
+        `anywhere`: on no mesh of as many devices, for a device's even share is too much.
+        """
+        layers = self.open_to()
+        if not any(layers) or isinstance(self.allowed, str):
+            return False
+        hosted = self.leaves.positions or self.always
+        ends = ((), recomputation.uniform(remat.FULL, layers))
+        least = partial(even_share, devices=self.mesh.size) if anywhere else smallest
+        return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.allowed for some in ends)
+
+    def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
+        """What lives where a program's plans peak: the one that is known, or else those that are likely to.
+
+        State in the host's memory is left out where the plan is of the program without it: it is there at times.
+        """
+        known = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
+        if known is None:
+            return self._draft(policies, hosted).liveness.rows()
+        draft, solution = known
+        waiting = frozenset(draft.graph.inputs[i] for i in hosted if draft.hosted != hosted)
+        return (draft.liveness.at_peak_without(waiting, solution.assignment),)
+
+    @property
+    def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What is recomputed and kept in the host's memory if nothing is but what the user asks for."""
+        return self._policies(()), self.always
+
+    def _policies(self, policies: Sequence[str]) -> tuple[str, ...]:
+        """These, unless the user has given one for all layers."""
+        if self.options.remat not in (recomputation.AUTO, remat.NONE):
+            policies = recomputation.uniform(self.options.remat, self._recomputable)
+        return tuple(policies)
+
+    def attempt(
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
+    ) -> Outcome[tuple[_Draft, Solution]]:
+        """A plan with a policy for each layer, and state at these positions in the host's memory.
+
+        Plans that fit and take `cutoff` seconds or longer are of no interest.
+        """
+        self.attempts += 1
+        policies, hosted = self._policies(policies), tuple(hosted) or self.always
+        if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
+            at_home = self.solved.get((policies, self.always))  # where no state has to be copied
+            seconds = at_home[1].objective if at_home else math.inf
+            return Outcome(policies, None, seconds, least, fits=False, pressed=True, hosted=hosted)
+        draft = self._draft(policies, hosted)
+        try:
+            solution = self._start(draft) if effort == "fastest" else self._fitting(draft, cutoff)
+        except Pruned:
+            return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
+        except MemoryBudgetError as error:
+            return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
+        made = self.solved[policies, draft.hosted] = (draft, solution)
+        return self.outcome(made)
+
+    def _start(self, draft: _Draft) -> Solution:
+        """The cheapest plan whatever it holds; about so if that needs the ILP, and what bounds find does not fit."""
+        found = self._quick(draft)
+        goes_on = found.status == "open" and self.outcome((draft, found)).fits
+        return self._fastest(draft) if goes_on else found
+
+    def _quick(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
+        """The same without the ILP: "open" where bounds and elimination leave a gap."""
+        key = draft.policies, draft.hosted
+        known = self.fastest.get(key)
+        if known is None or (known.status == "cutoff" and known.lower_bound < cutoff):
+            known = self.fastest[key] = self._bounded(draft, cutoff, self.options.gap)
+        return known
+
+    def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
+        """The cheapest plan whatever it holds."""
+        key = draft.policies, draft.hosted
+        known = self._quick(draft, cutoff)
+        if known.status == "open":
+            self.fastest[key] = self._finished(self.bounds.pop(key))
+        return self.fastest[key]
+
+    def _bounded(self, draft: _Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
+        """A plan and a bound without the ILP, which is kept to go on from where that may gain something."""
+        found = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
+        self._count(found.phases)
+        known = found.solution
+        if known is None or (known.status != "cutoff" and self.options.solver != "auto"):
+            return self._finished(found)
+        if known.status == "open" and not once:
+            self.bounds[draft.policies, draft.hosted] = found
+        return known
+
+    def _finished(self, known: Bounded) -> Solution:
+        found = finish(known, solver=self.options.solver, time_limit=self.options.seconds, gap=self.options.gap)
+        self._count({name: lap - known.phases.get(name, 0.0) for name, lap in found.phases.items()})
+        return found
+
+    def _fitting(self, draft: _Draft, cutoff: float) -> Solution:
+        """The cheapest plan that fits; errors as of `fitting.solve`."""
+        begin, counted = time.perf_counter(), sum(self.laps.values())
+        try:
+            return memory_policy.solve(
+                draft.model.problem,
+                draft.liveness,
+                self.mesh,
+                self.options.memory_budget,
+                self.options,
+                self.parts.count,
+                lambda: self._start(draft),
+                cutoff,
+            )
+        finally:
+            elapsed = time.perf_counter() - begin
+            self._count({"memory": elapsed - (sum(self.laps.values()) - counted)})
+
+    def _count(self, phases: Mapping[str, float]) -> None:
+        """Add to the seconds of each phase."""
+        for name, seconds in phases.items():
+            self.laps[name] = self.laps.get(name, 0.0) + seconds
+
+    def _everywhere(self, policies: Sequence[str]) -> bool:
+        """Whether the search has all layers recomputed that may be."""
+        open_to = self.open_to() if policies else ()
+        return any(open_to) and not any(p == remat.NONE and o for p, o in zip(policies, open_to, strict=True))
+
+    def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...], effort: Effort) -> float:
+        """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
+
+        Without a budget there is a plan of the program as written all the same, but none that anything would be
+        recomputed or kept in the host's memory for.
+        """
+        moved = hosted != self.always
+        chosen = moved or (policies and self.options.remat == recomputation.AUTO)
+        within = self.allowed if chosen else self.options.memory_budget
+        known = moved and (policies, self.always) in self.solved
+        if not isinstance(within, float) or (effort == "fastest" and not known and not self._everywhere(policies)):
+            return 0.0
+        least = max(map(smallest, self._peaks(policies, hosted)))
+        return least if least > within else 0.0
+
+    def _rules(self, graph: Graph) -> Mapping[int, Rule]:
+        """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
+        if graph is self.traced.graph or self.parts.step.graph is not self.traced.graph:
+            return rules_of(graph, self.options.rules)
+        known = rules_of(self.traced.graph, self.options.rules)
+        barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)
+        return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
+
+    def _program(self, policies: tuple[str, ...]) -> _Program:
+        if policies not in self.programs:
+            clock = _Clock()
+            step = self.parts.step
+            graph = remat.rewrite(step.graph, policies)
+            graph = self.traced.graph if graph is step.graph else self.parts.split(graph)
+            rules = self._rules(graph)
+            model, pinned = _model(replace(self.traced, graph=graph), self.mesh, self.options, rules, clock)
+            self.programs[policies] = _Program(graph, rules, model, pinned)
+            self._count(clock.laps)
+        return self.programs[policies]
+
+    def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> _Draft:
+        if (policies, hosted) not in self.drafts:
+            p, clock = self._program(policies), _Clock()
+            model = offload.priced(p.model, p.graph, self.mesh, hosted)
+            clock.lap("graph")
+            self._count(clock.laps)
+            backend = backend_of(self.mesh.device)
+            backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
+            # holds no planner, whose cycle with its drafts would keep the memory of all of them
+            alive = partial(_liveness, p, model, self.mesh, backend, self.given, hosted, self.laps)
+            self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
+        return self.drafts[policies, hosted]
+
+
+def _liveness(
+    program: _Program,
+    model: intra_op.Model,
+    mesh: LogicalMesh,
+    backend: Backend,
+    donated: Sequence[int],
+    hosted: Sequence[int],
+    laps: dict[str, float],
+) -> Liveness:
+    """What is in memory when; the seconds that takes are added to `laps`."""
+    begin = time.perf_counter()
+    found = Liveness(program.graph, model, mesh, backend, donated, hosted)
+    laps["liveness"] = laps.get("liveness", 0.0) + time.perf_counter() - begin
+    return found
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection meanwhile: planning makes some 10^5 small objects in no cycles, and scanning them
+    again and again costs up to a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def _export(
+    original: Graph,
+    draft: _Draft,
+    solution: Solution,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    donated: tuple[int, ...],
+) -> Plan:
+    graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
+    found = extract.layouts(model, solution.assignment)
+    state = match_state(graph)
+    inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
+    outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
+    planned = extract.collectives(graph, model, solution.assignment, found, mesh)
+    copied = offload.seconds(draft.host_bytes(mesh, solution), mesh) if draft.hosted else 0.0
+    parts = {**_parts(model, solution, copied), "hidden": extract.hidden_seconds(graph, model, planned, mesh)}
+    memory = report(liveness, solution.assignment)
+    host_bytes = draft.host_bytes(mesh, solution)
+    stage = Stage(
+        "all",
+        dict(zip(mesh.names, mesh.sizes, strict=True)),
+        mesh.size,
+        found.values,
+        found.uses,
+        found.copies,
+        peak_memory_bytes=memory.peak_bytes,
+        memory=memory.kinds,
+        host_memory_bytes=round(host_bytes),
+    )
+    account = imbalance.account(graph, model.clustering.rules, stage)
+    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
+    return Plan(
+        graph_hash=graph_hash(original),
+        mesh_names=mesh.names,
+        mesh_sizes=mesh.sizes,
+        cluster=cluster_name,
+        stages=(stage,),
+        inputs=inputs,
+        outputs=outputs,
+        input_paths=graph.input_paths,
+        output_paths=graph.output_paths,
+        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
+        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
+        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
+        donated=donated,
+        collectives=planned,
+        step_time_s=solution.objective,
+        parts=parts,
+        objective_s=solution.objective,
+        lower_bound_s=solution.lower_bound,
+        gap=float(solution.gap),
+        solver_status=solution.status,
+        solver=solution.solver_used,
+        variables=solution.variables,
+        variables_unfolded=solution.variables_unfolded,
+        rows=solution.rows,
+        phases={},
+        # recomputation under the user's own jax.checkpoint counts in both
+        mfu=model_flops(original) / possible if possible > 0 else 0.0,
+        hfu=model_flops(graph) / possible if possible > 0 else 0.0,
+        flops_per_device=account.ratio * account.total / mesh.size,
+        bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
+        remat=draft.policies,
+        offloaded=tuple(sorted(draft.hosted)),
+        notes=(
+            *recomputation.notes(draft.policies),
+            *choose_offload.notes(graph, mesh, draft.hosted, host_bytes),
+            *_notes(graph, model.clustering, account, inputs, mesh),
+            *solution.warnings,
+        ),
+    )
+
+
+def _donated(graph: Graph, options: Options) -> tuple[int, ...]:
+    """Positions of the arguments whose buffers the step may reuse."""
+    if options.donate == "auto":
+        return tuple(sorted(match_state(graph).values()))
+    return tuple(int(i) for i in options.donate)
+
+
+def _output_layout(
+    graph: Graph,
+    position: int,
+    found: extract.Layouts,
+    state: Mapping[int, int],
+    inputs: tuple[Layout, ...],
+    pinned: Pinned,
+    mesh: LogicalMesh,
+) -> Layout:
+    """State comes back as it was given; other results stay where they are, if that divides them and they are not empty
+    (see `strategies.layouts_of`)."""
+    if position in pinned.results:
+        return pinned.results[position]
+    if position in state:
+        return inputs[state[position]]
+    atom = graph.outputs[position]
+    at_home = found.values.get(atom) if isinstance(atom, int) else None
+    layout = found.uses.get(f"out{position}", at_home)
+    shape = graph.type_of(atom).shape
+    if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
+        return replicated(len(mesh.sizes))
+    return layout
+
+
+def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
+    """Seconds in operations (with the collectives inside them), in reshards, and if there are any in copies of state
+    between device and host."""
+    choice = solution.assignment
+    inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
+    found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
+    return {**found, "host": copied} if copied else found
+
+
+def _notes(
+    graph: Graph, clustering: Clustering, account: imbalance.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
+) -> tuple[str, ...]:
+    notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
+    notes.extend(_replicated_operations(graph, clustering))
+    notes.extend(_undivided(graph, inputs, mesh))
+    uneven = account.without("uncuttable", "chosen")
+    notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
+    return tuple(notes)
+
+
+def _replicated_operations(graph: Graph, clustering: Clustering) -> list[str]:
+    """Operations whose rule lets no dimension be cut, and why."""
+    whole: dict[str, tuple[int, str]] = {}
+    for c in clustering.clusters:
+        if c.op >= 0 and graph.types[c.value].size > 1 and not clustering.rules[graph.by_index[c.op].signature].free:
+            op = graph.by_index[c.op]
+            count, line = whole.get(op.name, (0, op.source))
+            whole[op.name] = (count + 1, line)
+    return [f"{name} runs replicated ({n} times, first at {line}): {reason(name)}" for name, (n, line) in whole.items()]
+
+
+def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:
+    """Arguments that stay whole because no dimension divides by any mesh axis."""
+    stuck = [
+        path
+        for path, v, layout in zip(graph.input_paths, graph.inputs, inputs, strict=True)
+        if not cuts(layout, mesh.sizes)
+        and graph.types[v].size > 1
+        and not any(n % size == 0 for n in graph.types[v].shape for size in mesh.sizes if size > 1)
+    ]
+    if not stuck:
+        return []
+    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+    shown = ", ".join(stuck[:4]) + (f" and {len(stuck) - 4} more" if len(stuck) > 4 else "")
+    return [f"replicated because no dimension divides by the mesh ({sizes}): {shown}"]

@@ -1,0 +1,95 @@
+"""The price of memory: cutting planes over known plans.
+
+With plans k of c_k seconds that exceed the budget by g_kr (of the budget) at point r, the best prices known so far are
+
+    max_(lambda >= 0)  min_k  c_k + sum_r lambda_r g_kr
+
+(J. E. Kelley, "The cutting-plane method for solving convex programs", SIAM J. 8, 1960). Its dual mixes plans,
+
+    min_a  sum_k a_k c_k      sum_k a_k g_kr + s_r = 0,   sum_k a_k = 1,   a, s >= 0                       -> within
+
+one column per plan, R + 1 rows: a simplex with a basis of R + 1 columns, whose duals are the prices. A new plan is a
+new column, so the last basis starts the next solve.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.passes.intra_op.problem import Floats, Ints
+
+PIVOTS = 500  # after half of them the first column that helps enters (Bland's rule), which cannot cycle
+TOLERANCE = 1e-9  # reduced cost, relative to the costs, that counts as none
+
+
+class Master:
+    """A linear program min costs @ a, columns @ a = (0, ..., 0, 1), a >= 0, that grows by columns."""
+
+    def __init__(self, columns: Floats, costs: Floats, basis: list[int]) -> None:
+        self._columns = columns
+        self._costs = costs
+        self._basis = basis
+
+    def add(self, costs: Floats, entries: Floats) -> None:
+        """More plans: their costs, shape (n,), and entries in the R rows, shape (n, R)."""
+        self._columns = np.column_stack([self._columns, np.vstack([entries.T, np.ones(len(costs))])])
+        self._costs = np.append(self._costs, costs)
+
+    def solve(self) -> tuple[Floats, float]:
+        """Prices of the rows, shape (R,), and the value of the model there."""
+        right = np.append(np.zeros(len(self._basis) - 1), 1.0)
+        scale = TOLERANCE * max(1e-300, float(np.abs(self._costs).max()))
+        duals = np.zeros(len(self._basis))
+        for pivot in range(PIVOTS):
+            inverse = np.linalg.inv(self._columns[:, self._basis])
+            duals = self._costs[self._basis] @ inverse
+            reduced = self._costs - duals @ self._columns
+            entering = _entering(reduced, scale, first=2 * pivot >= PIVOTS)
+            if entering < 0:
+                break
+            leaving = _leaving(inverse @ right, inverse @ self._columns[:, entering], self._basis)
+            self._basis[leaving] = entering
+        return np.maximum(-duals[:-1], 0.0), float(duals[-1])
+
+
+def within(rows: int, ceiling: float, relief: float) -> Master:
+    """Cheapest mix of plans that fits: costs in seconds, entries are the excess over the budget, relative to it.
+
+    A made-up plan fits every row by `relief` and costs `ceiling` seconds, so that a basis is always at hand; prices are
+    at most about ceiling / relief.
+    """
+    columns = np.vstack([np.eye(rows, rows + 1), np.zeros((1, rows + 1))])
+    columns[:, rows] = np.append(np.full(rows, -relief), 1.0)
+    return Master(columns, np.append(np.zeros(rows), ceiling), list(range(rows + 1)))
+
+
+def smallest(rows: int, ceiling: float) -> Master:
+    """Mix of plans with the least peak t: plans cost nothing, their entries are bytes; prices add up to one.
+
+        min t      sum_k a_k m_kr + s_r = t,   sum_k a_k = 1
+
+    A made-up plan of `ceiling` bytes everywhere gives the first basis.
+    """
+    columns = np.vstack([np.eye(rows, rows + 2), np.zeros((1, rows + 2))])
+    columns[:rows, rows] = -1.0
+    columns[:, rows + 1] = np.append(np.full(rows, ceiling), 1.0)
+    costs = np.zeros(rows + 2)
+    costs[rows] = 1.0
+    return Master(columns, costs, [*range(1, rows), rows, rows + 1])
+
+
+def _entering(reduced: Floats, scale: float, first: bool) -> int:
+    """The column to enter: the most promising, or the first that helps; -1 if none does."""
+    helps: Ints = np.flatnonzero(reduced < -scale)
+    if not len(helps):
+        return -1
+    return int(helps[0] if first else reduced.argmin())
+
+
+def _leaving(values: Floats, direction: Floats, basis: list[int]) -> int:
+    """The position that reaches zero first; of several the one with the lowest column."""
+    ratios = np.full(len(values), np.inf)
+    falls = direction > 1e-12 * max(1.0, float(np.abs(direction).max()))
+    ratios[falls] = np.maximum(values[falls], 0.0) / direction[falls]
+    ties = np.flatnonzero(ratios <= ratios.min() + 1e-15)
+    return int(min(ties, key=lambda i: basis[i]))

@@ -1,0 +1,65 @@
+"""Seconds and bytes of many plans at once.
+
+Every quantity (seconds, then bytes at each program point) is a row over the concatenated strategies of all nodes and
+the concatenated tables of all edges, so a plan's totals are sums of looked-up columns -> Ledger.totals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.passes.intra_op.problem import Edge, Floats, Ints
+from autopar.passes.memory.presolve import Loaded
+
+
+class Ledger:
+    """The totals of plans of one problem with rows."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        problem = loaded.problem
+        none = np.zeros((loaded.rows, 1))
+        costs = [
+            np.vstack([n.cost[None], loaded.nodes.get(v, none) + np.zeros(len(n.cost))])
+            for v, n in enumerate(problem.nodes)
+        ]
+        self._constants = np.concatenate([[0.0], loaded.constants])
+        self._flat = np.concatenate([np.zeros((1 + loaded.rows, 0)), *costs], axis=1)
+        self._start = _starts([len(n.cost) for n in problem.nodes])
+        bare = [e for i, e in enumerate(problem.edges) if i not in loaded.edges]
+        held = [problem.edges[i] for i in loaded.edges]
+        self._bare = _Tables(bare, [e.table[None] for e in bare], 1)
+        stacked = [np.concatenate([e.table[None], b]) for e, b in zip(held, loaded.edges.values(), strict=True)]
+        self._held = _Tables(held, stacked, 1 + loaded.rows)
+
+    def totals(self, plans: Ints) -> Floats:
+        """Seconds, then bytes at each point, of each plan: shape (plans, 1 + R) for plans of shape (plans, nodes)."""
+        out = self._flat[:, self._start + plans].sum(axis=2) + self._constants[:, None]
+        out[:1] += self._bare.totals(plans)
+        return (out + self._held.totals(plans)).T
+
+
+class _Tables:
+    """Tables of edges, flattened, with one row per quantity."""
+
+    def __init__(self, edges: Sequence[Edge], tables: Sequence[Floats], quantities: int) -> None:
+        self._flat = np.concatenate([np.zeros((quantities, 0)), *(t.reshape(len(t), -1) for t in tables)], axis=1)
+        self._start = _starts([t[0].size for t in tables])
+        self._ends = np.array([(e.u, e.v) for e in edges], dtype=np.int64).reshape(-1, 2).T
+        none = np.zeros(0, dtype=np.int64)
+        self._gu = np.concatenate([none, *(e.gu * e.table.shape[1] for e in edges)])
+        self._gv = np.concatenate([none, *(e.gv for e in edges)])
+        self._gu_start = _starts([len(e.gu) for e in edges])
+        self._gv_start = _starts([len(e.gv) for e in edges])
+
+    def totals(self, plans: Ints) -> Floats:
+        """Shape (quantities, plans)."""
+        u, v = self._ends
+        pairs = self._gu[self._gu_start + plans[:, u]] + self._gv[self._gv_start + plans[:, v]]
+        return self._flat[:, self._start + pairs].sum(axis=2)
+
+
+def _starts(sizes: Sequence[int]) -> Ints:
+    """Where each of the concatenated arrays begins."""
+    return np.cumsum([0, *sizes], dtype=np.int64)[:-1]

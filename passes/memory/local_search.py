@@ -1,0 +1,90 @@
+"""Descent under a budget: change one node at a time.
+
+Of the strategies of a node, given all others, the best has the least excess over the budget, summed over the rows, and
+among those the fewest seconds. Plans that fit keep fitting and get cheaper; plans that do not get closer first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.passes.memory.presolve import Loaded
+from autopar.passes.solver.dual_ascent import End, end_of, ends_of
+
+SWEEPS = 6
+TOLERANCE = 1e-10  # relative gain that counts as one
+EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}
+
+
+class Swapper:
+    """One-swap descent on one problem with rows."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._ends = ends_of(loaded.problem)
+        self._held: list[list[tuple[End, Floats]]] = [[] for _ in loaded.problem.nodes]
+        for i, held in loaded.edges.items():
+            e = loaded.problem.edges[i]
+            self._held[e.u].append((end_of(i, e.v, e.gu, e.gv, e.table), held))
+            self._held[e.v].append((end_of(i, e.u, e.gv, e.gu, e.table.T), held.transpose(0, 2, 1)))
+
+    def descend(
+        self,
+        plan: Ints,
+        held: Floats,
+        budget: float,
+        sweeps: int = SWEEPS,
+        allowed: Mapping[int, NDArray[np.bool_]] = EVERYTHING,
+    ) -> Ints:
+        """A plan at least as good; `held` are the plan's bytes in each row, shape (R,); `allowed` masks strategies."""
+        plan, held = plan.copy(), held.copy()
+        for _ in range(sweeps):
+            if not sum([self._improve(v, plan, held, budget, allowed.get(v)) for v in range(len(plan))]):
+                break
+        return plan
+
+    def scores(self, v: int, plan: Ints, prices: Floats) -> tuple[Floats, Floats]:
+        """Seconds, and priced bytes (s), of each strategy of v given the others, up to constants."""
+        held = self._bytes(v, plan)
+        seconds = self._seconds(v, plan)
+        return seconds, np.zeros_like(seconds) if held is None else prices @ held
+
+    def _improve(self, v: int, plan: Ints, held: Floats, budget: float, mask: NDArray[np.bool_] | None) -> bool:
+        """Change node v in place, if that helps."""
+        seconds = self._seconds(v, plan)
+        if mask is not None:
+            seconds = np.where(mask, seconds, np.inf)
+        now = plan[v]
+        bytes_ = self._bytes(v, plan)
+        if bytes_ is None:
+            best = int(seconds.argmin())
+        else:
+            after = held[:, None] + bytes_ - bytes_[:, [now]]
+            excess = np.maximum(after - budget, 0.0).sum(axis=0)
+            excess[~np.isfinite(seconds)] = np.inf
+            best = int(np.where(excess <= excess.min(), seconds, np.inf).argmin())
+            if excess[best] == excess[now] and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
+                return False
+            held[:] = after[:, best]
+        if bytes_ is None and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
+            return False
+        plan[v] = best
+        return best != now
+
+    def _seconds(self, v: int, plan: Ints) -> Floats:
+        score = self._loaded.problem.nodes[v].cost
+        for x in self._ends[v]:
+            score = score + x.table[:, x.others[plan[x.other]]][x.classes]
+        return score
+
+    def _bytes(self, v: int, plan: Ints) -> Floats | None:
+        """Bytes per row and strategy, shape (R, strategies); None if the node has no say in them."""
+        own = self._loaded.nodes.get(v)
+        for x, table in self._held[v]:
+            part = table[:, :, x.others[plan[x.other]]][:, x.classes]
+            own = part if own is None else own + part
+        return own

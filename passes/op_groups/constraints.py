@@ -1,0 +1,167 @@
+"""Layouts that the user fixes: by path glob, "arg:i", "out:i", `with_sharding_constraint` inside the function, and the
+types of arguments that lie on an Explicit mesh.
+
+A pin restricts the strategies of an argument's cluster to one layout, or adds a border cluster with one layout to a
+result; the optimizer then works around it. A pin that fits nothing is an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.errors import PinError
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph, Op, Type
+from autopar.ir.layout import Layout, divides, from_spec
+
+Pins = Mapping[str, PartitionSpec]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Positions of argument and result leaves -> the layout they are fixed to."""
+
+    arguments: Mapping[int, Layout]
+    results: Mapping[int, Layout]
+
+
+def resolve(
+    pins: Pins | None,
+    graph: Graph,
+    mesh: LogicalMesh,
+    typed: Mapping[int, PartitionSpec] | None = None,
+    axes: Mapping[str, int] | None = None,
+) -> Pinned:
+    """Which leaves the pins fix.
+
+    A glob matches a whole path ("state/params/w1"), or its part below the argument's name ("params/w1"). Later pins
+    win over earlier ones; a pin and the type of an argument must agree.
+
+    Args:
+        pins: the user's.
+        graph: the program.
+        mesh: the mesh that is planned for.
+        typed: positions of argument leaves -> the cut that their types carry.
+        axes: the axes of the Explicit mesh that those types are of, and their sizes.
+
+    Raises:
+        PinError: a pin matches no leaf, names an unknown mesh axis, has more dimensions than the leaf, cuts a
+            dimension that does not divide, or contradicts the type of an argument.
+    """
+    arguments: dict[int, Layout] = {}
+    results: dict[int, Layout] = {}
+    said: dict[int, str] = {}
+    for pattern, partition in (pins or {}).items():
+        spec = _spec(pattern, partition)
+        matches = list(_matches(pattern, graph))
+        if not matches:
+            raise PinError(
+                f"pin '{pattern}' matches no argument. Arguments: {_some(graph.input_paths)}. "
+                f"Results are pinned by position, 'out:0' to 'out:{len(graph.output_paths) - 1}'."
+            )
+        for kind, position in matches:
+            of = graph.input_paths if kind == "arg" else graph.output_paths
+            atom = graph.inputs[position] if kind == "arg" else graph.outputs[position]
+            layout = checked_layout(spec, graph.type_of(atom), mesh, f"pin '{pattern}' on '{of[position]}'")
+            (arguments if kind == "arg" else results)[position] = layout
+            if kind == "arg":
+                said[position] = f"pin '{pattern}' of {spec}"
+    for position, spec in (typed or {}).items():
+        arguments[position] = _typed(position, spec, axes or {}, graph, mesh, arguments, said)
+    return Pinned(arguments, results)
+
+
+def _typed(
+    position: int,
+    spec: PartitionSpec,
+    axes: Mapping[str, int],
+    graph: Graph,
+    mesh: LogicalMesh,
+    arguments: Mapping[int, Layout],
+    said: Mapping[int, str],
+) -> Layout:
+    """The layout that the type of an argument carries."""
+    what = f"'{graph.input_paths[position]}', which lies on the Explicit mesh {dict(axes)}"
+    layout = checked_layout(spec, graph.types[graph.inputs[position]], mesh, what)
+    for name, dim in zip(mesh.names, layout, strict=True):
+        if dim >= 0 and axes.get(name) != mesh.shape[name]:
+            raise PinError(f"{what}: {spec} cuts over axis '{name}', whose size is another in the mesh {mesh.shape}")
+    if arguments.get(position, layout) != layout:
+        raise PinError(
+            f"{what}: its type says {spec}, but {said[position]} says another. Drop the pin, or move the argument."
+        )
+    return layout
+
+
+def _spec(pattern: str, partition: Any) -> PartitionSpec:
+    if isinstance(partition, NamedSharding):
+        return partition.spec
+    if isinstance(partition, PartitionSpec):
+        return partition
+    raise PinError(f"pin '{pattern}' must be a PartitionSpec, it is {type(partition).__name__} {partition!r:.60}")
+
+
+def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
+    kind, _, number = pattern.partition(":")
+    if kind in ("arg", "out") and number.isdigit():
+        count = len(graph.inputs if kind == "arg" else graph.outputs)
+        if int(number) >= count:
+            raise PinError(f"pin '{pattern}': there are only {count} {kind} leaves, 0 to {count - 1}")
+        yield kind, int(number)
+        return
+    for i, path in enumerate(graph.input_paths):
+        if fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path.partition("/")[2], pattern):
+            yield "arg", i
+
+
+def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[int, ...]]:
+    """What a `with_sharding_constraint` in the user's function demands: a layout, and the dimensions it leaves open.
+
+    Raises:
+        PinError: its sharding has no spec, or the spec does not fit the value or the mesh.
+    """
+    where = f"with_sharding_constraint{f' at {op.source}' if op.source else ''}"
+    sharding = op.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        raise PinError(f"{where} must have a PartitionSpec or a NamedSharding, it has {type(sharding).__name__}")
+    open_dims = tuple(sorted(op.params["unconstrained_dims"]))
+    named = [None if d in open_dims else entry for d, entry in enumerate(sharding.spec)]
+    return checked_layout(PartitionSpec(*named), type_, mesh, where), open_dims
+
+
+def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, what: str) -> Layout:
+    """The layout of a spec on a leaf of this type; PinError saying what does not fit."""
+    if getattr(partition, "unreduced", None):
+        raise PinError(f"{what}: {partition} is a partial sum, which cannot be pinned")
+    if len(partition) > type_.rank:
+        raise PinError(f"{what}: {partition} has {len(partition)} dimensions, the value is {type_}")
+    names = [name for entry in partition if entry for name in (entry if isinstance(entry, tuple) else (entry,))]
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
+    if twice:
+        raise PinError(f"{what}: {partition} cuts two dimensions over the same axis '{twice[0]}'")
+    try:
+        layout = from_spec(partition, mesh.names)
+    except KeyError as error:
+        raise PinError(f"{what}: axis {error} not found. Mesh axes: {', '.join(mesh.names)}") from None
+    _check_order(partition, mesh, what)
+    if not divides(layout, type_.shape, mesh.sizes):
+        sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+        raise PinError(f"{what}: {partition} does not divide {type_} on the mesh {sizes}")
+    return layout
+
+
+def _check_order(partition: PartitionSpec, mesh: LogicalMesh, what: str) -> None:
+    """Layouts cut a dimension over its axes in the order of the mesh; PinError for another order."""
+    for entry in partition:
+        if isinstance(entry, tuple) and (ordered := tuple(sorted(entry, key=mesh.names.index))) != entry:
+            first = next(i for i, name in enumerate(entry) if name != ordered[i])
+            raise PinError(f"{what}: {partition} cuts over '{entry[first]}' before '{ordered[first]}'; use {ordered}")
+
+
+def _some(names: tuple[str, ...], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -1,0 +1,417 @@
+"""Groups operations whose layouts go together, so that one decision serves many operations.
+
+Three kinds of value:
+
+- *homed*: its layout is decided by a cluster: arguments, heavy operations, meeting points, and what follows them;
+- *a view*: a homed value broadcast to more dimensions; along the new ones any layout is free;
+- *free*: made from constants, iotas, scalars and random keys alone; every use gets it in the layout it wants.
+
+An operation follows an operand if all factors of its result live in that operand and none is reduced or kept: it then
+runs in whatever layout the operand has. Of several candidates the oldest cluster leads, which makes a residual stream
+one cluster, and the clusters of equal layers symmetric around it. Any other operation gets strategies of its own.
+Nothing follows an argument that does not divide, nor one that others hand over in a layout of theirs: a residual stream
+would be bound to it from end to end, where one conversion may do.
+
+Regions are planned in place: a loop's body counts as often as it runs. What enters a loop gets a cluster of its own
+(entering may reshard once); a carry leaves an iteration in the layout it entered with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from autopar.cost_models.compiler.backends import backend_of
+from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.cost_models.reductions import combines
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Atom, Graph, Op, Repeats, Type
+from autopar.ir.layout import Layout, divides
+from autopar.ir.train_state import match_state
+from autopar.passes.op_groups import overlap, unreduced
+from autopar.passes.op_groups.bindings import (
+    FREE,
+    WHOLE,
+    Builder,
+    Charge,
+    Cluster,
+    Clustering,
+    Followed,
+    Home,
+    Kind,
+    alias,
+    projection,
+    use,
+)
+from autopar.passes.op_groups.constraints import constraint
+from autopar.passes.op_groups.regions import REGIONS, region_kind
+from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
+from autopar.rules import LOCAL, Rule
+
+#: Operations that always have strategies of their own, however their factors lie.
+ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
+#: Operations that are not repeated for every layout that wants their result.
+NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
+#: Operations of (operand, indices, updates), uneven pieces of which XLA only knows along the windows.
+SCATTERS = ("scatter-add", "scatter")
+#: Operations on the matrix unit.
+PRODUCTS = ("dot_general", "conv_general_dilated")
+#: Reductions that are sums, whose partial results may be scattered.
+SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
+
+
+def cluster(
+    graph: Graph,
+    rules: Mapping[int, Rule],
+    mesh: LogicalMesh,
+    pinned_arguments: Mapping[int, Layout] | None = None,
+    pinned_results: Mapping[int, Layout] | None = None,
+    handed: Collection[int] = (),
+) -> Clustering:
+    """Clusters, homes and uses of a whole program.
+
+    Args:
+        graph: the program.
+        rules: rule of every leaf operation by signature.
+        mesh: the mesh to plan for.
+        pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
+        handed: positions of those pinned arguments that what reads them need not follow.
+    """
+    b = Builder(graph, rules, mesh, unreduced.find(graph), overlap.find(graph))
+    often = graph.repeats or Repeats({}, {}, {})
+    for position, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
+        shape = graph.types[value].shape
+        if shape:
+            pin = (pinned_arguments or {}).get(position)
+            b.repeats = weight = float(often.inputs.get(value, 1))
+            entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
+            if pin is None and _undivided(b, shape):
+                b.loose[entered] = MOST_PADDING
+            elif pin is not None and position in handed:
+                b.loose[entered] = 1.0
+    b.repeats = 1.0
+    for value, _ in graph.constants:
+        if graph.types[value].shape:
+            b.enter(f"constant%{value}", value, 1.0)
+    for op in graph.ops:
+        b.repeats = float(often.ops.get(op.index, 1))
+        _visit(b, (op,), b.repeats)
+    _leave(b, pinned_results or {}, often.results)
+    _charge_followers(b)
+    clusters = tuple(Cluster(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
+    return Clustering(clusters, b.homes, tuple(b.uses), rules, b.slack, tuple(b.charges))
+
+
+def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
+    """Some mesh axis can only cut this shape unevenly, as an argument may not lie."""
+    even, uneven = ((b.layouts(shape, most).held >= 0).any(0) for most in (1.0, MOST_PADDING))
+    return bool((uneven & ~even).any())
+
+
+def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
+    for op in ops:
+        if op.regions:
+            REGIONS[region_kind(op)](b, op, weight, _visit)
+        else:
+            _leaf(b, op, weight)
+
+
+# Leaves
+
+
+def _kind(b: Builder, op: Op) -> Kind:
+    kind = b.kinds.get(op.signature)
+    if kind is None:
+        rule = b.rules[op.signature]
+        results = [b.graph.types[v] for v in op.outputs]
+        main = max(range(len(results)), key=lambda i: (results[i].size, -i)) if results else 0
+        kind = b.kinds[op.signature] = Kind(
+            rule,
+            main,
+            _candidates(rule, main) if results and op.name not in (*ANCHORS, *LOCAL) else (),
+            op.name not in NEVER_FREE and not rule.reduced and not op.equation.effects,
+            op.name == "broadcast_in_dim",
+        )
+    return kind
+
+
+def _big(rule: Rule, dims: Sequence[int]) -> list[int]:
+    return sorted(f for f in dims if rule.sizes[f] > 1)
+
+
+def _candidates(rule: Rule, main: int) -> tuple[int, ...]:
+    """Operands whose cuttable dimensions are exactly those of the main result, one to one."""
+    wanted = _big(rule, rule.results[main])
+    stuck = {*rule.reduced, *rule.kept}
+    if len(set(wanted)) != len(wanted) or stuck & set(wanted):
+        return ()
+    if any(not set(_big(rule, dims)) <= set(wanted) for dims in rule.results):
+        return ()
+    return tuple(k for k, dims in enumerate(rule.operands) if dims and _big(rule, dims) == wanted)
+
+
+def _leaf(b: Builder, op: Op, weight: float) -> None:
+    kind = _kind(b, op)
+    b.pace[op.index] = b.repeats
+    for atom in op.inputs:
+        if isinstance(atom, int):
+            b.reads[atom] = b.reads.get(atom, 0) + 1
+    if not op.outputs:
+        return
+    if kind.may_be_free and all(b.is_free(a) for a in op.inputs):
+        return
+    if op.name in _BORDERS:
+        _BORDERS[op.name](b, op, weight)
+        return
+    if kind.broadcast and _view_of_broadcast(b, op, kind):
+        return
+    leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
+    if leader is not None and b.homes[_value(op.inputs[leader])].cluster in b.loose:
+        _apart(b, op, kind, leader, weight)
+    elif leader is not None:
+        _follow(b, op, kind, leader, weight)
+    elif not _view_of_unary(b, op, kind):
+        _anchor(b, op, kind, weight)
+
+
+def _pass_through(b: Builder, op: Op, weight: float) -> None:
+    """Result i is operand i, in the operand's layout."""
+    for i, (atom, result) in enumerate(zip(op.inputs, op.outputs, strict=True)):
+        alias(b, atom, result, f"{op.tag} %{result}", f"{op.tag}.in{i}", weight, op.index)
+
+
+def _constrained(b: Builder, op: Op, weight: float) -> None:
+    """The user's `with_sharding_constraint`: a cluster with the layouts that it allows."""
+    (result,) = op.outputs
+    type_ = b.graph.types[result]
+    if not type_.shape:
+        return
+    layout, open_dims = constraint(op, type_, b.mesh)
+    cluster = b.enter_as(f"{op.tag} {op.name}", result, weight, b.pinned(type_.shape, layout, open_dims))
+    if isinstance(op.inputs[0], int):
+        use(b, f"{op.tag}.in0", op.inputs[0], cluster, tuple(range(type_.rank)), False, weight, op.index)
+
+
+#: Operations whose result lies where the user or the operand says.
+_BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _constrained}
+
+
+def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
+    """The candidate of the oldest cluster, of an argument that nothing follows only if there is no other."""
+    best: tuple[bool, int, int] | None = None
+    for k in kind.candidates:
+        atom = op.inputs[k]
+        home = b.homes.get(atom) if isinstance(atom, int) else None
+        if home is not None and home.view is None:
+            rank = (home.cluster in b.loose, home.cluster, k)
+            best = rank if best is None else min(best, rank)
+    return None if best is None else best[2]
+
+
+def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
+    home = b.homes[_value(op.inputs[leader])]
+    operands, results = _followed(b, op.signature, kind.rule, leader, home.dims)
+    for value, dims in zip(op.outputs, results, strict=True):
+        b.homes[value] = Home(home.cluster, value, dims)
+    b.followers.append(op)
+    for k, value in _reads(op, kind.rule):
+        if k != leader:
+            use(b, f"{op.tag}.in{k}", value, home.cluster, operands[k], False, weight, op.index)
+
+
+def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
+    """Positions and values of the operands that are read."""
+    for k, atom in enumerate(op.inputs):
+        if isinstance(atom, int) and k not in rule.unread:
+            yield k, atom
+
+
+def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[int, ...]) -> Followed:
+    """The cluster's factor for each dimension of the operands and results of what follows an operand."""
+    key = signature, leader, home
+    found = b.followed.get(key)
+    if found is None:
+        factor_of = {f: c for f, c in zip(rule.operands[leader], home, strict=True) if rule.sizes[f] > 1}
+        operands, results = (
+            [tuple([factor_of.get(f, WHOLE) for f in dims]) for dims in side] for side in (rule.operands, rule.results)
+        )
+        found = b.followed[key] = operands, results
+    return found
+
+
+def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
+    """What would follow an argument that nothing follows gets layouts of its own, uneven ones if it does not divide."""
+    rule, main = kind.rule, op.outputs[kind.main]
+    most = b.loose[b.homes[_value(op.inputs[leader])].cluster]
+    cluster = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
+    position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
+    for value, dims in zip(op.outputs, rule.results, strict=True):
+        b.homes[value] = Home(cluster, value, tuple(position.get(f, WHOLE) for f in dims))
+    b.followers.append(op)
+    for k, value in _reads(op, rule):
+        dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
+        use(b, f"{op.tag}.in{k}", value, cluster, dims, False, weight, op.index)
+
+
+def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
+    rule = kind.rule
+    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.slack.sums(op))
+    strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
+    cluster = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
+    for value, dims in zip(op.outputs, rule.results, strict=True):
+        if b.graph.types[value].shape:
+            b.homes[value] = Home(cluster, value, tuple(dims))
+    light = op.index in b.deferral.sums
+    if light:
+        b.followers.append(op)
+    for k, value in _reads(op, rule):
+        if not light:
+            b.heavy_reads.add(value)
+        use(b, f"{op.tag}.in{k}", value, cluster, tuple(rule.operands[k]), True, weight, op.index)
+
+
+def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
+    operands = tuple(b.graph.type_of(a) for a in op.inputs)
+    results = tuple(b.graph.types[v] for v in op.outputs)
+    dtype = operands[0].dtype if operands else results[0].dtype
+    defers = op.index in b.deferral.products
+    even = rule.free if op.name in LOCAL else _even(rule) if op.name in SCATTERS else ()
+    linear_sum, product = op.name in SUMS, op.name in PRODUCTS
+    behind, dot = b.slack.sums(op), op.name == "dot_general"
+    total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
+    combined = all(combines(backend, op.name, r.dtype) for r in results)
+    work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot)
+    if op.index in b.deferral.sums:
+        return sum_strategies(work, b.mesh, index, stays=b.deferral.sums[op.index])
+    return strategies_of(rule, work, b.mesh, index)
+
+
+def _even(rule: Rule) -> tuple[int, ...]:
+    """All factors of a scatter but its windows': cut unevenly along others, XLA gathers the indices."""
+    _, indices, updates = rule.operands
+    return tuple(f for f in rule.free if f in indices or f not in updates)
+
+
+def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
+    """Floating-point operations of one execution: exact for dot and conv, one per element otherwise."""
+    if op.name == "dot_general":
+        return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
+    if op.name == "conv_general_dilated":
+        names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
+        return float(conv_flops(operands[0].shape, operands[1].shape, **{n: op.params[n] for n in names}))
+    return float(max([t.size for t in (*operands, *results)], default=0))
+
+
+# Views
+
+
+def _view_of_broadcast(b: Builder, op: Op, kind: Kind) -> bool:
+    """A broadcast of a homed value looks at its operand; False if it is a mere reshape."""
+    atom = op.inputs[0]
+    home = b.homes.get(atom) if isinstance(atom, int) else None
+    if home is None or 0 in kind.candidates:
+        return False
+    behind = {f: i for i, f in enumerate(kind.rule.operands[0]) if kind.rule.sizes[f] > 1}
+    view = tuple(behind.get(f, FREE) for f in kind.rule.results[0])
+    if home.view is not None:
+        view = tuple(home.view[i] if i >= 0 else FREE for i in view)
+    b.homes[op.outputs[0]] = Home(home.cluster, home.value, home.dims, view)
+    return True
+
+
+def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
+    """An elementwise operation whose only homed operand is a view is a view as well."""
+    homed = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and not b.is_free(a)]
+    if len(homed) != 1 or homed[0] not in kind.candidates or len(op.outputs) != 1:
+        return False
+    home = b.homes[_value(op.inputs[homed[0]])]
+    if home.view is None:
+        return False
+    behind = {f: home.view[i] for i, f in enumerate(kind.rule.operands[homed[0]]) if kind.rule.sizes[f] > 1}
+    view = tuple(behind.get(f, FREE) for f in kind.rule.results[0])
+    b.homes[op.outputs[0]] = Home(home.cluster, home.value, home.dims, view)
+    return True
+
+
+# Results and followers
+
+
+def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -> None:
+    """State comes back in the layout it was given in, a pinned result in its own, and any result in even pieces.
+
+    `often`: position -> how often a result is handed out, if not once.
+    """
+    for out, layout in pinned.items():
+        atom = b.graph.outputs[out]
+        if isinstance(atom, int) and b.graph.types[atom].rank:
+            shape = b.graph.types[atom].shape
+            b.repeats = weight = float(often.get(out, 1))
+            border = b.new(f"out{out}", b.pinned(shape, layout), weight, -1, atom)
+            use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
+    state = match_state(b.graph)
+    for out, position in state.items():
+        if out in pinned:
+            continue
+        atom, argument = b.graph.outputs[out], b.graph.inputs[position]
+        rank = b.graph.types[argument].rank
+        if isinstance(atom, int) and rank:
+            use(b, f"out{out}", atom, b.homes[argument].cluster, tuple(range(rank)), False, 1.0, -1)
+    for out, atom in enumerate(b.graph.outputs):
+        if isinstance(atom, int):
+            b.heavy_reads.add(atom)
+            if out not in pinned and out not in state and _may_be_uneven(b, atom):
+                shape = b.graph.types[atom].shape
+                b.repeats = weight = float(often.get(out, 1))
+                border = b.new(f"out{out}", b.layouts(shape, 1.0), weight, -1, atom)
+                use(b, f"out{out}", atom, border, tuple(range(len(shape))), False, weight, -1)
+
+
+def _may_be_uneven(b: Builder, value: int) -> bool:
+    """A result that is a view, or that its cluster may leave in pieces that JAX does not hand out."""
+    home = b.homes.get(value)
+    if home is None or home.view is not None:
+        return home is not None
+    _, found = projection(b.drafts[home.cluster].strategies, home.dims, False)
+    return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in found.tolist())
+
+
+def _charge_followers(b: Builder) -> None:
+    """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read.
+
+    What is no state (the batch) arrives anew in every step and is written to memory first. An argument that nothing
+    follows is read in the pieces of its reader.
+    """
+    kept = set(match_state(b.graph).values())
+    for position, value in enumerate(b.graph.inputs):
+        if kept and position not in kept and value in b.homes:
+            _charge(b, b.homes[value], value, -1)
+    for op in b.followers:
+        for value in op.outputs:
+            if value in b.heavy_reads or b.reads.get(value, 0) > 1:
+                _charge(b, b.homes[value], value, op.index)
+        for k, atom in enumerate(op.inputs):
+            if isinstance(atom, int) and atom in b.graph.names and atom in b.homes:
+                _charge(b, _reading(b, op, k, atom), atom, op.index)
+
+
+def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
+    """Where a light operation's read of an argument is charged."""
+    home, reader = b.homes[value], b.homes.get(op.outputs[0])
+    if home.cluster not in b.loose or reader is None:
+        return home
+    rule = b.rules[op.signature]
+    factor_of = dict(zip(rule.results[0], reader.dims, strict=True))
+    return Home(reader.cluster, value, tuple(factor_of.get(f, WHOLE) for f in rule.operands[operand]))
+
+
+def _charge(b: Builder, home: Home, value: int, op: int) -> None:
+    """Add the bytes of a value, which an operation moves (-1: they come from outside), per execution of the cluster."""
+    draft = b.drafts[home.cluster]
+    key = tuple(sorted(d for d in home.dims if d >= 0))
+    nbytes = b.graph.types[value].nbytes * (b.pace.get(op, draft.repeats) / draft.repeats)
+    draft.light[key] = draft.light.get(key, 0.0) + nbytes
+    b.charges.append(Charge(home.cluster, key, nbytes * draft.weight, op))
+
+
+def _value(atom: Atom) -> int:
+    assert isinstance(atom, int)
+    return atom

@@ -1,0 +1,165 @@
+"""How loops, branches and rematerialised bodies are planned in place.
+
+A body counts as often as it runs. What enters a loop gets a cluster of its own, so that entering may reshard once and
+not in every iteration; a carry leaves an iteration in the layout it entered with; a stacked operand or result is never
+cut along the dimension that the loop runs over. Bodies that run once (branches, rematerialisation) read outer values
+where they live.
+
+    scan     constants, carries, slices of stacked operands  ->  carries, stacked results      -> _scan
+    while    constants of test and body, carries             ->  carries                       -> _while
+    cond     operands of every branch                        ->  one home for all branches     -> _cond
+    remat    operands                                        ->  homes of the body's results   -> _remat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from autopar import jax_compat
+from autopar.ir.graph import Atom, Op, Region
+from autopar.passes.op_groups.bindings import UNKNOWN_TRIPS, WHOLE, Builder, Home, alias, use
+
+#: Plans a list of operations with a weight (executions per step).
+Visit = Callable[[Builder, Sequence[Op], float], None]
+
+
+def region_kind(op: Op) -> str:
+    return "remat" if op.name in jax_compat.REMAT else op.name
+
+
+def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
+    """Inputs of bodies that are the same in every iteration, and the operands that they are."""
+    if op.name == "scan":
+        constants, _ = jax_compat.scan_counts(op.params)
+        yield from zip(op.regions[0].inputs[:constants], op.inputs, strict=False)
+    elif op.name == "while":
+        (condition, body), n_cond, n_body = op.regions, op.params["cond_nconsts"], op.params["body_nconsts"]
+        yield from zip(condition.inputs[:n_cond], op.inputs, strict=False)
+        yield from zip(body.inputs[:n_body], op.inputs[n_cond:], strict=False)
+    else:
+        skipped = 1 if op.name == "cond" else 0
+        for region in op.regions:
+            yield from zip(region.inputs, op.inputs[skipped:], strict=False)
+
+
+def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, outer: float, inner: float) -> list[int]:
+    """Clusters for region inputs from position `first` on; input i reads operand i + offset. -1 for scalars."""
+    found: list[int] = []
+    for i in range(first, len(region.inputs)):
+        value, atom = region.inputs[i], op.inputs[i + offset]
+        if not b.graph.types[value].shape:
+            found.append(-1)
+            continue
+        cluster = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
+        found.append(cluster)
+        if isinstance(atom, int):
+            shift = b.graph.types[atom].rank - b.graph.types[value].rank
+            dims = (WHOLE,) * shift + tuple(range(b.graph.types[value].rank))
+            use(b, f"{op.tag}.in{i + offset}", atom, cluster, dims, False, outer, op.index)
+    return found
+
+
+def _enter_constants(b: Builder, region: Region, weight: float) -> None:
+    for value, _ in region.constants:
+        if b.graph.types[value].shape:
+            b.enter(f"constant%{value}", value, weight)
+
+
+def _return_carry(b: Builder, op: Op, region: Region, position: int, cluster: int, weight: float) -> None:
+    atom = region.outputs[position]
+    if cluster >= 0 and isinstance(atom, int):
+        dims = tuple(range(b.graph.types[atom].rank))
+        use(b, f"{op.tag}.{region.name}.out{position}", atom, cluster, dims, False, weight, op.index)
+
+
+def _leave_region(b: Builder, op: Op, region: Region, position: int, result: int, weight: float, stacked: bool) -> None:
+    """Home of a result that a region's output becomes, with a new leading dimension if it is stacked."""
+    if not b.graph.types[result].rank - stacked:
+        if stacked:
+            b.enter(f"{op.tag} %{result}", result, weight)
+        return
+    atom = region.outputs[position]
+    home = b.homes.get(atom) if isinstance(atom, int) else None
+    lead = (WHOLE,) if stacked else ()
+    if home is not None and home.view is None:
+        b.homes[result] = Home(home.cluster, result, (*lead, *home.dims))
+        return
+    type_ = b.graph.type_of(atom)
+    cluster = b.new(f"{op.tag}.{region.name}.out{position}", b.layouts(type_.shape), weight, -1, result)
+    own = tuple(range(type_.rank))
+    if isinstance(atom, int):
+        use(b, f"{op.tag}.{region.name}.out{position}", atom, cluster, own, False, weight, op.index)
+    b.homes[result] = Home(cluster, result, (*lead, *own))
+
+
+def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    region = op.regions[0]
+    constants, carries = jax_compat.scan_counts(op.params)
+    inner = weight * (op.trips or UNKNOWN_TRIPS)
+    entered = _enter_all(b, op, region, 0, 0, weight, inner)
+    _enter_constants(b, region, inner)
+    visit(b, region.ops, inner)
+    for j in range(carries):
+        cluster, value = entered[constants + j], region.inputs[constants + j]
+        _return_carry(b, op, region, j, cluster, inner)
+        if cluster >= 0:
+            b.homes[op.outputs[j]] = Home(cluster, op.outputs[j], b.homes[value].dims)
+    for j in range(carries, len(op.outputs)):
+        _leave_region(b, op, region, j, op.outputs[j], inner, stacked=True)
+
+
+def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    condition, body = op.regions
+    n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    inner = weight * (op.trips or UNKNOWN_TRIPS)
+    entered = _enter_all(b, op, body, 0, n_cond, weight, inner)
+    carry = entered[n_body:]
+    outside = Region(condition.name, condition.inputs[:n_cond], (), ())
+    _enter_all(b, op, outside, 0, 0, weight, inner)
+    for value, cluster in zip(condition.inputs[n_cond:], carry, strict=True):
+        if cluster >= 0:
+            b.homes[value] = Home(cluster, value, tuple(range(b.graph.types[value].rank)))
+    for region in (condition, body):
+        _enter_constants(b, region, inner)
+        visit(b, region.ops, inner)
+    for j, cluster in enumerate(carry):
+        _return_carry(b, op, body, j, cluster, inner)
+        if cluster >= 0:
+            b.homes[op.outputs[j]] = Home(cluster, op.outputs[j], tuple(range(b.graph.types[op.outputs[j]].rank)))
+
+
+def _alias_inputs(b: Builder, op: Op, region: Region, offset: int, weight: float) -> None:
+    """Inputs of a body that runs once read the outer values where they live; free ones get a border cluster."""
+    for i, value in enumerate(region.inputs):
+        name, site = f"{op.tag}.{region.name} %{value}", f"{op.tag}.in{i + offset}"
+        alias(b, op.inputs[i + offset], value, name, site, weight, op.index)
+
+
+def _cond(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    for region in op.regions:
+        _alias_inputs(b, op, region, 1, weight)
+        _enter_constants(b, region, weight)
+        visit(b, region.ops, weight)
+    for j, result in enumerate(op.outputs):
+        if not b.graph.types[result].shape:
+            continue
+        cluster = b.enter(f"{op.tag}.out{j}", result, weight)
+        for region in op.regions:
+            _return_carry(b, op, region, j, cluster, weight)
+
+
+def _remat(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    region = op.regions[0]
+    _alias_inputs(b, op, region, 0, weight)
+    _enter_constants(b, region, weight)
+    visit(b, region.ops, weight)
+    for j, result in enumerate(op.outputs):
+        _leave_region(b, op, region, j, result, weight, stacked=False)
+
+
+REGIONS: Mapping[str, Callable[[Builder, Op, float, Visit], None]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat": _remat,
+}

@@ -1,0 +1,299 @@
+"""The strategies of one operation on one mesh: every map of mesh axes to factors that divides.
+
+Each mesh axis takes one factor of the operation's rule or none; axes are chosen jointly. An axis on a reduced factor
+also says what becomes of its partial sum:
+
+    ALL_REDUCE      summed at once, the result replicated along the axis
+    REDUCE_SCATTER  summed and left cut along a dimension of the result
+    DEFERRED        left partial for its consumers (only where something linear can use it)
+
+Two layouts follow: `assigned`, the factor each axis cuts while the operation runs (what its operands must have), and
+`held`, the factor its results are cut along afterwards (a factor, REPLICATED, or PARTIAL).
+
+    seconds = roofline(flops / parts, local bytes) + sum of the collectives that sum the partials          -> _cost
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost_models.collectives import collective_time
+from autopar.cost_models.compute import op_time, product_efficiency
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Type
+from autopar.ir.layout import PARTIAL, REPLICATED
+from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER, Factors, emitted
+from autopar.rules import Rule
+
+#: A dimension may be cut into pieces that do not divide it if padding makes it at most this much longer. The padding is
+#: paid for: every price below counts the padded piece.
+MOST_PADDING = 1.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategySet:
+    """All strategies of one kind of operation (or the layouts of one shape).
+
+    Attributes:
+        index: identity within one planning run; equal sets share it.
+        assigned, held, after: shape (n, axes); see the module's text.
+        cost: seconds of one execution, shape (n,).
+        sizes: extent of each factor.
+    """
+
+    index: int
+    assigned: Factors
+    held: Factors
+    after: NDArray[np.int16]
+    cost: NDArray[np.float64]
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one execution of an operation costs before it is cut.
+
+    Attributes:
+        flops: floating-point operations of the whole operation.
+        operands, results: types of what it reads and writes.
+        dtype: type that sets the peak rate.
+        combined: the backend can combine its partial results; otherwise what it reduces is not cut.
+        linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
+        deferrable: leaving partial sums to the consumers is of use.
+        even: factors whose pieces must be even.
+        product: it is a dot or a convolution, whose rate depends on its extents.
+        behind: nothing waits for its partial sums, so that summing them may hide behind computation.
+        dot: it is a dot, whose partial sums may end in stages (`autopar.passes.op_groups.reduction_lowering`).
+    """
+
+    flops: float
+    operands: tuple[Type, ...]
+    results: tuple[Type, ...]
+    dtype: str
+    combined: bool = True
+    linear_sum: bool = True
+    deferrable: bool = False
+    even: tuple[int, ...] = ()
+    product: bool = False
+    behind: bool = False
+    dot: bool = False
+
+
+def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
+    """Every layout of a value of this shape: the strategies of a copy or of a region's border.
+
+    Arguments and results of the program must divide: `most_padding` 1. An empty value is whole everywhere: it costs
+    nothing, and jaxlib 0.10 hands out pieces of the wrong shape of one that is cut.
+    """
+    dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
+    held = _product([REPLICATED, *dims], len(mesh.sizes))
+    held = held[_fits(held, shape, mesh.sizes, most_padding)]
+    return StrategySet(index, held, held, np.zeros_like(held), np.zeros(len(held)), tuple(shape))
+
+
+def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
+    """Every strategy of an operation with this rule on this mesh."""
+    assigned, held, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
+    return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
+
+
+def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
+    """How much longer padding may make each factor.
+
+    A factor that is part of a dimension (of a reshape) must divide: a third of 16 is 6, of 4 x 4 it is 2 x 4.
+    """
+    most = np.full(len(rule.sizes), MOST_PADDING)
+    most[list(work.even)] = 1.0
+    for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
+        most[[f for f, n in zip(dims, type_.shape, strict=True) if n != rule.sizes[f]]] = 1.0
+    return most
+
+
+def _expand(
+    options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float | NDArray[np.float64]
+) -> tuple[Factors, Factors, NDArray[np.int16]]:
+    """(assigned, held, after) of every valid choice of one option per axis."""
+    picks = _product(list(range(len(options))), len(mesh.sizes))
+    table = np.array(options, np.int16)
+    assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
+    held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
+    held[after == DEFERRED] = PARTIAL
+    valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(held, rule.sizes, mesh.sizes, most_padding)
+    valid &= _scatters_in_order(after, held) & _defers_evenly(after, assigned, rule.sizes, mesh.sizes)
+    return assigned[valid], held[valid], after[valid].astype(np.int16)
+
+
+def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> StrategySet:
+    """Strategies of an elementwise sum of two values that may be partial.
+
+    Each axis cuts a dimension, nothing, or finds both operands partial along it: then the sum is all-reduced, scattered
+    onto a dimension, or (if `stays`) left partial. Its memory traffic is charged like that of any light operation.
+    """
+    result = work.results[0]
+    dims = [d for d, n in enumerate(result.shape) if n > 1]
+    options = [(REPLICATED, NOTHING, REPLICATED), *((d, NOTHING, REPLICATED) for d in dims)]
+    options.append((PARTIAL, ALL_REDUCE, REPLICATED))
+    if result.rank > 1:
+        options.extend((PARTIAL, REDUCE_SCATTER, d) for d in dims)
+    if stays:
+        options.append((PARTIAL, DEFERRED, REPLICATED))
+    rule = Rule((tuple(range(result.rank)),) * 2, (tuple(range(result.rank)),), result.shape, (), (), "autopar")
+    assigned, held, after = _expand(options, rule, mesh, MOST_PADDING)
+    return StrategySet(index, assigned, held, after, _sum_cost(rule, work, assigned, held, after, mesh), rule.sizes)
+
+
+def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
+    """(factor, what becomes of partial sums, factor scattered onto) that one axis may take."""
+    produced = sorted({f for dims in rule.results for f in dims})
+    scatter = [f for f in (rule.results[0] if rule.results else ()) if rule.sizes[f] > 1 and f not in rule.kept]
+    options = [(REPLICATED, NOTHING, REPLICATED)]
+    for factor in rule.free:
+        if factor not in rule.reduced:
+            # A factor that results lack and that is not summed over cannot be cut: the result would be unknown.
+            if factor in produced or not rule.results:
+                options.append((factor, NOTHING, REPLICATED))
+            continue
+        if not work.combined:
+            continue
+        options.append((factor, ALL_REDUCE, REPLICATED))
+        # A vector's reduce-scatter stays an all-reduce in the compilers, so it is not offered.
+        if work.linear_sum and len(rule.results) == 1 and work.results[0].rank > 1:
+            options.extend((factor, REDUCE_SCATTER, onto) for onto in scatter)
+        if work.linear_sum and work.deferrable:
+            options.append((factor, DEFERRED, REPLICATED))
+    return options
+
+
+def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
+    return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
+
+
+def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Into how many pieces each of `count` factors is cut, shape (n, count)."""
+    parts = np.ones((len(factors), count + 1), np.int64)
+    rows = np.arange(len(factors))
+    held = np.where(factors >= 0, factors, count)  # the last column is of what is cut by no factor
+    for axis, size in enumerate(sizes):
+        parts[rows, held[:, axis]] *= size
+    return parts[:, :count]
+
+
+def _fits(
+    factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float | NDArray[np.float64]
+) -> NDArray[np.bool_]:
+    """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent.
+
+    Only one axis may cut a factor unevenly: two would make the compiler gather it whole at the next change of layout.
+    """
+    extent = np.array(extents, np.int64)
+    parts = _parts(factors, len(extents), sizes)
+    padded = -(-extent // parts) * parts
+    alone = (factors[:, :, None] == np.arange(len(extents))).sum(1) <= 1
+    fits = (parts <= np.maximum(extent, 1)) & (padded <= most * extent) & (alone | (padded == extent))
+    return fits.all(1)
+
+
+def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The share of every factor that one device holds, padding included; shape (n, factors)."""
+    extent = np.array([max(n, 1) for n in extents], np.int64)
+    return -(-extent // _parts(factors, len(extents), sizes)) / extent
+
+
+def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
+    """The share of a value, whose dimensions are factors with these `shares`, that one device holds; shape (n,)."""
+    return each[:, [d for d in dims if d >= 0]].prod(1)
+
+
+def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """How much more resharding moves because pieces are uneven, as a factor >= 1; shape (sources, targets)."""
+    if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
+        return np.ones((len(sources), len(targets)))
+    extent = np.array([max(n, 1) for n in shape], np.int64)
+    parts = np.maximum(_parts(sources, len(shape), sizes)[:, None], _parts(targets, len(shape), sizes)[None])
+    return (-(-extent // parts) * parts / extent).prod(-1)
+
+
+def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bool_]:
+    """A reduce-scatter onto a dimension that other axes cut is right in major-to-minor order only, one axis each."""
+    ok = np.ones(len(after), bool)
+    for axis in range(after.shape[1]):
+        scatter = after[:, axis] == REDUCE_SCATTER
+        for other in range(after.shape[1]):
+            if other == axis:
+                continue
+            same = scatter & (held[:, other] == held[:, axis])
+            ok &= ~(same & ((after[:, other] == REDUCE_SCATTER) | (other > axis)))
+    return ok
+
+
+def _defers_evenly(
+    after: NDArray[np.int16], assigned: Factors, extents: Sequence[int], sizes: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Where an axis is left partial, every cut of a contracted factor becomes a dimension: they must divide."""
+    uneven = (np.array(extents, np.int64) % _parts(assigned, len(extents), sizes) > 0)[:, None]
+    split = (after != NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
+    return ~((after == DEFERRED).any(1) & (split & uneven).any((1, 2)))
+
+
+def _cost(
+    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
+    each = shares(assigned, rule.sizes, mesh.sizes)
+    local = np.zeros(len(assigned))
+    for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
+        if type_.rank:
+            local += type_.nbytes * share(each, dims)
+    efficiency = _product_efficiency(rule, each, mesh) if work.product else 1.0
+    cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
+    return cost + _sum_cost(rule, work, assigned, held, after, mesh)
+
+
+def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
+    """Efficiency of a device's piece of a product: its rows come from the left operand, its columns from the right."""
+    (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
+    everything = range(len(rule.sizes))
+    rows = [f for f in everything if f in result - right]
+    columns = [f for f in everything if f in result & right - left]
+    contracted = [f for f in everything if f not in result]
+
+    def local(factors: list[int]) -> NDArray[np.float64]:
+        return math.prod(rule.sizes[f] for f in factors) * share(each, factors)
+
+    return product_efficiency(local(rows), local(columns), local(contracted), mesh.device)
+
+
+def _sum_cost(
+    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+) -> NDArray[np.float64]:
+    """Seconds of the collectives that resolve partial sums."""
+    cost = np.zeros(len(assigned))
+    if not (after > NOTHING).any():
+        return cost
+    after = emitted(after, assigned, held, mesh.sizes, dot=work.dot)
+    mesh = mesh.behind_computation() if work.behind else mesh
+    each = shares(assigned, rule.sizes, mesh.sizes)
+    held_bytes = np.zeros(len(assigned))
+    for type_, dims in zip(work.results, rule.results, strict=True):
+        held_bytes += type_.nbytes * share(each, dims)
+    for axis, size in enumerate(mesh.sizes):
+        scatter = after[:, axis] == REDUCE_SCATTER
+        cost += np.where(scatter, collective_time("reduce-scatter", held_bytes, (axis,), mesh), 0.0)
+        held_bytes = np.where(scatter, held_bytes / size, held_bytes)
+    reducing = after == ALL_REDUCE
+    for axes in _axis_sets(len(mesh.sizes)):
+        exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
+        cost += np.where(exactly, collective_time("all-reduce", held_bytes, axes, mesh), 0.0)
+    return cost
+
+
+def _axis_sets(axes: int) -> list[tuple[int, ...]]:
+    return [s for n in range(1, axes + 1) for s in itertools.combinations(range(axes), n)]

@@ -1,0 +1,264 @@
+"""Contraction: nodes with at most two neighbours are solved by min-plus and leave the problem.
+
+    degree 0    constant  +=  min_s cost(s)                                                 -> _drop_alone
+    degree 1    cost_a(x) +=  min_s (T_a[x, s] + cost(s))                                   -> _fold_leaf
+    degree 2    T_ab[x,y] +=  min_s (T_a[x, s] + cost(s) + T_b[s, y])                       -> _bridge
+
+Rows and columns of a table are layout classes, so the new tables stay as small as the old ones. `Contracted.lift`
+replays the log backwards: a contracted strategy is the first argmin given its neighbours. (Bucket elimination,
+R. Dechter, "Bucket elimination: a unifying framework for reasoning", AI 113, 1999, stopped at width two.)
+
+In a folded problem the lower bound must hold for the unfolded one as well. Degrees 0 and 1, and a bridge between
+nodes without an edge, keep the LP bound as it is: local marginals along a path glue together. Closing a triangle, or
+adding up two edges between the same nodes, raises the bound, and the unfolded problem only follows if the same
+members face each other along both; that is what `pairings` tells (class A may meet class B shifted by a layer).
+Otherwise edges stay apart -> _Contraction.add, _allowed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.intra_op.problem import Edge, Floats, Ints, Node, Problem
+
+WORK = 2e8  # additions that one contraction may cost; above it the node stays for the dual ascent
+CHUNK = 1 << 21  # entries of a broadcast
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Link:
+    """An edge seen from one end: rows are classes of this end, columns of the other. pairs: (member here, there).
+
+    held: the number of the edge if it has to stay as it is, else -1.
+    """
+
+    other: int
+    here: Ints
+    there: Ints
+    table: Floats
+    pairs: Ints | None
+    held: int = -1
+
+    def flipped(self, other: int) -> _Link:
+        pairs = self.pairs if self.pairs is None or len(self.pairs) == 1 else _sorted(self.pairs[:, ::-1])
+        return _Link(other, self.there, self.here, self.table.T, pairs, self.held)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """One contracted node: its cost and its links at that moment."""
+
+    node: int
+    cost: Floats
+    links: tuple[_Link, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contracted:
+    """What is left. `nodes[i]` is the original index of core node i; `constant` (s) is the cost already decided.
+
+    `counts` and `pairings` are those of the core's nodes and edges, as in `Folded`. `held` maps core edges to the
+    original ones that had to stay as they are.
+    """
+
+    problem: Problem
+    counts: Ints
+    pairings: tuple[Ints | None, ...]
+    nodes: tuple[int, ...]
+    constant: float
+    log: tuple[_Step, ...]
+    held: Mapping[int, int]
+
+    def lift(self, assignment: Ints) -> Ints:
+        """Strategies of all nodes, shape (len(nodes) + len(log),), from those of the core."""
+        full = np.zeros(len(self.nodes) + len(self.log), dtype=np.int64)
+        full[list(self.nodes)] = assignment
+        for step in reversed(self.log):
+            cost = step.cost
+            for link in step.links:
+                cost = cost + link.table[:, link.there[full[link.other]]][link.here]
+            full[step.node] = cost.argmin()
+        return full
+
+
+def contract(
+    problem: Problem,
+    pairings: Sequence[Ints | None] | None = None,
+    counts: Ints | None = None,
+    nodes: frozenset[int] = frozenset(),
+    edges: frozenset[int] = frozenset(),
+) -> Contracted:
+    """Contract all nodes of degree 0, 1 and 2 whose new table is worth it; no edge may join a node to itself.
+
+    `pairings` and `counts` are those of `Folded`; without them every edge joins one member to one member. `nodes` and
+    `edges`, with their ends, are left as they are.
+    """
+    one = np.zeros((1, 2), dtype=np.int64)
+    ends = {w for i in sorted(edges) for w in (problem.edges[i].u, problem.edges[i].v)}
+    sizes = [1] * len(problem.nodes) if counts is None else counts
+    state = _Contraction([n.cost for n in problem.nodes], sizes, nodes | ends)
+    for i, e in enumerate(problem.edges):
+        pairs = one if pairings is None else pairings[i]
+        state.add(e.u, _Link(e.v, e.gu, e.gv, e.table, pairs, i if i in edges else -1))
+    state.run()
+    return state.result(problem)
+
+
+class _Contraction:
+    """The problem while it shrinks: links[v] maps a link number to v's view of it, the same number at both ends."""
+
+    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, held: frozenset[int]) -> None:
+        self.costs = costs
+        self.held = held
+        self.counts = counts
+        self.links: list[dict[int, _Link]] = [{} for _ in costs]
+        self.made = 0
+        self.log: list[_Step] = []
+        self.gone = [False] * len(costs)
+        self.constant = 0.0
+
+    def add(self, u: int, link: _Link) -> None:
+        """Put a link in at u and its other end, merged with an equal-paired one, or absorbed when one-sided."""
+        v = link.other
+        for number, old in list(self.links[u].items()):
+            if old.other == v and old.held == link.held == -1 and _same_pairs(old.pairs, link.pairs):
+                self.remove(u, number)
+                link = _merge(old, link)
+        if link.held == -1 and link.table.shape[0] == 1:
+            self.costs[v] = self.costs[v] + link.table[0][link.there]
+        elif link.held == -1 and link.table.shape[1] == 1:
+            self.costs[u] = self.costs[u] + link.table[:, 0][link.here]
+        else:
+            self.links[u][self.made] = link
+            self.links[v][self.made] = link.flipped(u)
+            self.made += 1
+
+    def remove(self, u: int, number: int) -> None:
+        other = self.links[u].pop(number).other
+        del self.links[other][number]
+
+    def run(self) -> None:
+        queue = [self.rank(v) for v in range(len(self.costs)) if len(self.links[v]) <= 2]
+        heapq.heapify(queue)
+        while queue:
+            rank = heapq.heappop(queue)
+            v = rank[-1]
+            if self.gone[v] or rank != self.rank(v) or not self._allowed(v):
+                continue
+            around = [link.other for link in self.links[v].values()]
+            self._contract(v)
+            for w in around:
+                if len(self.links[w]) <= 2:
+                    heapq.heappush(queue, self.rank(w))
+
+    def rank(self, v: int) -> tuple[int, int, int, int]:
+        """Low degree first; then large classes, as a hub between them would go with the knowledge of who faces whom."""
+        return len(self.links[v]), -int(self.counts[v]), len(self.costs[v]), v
+
+    def _allowed(self, v: int) -> bool:
+        links = list(self.links[v].values())
+        if v in self.held:
+            return False
+        if len(links) < 2:
+            return True
+        a, b = links
+        if a.other == b.other:
+            return False
+        rows, cols, inner = a.table.shape[1], b.table.shape[1], b.table.shape[0]
+        if rows * (len(self.costs[v]) + inner * cols) > WORK:
+            return False
+        facing = [link for link in self.links[a.other].values() if link.other == b.other]
+        pairs = _joined(a.pairs, b.pairs, int(self.counts[v]))
+        return not facing or any(_same_pairs(link.pairs, pairs) for link in facing)
+
+    def _contract(self, v: int) -> None:
+        links = dict(self.links[v])
+        self.gone[v] = True
+        self.log.append(_Step(v, self.costs[v], tuple(links.values())))
+        for number in links:
+            self.remove(v, number)
+        (self._drop_alone, self._fold_leaf, self._bridge)[len(links)](v, tuple(links.values()))
+
+    def _drop_alone(self, v: int, links: tuple[_Link, ...]) -> None:
+        assert not links
+        self.constant += float(self.costs[v].min())
+
+    def _fold_leaf(self, v: int, links: tuple[_Link, ...]) -> None:
+        (a,) = links
+        inner = _class_min(self.costs[v][None], a.here, len(a.table))[0]
+        self.costs[a.other] = self.costs[a.other] + (a.table + inner[:, None]).min(axis=0)[a.there]
+
+    def _bridge(self, v: int, links: tuple[_Link, ...]) -> None:
+        a, b = links
+        reached = _class_min(a.table.T[:, a.here] + self.costs[v], b.here, len(b.table))
+        pairs = _joined(a.pairs, b.pairs, int(self.counts[v]))
+        self.add(a.other, _Link(b.other, a.there, b.there, min_plus(reached, b.table), pairs))
+
+    def result(self, problem: Problem) -> Contracted:
+        nodes = tuple(v for v, gone in enumerate(self.gone) if not gone)
+        new = {v: i for i, v in enumerate(nodes)}
+        left = tuple(Node(problem.nodes[v].name, self.costs[v], ("core", v)) for v in nodes)
+        links = [(v, n, link) for v in nodes for n, link in self.links[v].items() if v < link.other]
+        edges = tuple(
+            Edge(new[v], new[link.other], link.here, link.there, np.ascontiguousarray(link.table), (-1, number))
+            for v, number, link in links
+        )
+        counts = np.array([self.counts[v] for v in nodes], dtype=np.int64)
+        pairings = tuple(link.pairs for _, _, link in links)
+        held = {i: link.held for i, (_, _, link) in enumerate(links) if link.held >= 0}
+        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log), held)
+
+
+def _class_min(values: Floats, classes: Ints, size: int) -> Floats:
+    """out[r, k] = min of values[r, s] over strategies s in class k; an empty class gets inf."""
+    order = np.argsort(classes, kind="stable")
+    present, starts = np.unique(classes[order], return_index=True)
+    out = np.full((len(values), size), np.inf)
+    out[:, present] = np.minimum.reduceat(values[:, order], starts, axis=1)
+    return out
+
+
+def min_plus(a: Floats, b: Floats) -> Floats:
+    """out[x, y] = min_k a[x, k] + b[k, y], in chunks of bounded memory."""
+    out = np.empty((len(a), b.shape[1]))
+    step = max(1, CHUNK // max(1, b.size))
+    for i in range(0, len(a), step):
+        out[i : i + step] = (a[i : i + step, :, None] + b[None]).min(axis=1)
+    return out
+
+
+def _merge(a: _Link, b: _Link) -> _Link:
+    """Two links between the same nodes as one, over the pairs of classes that strategies have."""
+    here, rows_a, rows_b = _product(a.here, b.here)
+    there, cols_a, cols_b = _product(a.there, b.there)
+    table = a.table[np.ix_(rows_a, cols_a)] + b.table[np.ix_(rows_b, cols_b)]
+    return _Link(a.other, here, there, table, a.pairs)
+
+
+def _product(a: Ints, b: Ints) -> tuple[Ints, Ints, Ints]:
+    """Classes of the pair (a, b): the new projection, and of each new class its old ones."""
+    step = int(b.max()) + 1
+    codes, both = np.unique(a * step + b, return_inverse=True)
+    return both, *np.divmod(codes, step)
+
+
+def _sorted(pairs: Ints) -> Ints:
+    return pairs if len(pairs) == 1 else pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+
+
+def _same_pairs(a: Ints | None, b: Ints | None) -> bool:
+    return a is not None and b is not None and (a is b or np.array_equal(a, b))
+
+
+def _joined(a: Ints | None, b: Ints | None, count: int) -> Ints | None:
+    """Who meets whom when the middle node goes: known if each of its `count` members has one partner on each side."""
+    if a is b and count == 1:
+        return a
+    if a is None or b is None or len(a) != count or len(b) != count:
+        return None  # members of a class have equally many partners, so `count` pairs are one for each
+    pairs, times = np.unique(np.stack([a[:, 1], b[:, 1]], axis=1), axis=0, return_counts=True)
+    return pairs if (times == times[0]).all() else None

@@ -1,0 +1,56 @@
+"""Programs of a planned stage: between them arrays lie in even pieces, and each takes only what is there."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar import jax_compat
+from autopar.codegen.stage_programs import Emitter, cut, even
+from autopar.ir.layout import cuts, divides
+from autopar.passes.stages.divide import KINDS
+from tests.passes.stages.test_cost import mesh, plans_of
+
+
+@given(st.data())
+def test_even_layouts_divide_and_keep_what_does(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    layout = tuple(data.draw(st.integers(-2, len(shape) - 1)) for _ in sizes)
+    found = even(layout, shape, sizes)
+    assert divides(found, shape, sizes)
+    assert all(a == b or b == -1 for a, b in zip(layout, found, strict=True))
+    assert found == layout or not divides(layout, shape, sizes)
+    assert math.prod(cuts(found, sizes).values()) <= math.prod(cuts(layout, sizes).values())
+
+
+def test_what_programs_take_is_given_before() -> None:
+    """In the order in which they run; what passes take whole is there before all of them."""
+    on = mesh((2, 2), beta=1e-10)
+    for plan in plans_of("gpt-toy", on, weights=True).plans:
+        emitter = Emitter(plan, jax_compat.auto_abstract_mesh(on.sizes, on.names))
+        names = list(plan.graph.programs)
+        atoms = [a for v in plan.graph.marked if isinstance(a := plan.graph.local[v], int)]
+        totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in KINDS}
+        found = cut(emitter, {}, totals)
+        arguments = {(v, None) for v in plan.graph.graph.inputs}
+        for i, name in enumerate(names):
+            earlier = {key for other in names[:i] for key in found.gives[other]}
+            assert {*found.reads[name]} <= arguments | earlier
+            for value, copy in found.reads[name]:
+                shape = plan.graph.graph.types[value].shape
+                assert divides(emitter.layout((value, copy)), shape, on.sizes)
+        assert found.gives["F"]
+
+
+def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:
+    plans = plans_of("mlp-toy", mesh((4,), beta=1e-9))
+    for plan in plans.plans:
+        emitter = Emitter(plan, jax_compat.auto_abstract_mesh((4,), ("x",)))
+        for v in plan.graph.marked:
+            key = (plan.graph.local[v], None)
+            if -2 in (plan.layout(key[0]) or ()):  # pyright: ignore[reportArgumentType]
+                assert emitter.lead(key) == (4,)  # pyright: ignore[reportArgumentType]
+                assert emitter.sharding(key).spec[0] == "x"  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,467 @@
+"""Prices of layers, and the search for a pipeline that they serve."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar import parallel_map, zoo
+from autopar.cost_models.pipeline import Prices, simulate
+from autopar.errors import MicrobatchError
+from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import Graph
+from autopar.ir.trace import Traced, trace
+from autopar.passes.inter_op.dynamic_program import search
+from autopar.passes.inter_op.extrapolate import ways_at
+from autopar.passes.inter_op.layer_costs import Border, Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
+from autopar.passes.inter_op.search import LITTLE, MADE_FOR, RESERVE, TOLERANCE, Hunt, Open, find, numbers, that_split
+from autopar.passes.inter_op.simulate import Found, least_seconds, played_seconds
+from autopar.passes.inter_op.stage_options import ENOUGH, Trade
+from autopar.passes.intra_op.plan import Options
+from autopar.passes.layers import find as layers_pass
+from autopar.passes.microbatch.analysis import batch_leaves, split
+from autopar.passes.remat.rewrite import FULL, NONE
+from autopar.passes.solver.optimize import optimize
+from autopar.passes.stages.plan import problem_of
+from autopar.plans.plan import graph_hash
+from autopar.schedules import SCHEDULES, Size, make
+
+
+def traced(name: str, **sizes: Any) -> Traced:
+    model = zoo.build(name, **sizes)
+    return trace(model.step, *model.abstract_args())
+
+
+def kinds(step: Traced, count: int) -> Kinds:
+    parts = split(step.graph, count, batch_leaves(step.graph, count))
+    return cut_out(parts, layers_pass.find(step.graph), step.in_avals)
+
+
+def cluster(devices: int = 4, memory: float = 1e9) -> Cluster:
+    """Devices slow enough that a toy keeps them busy, on one host."""
+    return replace(
+        Cluster.custom((devices,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, int(memory)), intra=Cluster.local().intra
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "moe-toy", "unet-toy", "llama3-toy"])
+def test_another_number_of_microbatches_is_as_if_the_step_had_been_cut_for_it(name: str) -> None:
+    step = traced(name)
+    again, anew = kinds(step, 4).at(2), kinds(step, 2)
+    assert again is not None
+    assert again.microbatches == 2
+    for kind, graph in again.graphs().items():
+        assert graph_hash(graph.graph) == graph_hash(anew.graphs()[kind].graph)
+
+
+def test_loops_take_another_analysis() -> None:
+    assert kinds(traced("gpt-toy-scan"), 4).at(2) is None
+
+
+def test_layers_of_one_kind_are_cut_out_once() -> None:
+    found = kinds(traced("gpt-toy", layers=5), 2)
+    assert len(found.of_layer) == 7
+    assert len(found.stage) == 3
+
+
+@pytest.fixture(scope="module")
+def pricing() -> Pricing:
+    return Pricing(kinds(traced("gpt-toy", layers=4), 2), Options())
+
+
+def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: Pricing) -> None:
+    mesh = cluster().logical_mesh((2, 2))
+    for kind, trades in pricing.on(mesh).trades.items():
+        found = trades.all
+        model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
+        best = optimize(model.problem)
+        assert found[0].share == 0
+        # local slices, which the optimizer prices at next to nothing, are left out of the seconds of programs
+        assert found[0].prices.seconds(2) == pytest.approx(best.objective, rel=2e-3)
+        assert found[0].memory.state + found[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
+        for cheap, small in itertools.pairwise(found):
+            assert cheap.prices.seconds(2) <= small.prices.seconds(2)
+
+
+def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: Pricing) -> None:
+    middle = pricing.on(cluster().logical_mesh((4,))).trades[1].cheapest
+    again = middle.recomputed()
+    assert again.prices.backward == middle.prices.backward + middle.prices.forward
+    assert again.memory.stash == middle.entering > 0
+    assert again.memory.stash + again.memory.temporaries == pytest.approx(
+        middle.memory.stash + middle.memory.temporaries
+    )
+
+
+def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
+    on = pricing.on(cluster().logical_mesh((4,)))
+    priced = on.whole()
+    of_layer = pricing.kinds.of_layer
+    found = table({kind: priced.ways(kind) for kind in of_layer}, of_layer, (NONE, FULL))
+    for option, (policy, number) in enumerate(ways((NONE, FULL))):
+        one = [priced.way(kind, number, policy) for kind in of_layer]
+        passes = [t.prices.forward + t.prices.backward + t.prices.weight for t in one]
+        assert found.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
+        assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
+        most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
+        fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in one[2:4])
+        assert found.held[option, 2, 4] == pytest.approx(most + fixed)
+
+
+def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
+    """Whatever is in flight, with and without recomputation."""
+    for priced in hunt.priced(4, hunt.meshes).values():
+        for trades in priced.trades.values():
+            assert trades.ways(0)[0] == trades.cheapest
+            assert trades.ways(0)[-1].prices == trades.cheapest.prices
+            for least in (trades.ways(charged)[-1] for charged in range(len(trades.open))):
+                for one in (trades.cheapest, *trades.all):
+                    for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
+                        assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
+
+
+def test_the_border_is_the_residual_stream() -> None:
+    step = traced("gpt-toy", layers=3)
+    found, stream = layers_pass.find(step.graph), 8 * 16 * 32 * 4.0  # batch, sequence, width, bytes
+    assert set(border_bytes(split(step.graph, 2), found)) == {Border(stream, stream)}
+
+
+def test_what_readers_make_anew_is_not_handed_over() -> None:
+    """Layers share a mask [batch, sequence, width] made of lengths [batch]: only its cotangents would cross."""
+    layers, batch, length, width = 3, 8, 4, 16
+
+    def loss(params: Any, x: Any, lengths: Any) -> Any:
+        mask = (jnp.arange(length) < lengths[:, None]).astype(x.dtype)[:, :, None] * jnp.ones(width)
+        for w in params:
+            x = jnp.tanh(x @ w) * mask
+        return (x**2).sum()
+
+    def step(params: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, *batch))
+
+    shapes = [(width, width)] * layers, ((batch, length, width), (batch,))
+    params, (x, lengths) = ([jax.ShapeDtypeStruct(shape, "float32") for shape in some] for some in shapes)
+    graph = trace(step, params, (x, jax.ShapeDtypeStruct(lengths.shape, "int32"))).graph
+    found, stream = layers_pass.find(graph), 4.0 * batch * length * width
+    forward = {border.forward for border in border_bytes(split(graph, 2), found)}
+    assert forward == {stream}
+    assert {border.backward for border in border_bytes(split(graph, 2), found)} >= {2 * stream}
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_host", "shape"),
+    [
+        *((1, 8, (1,)), (2, 8, (2,)), (3, 8, (3,)), (4, 8, (2, 2)), (6, 8, (2, 3)), (7, 8, (7,)), (8, 8, (2, 4))),
+        *((9, 9, (3, 3)), (16, 8, (2, 8)), (64, 8, (8, 8)), (4, 2, (2, 2))),
+    ],
+)
+def test_submeshes_have_the_axes_that_hold_most_layouts(devices: int, per_host: int, shape: tuple[int, ...]) -> None:
+    assert shape_of(devices, per_host) == shape
+    assert math.prod(shape) == devices
+
+
+# The search
+
+
+@pytest.fixture(scope="module")
+def hunt() -> Hunt:
+    step = traced("gpt-toy", layers=4)
+    found = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    assert found.priced(2, found.meshes).keys() == found.priced(4, found.meshes).keys() == {0, 1, 2, 3}
+    return found
+
+
+def opened(hunt: Hunt, **chosen: Any) -> Open:
+    chosen.setdefault("numbers", (2, 4))
+    return Open(hunt.batch, **chosen)
+
+
+def assert_whole(found: Found, layer_count: int, devices: int) -> None:
+    assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])]
+    assert found.stages[-1].last == layer_count
+    assert [s.start for s in found.stages] == [
+        sum(s.devices for s in found.stages[:i]) for i in range(len(found.stages))
+    ]
+    assert sum(s.devices for s in found.stages) == devices
+    played = simulate(make(found.schedule, Size(len(found.stages), found.microbatches)), found.prices)
+    assert played.seconds == found.seconds
+
+
+def ways_of(hunt: Hunt, count: int) -> list[dict[int, tuple[Trade, ...]]]:
+    return [{kind: t.all for kind, t in p.trades.items()} for p in hunt.priced(count, hunt.meshes).values()]
+
+
+def test_a_step_that_is_split_already_is_priced_the_same(hunt: Hunt) -> None:
+    parts = {4: split(hunt.graph, 4, hunt.batch)}
+    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options(), parts=parts)
+    for count in (2, 4):
+        assert ways_of(again, count) == ways_of(hunt, count)
+
+
+def test_the_search_uses_all_layers_and_devices_and_what_it_played(hunt: Hunt) -> None:
+    found = hunt.best(opened(hunt))
+    assert found is not None
+    assert_whole(found, 6, 4)
+    assert found.remat == (NONE,) * 6
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_the_number_of_stages_can_be_asked_for(hunt: Hunt, stages: int) -> None:
+    found = hunt.best(opened(hunt, stages=stages))
+    assert found is not None
+    assert len(found.stages) == stages
+    assert_whole(found, 6, 4)
+
+
+def test_no_choice_is_better_than_the_one_that_is_free(hunt: Hunt) -> None:
+    free = hunt.best(opened(hunt))
+    assert free is not None
+    for stages in (1, 2, 3, 4):
+        for number in (2, 4):
+            fixed = hunt.best(opened(hunt, stages=stages, numbers=(number,)))
+            assert fixed is None or fixed.seconds >= free.seconds * (1 - 2 * TOLERANCE)
+
+
+def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
+    free = hunt.best(opened(hunt, **fixed))
+    assert free is not None
+    budgets = [max(free.peaks) * share for share in np.linspace(0.9, 0.05, 18)]
+    plain = [hunt.best(opened(hunt, **fixed, policies=(NONE,), memory=budget)) for budget in budgets]
+    both = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    forced = [found for found, without in zip(both, plain, strict=True) if found is not None and without is None]
+    assert forced
+    assert all(FULL in found.remat and found.seconds > free.seconds for found in forced)
+    assert both[-1] is None
+    for found, budget in zip(both, budgets, strict=True):
+        assert found is None or max(found.peaks) <= budget
+
+
+def test_no_memory_is_left_free_where_nothing_else_fits(hunt: Hunt) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
+    free = hunt.best(opened(hunt, **fixed, reserve=0.0))
+    assert free is not None
+    budgets = [max(free.peaks) * share for share in np.linspace(1.0, 0.05, 40)]
+    exact = [hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budget)) for budget in budgets]
+    found = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    assert [one is None for one in found] == [one is None for one in exact]
+    least = exact.index(None) - 1
+    assert hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budgets[least] * (1 - RESERVE))) is None
+    assert found[least] == exact[least]
+
+
+def fresh(hunt: Hunt) -> Hunt:
+    """The same without prices."""
+    return Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+
+
+def alone(task: Generator[float, Sequence[float], Any]) -> Any:
+    """What one number of microbatches finds without others beside it."""
+    return parallel_map.here([lambda: task])[0]
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])
+def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share: float | None) -> None:
+    """As good a division as with all of them priced; without need of memory none of them is."""
+    free = hunt.best(opened(hunt, numbers=(4,)))
+    assert free is not None
+    choice = opened(hunt, numbers=(4,), memory=None if share is None else share * max(free.peaks))
+    wanted, everything = fresh(hunt), fresh(hunt)
+    everything.whole(4, everything.meshes)
+    found, best = wanted.best(choice), everything.best(choice)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.seconds <= best.seconds * (1 + ENOUGH)
+    asked = [any(p.charged.values()) for p in wanted.known[4].values()]
+    assert any(asked) == (share is not None)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_what_is_guessed_is_priced_before_it_is_played(hunt: Hunt, share: float) -> None:
+    """The best is found as without guesses that promise too much, and nothing that is guessed is in it."""
+    exact, again, choice = fresh(hunt), fresh(hunt), opened(hunt)
+    best = alone(exact.at(4, choice)).best
+    at_two = hunt.priced(2, hunt.meshes)
+    priced = {n: {k: t.ways(0)[:1] for k, t in one.trades.items()} for n, one in at_two.items()}
+    guesses = ways_at(4, {2: priced})
+    again.guesses[4] = {n: {k: (w[0].scaled(share),) for k, w in ways.items()} for n, ways in guesses.items()}
+    found = alone(again.at(4, choice)).best
+    assert best is not None
+    assert found is not None
+    assert found.seconds == pytest.approx(best.seconds, rel=TOLERANCE)
+    shapes = {stage.shape for stage in found.stages}
+    guessed = {n: one.guessed for n, one in again.known[4].items() if hunt.meshes[n].sizes in shapes}
+    assert guessed
+    assert not any(kind in some for some in guessed.values() for kind in hunt.kinds.of_layer)
+
+
+def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
+    again, least = fresh(hunt), hunt.kinds.least_bytes()
+    choice = opened(again, memory=0.6 * max(least.values()))
+    alone(again.divisions(4, choice))
+    on_one = again.known[4][0].trades
+    priced = {kind for kind, trades in on_one.items() if trades.found}
+    assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
+    assert 0 < len(priced) < len(least)
+
+
+def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hunt: Hunt) -> None:
+    """The bound is on every way to run a layer, and nothing is priced where it says no."""
+    least = hunt.kinds.least_bytes()
+    for n, priced in hunt.priced(4, hunt.meshes).items():
+        for kind, trades in priced.trades.items():
+            held = min(t.memory.state + t.memory.sums for t in trades.all)
+            assert 0 < least[kind] <= hunt.meshes[n].size * held * (1 + 1e-9)
+    total = sum(least[kind] for kind in hunt.kinds.of_layer)
+    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+    assert again.best(opened(again, memory=0.9 * total / 4)) is None
+    assert not again.known
+
+
+@pytest.mark.parametrize(("name", "less"), [("1f1b", 2e-3), ("eager-1f1b", 0.025), ("gpipe", 2e-3)])
+def test_a_schedule_repeats_itself_after_a_while(name: str, less: float) -> None:
+    """What eager 1F1B has in flight beyond need hides a slow stage at first: up to two passes of each stage."""
+    rng = np.random.default_rng(3)
+    links = {pair: 0.2 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
+    for _ in range(20):
+        forward, backward = (tuple(rng.uniform(1, 3, 4)) for _ in range(2))
+        prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
+        for count in (8, 64, 65, 300):
+            exact = simulate(make(name, Size(4, count)), prices).seconds
+            assert (1 - less) * exact <= played_seconds(name, Size(4, count), prices) <= (1 + 2e-3) * exact
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-h1")), st.data())
+def test_no_schedule_takes_less_than_its_bound(stages: int, count: int, name: str, data: st.DataObject) -> None:
+    seconds = st.tuples(*[st.floats(0.1, 3)] * stages)
+    links = {pair: data.draw(st.floats(0, 3)) for s in range(stages - 1) for pair in ((s, s + 1), (s + 1, s))}
+    prices = Prices(data.draw(seconds), data.draw(seconds), update=data.draw(seconds), transfer=links)
+    held = [SCHEDULES[name].stash(Size(stages, count), s) for s in range(stages)]
+    assert least_seconds(prices, count, held) <= simulate(make(name, Size(stages, count)), prices).seconds * (1 + 1e-9)
+
+
+def test_the_bound_is_what_1f1b_takes_where_it_waits_for_transfers() -> None:
+    links = {pair: 2.0 for s in range(3) for pair in ((s, s + 1), (s + 1, s))}
+    prices = Prices((1.0,) * 4, (2.0,) * 4, transfer=links)
+    exact = simulate(make("1f1b", Size(4, 64)), prices).seconds
+    assert 0.95 * exact <= least_seconds(prices, 64, (4, 3, 2, 1)) <= exact
+    assert least_seconds(prices, 64, (64,) * 4) < 0.9 * exact
+
+
+@pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
+def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: int) -> None:
+    """Eight hosts of one device: what is left would have made no better division."""
+    step = traced("gpt-toy", layers=2)
+    many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
+    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    _, found = alone(hunt.divisions(count, opened(hunt)))
+    whole = [one for name in MADE_FOR for one in search(hunt.question(count, opened(hunt), name), TOLERANCE)]
+    assert min(d.seconds for d in found) <= min(d.seconds for d in whole) * (1 + 2 * TOLERANCE)
+
+
+@pytest.mark.parametrize("beta", [1e-9, 1e-7])
+def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
+    """What lets submeshes be left out before anything is priced there."""
+    step = traced("gpt-toy", layers=2)
+    many = replace(Cluster.custom((4,), 1e-6, beta, {"float32": 1e9}, 1e10, 10**9), hosts=4, devices_per_host=1)
+    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    priced = hunt.priced(4, hunt.meshes)
+    sizes = {n: hunt.meshes[n].size for n in priced}
+    for kind in hunt.kinds.stage:
+        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind].all) for n in priced}
+        assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
+    assert hunt.turns() == ((0,), (1,), (3,), (2,))
+    real = {n: {kind: trades.all for kind, trades in one.trades.items()} for n, one in priced.items()}
+    some = {n: {kind: ways for kind, ways in real[n].items() if kind == hunt.kinds.of_layer[1]} for n in real}
+    for known in ((0,), (0, 1), (0, 1, 3)):
+        for first in ({n: real[n] for n in known}, {**{n: real[n] for n in known[:-1]}, 0: real[0], 3: some[3]}):
+            for n, least in hunt.at_best(first).items():
+                bound, exact = (table(w, hunt.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n]))
+                assert np.all(np.triu(bound, 1) <= np.triu(exact, 1) * (1 + 1e-9))
+
+
+def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> None:
+    best = hunt.best(opened(hunt, numbers=(1, 2, 4, 8)))
+    alone = [hunt.best(opened(hunt, numbers=(number,))) for number in (1, 2, 4, 8)]
+    assert best is not None
+    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
+def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> None:
+    """Down where memory is ample, up where only small microbatches fit."""
+    step = traced("gpt-toy", layers=2, batch=32)
+    counts = (1, 2, 4, 8, 16, 32)
+    hunt = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    ample = [hunt.best(opened(hunt, numbers=(count,))) for count in counts]
+    memory = share * max(max(found.peaks) for found in ample if found is not None)
+    alone = [hunt.best(opened(hunt, numbers=(count,), memory=memory)) for count in counts]
+    best = hunt.best(opened(hunt, numbers=counts, memory=memory))
+    assert best is not None
+    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+
+
+def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(hunt: Hunt) -> None:
+    choice = opened(hunt)
+    found = alone(hunt.at(4, choice)).best
+    assert found is not None
+    assert alone(hunt.at(4, choice, 0.9 * found.formula)).best is None
+    again = alone(hunt.at(4, choice, 1.1 * found.formula)).best
+    assert again is not None
+    assert (again.stages, again.seconds) == (found.stages, found.seconds)
+
+
+def test_a_slow_network_between_hosts_makes_stages() -> None:
+    """Two hosts of two devices: gradients of all parameters are dear between them, activations are not."""
+    step = traced("gpt-toy", layers=2)
+    two = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
+    apart = replace(two, hosts=2, devices_per_host=2)
+    found = find(step.graph, step.in_avals, apart, Open(batch_leaves(step.graph, 1), (4,)), Options())
+    assert found is not None
+    assert len(found.stages) >= 2
+    assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in found.stages)
+
+
+@pytest.mark.parametrize(
+    ("extent", "wanted"),
+    [
+        (1, (1,)),
+        (8, (1, 2, 4, 8)),
+        (12, (1, 2, 4, 12)),
+        (1024, (8, 16, 32, 64, 128, 256, 512, 1024)),
+        (1536, (12, 16, 32, 64, 128, 256, 512, 1536)),
+        (1520, (16, 38, 76, 152, 304, 760, 1520)),
+    ],
+)
+def test_numbers_of_microbatches_are_divisors_an_octave_apart(extent: int, wanted: tuple[int, ...]) -> None:
+    assert numbers(extent) == wanted
+    assert all(extent % m == 0 for m in wanted)
+
+
+def test_experts_that_choose_among_several_examples_take_fewer_microbatches() -> None:
+    """Two examples form a group: microbatches of one example cannot be had, of two they can."""
+    graph, batch = grouped(8)
+    assert that_split(graph, (1, 2, 4, 8), batch) == (1, 2, 4)
+    with pytest.raises(MicrobatchError):
+        that_split(graph, (8,), batch)
+
+
+def grouped(examples: int) -> tuple[Graph, tuple[int, ...]]:
+    def loss(w: Any, x: Any) -> Any:
+        return (jnp.tanh(x.reshape(examples // 2, -1)) @ w @ w).mean()
+
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(loss)(w, x)
+
+    types = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((examples, 4), jnp.float32)
+    return trace(step, *types).graph, (1,)

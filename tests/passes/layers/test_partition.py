@@ -1,0 +1,69 @@
+"""Borders of stages: as good as any by exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import ArgumentError
+from autopar.ir.flops import work
+from autopar.ir.trace import trace
+from autopar.passes.layers import find as layers_pass
+from autopar.passes.layers import partition as layer_partition
+from autopar.passes.layers.find import Layers
+
+
+def chain(widths: list[int]) -> Layers:
+    """One product after another, unlike each other, every one a layer."""
+
+    def fn(ws: Any, x: Any) -> Any:
+        for i, w in enumerate(ws):
+            x = (jnp.tanh, jnp.sin, jnp.cos)[i % 3](x @ w)
+        return x.sum()
+
+    ws = [jax.ShapeDtypeStruct((a, b), jnp.float32) for a, b in itertools.pairwise(widths)]
+    graph = trace(fn, ws, jax.ShapeDtypeStruct((4, widths[0]), jnp.float32)).graph
+    return layer_partition.finer(layers_pass.find(graph), len(ws))
+
+
+def quality(found: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+    """(FLOPs of the largest stage, bytes that cross, how early): smaller is better."""
+    ends = (0, *borders, len(found.layers))
+    amounts = [
+        sum(work(found.graph, op) for i in range(a, b) for op in found.ops(i)) for a, b in itertools.pairwise(ends)
+    ]
+    crossing = sum(found.graph.types[v].nbytes for b in borders for v in found.crossing[b - 1])
+    return max(amounts), crossing, tuple(-b for b in borders)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=3, max_size=7), st.integers(1, 4))
+def test_borders_are_the_best_of_all(widths: list[int], stages: int) -> None:
+    found = chain(widths)
+    stages = min(stages, len(found.layers))
+    every = itertools.combinations(range(1, len(found.layers)), stages - 1)
+    assert layer_partition.borders(found, stages) == min(every, key=lambda borders: quality(found, borders))
+
+
+def test_finer_layers_cover_the_same_operations() -> None:
+    coarse = chain([8, 8, 8, 8, 8])
+    for least in (1, 4, 7, 9):
+        found = layer_partition.finer(coarse, least)
+        assert len(found.layers) == max(least, len(coarse.layers))
+        assert [op.index for i in range(len(found.layers)) for op in found.ops(i)] == [
+            op.index for i in range(len(coarse.layers)) for op in coarse.ops(i)
+        ]
+
+
+def test_more_stages_than_operations_are_refused() -> None:
+    found = chain([2, 2])
+    with pytest.raises(ArgumentError, match=r"stages=9 are more than the forward pass has operations, 3; use fewer"):
+        layer_partition.finer(found, 9)
+    with pytest.raises(ArgumentError, match="layers make no 9 stages"):
+        layer_partition.borders(found, 9)

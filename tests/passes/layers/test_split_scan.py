@@ -1,0 +1,126 @@
+"""Scans over layers in pieces: the same numbers, and a chain of layers that stages can be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar import jax_compat, zoo
+from autopar.ir.graph import Graph, verify
+from autopar.ir.trace import Traced, trace
+from autopar.passes.layers import find as layers_pass
+from autopar.passes.layers import split_scan
+
+W, X = jnp.sin(jnp.arange(5 * 4 * 4.0)).reshape(5, 4, 4), jnp.cos(jnp.arange(12.0)).reshape(3, 4)
+
+
+def run(graph: Graph, leaves: list[Any]) -> list[Any]:
+    """What a program computes, operation by operation."""
+    known = {**dict(zip(graph.inputs, leaves, strict=True)), **dict(graph.constants)}
+    for op in graph.ops:
+        operands = [known[a] if isinstance(a, int) else a.value for a in op.inputs]
+        known.update(zip(op.outputs, jax_compat.bind(op.equation, operands), strict=True))
+    return [known[a] if isinstance(a, int) else a.value for a in graph.outputs]
+
+
+def equal(traced: Traced, pieces: int, args: tuple[Any, ...], batch: tuple[int, ...] = ()) -> Graph:
+    """The program in pieces, once it has been seen to compute the same."""
+    cut = verify(split_scan.cut(traced.graph, pieces, batch))
+    leaves = jax.tree.leaves(args)
+    for one, other in zip(run(cut, leaves), run(traced.graph, leaves), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    return cut
+
+
+def scans(graph: Graph) -> list[int]:
+    return [op.params["length"] for op in graph.ops if op.name == "scan"]
+
+
+def forward(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w)
+
+
+def backwards(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w, reverse=True)
+
+
+def chained(w: Any, x: Any) -> Any:
+    """The second loop reads what the first one stacks."""
+    x, kept = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w)
+    return jax.lax.scan(lambda c, k: (c + jnp.sum(k * k), c), 0.0, kept), kept[0]
+
+
+@pytest.mark.parametrize("fn", [forward, backwards, chained], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("pieces", "lengths"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5), (9, [1] * 5)])
+def test_pieces_compute_what_the_scan_does(fn: Callable[..., Any], pieces: int, lengths: list[int]) -> None:
+    found = scans(equal(trace(fn, W, X), pieces, (W, X), (1,)))
+    wanted = lengths[::-1] if fn is backwards else lengths
+    assert found == (wanted * 2 if fn is chained else wanted)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_backward_scan_reads_pieces_and_never_the_whole(remat: bool) -> None:
+    def step(w: Any, x: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w), None
+
+        def loss(w: Any) -> Any:
+            return jax.lax.scan(jax.checkpoint(body) if remat else body, x, w)[0].sum()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - grads, value
+
+    cut = equal(trace(step, W, X), 2, (W, X), (1,))
+    assert scans(cut) == [2, 3, 3, 2]
+    joins = [op for op in cut.ops if op.name == "concatenate"]
+    assert [cut.types[op.outputs[0]].shape for op in joins] == [W.shape]  # the gradient, for the update
+
+
+@given(length=st.integers(1, 9), pieces=st.integers(1, 9))
+def test_pieces_are_about_equal(length: int, pieces: int) -> None:
+    found = split_scan.bounds(length, pieces)
+    sizes = [b - a for a, b in found]
+    assert (found[0][0], found[-1][1]) == (0, length)
+    assert sum(sizes) == length
+    assert len(sizes) == min(length, pieces)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def over_time(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w[0] + x), None), jnp.zeros(4), x)[0]
+
+
+def no_product(w: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (x * w[0], None), x, w)[0]
+
+
+def effects(w: Any, x: Any) -> Any:
+    def body(x: Any, w: Any) -> Any:
+        jax.debug.print("{}", x.sum())
+        return x @ w, None
+
+    return jax.lax.scan(body, x, w)[0]
+
+
+@pytest.mark.parametrize("fn", [over_time, no_product, effects], ids=lambda f: f.__name__)
+def test_other_scans_are_left_whole(fn: Callable[..., Any]) -> None:
+    graph = trace(fn, W, X).graph
+    assert split_scan.cut(graph, 2, (1,)) is graph
+
+
+@pytest.mark.parametrize("name", ["gpt-toy-scan", "llama3-toy-scan", "gpt-toy-scan-remat"])
+def test_layers_of_a_scanned_model_are_equal_pieces(name: str) -> None:
+    model = zoo.build(name, layers=6)
+    graph = trace(model.step, *model.abstract_args()).graph
+    batch = [i for i, path in enumerate(graph.input_paths) if path.startswith("batch/")]
+    found = layers_pass.find(verify(split_scan.cut(graph, 3, batch)))
+    assert [layer.kind for layer in found.layers] == [0, 1, 1, 1, 2]
+    assert [layer.trips for layer in found.layers] == [1, 2, 2, 2, 1]
+    assert [len(values) for values in found.crossing] == [1] * 4

@@ -1,0 +1,95 @@
+"""The Pareto front against brute force: every point is real, and no plan lies below the envelope."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autopar.passes.intra_op.problem import Problem
+from autopar.passes.memory.min_memory import least_memory
+from autopar.passes.memory.pareto import front
+from autopar.passes.memory.presolve import presolve
+from tests.passes.small_problems import layered, problems, random_problem
+from tests.passes.small_rows import Points, all_peaks, layered_points, random_points
+
+pytestmark = pytest.mark.core
+
+
+def holds(problem: Problem, source: Points) -> None:
+    """Points are what they say and ordered; the envelope is below every plan; the ends are the optima."""
+    found = front(problem, source, points=4)
+    values, peaks = all_peaks(problem, source)
+    feasible = np.isfinite(values)
+    for point in found.points:
+        assert point.seconds == pytest.approx(problem.value(point.assignment), abs=1e-12)
+        assert point.peak_bytes == source.peak(point.assignment)[0]
+    for before, after in zip(found.points, found.points[1:], strict=False):
+        assert before.seconds < after.seconds
+        assert before.peak_bytes > after.peak_bytes
+    for budget in np.unique(peaks[feasible]):
+        fastest = values[feasible & (peaks <= budget)].min()
+        assert found.lower(budget) <= fastest + 1e-12
+        best = found.best(budget)
+        assert best is None or best.seconds >= fastest - 1e-12
+    assert found.points[0].seconds == pytest.approx(values[feasible].min(), abs=1e-12)
+    assert found.least_bytes <= peaks[feasible].min() + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 5))
+def test_every_point_is_real_and_no_plan_lies_below_the_envelope(problem: Problem, seed: int, points: int) -> None:
+    source = random_points(problem, seed, points)
+    assume(np.isfinite(all_peaks(problem, source)[0]).any())
+    holds(problem, source)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
+def test_equal_layers(seed: int, shift: int) -> None:
+    problem = layered(seed, 3, shift)
+    holds(problem, layered_points(problem, 3, seed))
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4), shown=st.integers(1, 4))
+def test_the_least_peak_of_a_presolved_problem(problem: Problem, seed: int, points: int, shown: int) -> None:
+    """The core serves while no row is new; the bound is below every plan."""
+    source = random_points(problem, seed, points, shown=shown)
+    values, peaks = all_peaks(problem, source)
+    assume(np.isfinite(values).any())
+    core = presolve(problem, source.rows(), "bound")
+    found = least_memory(problem, source, rows=source.rows(), exact=False, core=core)
+    fewest = peaks[np.isfinite(values)].min()
+    assert found.peak_bytes == source.peak(found.assignment)[0]
+    assert found.lower_bytes <= fewest + 1e-9 <= found.peak_bytes + 2e-9
+    assert np.isfinite(found.seconds)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_presolved_problem_has_the_least_peak_that_any_has(seed: int) -> None:
+    problem = layered(seed, 4)
+    source = layered_points(problem, 4, seed)
+    core = presolve(problem, source.points, "bound")
+    one = least_memory(problem, source, rows=source.points, exact=False, core=core)
+    two = least_memory(problem, source, rows=source.points, exact=False)
+    assert one.peak_bytes == two.peak_bytes
+    assert one.lower_bytes == pytest.approx(two.lower_bytes, rel=1e-3)
+
+
+def test_a_budget_below_every_plan_has_no_point_and_no_finite_bound() -> None:
+    problem = random_problem(3, 4, 6)
+    found = front(problem, random_points(problem, 3, 2), points=3)
+    assert found.best(-1.0) is None
+    assert found.lower(-1.0) == np.inf
+
+
+def test_the_same_front_every_time() -> None:
+    problem = layered(4, 6)
+    source = layered_points(problem, 6, 4)
+    one, two = front(problem, source), front(problem, source)
+    assert [(p.seconds, p.peak_bytes, p.assignment.tolist()) for p in one.points] == [
+        (p.seconds, p.peak_bytes, p.assignment.tolist()) for p in two.points
+    ]
+    assert one.cuts == two.cuts

@@ -1,0 +1,387 @@
+"""Recomputation chosen by search: the decision alone, then planned, run and measured on eight devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Cluster, MemoryBudgetError, zoo
+from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
+from autopar.ir.trace import trace
+from autopar.passes.intra_op import plan as planning
+from autopar.passes.intra_op.problem import Problem
+from autopar.passes.microbatch.analysis import split
+from autopar.passes.remat import choose as recomputation
+from autopar.passes.remat import memory_policy
+from autopar.passes.remat import rewrite as remat
+from autopar.passes.remat.choose import Effort, Outcome
+from autopar.passes.remat.estimates import Estimate, Forecast
+from autopar.passes.solver.optimize import bound, optimize
+from autopar.plans import cache as plan_cache
+from autopar.plans.plan import Plan
+
+# The decision, on a made-up program of eight equal layers, the last of which has nothing to drop
+
+LAYERS = (True,) * 7 + (False,)
+SECONDS = {"none": 1.0, "dots": 1.1, "full": 1.4}
+BYTES = {"none": 10.0, "dots": 4.0, "full": 1.0}
+
+
+@dataclasses.dataclass
+class Planner:
+    """Plans by a table: to fit where the fastest plan does not costs `penalty` times the bytes over the budget."""
+
+    budget: float
+    penalty: float = 0.0
+    tried: list[tuple[tuple[str, ...], Effort]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
+        policies = tuple(policies)
+        self.tried.append((policies, effort))
+        names = policies or ("none",) * len(LAYERS)
+        seconds, held = sum(map(SECONDS.__getitem__, names)), sum(map(BYTES.__getitem__, names))
+        over = max(0.0, held - self.budget)
+        if effort == "fastest" or not over:
+            return Outcome(policies, "plan", seconds, held, fits=not over, pressed=over > 0)
+        if self.penalty:
+            return Outcome(policies, "plan", seconds + self.penalty * over, self.budget, fits=True, pressed=True)
+        error = MemoryBudgetError("too much", self.budget, int(held), int(held) - 1)
+        return Outcome(policies, None, float("inf"), held - 1, False, True, error if effort == "proven" else None)
+
+
+CHOICES = (
+    ("what fits is planned as written, at once", 80.0, 0.0, (), 1),
+    ("a little less memory, at a low price", 79.0, 0.05, (), None),
+    ("a little less memory, at a high price", 79.0, 9.0, ("dots",), None),
+    ("as many layers as it takes", 60.0, 9.0, ("dots",) * 4, None),
+    ("where products do not fit either", 30.0, 9.0, ("full",) * 6, None),
+    ("as far as recomputing goes", 17.0, 9.0, ("full",) * 7, None),
+    ("and further, at a price", 16.0, 0.3, ("full",) * 7, None),
+)
+
+
+@pytest.mark.parametrize(("title", "budget", "penalty", "chosen", "attempts"), CHOICES, ids=[c[0] for c in CHOICES])
+def test_the_cheapest_that_fits_is_chosen(
+    title: str, budget: float, penalty: float, chosen: tuple[str, ...], attempts: int | None
+) -> None:
+    planner = Planner(budget, penalty)
+    found = recomputation.choose(planner, lambda: LAYERS, budget)
+    assert found.fits
+    assert tuple(p for p in found.policies if p != "none") == chosen
+    assert found.policies == (*chosen, *("none",) * (len(LAYERS) - len(chosen))) or not chosen
+    assert attempts is None or len(planner.tried) == attempts
+
+
+def test_few_attempts_find_the_fewest_layers() -> None:
+    planner = Planner(45.0)
+    assert recomputation.choose(planner, lambda: LAYERS, 45.0).policies.count("dots") == 6
+    assert len(planner.tried) <= 12
+
+
+def test_for_the_least_memory_everything_is_recomputed() -> None:
+    assert recomputation.choose(Planner(float("inf")), lambda: LAYERS, "min").policies.count("full") == 7
+
+
+def test_where_nothing_fits_the_error_tells_of_the_smallest_plan_of_all() -> None:
+    error = recomputation.choose(Planner(5.0), lambda: LAYERS, 5.0).error
+    assert error is not None
+    assert (error.least_bytes, error.bound_bytes) == (17, 16)
+
+
+def test_a_program_without_layers_is_planned_as_written() -> None:
+    planner = Planner(5.0)
+    error = recomputation.choose(planner, lambda: (False,), 5.0).error
+    assert error is not None
+    assert error.least_bytes == 80
+
+
+# The same where it is forecast what layers cost and free
+
+
+@dataclasses.dataclass
+class Unequal:
+    """Eight layers of unequal bytes, recomputed by "full" alone; `off`: truth over forecast of bytes."""
+
+    budget: float
+    nbytes: tuple[float, ...]
+    off: float = 1.0
+    tried: list[int] = dataclasses.field(default_factory=list)
+
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
+        policies = tuple(policies)
+        if "dots" in policies:
+            return Outcome(policies, None, math.inf, 2 * self.budget, fits=False, pressed=True)
+        count = policies.count("full")
+        if effort == "fastest":
+            self.tried.append(count)
+        held, fits = self.peak(count), self.peak(count) <= self.budget
+        if effort != "fastest" and not fits:
+            error = MemoryBudgetError("too much", self.budget, int(held) + 1, int(held)) if effort == "proven" else None
+            return Outcome(policies, None, math.inf, held, fits=False, pressed=True, error=error)
+        return Outcome(policies, "plan", 10.0 + count, held, fits, pressed=not fits)
+
+    def peak(self, count: int) -> float:
+        return 1.0 + sum(self.nbytes) - sum(self.nbytes[:count])
+
+    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        layers = tuple(Estimate(1.0, n / self.off) for n in self.nbytes)
+        return {"dots": Forecast(layers, 2 * self.budget), "full": Forecast(layers, 1.0)}
+
+    def fewest(self) -> int | None:
+        return next((k for k in range(len(self.nbytes) + 1) if self.peak(k) <= self.budget), None)
+
+
+UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
+
+
+@given(UNEQUAL, st.floats(0.0, 1.1))
+def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
+    planner = Unequal(1.001 + share * sum(nbytes), nbytes)
+    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
+    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    assert best.policies.count("full") == planner.fewest()
+    assert len(planner.tried) <= 3
+
+
+@given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
+def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...], share: float, off: float) -> None:
+    planner = Unequal(1.001 + share * sum(nbytes), nbytes, off)
+    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
+    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    assert best.policies.count("full") == planner.fewest()
+    assert len(planner.tried) == len({*planner.tried})
+
+
+def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> None:
+    planner = Unequal(30.0, (10.0,) * 8)
+    found = recomputation.search(planner, lambda: (True,) * 8, 30.0, forecasts=planner.forecasts)
+    assert not any("dots" in o.policies for o in found)
+
+
+class NothingSuffices(Unequal):
+    """The same, where even all layers are forecast to be too few, by "dots" more than by "full"."""
+
+    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        found = super().forecasts(as_written)
+        return {policy: dataclasses.replace(one, least_bytes=2 * one.least_bytes) for policy, one in found.items()}
+
+
+def test_where_no_policy_is_forecast_to_do_the_closest_is_planned_with_all_layers() -> None:
+    planner = NothingSuffices(0.9, (10.0,) * 8)
+    found = recomputation.search(planner, lambda: (True,) * 8, 0.9, forecasts=planner.forecasts)
+    assert planner.tried == [0, 8]
+    assert not any("dots" in o.policies for o in found)
+
+
+@pytest.mark.parametrize(("cutoff", "tried"), [(15.0, [0]), (math.inf, [0, 8])])
+def test_what_is_forecast_not_to_do_is_not_planned_where_something_is_known(cutoff: float, tried: list[int]) -> None:
+    planner = NothingSuffices(0.9, (10.0,) * 8)
+    recomputation.search(planner, lambda: (True,) * 8, 0.9, cutoff, planner.forecasts)
+    assert planner.tried == tried
+
+
+def test_where_more_layers_free_nothing_all_are_tried_next() -> None:
+    """The first layers free what they should, all that come then nothing, and the last one the rest."""
+    planner = Unequal(22.0, (10.0,) * 4 + (0.0,) * 15 + (50.0,))
+    layers = (True,) * len(planner.nbytes)
+
+    def even(as_written: Outcome[str]) -> Mapping[str, Forecast]:
+        return {"full": Forecast((Estimate(1.0, 10.0),) * len(layers), 1.0)}
+
+    recomputation.search(planner, lambda: layers, planner.budget, forecasts=even)
+    assert planner.tried[:4] == [0, 7, 13, 20]
+
+
+def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
+    planner = Unequal(41.0, (10.0,) * 8)
+    free, few = planner((), "fastest"), planner(("full",) * 2, "fastest")
+    forecast = planner.forecasts(free)
+
+    def surcharge(*tried: Outcome[str], budget: float = 41.0) -> float:
+        return recomputation.surcharge(tried, (True,) * 8, budget, forecast)
+
+    assert surcharge(free) == pytest.approx(4 * (1 - recomputation.OVERESTIMATE["full"]))  # 4 layers of a second
+    assert surcharge(free, planner(("full",) * 3, "fastest"), few) == pytest.approx(3.6)
+    assert surcharge(free, dataclasses.replace(few, seconds=15.0)) == pytest.approx(5.0)  # too few, and so slow
+    assert surcharge(free, dataclasses.replace(few, seconds=15.0, peak_bytes=40.0)) == pytest.approx(3.6)
+    assert surcharge(free, budget=0.5) == 0.0  # no policy is forecast to suffice
+    assert recomputation.surcharge([free], (True,) * 8, 41.0, {}) == 0.0
+
+
+def test_what_a_plan_that_fits_takes_is_expected_from_the_one_as_written() -> None:
+    planner = Unequal(41.0, (10.0,) * 8)
+    free = planner((), "fastest")
+    forecast = planner.forecasts(free)
+    assert recomputation.expected(free, (True,) * 8, 41.0, forecast) == free.seconds + 4  # 4 layers of a second
+    assert recomputation.expected(dataclasses.replace(free, fits=True), (True,) * 8, 41.0, {}) == free.seconds
+    assert recomputation.expected(free, (True,) * 8, 0.5, forecast) == math.inf  # no policy is forecast to suffice
+    assert recomputation.expected(free, (True,) * 8, 41.0, {}) == math.inf
+
+
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_what_is_recomputed_falls_into_microbatches(policy: str) -> None:
+    """In half precision gradients are converted after the products they are made by: no barrier may wait for them."""
+    built = zoo.build("gpt-125m", layers=3, batch=8)
+    graph = trace(built.step, *built.abstract_args()).graph
+    policies = tuple(policy if open_ else "none" for open_ in remat.recomputable(graph))
+    assert policies.count(policy) > 1
+    assert split(remat.rewrite(graph, policies), 4).share == 1.0
+
+
+# Planned, run and measured
+
+MESHES = {False: (2, 4), True: (8,)}
+CLUSTER = Cluster.local()
+
+
+@cache
+def model(scan: bool) -> zoo.Model:
+    return zoo.build("gpt-toy-scan" if scan else "gpt-toy", layers=3, batch=64)
+
+
+def planned(scan: bool, **options: Any) -> Plan:
+    return autopar.plan(model(scan).step, *model(scan).abstract_args(), mesh=MESHES[scan], cluster=CLUSTER, **options)
+
+
+def peak(plan: Plan) -> int:
+    return plan.stages[0].peak_memory_bytes
+
+
+@cache
+def tight(scan: bool) -> tuple[float, Plan]:
+    """A budget into which no plan of the program as written fits, and the plan for it."""
+    budget = 1.02 * peak(planned(scan, remat="dots"))
+    return budget, planned(scan, memory_budget=budget)
+
+
+def difference(a: Any, b: Any) -> float:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(np.abs(np.asarray(x, float) - np.asarray(y, float)).max()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_step_that_only_fits_recomputed_runs_and_equals_one_device(scan: bool) -> None:
+    budget, plan = tight(scan)
+    assert {*plan.remat} - {"none"}
+    assert peak(plan) <= budget
+    state, batch = model(scan).init(jax.random.key(0)), model(scan).make_batch(jax.random.key(1))
+    step = autopar.parallelize(model(scan).step, mesh=MESHES[scan], cluster=CLUSTER, plan=plan)
+    compiled, single = step.lower(state, batch).compile(), jax.jit(model(scan).step)
+    expected, found = state, jax.tree.map(lambda x: x.copy(), state)
+    for _ in range(3):
+        expected, metrics = single(expected, batch)
+        found, seen = compiled(found, batch)
+        assert difference(metrics, seen) < 1e-5
+    assert difference(expected, found) < 1e-4
+    stats = compiled.memory_analysis()
+    real = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
+    assert 0.9 <= peak(plan) / (real - stats.alias_size_in_bytes) <= 1.25
+    assert autopar.verify(plan, model(scan).step, state, batch, target="shardy").ok
+
+
+def test_a_plan_says_what_it_recomputes_and_keeps_it_on_disk(tmp_path: Path) -> None:
+    _, plan = tight(False)
+    assert any("recomputed in the backward pass, to save memory: " in note for note in plan.notes)
+    assert plan.graph_hash == planned(False).graph_hash
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == dataclasses.replace(plan, remat=again.remat)
+    assert again.remat == plan.remat
+
+
+def test_no_plan_of_the_program_as_written_fits() -> None:
+    with pytest.raises(MemoryBudgetError, match="no plan fits"):
+        planned(True, memory_budget=tight(True)[0], remat="none")
+
+
+def test_where_nothing_can_fit_the_closest_is_planned_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the program as written, that is the one with all layers recomputed."""
+    solved: list[object] = []
+
+    def counted(solve: Callable[..., Any]) -> Callable[..., Any]:
+        def run(problem: Problem, **how: Any) -> Any:
+            solved.append(problem)
+            return solve(problem, **how)
+
+        return run
+
+    monkeypatch.setattr(planning, "bound", counted(bound))
+    monkeypatch.setattr(memory_policy, "optimize", counted(optimize))
+    step, small = model(False), Cluster.custom((2, 4), 1e-6, 1e-10, 1e12, 1e11, 100_000)
+    with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
+        plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, offload="none")
+    assert set(plan.remat) == {"none", "full"}
+    assert len(solved) == 2
+    assert peak(plan) < peak(planned(False))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_user_s_plan_begins_with_as_many_layers_as_are_forecast_to_suffice(
+    microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not with all of them, as where nothing is forecast."""
+    tried: list[int] = []
+    attempt = planning.Planner.attempt
+
+    def recorded(self: planning.Planner, policies: Sequence[str], *args: Any) -> Any:
+        tried.extend([sum(policy != "none" for policy in policies)] if policies else [])
+        return attempt(self, policies, *args)
+
+    monkeypatch.setattr(planning.Planner, "attempt", recorded)
+    step, preset = zoo.build("gpt-toy", layers=8, batch=256), Cluster.preset("dgx-h100", hosts=1)
+    chosen: dict[str, Any] = {"mesh": (8,), "num_microbatches": microbatches, "offload": "none"}
+    with plan_cache.kept_in(None):
+        free = autopar.plan(step.step, *step.abstract_args(), cluster=preset, remat="none", **chosen)
+        assert not tried
+        autopar.plan(step.step, *step.abstract_args(), cluster=preset, memory_budget=0.8 * peak(free), **chosen)
+    open_to = sum(remat.recomputable(trace(step.step, *step.abstract_args()).graph))
+    assert 0 < tried[0] < open_to
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_what_is_asked_to_be_recomputed_is_planned_where_it_cannot_fit(remat: str) -> None:
+    preset = Cluster.preset("dgx-h100")
+    small = dataclasses.replace(preset, device=dataclasses.replace(preset.device, memory_bytes=100_000))
+    step = model(False)
+    with pytest.warns(AutoparWarning, match="no layouts of it need less than"):
+        plan = autopar.plan(step.step, *step.abstract_args(), mesh=(2, 4), cluster=small, remat=remat)
+    assert set(plan.remat) == {"none", remat}
+
+
+def test_recomputed_products_count_as_executed_but_not_as_the_model_s() -> None:
+    free, full = planned(False), planned(False, remat="full")
+    forward = 1 / 3  # of the products of a train step; the head's are not repeated
+    assert full.hfu / full.mfu == pytest.approx(1 + forward, rel=0.1)
+    assert full.mfu * full.step_time_s == pytest.approx(free.mfu * free.step_time_s)
+
+
+def test_a_plan_for_other_layers_is_refused() -> None:
+    _, plan = tight(False)
+    with pytest.raises(PlanMismatchError, match="Plan again"):
+        autopar.parallelize(
+            model(False).step, mesh=MESHES[False], cluster=CLUSTER, plan=dataclasses.replace(plan, remat=("full",))
+        ).plan(*model(False).abstract_args())
+
+
+def test_without_pressure_nothing_is_recomputed() -> None:
+    free = planned(False)
+    assert free.remat == ()
+    assert free.mfu == free.hfu
+    assert planned(False, memory_budget=2 * peak(free)).remat == ()
+
+
+@pytest.mark.parametrize("remat", ["some", True, None, ("full",)])
+def test_the_option_is_checked(remat: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"remat=.* must be 'auto' or 'none' or 'dots' or 'full'"):
+        planned(False, remat=remat)

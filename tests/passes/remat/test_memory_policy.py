@@ -1,0 +1,114 @@
+"""Plans within a memory budget, through the public API."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Cluster, MemoryBudgetError, zoo
+from autopar.errors import ArgumentError, AutoparWarning
+from autopar.passes.intra_op.problem import Problem
+from autopar.passes.remat import memory_policy
+from autopar.passes.solver.optimize import optimize
+from autopar.plans.plan import Plan
+
+MODEL = zoo.build("mlp-toy", layers=1, batch=64)
+CLUSTER = Cluster.preset("dgx-h100")
+
+
+def planned(budget: float | str | None, mesh: tuple[int, ...] = (8,), **options: Any) -> Plan:
+    return autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=mesh, cluster=CLUSTER, memory_budget=budget, **options)
+
+
+@pytest.fixture(scope="module")
+def free() -> Plan:
+    return planned(None)
+
+
+@pytest.fixture(scope="module")
+def least() -> Plan:
+    return planned("min")
+
+
+def peak(plan: Plan) -> int:
+    return plan.stages[0].peak_memory_bytes
+
+
+def test_less_memory_costs_time() -> None:
+    free, least = planned(None, (2, 4)), planned("min", (2, 4))
+    middle = planned((peak(free) + peak(least)) / 2, (2, 4))
+    assert peak(least) < peak(middle) < peak(free)
+    assert free.step_time_s < middle.step_time_s < least.step_time_s
+    assert least.solver_status == "least-memory"
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.floats(0.0, 1.0))
+def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> None:
+    budget = math.ceil(peak(least) + share * (peak(free) - peak(least)))
+    found = planned(budget)
+    assert peak(found) <= budget
+    assert found.step_time_s >= free.step_time_s * (1 - 1e-9)
+
+
+def test_where_nothing_fits_the_error_says_what_would(least: Plan) -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        planned("1KB")
+    error, text = caught.value, str(caught.value)
+    assert error.budget == 1e3
+    assert error.bound_bytes <= error.least_bytes
+    assert error.least_bytes >= peak(least)
+    assert "no plan fits into 1 kB per device" in text
+    assert len([line for line in text.splitlines() if line.startswith("  ")]) == 10
+    assert f"memory_budget={error.least_bytes}" in text
+    assert "times the devices" in text
+    assert peak(planned(error.least_bytes)) <= error.least_bytes
+    with pytest.raises(MemoryBudgetError):
+        planned(error.bound_bytes - 1)
+
+
+def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
+    small = Cluster.custom((8,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
+    with pytest.warns(AutoparWarning, match="more than the 18 kB that are there, and no layouts of it need less than"):
+        plan = autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=(8,), cluster=small)
+    assert peak(plan) > 20_000
+    assert any("memory_budget='min'" in note for note in plan.notes)
+
+
+def test_a_plan_that_fits_is_the_free_optimum(free: Plan) -> None:
+    again = planned(2 * peak(free))
+    assert again.step_time_s == free.step_time_s
+    assert again.gap == 0.0
+
+
+def test_the_state_is_cut_as_the_budget_falls() -> None:
+    """Data parallelism keeps all of the state on every device; with the least memory each keeps its share (ZeRO-3)."""
+    whole, cut = (planned(budget, (8,), offload="none").stages[0].memory for budget in (None, "min"))
+    kept = [sum(m.get(kind, 0) for kind in ("parameters", "optimizer state")) for m in (whole, cut)]
+    even = 3 * 4 * MODEL.parameters() / 8
+    assert kept[1] < kept[0]
+    assert kept[1] == pytest.approx(even, rel=0.15)
+
+
+@pytest.mark.parametrize("text", ["12 parsecs", "0", "-1GB", "", True, [1]])
+def test_a_budget_is_bytes_or_min(text: object) -> None:
+    with pytest.raises(ArgumentError, match=r"memory_budget=.* must be bytes per device, a text such as '12GiB'"):
+        planned(text)  # type: ignore[arg-type]
+
+
+def test_units() -> None:
+    from autopar.options import budget
+
+    found = [budget(x) for x in (4096, "12GiB", "500MB", "1.5 kb", "min")]
+    assert found == [4096.0, 12 * 2.0**30, 5e8, 1.5e3, "min"]
+
+
+def test_a_solver_that_ran_out_of_time_is_no_pressure_of_memory() -> None:
+    found = optimize(Problem((), ()))
+    assert not memory_policy.is_pressed(replace(found, warnings=("cbc ended with time-limit",)))

@@ -1,0 +1,486 @@
+"""Rematerialisation as a rewriting of graphs: text out, the same numbers, less memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+from autopar import jax_compat, zoo
+from autopar.errors import ArgumentError
+from autopar.ir.flops import work
+from autopar.ir.graph import Graph, Op, Region, verify
+from autopar.ir.trace import trace
+from autopar.passes.op_groups.merge import PRODUCTS
+from autopar.passes.remat import rewrite as remat
+
+BARRIERS: dict[str, str | bool] = {
+    "xla_disable_hlo_passes": "cse_barrier_expander"
+}  # see autopar.codegen.emit.compiler_options
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def doubles(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float64)
+
+
+def everywhere(graph: Graph, policy: str) -> Graph:
+    """Every layer recomputed that can be."""
+    return verify(remat.rewrite(graph, [policy if open_ else "none" for open_ in remat.recomputable(graph)]))
+
+
+# Text
+
+
+def unrolled(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jnp.sin(jnp.sin(x @ w))
+    return (x @ ws[0]).sum()
+
+
+def scanned(ws: Any, x: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (jnp.sin(jnp.sin(x @ w)), None), x, ws)
+    return (x @ ws[0]).sum()
+
+
+FULL_UNROLLED = """\
+graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
+  %3: f32[8,4] = dot_general(%2, %0)  # forward
+  %4: f32[8,4] = sin(%3)  # forward
+  %6: f32[8,4] = sin(%4)  # forward
+  %8: f32[8,4] = dot_general(%6, %1)  # forward
+  %9: f32[8,4] = sin(%8)  # forward
+  %10: f32[8,4] = cos(%8)  # forward
+  %11: f32[8,4] = sin(%9)  # forward
+  %12: f32[8,4] = cos(%9)  # forward
+  %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
+  %14: f32[4,4] = dot_general(%13, %11)  # backward
+  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
+  %15: f32[4,4] = transpose(%27)  # backward
+  %16: f32[8,4] = dot_general(%13, %28)  # backward
+  %17: f32[8,4] = mul(%16, %12)  # backward
+  %18: f32[8,4] = mul(%17, %10)  # backward
+  %19: f32[4,4] = dot_general(%18, %6)  # backward
+  %20: f32[4,4] = transpose(%19)  # backward
+  %21: f32[8,4] = dot_general(%18, %1)  # backward
+  %29: f32[8,4], %30: f32[4,4], %31: f32[8,4] = optimization_barrier(%2, %0, %21)  # backward
+  %32: f32[8,4] = dot_general(%29, %30)  # backward
+  %33: f32[8,4] = sin(%32)  # backward
+  %34: f32[8,4] = cos(%32)  # backward
+  %35: f32[8,4] = cos(%33)  # backward
+  %22: f32[8,4] = mul(%31, %35)  # backward
+  %23: f32[8,4] = mul(%22, %34)  # backward
+  %24: f32[4,4] = dot_general(%23, %29)  # backward
+  %25: f32[4,4] = transpose(%24)  # backward
+  %26: f32[4,4] = add_any(%15, %25)  # backward
+  return %26, %20
+}
+"""
+
+DOTS_UNROLLED = """\
+graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
+  %3: f32[8,4] = dot_general(%2, %0)  # forward
+  %4: f32[8,4] = sin(%3)  # forward
+  %6: f32[8,4] = sin(%4)  # forward
+  %8: f32[8,4] = dot_general(%6, %1)  # forward
+  %9: f32[8,4] = sin(%8)  # forward
+  %10: f32[8,4] = cos(%8)  # forward
+  %11: f32[8,4] = sin(%9)  # forward
+  %12: f32[8,4] = cos(%9)  # forward
+  %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
+  %14: f32[4,4] = dot_general(%13, %11)  # backward
+  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
+  %15: f32[4,4] = transpose(%27)  # backward
+  %16: f32[8,4] = dot_general(%13, %28)  # backward
+  %17: f32[8,4] = mul(%16, %12)  # backward
+  %18: f32[8,4] = mul(%17, %10)  # backward
+  %19: f32[4,4] = dot_general(%18, %6)  # backward
+  %20: f32[4,4] = transpose(%19)  # backward
+  %21: f32[8,4] = dot_general(%18, %1)  # backward
+  %29: f32[8,4], %30: f32[8,4], %31: f32[8,4] = optimization_barrier(%3, %21, %2)  # backward
+  %32: f32[8,4] = sin(%29)  # backward
+  %33: f32[8,4] = cos(%29)  # backward
+  %34: f32[8,4] = cos(%32)  # backward
+  %22: f32[8,4] = mul(%30, %34)  # backward
+  %23: f32[8,4] = mul(%22, %33)  # backward
+  %24: f32[4,4] = dot_general(%23, %31)  # backward
+  %25: f32[4,4] = transpose(%24)  # backward
+  %26: f32[4,4] = add_any(%15, %25)  # backward
+  return %26, %20
+}
+"""
+
+FULL_SCANNED = """\
+graph(%0: f32[2,4,4] "ws", %1: f32[8,4] "x") {
+  %9: f32[8,4], %10: f32[2,8,4] = scan(%1, %0) x2  # forward
+    body(%2: f32[8,4], %3: f32[4,4]) {
+      %4: f32[8,4] = dot_general(%2, %3)  # forward
+      %5: f32[8,4] = sin(%4)  # forward
+      %7: f32[8,4] = sin(%5)  # forward
+      return %7, %2
+    }
+  %13: f32[1,4,4] = slice(%0)  # forward
+  %14: f32[4,4] = squeeze(%13)  # forward
+  %15: f32[8,4] = broadcast_in_dim(1.0)  # backward
+  %16: f32[4,4] = dot_general(%15, %9)  # backward
+  %17: f32[4,4] = transpose(%16)  # backward
+  %18: f32[8,4] = dot_general(%15, %14)  # backward
+  %19: f32[1,4,4] = broadcast_in_dim(%17)  # backward
+  %20: f32[2,4,4] = pad(%19, 0.0)  # backward
+  %31: f32[8,4], %32: f32[2,4,4] = scan(%18, %0, %10) x2  # backward
+    body(%21: f32[8,4], %22: f32[4,4], %23: f32[8,4]) {
+      %34: f32[8,4] = dot_general(%23, %22)  # backward
+      %35: f32[8,4] = sin(%34)  # backward
+      %36: f32[8,4] = cos(%34)  # backward
+      %37: f32[8,4] = cos(%35)  # backward
+      %26: f32[8,4] = mul(%21, %37)  # backward
+      %27: f32[8,4] = mul(%26, %36)  # backward
+      %28: f32[4,4] = dot_general(%27, %23)  # backward
+      %29: f32[4,4] = transpose(%28)  # backward
+      %30: f32[8,4] = dot_general(%27, %22)  # backward
+      return %30, %29
+    }
+  %33: f32[2,4,4] = add_any(%20, %32)  # backward
+  return %33
+}
+"""
+
+DOTS_SCANNED = """\
+graph(%0: f32[2,4,4] "ws", %1: f32[8,4] "x") {
+  %9: f32[8,4], %10: f32[2,8,4], %34: f32[2,8,4] = scan(%1, %0) x2  # forward
+    body(%2: f32[8,4], %3: f32[4,4]) {
+      %4: f32[8,4] = dot_general(%2, %3)  # forward
+      %5: f32[8,4] = sin(%4)  # forward
+      %7: f32[8,4] = sin(%5)  # forward
+      return %7, %2, %4
+    }
+  %13: f32[1,4,4] = slice(%0)  # forward
+  %14: f32[4,4] = squeeze(%13)  # forward
+  %15: f32[8,4] = broadcast_in_dim(1.0)  # backward
+  %16: f32[4,4] = dot_general(%15, %9)  # backward
+  %17: f32[4,4] = transpose(%16)  # backward
+  %18: f32[8,4] = dot_general(%15, %14)  # backward
+  %19: f32[1,4,4] = broadcast_in_dim(%17)  # backward
+  %20: f32[2,4,4] = pad(%19, 0.0)  # backward
+  %31: f32[8,4], %32: f32[2,4,4] = scan(%18, %0, %10, %34) x2  # backward
+    body(%21: f32[8,4], %22: f32[4,4], %23: f32[8,4], %35: f32[8,4]) {
+      %36: f32[8,4] = sin(%35)  # backward
+      %37: f32[8,4] = cos(%35)  # backward
+      %38: f32[8,4] = cos(%36)  # backward
+      %26: f32[8,4] = mul(%21, %38)  # backward
+      %27: f32[8,4] = mul(%26, %37)  # backward
+      %28: f32[4,4] = dot_general(%27, %23)  # backward
+      %29: f32[4,4] = transpose(%28)  # backward
+      %30: f32[8,4] = dot_general(%27, %22)  # backward
+      return %30, %29
+    }
+  %33: f32[2,4,4] = add_any(%20, %32)  # backward
+  return %33
+}
+"""
+TEXTS = (
+    ("full, unrolled", unrolled, (array(4, 4), array(4, 4)), "full", FULL_UNROLLED),
+    ("dots, unrolled", unrolled, (array(4, 4), array(4, 4)), "dots", DOTS_UNROLLED),
+    ("full, scanned", scanned, array(2, 4, 4), "full", FULL_SCANNED),
+    ("dots, scanned", scanned, array(2, 4, 4), "dots", DOTS_SCANNED),
+)
+
+
+def text(graph: Graph) -> str:
+    """The printed graph without source lines."""
+    lines = [line.partition("  # ") for line in str(graph).splitlines()]
+    return "".join(f"{head}{mark}{tail.split(' ')[0]}\n" for head, mark, tail in lines)
+
+
+@pytest.mark.parametrize(("title", "fn", "ws", "policy", "expected"), TEXTS, ids=[t[0] for t in TEXTS])
+def test_rewritten_programs_print_as_text(
+    title: str, fn: Callable[..., Any], ws: Any, policy: str, expected: str
+) -> None:
+    graph = trace(jax.grad(fn), ws, array(8, 4)).graph
+    assert text(everywhere(graph, policy)) == expected
+
+
+# The same numbers: by value numbering, so that programs of equal numbers do the same operations on the same operands
+
+
+class Numbering:
+    """Gives equal numbers to what is computed alike. Loops are unrolled, barriers are no operations."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def number(self, *key: Any) -> int:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def results(self, graph: Graph) -> list[int]:
+        known = {v: self.number("argument", i) for i, v in enumerate(graph.inputs)}
+        known.update((v, self.number("constant", id(array))) for v, array in graph.constants)
+        self.run(graph.ops, known)
+        return [self.read(known, a) for a in graph.outputs]
+
+    def read(self, known: Mapping[int, int], atom: Any) -> int:
+        return known[atom] if isinstance(atom, int) else self.number("literal", str(atom), str(atom.type))
+
+    def run(self, ops: Sequence[Op], known: dict[int, int]) -> None:
+        for op in ops:
+            operands = [self.read(known, a) for a in op.inputs]
+            known.update(zip(op.outputs, self.apply(op, operands), strict=True))
+
+    def apply(self, op: Op, operands: list[int]) -> list[int]:
+        if op.name == "optimization_barrier":
+            return operands
+        if op.name == "scan":
+            return self.scan(op, operands)
+        inside = tuple(tuple(self.body(r, [self.number("inner", i) for i in range(len(r.inputs))])) for r in op.regions)
+        what = (op.name, inside) if op.regions else op.signature
+        return [self.number(what, i, *operands) for i in range(len(op.outputs))]
+
+    def body(self, region: Region, operands: Sequence[int]) -> list[int]:
+        known = dict(zip(region.inputs, operands, strict=True))
+        known.update((v, self.number("constant", id(array))) for v, array in region.constants)
+        self.run(region.ops, known)
+        return [self.read(known, a) for a in region.outputs]
+
+    def scan(self, op: Op, operands: list[int]) -> list[int]:
+        constants, carries = jax_compat.scan_counts(op.params)
+        first, carry = constants + carries, operands[constants : constants + carries]
+        rows: dict[int, list[int]] = {}
+        turns = range(op.params["length"])
+        for i in reversed(turns) if op.params["reverse"] else turns:
+            slices = [self.slice(x, i) for x in operands[first:]]
+            results = self.body(op.regions[0], [*operands[:constants], *carry, *slices])
+            carry, rows[i] = results[:carries], results[carries:]
+        return [*carry, *(self.number("stack", *column) for column in zip(*(rows[i] for i in turns), strict=True))]
+
+    def slice(self, stack: int, i: int) -> int:
+        parts = self.parts.get(stack)
+        return self.number("slice", i, stack) if parts is None else parts[i]
+
+    @property
+    def parts(self) -> Mapping[int, tuple[int, ...]]:
+        return {n: key[1:] for key, n in self.numbers.items() if key[0] == "stack"}
+
+
+def dropping(params: Any, key: Any, x: Any) -> Any:
+    """Dropout in every layer, with keys that are split as one goes."""
+    for w in params:
+        key, mine = jax.random.split(key)
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(mine, 0.9, x.shape)
+    return (x @ params[0]).sum()
+
+
+def branching(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jax.lax.cond(x.sum() > 0, lambda x, w: jnp.sin(x @ w), lambda x, w: jnp.cos(x @ w), x, w)
+        x = jnp.sin(jnp.sin(x @ w))
+    return (x @ ws[0]).sum()
+
+
+WS = (array(4, 4),) * 4
+OWN: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "dropout": (dropping, (WS, jax.ShapeDtypeStruct((2,), jnp.uint32), array(8, 4))),
+    "branches": (branching, (WS, array(8, 4))),
+}
+
+
+def program(name: str) -> Graph:
+    if name in OWN:
+        fn, args = OWN[name]
+        return trace(jax.value_and_grad(fn), *args).graph
+    model = zoo.build(name)
+    return trace(model.step, *model.abstract_args()).graph
+
+
+#: Toys of a single layer: there is nothing to drop.
+LEAN = ("flax-linen-toy",)
+
+
+@pytest.mark.parametrize("name", [*zoo.TOYS, *OWN])
+def test_recomputed_programs_do_the_same_operations_on_the_same_operands(name: str) -> None:
+    graph = program(name)
+    numbering = Numbering()
+    expected = numbering.results(graph)
+    for policy in ("dots", "full"):
+        rewritten = everywhere(graph, policy)
+        assert numbering.results(rewritten) == expected
+        assert (count(rewritten) > count(graph)) == (name not in LEAN)
+        assert rewritten.inputs == graph.inputs
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "wresnet-toy"])
+def test_what_lies_between_products_is_recomputed_apart(name: str) -> None:
+    """What is recomputed waits for something made from a product that ran since the barrier before.
+
+    The first barrier of a layer may have nothing behind it that is recomputed: it is there for the parameters.
+    """
+    graph = everywhere(program(name), "dots")
+    layers = sum(remat.recomputable(program(name)))
+    barriers = [i for i, op in enumerate(graph.ops) if op.name == "optimization_barrier"]
+    assert len(barriers) > 2 * layers
+    again = [b for b in barriers if jax_compat.is_rematted(graph.ops[b + 1].name_stack)]
+    assert len(again) > layers
+    for before, barrier in itertools.pairwise(barriers):
+        late: set[int] = set()
+        for op in graph.ops[before + 1 : barrier]:
+            if op.name in PRODUCTS or not late.isdisjoint(a for a in op.inputs if isinstance(a, int)):
+                late.update(op.outputs)
+        assert barrier not in again or not late.isdisjoint(a for a in graph.ops[barrier].inputs if isinstance(a, int))
+
+
+def count(graph: Graph) -> int:
+    return sum(1 for _ in graph.walk())
+
+
+def products(graph: Graph) -> float:
+    return sum(work(graph, op) for op in graph.ops)
+
+
+@pytest.mark.parametrize("name", ["gpt-toy", "llama3-toy-scan", "wresnet-toy"])
+def test_dots_repeats_no_product_and_full_at_most_the_forward_pass(name: str) -> None:
+    graph = program(name)
+    forward = sum(work(graph, op) for op in graph.ops if op.phase == "forward")
+    assert products(everywhere(graph, "dots")) == products(graph)
+    assert 0.3 * forward < products(everywhere(graph, "full")) - products(graph) < forward
+
+
+def test_what_is_recomputed_has_the_line_of_the_original_and_says_so() -> None:
+    graph = program("gpt-toy")
+    added = [op for op in everywhere(graph, "full").ops if "rematted_computation" in str(op.name_stack)]
+    assert {op.phase for op in added} == {"backward"}
+    assert {op.source for op in added} <= {op.source for op in graph.ops}
+
+
+@pytest.mark.parametrize("name", ["gpt-toy-remat", "gpt-toy-scan-remat"])
+def test_what_the_user_recomputes_is_left_alone(name: str) -> None:
+    graph = program(name)
+    assert products(everywhere(graph, "full")) == products(graph)
+
+
+def measured(x: Any) -> Any:
+    """Something from outside that the backward pass reads."""
+    return io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+
+
+def noisy(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = jnp.sin(jnp.sin(x @ w) * measured(x))
+        jax.debug.print("{}", x.sum())
+    return (x @ ws[0]).sum()
+
+
+def noisy_scan(ws: Any, x: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (jnp.sin(jnp.sin(x @ w) * measured(x)), None), x, jnp.stack(ws))
+    return (x @ ws[0]).sum()
+
+
+@pytest.mark.parametrize(("fn", "times"), [(noisy, 8), (noisy_scan, 1)])
+def test_side_effects_happen_once(fn: Callable[..., Any], times: int) -> None:
+    def effects(graph: Graph) -> int:
+        return sum(bool(op.equation.effects) for op in graph.walk() if not op.regions)
+
+    graph = trace(jax.grad(fn), WS, array(8, 4)).graph
+    rewritten = everywhere(graph, "full")
+    assert effects(graph) == effects(rewritten) == times
+    assert count(rewritten) > count(graph)
+
+
+def test_what_leaves_the_program_is_not_recomputed() -> None:
+    def kept(ws: Any, x: Any) -> Any:
+        before = [x]
+        for w in ws:
+            before.append(x @ w)
+            x = jnp.sin(jnp.sin(before[-1]))
+        return (x @ ws[0]).sum(), before
+
+    graph = trace(jax.grad(kept, has_aux=True), WS, array(8, 4)).graph
+    rewritten = everywhere(graph, "full")
+    assert count(rewritten) > count(graph)
+    assert products(rewritten) == products(graph)
+
+
+@pytest.mark.parametrize("policies", [("full",), ("full", "some", "none")])
+def test_policies_are_checked(policies: tuple[str, ...]) -> None:
+    graph = trace(jax.grad(unrolled), (array(4, 4),) * 2, array(8, 4)).graph
+    with pytest.raises(ArgumentError, match="must be 2 of 'none', 'dots', 'full', one for each layer"):
+        remat.rewrite(graph, policies)
+
+
+# Less memory, measured by the compiler on one device
+
+
+def evaluated(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
+    """The results of a program, operation by operation."""
+    known = dict(zip(graph.inputs, leaves, strict=True))
+    evaluate(graph.ops, known)
+    return [known[a] if isinstance(a, int) else a.value for a in graph.outputs]
+
+
+def evaluate(ops: Sequence[Op], known: dict[int, Any]) -> None:
+    for op in ops:
+        operands = [known[a] if isinstance(a, int) else a.value for a in op.inputs]
+        results = evaluated_scan(op, operands) if op.name == "scan" else jax_compat.bind(op.equation, operands)
+        known.update(zip(op.outputs, results, strict=True))
+
+
+def evaluated_scan(op: Op, operands: list[Any]) -> list[Any]:
+    constants, carries = jax_compat.scan_counts(op.params)
+    first = constants + carries
+
+    def body(carry: Any, slices: Any) -> Any:
+        known = dict(zip(op.regions[0].inputs, [*operands[:constants], *carry, *slices], strict=True))
+        evaluate(op.regions[0].ops, known)
+        results = [known[a] if isinstance(a, int) else a.value for a in op.regions[0].outputs]
+        return results[:carries], results[carries:]
+
+    length, reverse = op.params["length"], op.params["reverse"]
+    carry, stacked = jax.lax.scan(body, operands[constants:first], operands[first:], length, reverse)
+    return [*carry, *stacked]
+
+
+def deep(ws: Any, x: Any) -> Any:
+    for a, b in ws:
+        x = x + jnp.tanh(jnp.sin(x @ a) @ b)
+    return jnp.sin(x @ ws[0][0]).sum()
+
+
+def deep_scan(ws: Any, x: Any) -> Any:
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(jnp.sin(x @ w[0]) @ w[1]), None), x, ws)
+    return jnp.sin(x @ ws[0][0]).sum()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_peak_memory_falls_and_the_numbers_stay(scan: bool) -> None:
+    with jax.enable_x64(True):
+        falls_and_stays(scan)
+
+
+def falls_and_stays(scan: bool) -> None:
+    shape = (6, 2, 32, 32) if scan else (32, 32)
+    weights = doubles(*shape) if scan else ((doubles(*shape), doubles(*shape)),) * 6
+    graph = trace(jax.grad(deep_scan if scan else deep), weights, doubles(4096, 32)).graph
+    rng = np.random.default_rng(0)
+    leaves = [jnp.asarray(rng.normal(size=graph.types[v].shape) / 6) for v in graph.inputs]
+    peaks: list[int] = []
+    results: list[Any] = []
+    for policy in remat.POLICIES:
+        rewritten = everywhere(graph, policy)
+        lowered = jax.jit(lambda *xs, g=rewritten: evaluated(g, xs)).lower(*leaves)
+        compiled = lowered.compile(compiler_options=BARRIERS)
+        stats = compiled.memory_analysis()
+        assert stats is not None
+        peaks.append(stats.temp_size_in_bytes)
+        results.append(compiled(*leaves))
+    none, dots, full = peaks
+    assert full < 0.7 * dots < 0.6 * none
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,148 @@
+"""A stage as one graph: what is in it, how often it counts, and what of it leaves the stage."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.codegen.microbatch_loop import Programs
+from autopar.ir.flops import model_flops
+from autopar.ir.graph import Repeats, verify
+from autopar.ir.trace import trace
+from autopar.passes.layers.find import find
+from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.states import local_shape
+from autopar.passes.op_groups import unreduced
+from autopar.passes.stages.divide import KINDS, Stages, divide
+from autopar.passes.stages.graph import StageGraph, stage_graph
+from autopar.passes.stages.isomorphism import likeness, renamed
+from autopar.plans.plan import graph_hash
+from autopar.zoo import build as zoo
+
+COUNT = 4
+
+
+def staged(
+    name: str, stages: int = 2, *, weights: bool = False, **options: Any
+) -> tuple[Stages, list[StageGraph], Any]:
+    model = zoo(name, **options)
+    traced = trace(model.step, *model.abstract_args())
+    layers = find(traced.graph)
+    borders = [round(len(layers.layers) * (i + 1) / stages) for i in range(stages - 1)]
+    found = divide(split(traced.graph, COUNT), layers, borders, weights=weights)
+    return found, [stage_graph(found, s, traced.in_avals) for s in range(stages)], traced
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("mlp-toy", True), ("gpt-toy-tied", True), ("gpt-toy-remat", True), ("moe-toy", False)]
+)
+def test_graphs_hold_and_have_every_program(name: str, weights: bool) -> None:
+    stages, graphs, traced = staged(name, weights=weights)
+    carried = [i for g in graphs for i in (g.graph.carried or {}).values()]
+    for g in graphs:
+        verify(g.graph)
+        found = [op.index for op in g.graph.ops]
+        assert found == [i for ops in g.programs.values() for i in found if i in ops]
+        assert isinstance(g.graph.repeats, Repeats)
+        passes = [op.index for op in g.graph.ops if g.program_of(op.index) in KINDS]
+        assert dict(g.graph.repeats.ops) == dict.fromkeys(passes, COUNT)
+        for kind, one in stages.stages[g.stage].passes.items():
+            for v in (*one.writes, *(t.value for t in one.totals)):
+                state = stages.split.states[v]
+                wanted = local_shape(traced.graph.types[v].shape, state, COUNT)
+                assert g.graph.type_of(g.local[v]).shape == wanted, kind
+    state = jax.tree.leaves(jax.tree.unflatten(traced.in_tree, range(len(traced.in_avals)))[0][0])
+    assert len(carried) == len(state)
+
+
+#: Model -> pairs of stages that are alike, of four. Experts run on blocks by bodies of their own.
+ALIKE = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_graph_of_a_stage_that_is_like_another_is_that_one_renamed(name: str) -> None:
+    stages, graphs, traced = staged(name, 4, layers=6)
+    programs = Programs(stages.split)
+    found = [likeness(stages, s, traced.in_avals, programs) for s in range(4)]
+    alike = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
+    assert len(alike) == ALIKE[name]
+    for a, b in [*alike, *((s, s) for s in range(4))]:
+        made, exact = renamed(graphs[a], found[a], found[b]), graphs[b]
+        assert str(made.graph) == str(exact.graph)
+        assert graph_hash(made.graph) == graph_hash(exact.graph)
+        for one in fields(StageGraph):
+            if one.name != "graph":
+                assert getattr(made, one.name) == getattr(exact, one.name), one.name
+
+
+def test_flops_of_stages_are_those_of_the_step() -> None:
+    _, graphs, traced = staged("gpt-toy")
+    done = sum(COUNT * model_flops(g.graph) for g in graphs)
+    assert done == pytest.approx(model_flops(traced.graph), rel=1e-9)
+
+
+def test_what_one_stage_hands_over_another_receives() -> None:
+    stages, graphs, _ = staged("gpt-toy", 4, layers=4)
+    for hand, values in stages.hands.items():
+        given, taken = graphs[hand.source], graphs[hand.target]
+        for v in values:
+            out = next(i for i, u in given.handed.items() if u == v)
+            assert given.graph.type_of(given.graph.outputs[out]) == taken.graph.types[taken.received[v]]
+            assert given.graph.repeats is not None
+            assert taken.graph.repeats is not None
+            assert given.graph.repeats.results[out] == taken.graph.repeats.inputs[taken.received[v]] == COUNT
+
+
+def test_middle_stages_are_equal_but_for_names() -> None:
+    _, graphs, _ = staged("gpt-toy", 4, layers=4)
+    one, other = (str(graphs[s].graph).partition(") {")[2] for s in (1, 2))
+    assert one == other
+
+
+# What may stay partial
+
+
+def partial_totals(step: Any, *args: Any) -> tuple[int, int]:
+    """Totals of rank 1 or more, and those that may stay partial sums."""
+    traced = trace(step, *args)
+    layers = find(traced.graph)
+    stages = divide(split(traced.graph, 2), layers, (len(layers.layers) // 2,))
+    found = [0, 0]
+    for s in range(2):
+        g = stage_graph(stages, s, traced.in_avals)
+        chosen = unreduced.find(g.graph)
+        inside = {op.index for op in g.graph.walk()} & (
+            chosen.products | {i for i, stays in chosen.sums.items() if stays}
+        )
+        found[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.marked)
+        found[1] += len(inside & chosen.products)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy", "gpt-toy-remat", "gpt-toy-scan"])
+def test_all_gradients_may_stay_partial(name: str) -> None:
+    """Of products, of biases, of embeddings (a scatter), in rematerialised bodies and in scans."""
+    model = zoo(name)
+    totals, deferred = partial_totals(model.step, *model.abstract_args())
+    assert deferred >= totals > 0
+
+
+def test_what_is_no_sum_does_not_stay_partial() -> None:
+    """A maximum over the batch is no sum."""
+
+    def step(p: Any, b: Any) -> Any:
+        def loss(p: Any) -> Any:
+            x = b["x"]
+            for w in p:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2), x.max(0)
+
+        (value, most), grads = jax.value_and_grad(loss, has_aux=True)(p)
+        return jax.tree.map(lambda p, g: p - g, p, grads), value, most
+
+    args = [jnp.ones((4, 4))] * 4, {"x": jnp.ones((8, 4))}
+    assert partial_totals(step, *args) == (5, 4)

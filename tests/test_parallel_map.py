@@ -1,0 +1,108 @@
+"""Tasks in forked processes: results in order, exceptions raised, in a process without a backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+
+import pytest
+
+from autopar import jax_compat, parallel_map
+from tests import processes
+
+SCRIPT = """
+import json, os
+from autopar import parallel_map
+print(json.dumps(parallel_map.results([lambda i=i: (i * i, os.getpid() == parent) for i in range(5)])))
+"""
+
+
+def power(n: int) -> int:
+    return n * n
+
+
+def test_results_come_in_order_from_two_processes() -> None:
+    found = json.loads(processes.printed("import os; parent = os.getpid()\n" + SCRIPT, "0"))
+    assert [value for value, _ in found] == [0, 1, 4, 9, 16]
+    on_one = len(os.sched_getaffinity(0)) == 1
+    assert [here for _, here in found] == [on_one] * 5
+
+
+def test_a_task_that_starts_a_backend_leaves_this_process_without_one() -> None:
+    script = """
+import jax
+from autopar import jax_compat, parallel_map
+tasks = [lambda n=n: jax.jit(lambda x: x + n).lower(1.0).as_text() != "" for n in range(2)]
+print(parallel_map.results(tasks), parallel_map.results(tasks), jax_compat.backends_are_initialized())
+"""
+    on_one = len(os.sched_getaffinity(0)) == 1
+    assert processes.printed(script, "0").strip() == f"[True, True] [True, True] {on_one}"
+
+
+def test_an_exception_is_raised_where_the_results_are_wanted() -> None:
+    script = """
+from autopar import parallel_map
+try:
+    parallel_map.results([lambda: 1, lambda: 1 / 0, lambda: 3])
+except ZeroDivisionError as error:
+    print("raised", error)
+"""
+    assert processes.printed(script, "0").strip() == "raised division by zero"
+
+
+def test_with_a_backend_tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_compat, "backends_are_initialized", lambda: True)
+    assert parallel_map.results([partial(power, n) for n in range(4)]) == [0, 1, 4, 9]
+    assert parallel_map.results([os.getpid, os.getpid]) == [os.getpid()] * 2
+    assert parallel_map.results([]) == []
+
+
+def test_meshes_planned_in_two_processes_give_the_plan_of_one() -> None:
+    """A cluster leaves the mesh open: every shape is planned, and the best kept; a pin that none has is refused."""
+    script = """
+from jax.sharding import PartitionSpec
+from autopar import plan, zoo
+from autopar.hardware.cluster import Cluster
+from autopar.errors import PinError
+model, eight = zoo.build("mlp-toy"), Cluster.preset("dgx-h100")
+found = plan(model.step, *model.abstract_args(), cluster=eight)
+print(found.mesh_sizes, found.step_time_s, found.inputs)
+try:
+    plan(model.step, *model.abstract_args(), cluster=eight, pins={"*w*": PartitionSpec("nowhere")})
+except PinError as error:
+    print(error)
+"""
+    alone = "from autopar import parallel_map\nparallel_map.WORKERS = 1\n" + script
+    assert processes.printed(script, "0") == processes.printed(alone, "0") != ""
+
+
+def test_tasks_in_step_hear_what_all_found_half_way() -> None:
+    script = """
+import os
+from autopar import parallel_map
+def task(n):
+    values = yield n * n
+    return n, list(values), os.getpid() == parent
+tasks = [lambda n=n: task(n) for n in range(3)]
+parent = os.getpid()
+print(parallel_map.in_step(tasks) == [(n, [0, 1, 4], here) for n in range(3)], parallel_map.here(tasks)[2])
+"""
+    on_one = len(os.sched_getaffinity(0)) == 1
+    printed = processes.printed(f"here = {on_one}\n" + script, "0")
+    assert printed.strip() == "True (2, [0, 1, 4], True)"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exception_in_step_is_raised_while_others_wait(late: bool) -> None:
+    script = """
+from autopar import parallel_map
+def fails(n):
+    values = yield 1 / (n or late)
+    return 1 / n
+try:
+    parallel_map.in_step([lambda n=n: fails(n) for n in (1, 0)])
+except ZeroDivisionError as error:
+    print("raised", error)
+"""
+    assert processes.printed(f"late = {late}\n" + script, "0").strip() == "raised division by zero"
