@@ -37,6 +37,7 @@ from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
 from autopar.ir.layout import from_spec
+from autopar.ir.text import seconds
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings
@@ -53,7 +54,6 @@ from autopar.plans.checks import mismatches
 from autopar.plans.layout_checks import check_arguments, check_layouts
 from autopar.plans.plan import Plan, check_matches, graph_hash
 from autopar.plans.schema import FieldError
-from autopar.plans.text import seconds
 from autopar.progress import Progress, told
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules

@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.problem import Floats, Ints, Node, Problem
 from autopar.passes.intra_op.build import Model
-from autopar.passes.intra_op.problem import Floats, Ints, Node, Problem
 from autopar.passes.op_groups.strategies import share, shares
 
 WAYS = 2  # to the device and back

@@ -19,8 +19,8 @@ import numpy as np
 import scipy.optimize
 from scipy.sparse import coo_array
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
-from autopar.passes.memory.constraint import Row, RowSource
+from autopar.cost_models.memory.row import Row, RowSource
+from autopar.ir.problem import Floats, Ints, Problem
 
 highs: Any = scipy.optimize  # whose stubs know numbers only where arrays are meant
 SCALE = 1e4  # of the objective and of the budget: HiGHS' absolute tolerances are then 1e-10 of either

@@ -22,9 +22,9 @@ import numpy as np
 
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.hardware import targets
+from autopar.cost_models.flops import work as flops_of
 from autopar.hardware.cluster import Cluster
-from autopar.ir.flops import work as flops_of
+from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.inter_op.dynamic_program import Division, Part, Placement, Question
 from autopar.passes.inter_op.search import Hunt, Open, numbers, that_split
@@ -33,7 +33,7 @@ from autopar.passes.intra_op.plan import Options, collector_paused
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.rewrite import FULL
-from autopar.plans.text import table as grid
+from autopar.zoo import targets
 
 CLUSTER = "p3.16xlarge"
 #: Family -> the suffix of the optimizer that it was trained with (benchmark/alpa/benchmark_3d_one_case_*.py): with Adam

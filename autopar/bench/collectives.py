@@ -18,13 +18,13 @@ from typing import Any
 from autopar.cost_models.algorithms import ALGORITHMS, Algorithm, two_level_time
 from autopar.cost_models.collectives import COLLECTIVES, collective_time
 from autopar.errors import ArgumentError
-from autopar.hardware import targets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.links import slowest
+from autopar.ir.text import seconds as duration
+from autopar.ir.text import size
+from autopar.ir.text import table as grid
 from autopar.plans.picture import picture
-from autopar.plans.text import seconds as duration
-from autopar.plans.text import size
-from autopar.plans.text import table as grid
+from autopar.zoo import targets
 
 Result = dict[str, Any]
 

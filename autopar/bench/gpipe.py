@@ -37,8 +37,8 @@ from autopar.bench import worker
 from autopar.bench.pipeline import Clock
 from autopar.bench.step import Variant, take_turns
 from autopar.compile import Prepared, prepare
+from autopar.ir.text import seconds
 from autopar.options import settings
-from autopar.plans.text import seconds
 from autopar.runtime.single_program import Staged
 from autopar.zoo import gpt, nn
 

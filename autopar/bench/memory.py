@@ -21,14 +21,14 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.text import seconds, size
+from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.build import Model
 from autopar.passes.intra_op.plan import Options, collector_paused, make_model
 from autopar.passes.memory.pareto import Front, front
 from autopar.plans.picture import picture
-from autopar.plans.text import seconds, size
-from autopar.plans.text import table as grid
 
 Result = dict[str, Any]
 

@@ -23,14 +23,14 @@ from autopar import api
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
 from autopar.errors import AutoparError
-from autopar.hardware import targets
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import factorisations
+from autopar.ir.text import seconds as pretty
+from autopar.ir.text import table as grid
 from autopar.passes.remat import memory_policy
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
-from autopar.plans.text import seconds as pretty
-from autopar.plans.text import table as grid
+from autopar.zoo import targets
 
 #: Microbatches for each stage of a named pipeline.
 PER_STAGE = 4

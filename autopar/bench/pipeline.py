@@ -47,9 +47,9 @@ from autopar import zoo
 from autopar.bench import worker
 from autopar.compile import prepare
 from autopar.cost_models.pipeline import Prices, simulate
+from autopar.ir.text import seconds
+from autopar.ir.text import table as grid
 from autopar.options import settings
-from autopar.plans.text import seconds
-from autopar.plans.text import table as grid
 from autopar.runtime import PipelineStep
 from autopar.runtime.executor import Stash
 from autopar.schedules import Instruction, Schedule

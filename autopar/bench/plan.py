@@ -23,8 +23,8 @@ from typing import Any
 from autopar import api
 from autopar.bench import worker
 from autopar.errors import ArgumentError
-from autopar.hardware import targets
 from autopar.plans import cache as plan_cache
+from autopar.zoo import targets
 
 PHASES = (
     *("trace", "cache", "rules", "graph", "liveness", "fold", "presolve", "bound", "eliminate", "ilp", "memory"),

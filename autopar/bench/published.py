@@ -32,13 +32,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar import api, jax_compat, zoo
 from autopar.bench import compile_only
+from autopar.cost_models.flops import model_flops
 from autopar.hardware.cluster import Cluster
-from autopar.ir.flops import model_flops
+from autopar.ir.text import seconds, size
+from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
-from autopar.plans.text import seconds, size
-from autopar.plans.text import table as grid
 from autopar.zoo import gpt, nn
 from autopar.zoo.model import Model, Tree, token_batch, trainable_with_master
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from autopar.cost_models.pipeline import simulate, uniform
 from autopar.errors import ArgumentError, ScheduleError
-from autopar.plans.text import seconds
-from autopar.plans.text import table as grid
+from autopar.ir.text import seconds
+from autopar.ir.text import table as grid
 from autopar.schedules import SCHEDULES, Size, bounds, check, issue_order, make, weight_versions
 
 TICKS = 12  # divides evenly between 1, 2, 3, 4, 6 or 12 stages

@@ -15,8 +15,8 @@ from typing import Any
 from autopar import zoo
 from autopar.bench import alpa, plan
 from autopar.bench import rows as rows_kept
-from autopar.plans.text import seconds as pretty
-from autopar.plans.text import table as grid
+from autopar.ir.text import seconds as pretty
+from autopar.ir.text import table as grid
 
 SEARCHED, ONE_MESH = 20.0, 10.0
 

@@ -25,10 +25,10 @@ from typing import Any
 from autopar import api, zoo
 from autopar.hardware.cluster import Cluster
 from autopar.ir.collective import wire_bytes
+from autopar.ir.text import seconds, size
+from autopar.ir.text import table as grid
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
-from autopar.plans.text import seconds, size
-from autopar.plans.text import table as grid
 
 MODEL = "gpt-10m-remat-master"
 SIZES: Mapping[str, Any] = {"layers": 24, "batch": 128, "seq": 128, "dtype": "bfloat16"}

@@ -76,8 +76,8 @@ def plan(
     """Plan TARGET and print the plan as a table, or as JSON."""
     from autopar import api
     from autopar.compile import executed
-    from autopar.hardware import targets
     from autopar.ir.trace import trace
+    from autopar.zoo import targets
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
@@ -102,7 +102,7 @@ def plan(
 @app.command()
 def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
     """List each distinct operation of TARGET: how often it stands there, name, operands, rule, and whose rule it is."""
-    from autopar.hardware import targets
+    from autopar.zoo import targets
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     for row in _rules(fn, args):
@@ -152,9 +152,9 @@ def verify(
     """Compare the collectives that the plan of TARGET predicts with those that the compiler emits."""
     from autopar import api
     from autopar.bench.worker import cpu_devices
-    from autopar.hardware import targets
     from autopar.plans.plan import Plan
     from autopar.verification import verify as verification
+    from autopar.zoo import targets
 
     saved = None if plan_file is None else Plan.load(plan_file)
     chosen = options(mesh, cluster, hosts, solver, None)
@@ -198,7 +198,7 @@ def clusters(calibrate: Calibrate = None, as_json: Json = False) -> None:
     """List the cluster presets with their figures, or measure the devices at hand."""
     from autopar.cli import cluster_tables as listing
     from autopar.hardware.cluster import Cluster
-    from autopar.plans.text import table
+    from autopar.ir.text import table
 
     if calibrate is not None:
         _calibrate(calibrate, as_json)
@@ -214,7 +214,7 @@ def _calibrate(path: str, as_json: bool) -> None:
     from rich.progress import Progress
 
     from autopar.cli import calibration_tables
-    from autopar.hardware import measure
+    from autopar.cost_models import measure
     from autopar.hardware.cluster import Cluster
 
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -215,7 +215,7 @@ def bench_memory(
     """The Pareto front of step time against peak memory. Without mesh and cluster: 32,8 of dgx-h100."""
     from autopar import zoo
     from autopar.bench import memory
-    from autopar.hardware import targets
+    from autopar.zoo import targets
 
     shape = sizes(mesh) if mesh is not None else (32, 8) if cluster is None else None
     one = targets.cluster(cluster or "dgx-h100", hosts, shape)

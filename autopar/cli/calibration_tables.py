@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from autopar.cost_models.calibrate import Calibration, Fit
-from autopar.plans.text import size, table
+from autopar.ir.text import size, table
 
 HEADS = ("", "measured", "fitted", "error")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.hardware.cluster import Cluster, Link
-from autopar.plans.text import Rows, size
+from autopar.ir.text import Rows, size
 
 HEADS = ("", "devices", "memory", "dense peak, flop/s", "in a host", "between hosts")
 

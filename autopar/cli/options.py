@@ -92,7 +92,7 @@ def options(
     mesh: str | None, cluster: str | None, hosts: int | None, solver: str, memory_budget: str | None
 ) -> dict[str, Any]:
     """Options of `autopar.plan`."""
-    from autopar.hardware import targets
+    from autopar.zoo import targets
 
     if hosts is not None and cluster is None:
         raise ArgumentError(f"--hosts {hosts} needs --cluster")

@@ -15,10 +15,10 @@ from dataclasses import replace
 import jax
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import Programs
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.loop import Programs
 
 
 def accumulated(

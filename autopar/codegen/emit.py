@@ -29,10 +29,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.codegen.fold_transpose import permuted, turned
+from autopar.codegen.start_indices import in_range
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, route, spec, steps
-from autopar.ir.start_indices import in_range
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups.reduction_lowering import first_stage
 from autopar.plans.plan import Plan, Stage

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import Accumulator, Programs
+from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_programs import Cuts, Emitter, Key, cut
 from autopar.codegen.stage_shardings import Values
 from autopar.codegen.unplanned_programs import Plain
 from autopar.codegen.value_numbering import Keys, key_of, numbered, relisted
 from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.passes.microbatch.loop import Accumulator, Programs
 from autopar.passes.microbatch.programs import Total
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name
 from autopar.passes.stages.plan_all import LaidOut, StagePlans, plan_stages
-from autopar.runtime.layouts import Layouts
 from autopar.schedules.instructions import Kind
 
 

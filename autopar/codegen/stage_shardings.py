@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from jax.sharding import NamedSharding
 
-from autopar.codegen.microbatch_loop import Accumulator
+from autopar.passes.microbatch.loop import Accumulator
 from autopar.passes.stages.divide import Stages
 from autopar.schedules.instructions import Kind
 

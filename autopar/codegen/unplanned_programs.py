@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.codegen.microbatch_loop import Accumulator, Programs
+from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_shardings import Values
 from autopar.ir.train_state import match_state
+from autopar.passes.microbatch.loop import Accumulator, Programs
 from autopar.passes.microbatch.programs import Sweep, Total
 from autopar.passes.stages.divide import Stages
-from autopar.runtime.layouts import Layouts
 from autopar.schedules.instructions import Kind
 
 

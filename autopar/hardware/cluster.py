@@ -394,10 +394,10 @@ class Cluster:
         """The local devices with measured figures: rates of matrix products, memory bandwidth, latency and bandwidth.
 
         Runs products, passes over memory and collectives on all local devices, which takes half a minute; `tell` hears
-        what is being timed. `autopar.hardware.measure.calibrate` gives the error of the fit as well, `save` keeps the
-        result.
+        what is being timed. `autopar.cost_models.measure.calibrate` gives the error of the fit as well, `save`
+        keeps the result.
         """
-        from autopar.hardware import measure
+        from autopar.cost_models import measure
 
         return measure.calibrate(tell).cluster
 

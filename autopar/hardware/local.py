@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from autopar.cost_models.host import HOST
 from autopar.errors import ClusterError
 from autopar.hardware.cluster import Cluster, Device, Link
+from autopar.hardware.host import HOST
 
 
 def find() -> Cluster:

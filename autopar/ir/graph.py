@@ -15,9 +15,10 @@ The printed form (`Graph.__str__`) is what tests are written in:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,9 @@ from autopar.errors import GraphError
 
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
+
+#: Trip count assumed for a loop whose bound is only known at run time.
+UNKNOWN_TRIPS = 10
 
 _SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
@@ -197,6 +201,19 @@ class Graph:
 
     def __str__(self) -> str:
         return "\n".join(_print_graph(self)) + "\n"
+
+
+def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
+    """Operations with indices in program order, outer before inner."""
+    found: list[Op] = []
+    for op in ops:
+        index = next(numbers)
+        if not op.regions and op.index == index:
+            found.append(op)
+            continue
+        regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
+        found.append(replace(op, index=index, regions=regions))
+    return tuple(found)
 
 
 # Printing

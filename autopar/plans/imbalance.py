@@ -22,10 +22,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Graph, Op
+from autopar.cost_models.flops import flops
+from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op
 from autopar.ir.layout import REPLICATED, Layout
-from autopar.passes.op_groups.bindings import UNKNOWN_TRIPS
-from autopar.passes.op_groups.merge import flops
 from autopar.plans.plan import Stage
 from autopar.rules import Rule
 

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import local_shape, spec
+from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
 from autopar.plans.plan import Plan, Stage
 from autopar.plans.reasons import Reasons, placed
-from autopar.plans.text import WIDTH, Rows, seconds, size, spec_text, table
 
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives

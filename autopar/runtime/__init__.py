@@ -5,7 +5,7 @@ state, metrics = step(state, batch)                 run              -> pipeline
 layouts                                             on each submesh  -> layouts.py; `autopar.codegen.stage_shardings`
 """
 
-from autopar.runtime.layouts import Layouts, data_parallel
+from autopar.codegen.layouts import Layouts, data_parallel
 from autopar.runtime.pipeline import PipelineStep, build
 
 __all__ = ["Layouts", "PipelineStep", "build", "data_parallel"]

@@ -20,17 +20,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from autopar.codegen.microbatch_loop import Programs
+from autopar.codegen.layouts import Layouts
 from autopar.codegen.planned_programs import placed
 from autopar.codegen.stage_shardings import Places
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import LaidOut, StagePlans
 from autopar.runtime.donation import taken_over
 from autopar.runtime.executor import Run, Watch
-from autopar.runtime.layouts import Layouts
 from autopar.runtime.lowered_schedule import Script, script
 from autopar.runtime.programs import Compiled, compile_programs
 from autopar.schedules.complete import complete

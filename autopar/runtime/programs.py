@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import take
 from autopar.codegen.stage_shardings import Bodies, Places
+from autopar.passes.microbatch.loop import take
 from autopar.passes.stages.assign import Place
 from autopar.passes.stages.divide import KINDS, Pass, Stages
 from autopar.schedules.instructions import Kind

@@ -33,10 +33,10 @@ from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
 from autopar.ir.arguments import Opened
+from autopar.ir.text import size, table
 from autopar.ir.trace import trace
 from autopar.options import Settings, settings, written
 from autopar.plans.plan import Plan
-from autopar.plans.text import size, table
 from autopar.runtime.executables import lower
 from autopar.verification import differences
 

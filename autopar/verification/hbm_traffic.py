@@ -32,12 +32,12 @@ from functools import cached_property
 
 from networkx.utils import UnionFind
 
-from autopar.codegen.precision import PRODUCTS, rounded, rounds
+from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.hardware.cluster import Device
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout, local_shape
-from autopar.passes.op_groups.bindings import UNKNOWN_TRIPS
+from autopar.ir.op_sets import PRODUCTS
 from autopar.plans.plan import Stage
 
 #: Operations that no loop is fused through: each reads its operands from memory and writes its results.

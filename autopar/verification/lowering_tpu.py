@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar import jax_compat
-from autopar.codegen.precision import rounded, rounds
+from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Op, Region
 from autopar.ir.layout import local_shape

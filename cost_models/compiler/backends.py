@@ -60,7 +60,7 @@ class Backend:
         overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, and
             is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a
             product that makes a weight's gradient waits until the next product of the backward pass has run, or longer
-            (`autopar.cost_models.compiler.delayed_products`).
+            (`autopar.cost_models.memory.delayed_products`).
         near_bytes: temporaries of at most so many bytes stay in on-chip memory if they are read at once, or by the body
             of the loop that makes them.
         fragmentation: bytes of the heap over bytes alive at its peak, of what comes and goes.

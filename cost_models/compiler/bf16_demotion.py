@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost_models.compiler.compiled_program import HEAVY, LIGHT, LOOP, MOVES, PRODUCTS, REDUCTION, Program, Step
+from autopar.cost_models.compiler.compiled_program import HEAVY, LIGHT, LOOP, MOVES, REDUCTION, Program, Step
+from autopar.ir.op_sets import ALL_PRODUCTS
 
 #: A reduction whose result becomes this share of its operand again cannot be made in the operand's kernel.
 _HALF = 0.5
@@ -74,7 +75,7 @@ class _Narrowing:
                 if step.kind == LIGHT and step.name in MOVES:
                     waiting.extend(v for v in step.outputs if v not in seen)
                     seen.update(step.outputs)
-                elif step.name not in PRODUCTS:
+                elif step.name not in ALL_PRODUCTS:
                     return False
                 products = True
             if value in self.leaving:
@@ -92,7 +93,7 @@ class _Narrowing:
                     made = step.outputs[0]
                     same = read if step.name == "transpose" else made
                     waiting.extend((same, r) for r in self._readers_inside(made))
-            elif step.name in PRODUCTS or (step.kind == REDUCTION and not self._spreads_again(step)):
+            elif step.name in ALL_PRODUCTS or (step.kind == REDUCTION and not self._spreads_again(step)):
                 ends.add(self.p.behind(read))
                 products = products or step.kind == HEAVY
             else:

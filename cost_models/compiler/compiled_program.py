@@ -22,8 +22,6 @@ from autopar.ir.graph import Atom, Graph, Op, Region, Type
 
 LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
 
-#: Operations on the matrix unit.
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 #: Operations that change some elements of their first operand, in place if nothing else reads it.
 SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
 #: Operation of LAPACK -> the position of the operand that it overwrites with its result.

@@ -24,7 +24,6 @@ from autopar.cost_models.compiler.compiled_program import (
     LIGHT,
     LOOP,
     MOVES,
-    PRODUCTS,
     REDUCTION,
     REDUCTIONS,
     STORE,
@@ -36,6 +35,7 @@ from autopar.cost_models.compiler.compiled_program import (
 from autopar.cost_models.compiler.operands import add_normalized, in_float32, prepared
 from autopar.cost_models.compiler.simplifications import is_alias, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.op_sets import ALL_PRODUCTS
 
 #: All other operations stand on their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {
@@ -76,7 +76,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             barriers = ()
         else:
             inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), _kind(p, op)
-            if op.name in (*PRODUCTS, *REDUCTIONS):
+            if op.name in (*ALL_PRODUCTS, *REDUCTIONS):
                 add_normalized(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))

@@ -32,13 +32,13 @@ from autopar.cost_models.compiler.compiled_program import (
     HEAVY,
     LIGHT,
     LOOP,
-    PRODUCTS,
     REDUCTION,
     ROUND,
     Program,
     Step,
 )
 from autopar.cost_models.compiler.cpu_kernels import kernels
+from autopar.ir.op_sets import ALL_PRODUCTS
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
@@ -69,7 +69,7 @@ class Written:
 
     def has_product(self, step: Step) -> bool:
         """A step that is a product, or runs in the kernel of one."""
-        return step.name in PRODUCTS or id(step) in self.inner
+        return step.name in ALL_PRODUCTS or id(step) in self.inner
 
     def reads(self, step: Step) -> tuple[int, ...]:
         """Written values and tokens that a step reads."""
@@ -156,7 +156,7 @@ class _Fusion:
         ends = {id(s): s for s in self.steps if s.kind == LIGHT} if self.p.backend.products_absorb else {}
         for step in reversed(self.steps):
             for v in step.outputs:
-                end = self.absorbs(step, ends) if ends and step.name in PRODUCTS else None
+                end = self.absorbs(step, ends) if ends and step.name in ALL_PRODUCTS else None
                 buffered = step.kind != LIGHT or self.writes(step, v) or self._duplicates_too_much(v)
                 if end is not None:
                     self.absorbed[v] = ends.pop(id(end))
@@ -202,7 +202,7 @@ class _Fusion:
     def fuses_into_kernel(self, step: Step, value: int) -> bool:
         """Only the library kernel that contains the product reads its result."""
         number, readers = self.library.get(id(step)), self.readers.get(value, ())
-        if number is None or step.name not in PRODUCTS or value in self.leaving:
+        if number is None or step.name not in ALL_PRODUCTS or value in self.leaving:
             return False
         return bool(readers) and all(self.library.get(id(reader)) == number for reader in readers)
 
@@ -248,7 +248,7 @@ class _Fusion:
         return step.kind == LOOP or (step.kind == HEAVY and not self._is_product(step))
 
     def _is_product(self, step: Step) -> bool:
-        return self.p.backend.products_repeat and step.name in PRODUCTS
+        return self.p.backend.products_repeat and step.name in ALL_PRODUCTS
 
     def _stays(self, step: Step) -> bool:
         """A step that reads thin values from memory: one in a library's kernel, or else one that feeds a reduction."""
@@ -276,7 +276,7 @@ class _Fusion:
             for v in step.outputs if id(step) in self.library else ():
                 after = [ends[r.outputs[0]] for r in self.readers.get(v, ()) if r.outputs and r.outputs[0] in ends]
                 ends.update((v, end) for end in ((v,) if v in self.kept else after[:1]))
-        products = [v for step in self.steps if step.name in PRODUCTS for v in step.outputs]
+        products = [v for step in self.steps if step.name in ALL_PRODUCTS for v in step.outputs]
         return {v: ends[v] for v in products if ends.get(v, v) != v}
 
     def result(self) -> Written:

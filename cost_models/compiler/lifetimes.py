@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, PRODUCTS, SCATTERS, STORE, Frame, Program, Step
+from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, SCATTERS, STORE, Frame, Program, Step
 from autopar.cost_models.compiler.fusion import Written
+from autopar.ir.op_sets import ALL_PRODUCTS
 
 
 @dataclass(eq=False)
@@ -255,6 +256,6 @@ def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> froze
     return frozenset(
         i
         for i, step in enumerate(steps)
-        if step.name in PRODUCTS and step.op.phase == "backward"
+        if step.name in ALL_PRODUCTS and step.op.phase == "backward"
         if followers[i] and all(steps[j].op.phase == "update" for j in followers[i])
     )

@@ -32,9 +32,9 @@ from autopar.cost_models.memory.copies import add_copies
 from autopar.cost_models.memory.sizes import Buffer, End, Sizes
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.problem import Floats
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import Model, source_dims
-from autopar.passes.intra_op.problem import Floats
 from autopar.passes.op_groups.bindings import WHOLE, Home
 from autopar.passes.op_groups.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 

@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.compiled_program import HALVES, IN_PLACE_OPERAND
-from autopar.cost_models.compiler.delayed_products import Waiting
+from autopar.cost_models.memory.delayed_products import Waiting
 from autopar.cost_models.memory.sizes import End, Kind, Sizes
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.op_groups.bindings import projection
 from autopar.passes.op_groups.strategies import StrategySet
 

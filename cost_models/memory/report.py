@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.sizes import Buffer
 from autopar.ir.graph import Op
+from autopar.ir.problem import Ints
 from autopar.ir.train_state import match_state
-from autopar.passes.intra_op.problem import Ints
 
 #: Tensors that a report lists.
 LARGEST = 12

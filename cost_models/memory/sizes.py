@@ -21,8 +21,8 @@ from autopar.cost_models.compiler.fusion import Written
 from autopar.cost_models.compiler.lifetimes import Lifetimes
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.problem import Floats
 from autopar.passes.intra_op.build import Model
-from autopar.passes.intra_op.problem import Floats
 from autopar.passes.op_groups.strategies import StrategySet, shares
 
 NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last, outside of loops

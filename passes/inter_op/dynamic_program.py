@@ -36,7 +36,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 
 ROUNDING = 1e-9  # share by which bounds on sums are rounded down
 

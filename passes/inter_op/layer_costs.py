@@ -23,15 +23,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from autopar.codegen.microbatch_loop import Programs
 from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Options as Table
 from autopar.passes.inter_op.stage_options import SHARES, Trade, Trades
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.intra_op.problem import Floats
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.programs import Placed
 from autopar.passes.microbatch.regions import decide, state_of
 from autopar.passes.microbatch.slice_pushdown import in_blocks

@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.codegen.microbatch_loop import Programs
 from autopar.codegen.stage_programs import even
+from autopar.cost_models.flops import main_dtype, model_flops, work
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
-from autopar.ir.flops import main_dtype, model_flops, work
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.trace import Traced
@@ -30,6 +29,7 @@ from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.intra_op.plan import Options
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.stages.cost import prices
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan_all import Accounted, LaidOut, StagePlans, plan_stages

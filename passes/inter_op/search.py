@@ -43,6 +43,7 @@ from autopar.cost_models.memory.lower_bound import written_bytes
 from autopar.errors import ClusterError, MicrobatchError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, placements, search
 from autopar.passes.inter_op.dynamic_program import Options as Table
 from autopar.passes.inter_op.extrapolate import ways_at, ways_wherever
@@ -61,7 +62,6 @@ from autopar.passes.inter_op.layer_costs import (
 from autopar.passes.inter_op.simulate import Found, Plays, rank, transfer_seconds
 from autopar.passes.inter_op.stage_options import Trade, too_large
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.intra_op.problem import Floats
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches, split

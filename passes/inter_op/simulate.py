@@ -18,10 +18,10 @@ from typing import overload
 
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
+from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Part, Question
 from autopar.passes.inter_op.layer_costs import Border, Priced, ways
 from autopar.passes.inter_op.stage_options import Trade
-from autopar.passes.intra_op.problem import Floats
 from autopar.passes.stages.plan import Limit
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.codegen.precision import rounded, rounds
+from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.cost_models.resharding import Resharding
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Type
 from autopar.ir.layout import Layout
-from autopar.passes.intra_op.problem import Edge, Node, Problem
+from autopar.ir.problem import Edge, Node, Problem
 from autopar.passes.op_groups.bindings import FREE, Cluster, Clustering, Home, Use, projection
 from autopar.passes.op_groups.strategies import StrategySet, layouts_of, padding, share, shares
 
@@ -138,7 +138,7 @@ class _End:
     """The reader's end of an edge.
 
     Nothing waits for a move `behind` computation; `narrow`: what is moved may be rounded before
-    (`autopar.codegen.precision`).
+    (`autopar.cost_models.compiler.precision`).
     """
 
     consumer: int

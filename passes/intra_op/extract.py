@@ -18,8 +18,8 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, device_share, divides, steps
+from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import Model, layout_at
-from autopar.passes.intra_op.problem import Ints
 from autopar.passes.op_groups.bindings import Charge, Cluster, Home, Use
 from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, REDUCE_SCATTER, emitted
 from autopar.passes.op_groups.strategies import padding, share, shares

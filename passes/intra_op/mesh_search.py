@@ -28,12 +28,12 @@ from functools import partial
 from autopar import parallel_map
 from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
+from autopar.ir import text
 from autopar.ir.trace import Traced
 from autopar.passes.intra_op.plan import Options, Parts, Planned, Planner
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED
-from autopar.plans import text
 from autopar.plans.plan import Plan
 
 SHOWN = 0.01  # s of a phase that is told of

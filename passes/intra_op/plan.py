@@ -17,18 +17,18 @@ from functools import cached_property, partial
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import Backend, backend_of
+from autopar.cost_models.flops import main_dtype, model_flops
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report
+from autopar.cost_models.memory.row import Row, even_share, smallest
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.flops import main_dtype, model_flops
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
-from autopar.passes.memory.constraint import Row, even_share, smallest
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.bindings import Clustering
 from autopar.passes.op_groups.constraints import Pinned, Pins, resolve

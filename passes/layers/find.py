@@ -28,10 +28,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from autopar.ir.flops import work
+from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.problem import Floats, Ints
 from autopar.ir.train_state import match_state
-from autopar.passes.intra_op.problem import Floats, Ints
 
 #: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
 WINDOW = 0.35

@@ -17,8 +17,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError
-from autopar.ir.flops import work
 from autopar.passes.layers.find import WINDOW, Layers, crossing_bytes, divided
 
 #: Sums of FLOPs in another order are still equal.

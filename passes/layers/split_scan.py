@@ -21,9 +21,8 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.ir.flops import work
-from autopar.ir.graph import Atom, Graph, Op, Region, Type
-from autopar.passes.remat.rewrite import numbered
+from autopar.cost_models.flops import work
+from autopar.ir.graph import Atom, Graph, Op, Region, Type, numbered
 
 Bounds = tuple[tuple[int, int], ...]
 """(first, behind the last) iteration of every piece."""

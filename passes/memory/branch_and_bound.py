@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.lagrangian import Dual, Messages, Pool, Within, ascend
 from autopar.passes.memory.local_search import Swapper
 from autopar.passes.memory.presolve import Loaded

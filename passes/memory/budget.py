@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost_models.memory.row import RowSource
 from autopar.errors import ArgumentError
-from autopar.passes.intra_op.problem import Problem
-from autopar.passes.memory.constraint import RowSource
+from autopar.ir.problem import Problem
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.memory.presolve import Folding, presolve
 from autopar.passes.memory.search import search

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 
 PIVOTS = 500  # after half of them the first column that helps enters (Bland's rule), which cannot cycle
 TOLERANCE = 1e-9  # reduced cost, relative to the costs, that counts as none

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Edge, Floats, Ints
+from autopar.ir.problem import Edge, Floats, Ints
 from autopar.passes.memory.presolve import Loaded
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
+from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.cutting_plane import smallest, within
 from autopar.passes.memory.evaluate import Ledger
 from autopar.passes.memory.presolve import Loaded

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import Loaded
 from autopar.passes.solver.dual_ascent import End, end_of, ends_of
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
-from autopar.passes.memory.constraint import Row, RowSource
+from autopar.cost_models.memory.row import Row, RowSource
+from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.lagrangian import FIRST, NEXT, Messages, Pool, Smallest, ascend
 from autopar.passes.memory.local_search import Swapper
 from autopar.passes.memory.presolve import Core, Loaded, presolve

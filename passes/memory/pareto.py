@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Ints, Problem
-from autopar.passes.memory.constraint import RowSource
+from autopar.cost_models.memory.row import RowSource
+from autopar.ir.problem import Ints, Problem
 from autopar.passes.memory.lagrangian import Messages, Pool, Within, ascend, settled
 from autopar.passes.memory.local_search import Swapper
 from autopar.passes.memory.min_memory import least_memory

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import Loaded
 
 BISECTIONS = 60

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.passes.intra_op.problem import Edge, Node, Problem
-from autopar.passes.memory.constraint import Row
+from autopar.cost_models.memory.row import Row
+from autopar.ir.problem import Edge, Node, Problem
 
 
 def together(one: Row, other: Row, weight: float) -> Row:

@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem, absorb_loops, used
-from autopar.passes.memory.constraint import Row
+from autopar.cost_models.memory.row import Row
+from autopar.ir.problem import Floats, Ints, Problem, absorb_loops, used
 from autopar.passes.solver import elimination
 from autopar.passes.solver import symmetry as folding
 from autopar.passes.solver.contraction import contract

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints
+from autopar.cost_models.memory.row import Row
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.branch_and_bound import MOST, Tree
-from autopar.passes.memory.constraint import Row
 from autopar.passes.memory.lagrangian import Dual, Messages, Pool, Within, ascend
 from autopar.passes.memory.local_search import Swapper
 from autopar.passes.memory.presolve import Core, Folding, narrowed, presolve

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Ints, Problem
-from autopar.passes.memory.constraint import Row, RowSource
+from autopar.cost_models.memory.row import Row, RowSource
+from autopar.ir.problem import Ints, Problem
 
 CLOSED = 1e-9  # relative gap that counts as none
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
-from autopar.passes.memory.constraint import Row
+from autopar.cost_models.memory.row import Row
+from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.lagrangian import Pool
 from autopar.passes.memory.local_search import Swapper
 from autopar.passes.memory.path_relinking import relink

@@ -49,9 +49,10 @@ from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
+from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError, MicrobatchError
-from autopar.ir.flops import work
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import column
 from autopar.passes.microbatch.equal_values import first_equal
@@ -60,7 +61,6 @@ from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, i
 from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results
-from autopar.passes.op_groups.merge import PRODUCTS
 
 #: Share of FLOPs in the loop below which a split is refused.
 LEAST_SHARE = 0.99

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.passes.op_groups.overlap import Slack
 from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, layouts_of
@@ -25,9 +25,6 @@ from autopar.rules import Rule
 FREE = -3
 #: A dimension that its cluster never cuts.
 WHOLE = -1
-
-#: Trip count assumed for a loop whose bound is only known at run time.
-UNKNOWN_TRIPS = 10
 
 #: A cluster's factors for the dimensions of each operand, and of each result, of an operation that follows an operand.
 Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]

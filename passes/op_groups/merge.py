@@ -21,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.cost_models.compiler.backends import backend_of
-from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.cost_models.flops import flops
 from autopar.cost_models.reductions import combines
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Atom, Graph, Op, Repeats, Type
+from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
+from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import (
@@ -53,8 +54,6 @@ ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_gene
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
 #: Operations of (operand, indices, updates), uneven pieces of which XLA only knows along the windows.
 SCATTERS = ("scatter-add", "scatter")
-#: Operations on the matrix unit.
-PRODUCTS = ("dot_general", "conv_general_dilated")
 #: Reductions that are sums, whose partial results may be scattered.
 SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
@@ -289,16 +288,6 @@ def _even(rule: Rule) -> tuple[int, ...]:
     """All factors of a scatter but its windows': cut unevenly along others, XLA gathers the indices."""
     _, indices, updates = rule.operands
     return tuple(f for f in rule.free if f in indices or f not in updates)
-
-
-def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
-    """Floating-point operations of one execution: exact for dot and conv, one per element otherwise."""
-    if op.name == "dot_general":
-        return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
-    if op.name == "conv_general_dilated":
-        names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
-        return float(conv_flops(operands[0].shape, operands[1].shape, **{n: op.params[n] for n in names}))
-    return float(max([t.size for t in (*operands, *results)], default=0))
 
 
 # Views

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar import jax_compat
-from autopar.ir.graph import Atom, Op, Region
-from autopar.passes.op_groups.bindings import UNKNOWN_TRIPS, WHOLE, Builder, Home, alias, use
+from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Op, Region
+from autopar.passes.op_groups.bindings import WHOLE, Builder, Home, alias, use
 
 #: Plans a list of operations with a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]

@@ -30,9 +30,9 @@ from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats
 from autopar.jax_compat import REMAT, scan_counts
 
 SUMS = ("add", "add_any", "sub")
-PRODUCTS = ("dot_general",)
+DOTS = ("dot_general",)
 #: Operations whose results can be split into the parts of each device.
-SPLIT = (*PRODUCTS, "reduce_sum", "scatter-add")
+SPLIT = (*DOTS, "reduce_sum", "scatter-add")
 LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
 
 
@@ -133,7 +133,7 @@ def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) ->
     """Follow an operand of a sum back to where its partial sums come from."""
     assert isinstance(atom, int)
     op = body.producer[atom]
-    if op.name in PRODUCTS:
+    if op.name in DOTS:
         products.add(op.index)
     elif op.name in SUMS:
         sums[op.index] = True
@@ -156,7 +156,7 @@ def _partial(body: _Body, atom: Atom) -> bool:
         op = body.producer[atom]
         operand = linear_operand(body.graph, op)
         body.known[atom] = (
-            op.name in PRODUCTS or _is_sum(body, op) or (operand is not None and _partial(body, op.inputs[operand]))
+            op.name in DOTS or _is_sum(body, op) or (operand is not None and _partial(body, op.inputs[operand]))
         )
     return body.known[atom]
 

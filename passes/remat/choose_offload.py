@@ -28,11 +28,11 @@ from autopar.cost_models import offload
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.text import size
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import offload as offload_pass
 from autopar.passes.remat.choose import Effort, Forecasts, Outcome
 from autopar.passes.remat.estimates import Forecast
-from autopar.plans.text import size
 
 AUTO, NONE, ALL = "auto", "none", "all"
 #: What the option `offload` may be.

@@ -20,14 +20,14 @@ from typing import Any
 
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import Memory, report
+from autopar.cost_models.memory.row import smallest
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
-from autopar.passes.intra_op.problem import Problem
+from autopar.ir.problem import Problem
+from autopar.ir.text import size
 from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
-from autopar.passes.memory.constraint import smallest
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.solver.optimize import Solution, optimize
-from autopar.plans.text import size
 
 #: Share of a device's memory that is kept free when no budget is given.
 MARGIN = 0.1

@@ -35,10 +35,10 @@ from networkx.utils import UnionFind
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError
-from autopar.ir.graph import Atom, Graph, Op, Region, Type
+from autopar.ir.graph import Atom, Graph, Op, Region, Type, numbered
+from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
-from autopar.passes.op_groups.merge import PRODUCTS
 
 NONE, DOTS, FULL = "none", "dots", "full"
 POLICIES: tuple[str, ...] = (NONE, DOTS, FULL)
@@ -317,19 +317,6 @@ def _alive(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
             needed.update(_values(op.inputs))
             kept.append(op)
     return tuple(reversed(kept))
-
-
-def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
-    """Operations with indices in program order, outer before inner."""
-    found: list[Op] = []
-    for op in ops:
-        index = next(numbers)
-        if not op.regions and op.index == index:
-            found.append(op)
-            continue
-        regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
-        found.append(replace(op, index=index, regions=regions))
-    return tuple(found)
 
 
 # Clones

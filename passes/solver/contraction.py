@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Edge, Floats, Ints, Node, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
 
 WORK = 2e8  # additions that one contraction may cost; above it the node stays for the dual ascent
 CHUNK = 1 << 21  # entries of a broadcast

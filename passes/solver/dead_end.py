@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import SolverError
-from autopar.passes.intra_op.problem import Edge, Floats, Ints, Problem, cheapest, renumber, restrict, used
+from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest, renumber, restrict, used
 
 FULL = 160  # strategies up to which every pair is compared; above it only with the most promising dominators
 LEADERS = 64  # how many of those

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Edge, Floats, Ints, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Problem
 
 PASSES = 400
 PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS or the bound to rise by RISE, else it stops

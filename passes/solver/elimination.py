@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem, cheapest
+from autopar.ir.problem import Floats, Ints, Problem, cheapest
 from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
 
 STARTS = 8  # nodes that an order is tried from

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Edge, Floats, Ints, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Problem
 from autopar.passes.solver import backends as solvers
 
 SCALE = 1e4  # solver units of the largest cost at stake; solvers decide to about 1e-7

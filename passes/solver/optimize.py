@@ -31,7 +31,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autopar.errors import ArgumentError, SolverError
-from autopar.passes.intra_op.problem import Ints, Problem, check
+from autopar.ir.problem import Ints, Problem, check
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver import symmetry as folding

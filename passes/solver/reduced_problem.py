@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Ints, Problem
+from autopar.ir.problem import Ints, Problem
 from autopar.passes.solver import elimination
 from autopar.passes.solver.contraction import contract
 from autopar.passes.solver.dead_end import eliminate

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Edge, Ints, Node, Problem, absorb_loops
+from autopar.ir.problem import Edge, Ints, Node, Problem, absorb_loops
 
 
 @dataclass(frozen=True, slots=True, eq=False)

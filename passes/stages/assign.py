@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.ir.graph import Op
+from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import Placed, Total
 from autopar.passes.microbatch.states import Partial
-from autopar.passes.op_groups.merge import PRODUCTS
 from autopar.schedules.instructions import Kind
 
 Place = tuple[int, Kind]

@@ -27,10 +27,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import Programs
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.jaxpr import build_programs
 from autopar.ir.train_state import match_state
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.programs import Sweep, Total
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.stages.divide import KINDS, Stages

@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.codegen.microbatch_loop import Programs
 from autopar.ir.graph import Atom
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.programs import Placed
 from autopar.passes.microbatch.rule_types import Outcome
 from autopar.passes.stages.divide import KINDS, Stages

@@ -21,14 +21,15 @@ from typing import Any
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.row import Row
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout
+from autopar.ir.problem import Ints
+from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.intra_op.problem import Ints
-from autopar.passes.memory.constraint import Row
 from autopar.passes.memory.penalised import charged, together
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.memory_policy import solve
@@ -37,7 +38,6 @@ from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.summary import Account, Border, Placed, account, border
 from autopar.plans.plan import Stage
-from autopar.plans.text import size
 from autopar.rules import Rule
 
 #: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.

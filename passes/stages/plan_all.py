@@ -24,11 +24,11 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import networkx as nx
 
 from autopar import parallel_map
-from autopar.codegen.microbatch_loop import Programs
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.passes.intra_op.plan import Options
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.op_groups import constraints
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import Stages

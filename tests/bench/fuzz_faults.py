@@ -24,9 +24,8 @@ from typing import Any
 from autopar import jax_compat
 from autopar.bench.fuzz.campaign import flags
 from autopar.bench.worker import cpu_devices
-from autopar.codegen import microbatch_loop
 from autopar.errors import AutoparError
-from autopar.passes.microbatch import constant_indices, gather, programs, rules, table
+from autopar.passes.microbatch import constant_indices, gather, loop, programs, rules, table
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, Entry, Passes
 from autopar.passes.microbatch.states import KINDS
@@ -82,7 +81,7 @@ def indices_that_do_not_wrap() -> Sequence[Patch]:
 
 
 def rounded_parts() -> Sequence[Patch]:
-    return [(microbatch_loop, "part_dtype", lambda dtype, state: dtype)]
+    return [(loop, "part_dtype", lambda dtype, state: dtype)]
 
 
 #: Where parts of sums are read: elsewhere totals are complete before anything reads them.
@@ -234,7 +233,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
         step = drawn.compiled()
         traced = trace(step.function, *step.arguments)
         batch: Any = drawn.batch or "auto"
-        batch = batch if isinstance(batch, str) else microbatch_loop._leaves_of(traced, batch)
+        batch = batch if isinstance(batch, str) else loop._leaves_of(traced, batch)
         right = [decided(traced.graph, batch, n) for n in case.COUNTS]
         for fault in list(left):
             if not re.search(fault.source, drawn.source()):

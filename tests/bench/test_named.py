@@ -54,7 +54,7 @@ def test_a_size_is_measured_and_held_to_its_limit() -> None:
 
 @pytest.mark.parametrize("pair", named.PAIRS, ids=lambda pair: pair.name)
 def test_pairs_are_of_the_zoo(pair: Pair) -> None:
-    from autopar.hardware import targets
+    from autopar.zoo import targets
 
     targets.load(pair.model, batch=pair.batch or None)
     assert targets.cluster(pair.cluster, pair.hosts, None).num_devices >= 8

@@ -18,10 +18,10 @@ from autopar.api import parallelize
 from autopar.bench.equal_case import dear
 from autopar.codegen import emit as codegen
 from autopar.hardware.meshes import targets
+from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import plan as planning
 from autopar.passes.intra_op.plan import Options, Planned, make_plan
-from autopar.passes.intra_op.problem import Problem
 from autopar.passes.solver.optimize import Solution
 from tests.real_programs import PROGRAMS, array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal

@@ -27,13 +27,13 @@ from autopar.cost_models.compiler.lifetimes import lifetimes
 from autopar.cost_models.memory.buffers import Buffer
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report
+from autopar.cost_models.memory.row import RowSource
 from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import local_shape
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.plan import Options, Planned, make_plan
-from autopar.passes.memory.constraint import RowSource
 
 KIB = 1024
 

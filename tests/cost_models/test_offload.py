@@ -17,6 +17,7 @@ from autopar import Cluster
 from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import BACKENDS, Backend
 from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.row import smallest
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import local_shape
@@ -24,7 +25,6 @@ from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.intra_op.plan import Options, make_model
-from autopar.passes.memory.constraint import smallest
 from autopar.passes.remat.offload import waiting
 from autopar.passes.solver.optimize import optimize
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost_models.collectives import linear_coefficients
-from autopar.cost_models.host import HOST
 from autopar.errors import ClusterError, MeshError
 from autopar.hardware.cluster import Cluster, Device, Level, Link, LogicalMesh
+from autopar.hardware.host import HOST
 from autopar.hardware.links import Stretch, stretch
 
 INTRA, INTER = Link(1e-6, 1e-11), Link(5e-6, 1e-10)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost_models.memory.row import Row
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
+from autopar.ir.problem import Floats, Ints
 from autopar.passes.intra_op.build import Model
-from autopar.passes.intra_op.problem import Floats, Ints
-from autopar.passes.memory.constraint import Row
 from autopar.passes.op_groups.strategies import share, shares
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from autopar.passes.intra_op.problem import Edge, Floats, Ints, Node, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
 
 
 def node(name: str, *costs: float) -> Node:

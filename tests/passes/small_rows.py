@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
-from autopar.passes.memory.constraint import Row
+from autopar.cost_models.memory.row import Row
+from autopar.ir.problem import Floats, Ints, Problem
 from tests.passes.small_problems import all_values
 
 

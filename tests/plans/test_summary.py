@@ -12,11 +12,11 @@ import autopar
 from autopar import zoo
 from autopar.bench.equal_case import dear
 from autopar.ir.collective import Collective
+from autopar.ir.text import WIDTH, seconds, size
 from autopar.ir.trace import trace
 from autopar.plans.plan import from_json
 from autopar.plans.reasons import Reasons, placed
 from autopar.plans.summary import ACTIVATIONS, COLLECTIVES, activation_rows, argument_rows, collective_rows, sections
-from autopar.plans.text import WIDTH, seconds, size
 
 
 @pytest.fixture(scope="module")

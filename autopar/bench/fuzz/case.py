@@ -31,9 +31,9 @@ from autopar.bench.fuzz.compare import Noise, difference, noise, unequal
 from autopar.bench.fuzz.generate import program
 from autopar.bench.fuzz.program import Block, Program, Step
 from autopar.bench.worker import cpu_devices, serve
-from autopar.codegen.microbatch_loop import split_step
 from autopar.errors import AutoparError, MicrobatchError, ScheduleError
 from autopar.ir.trace import trace
+from autopar.passes.microbatch.loop import split_step
 from autopar.verification.differences import host
 
 MODES = ("microbatches", "stages", "meshes")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import zoo
-from autopar.ir.flops import work
+from autopar.cost_models.flops import work
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass

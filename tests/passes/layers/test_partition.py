@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError
-from autopar.ir.flops import work
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition

@@ -12,13 +12,13 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from autopar import zoo
+from autopar.cost_models.memory.row import Row
 from autopar.errors import ArgumentError, SolverError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op.problem import Problem
 from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
-from autopar.passes.memory.constraint import Row
 from autopar.passes.memory.min_memory import SMALL, least_memory
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.solver import backends as solvers

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.intra_op.problem import Problem
+from autopar.ir.problem import Problem
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.memory.pareto import front
 from autopar.passes.memory.presolve import presolve

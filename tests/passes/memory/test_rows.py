@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.memory.row import Row
 from autopar.errors import SolverError
-from autopar.passes.intra_op.problem import Floats, Problem
+from autopar.ir.problem import Floats, Problem
 from autopar.passes.memory.branch_and_bound import Tree
-from autopar.passes.memory.constraint import Row
 from autopar.passes.memory.cutting_plane import smallest, within
 from autopar.passes.memory.evaluate import Ledger
 from autopar.passes.memory.lagrangian import Messages, Pool, Smallest, Within, ascend

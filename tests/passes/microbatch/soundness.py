@@ -36,11 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import Programs
 from autopar.ir.graph import Graph, Region
 from autopar.ir.trace import trace
 from autopar.passes.microbatch import regions, table
 from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.regions import Body
 from autopar.passes.microbatch.rule_types import Case, Entry, Passes
 from autopar.passes.microbatch.states import INVARIANT, KINDS, ZERO, Invariant, Kind, Partial, Split, State

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar import jax_compat
-from autopar.codegen.microbatch_loop import Programs, split_step, take, untake
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.loop import Programs, split_step, take, untake
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs

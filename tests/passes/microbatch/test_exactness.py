@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.codegen.microbatch_loop import Programs
 from autopar.errors import MicrobatchError
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import Microbatches, split
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.remat import rewrite as remat
 from tests.passes.microbatch import batch_programs as programs
 

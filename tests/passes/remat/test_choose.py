@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, MemoryBudgetError, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
+from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import plan as planning
-from autopar.passes.intra_op.problem import Problem
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import memory_policy

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, MemoryBudgetError, zoo
 from autopar.errors import ArgumentError, AutoparWarning
-from autopar.passes.intra_op.problem import Problem
+from autopar.ir.problem import Problem
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.plan import Plan

@@ -13,11 +13,11 @@ import pytest
 from jax.experimental import io_callback
 
 from autopar import jax_compat, zoo
+from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError
-from autopar.ir.flops import work
 from autopar.ir.graph import Graph, Op, Region, verify
+from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.trace import trace
-from autopar.passes.op_groups.merge import PRODUCTS
 from autopar.passes.remat import rewrite as remat
 
 BARRIERS: dict[str, str | bool] = {

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import SolverError
-from autopar.passes.intra_op.problem import Problem, absorb_loops, check
+from autopar.ir.problem import Problem, absorb_loops, check
 from autopar.passes.solver import dead_end
 from autopar.passes.solver.dead_end import eliminate
 from tests.passes.small_problems import brute, dense_problems, edge, layered, node, problems

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import SolverError
-from autopar.passes.intra_op.problem import Problem, absorb_loops
+from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver.dead_end import eliminate
 from autopar.passes.solver.dual_ascent import ascend, reparametrise
 from autopar.passes.solver.symmetry import fold

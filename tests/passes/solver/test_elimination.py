@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.intra_op.problem import Problem, absorb_loops
+from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver import elimination
 from autopar.passes.solver.dead_end import eliminate
 from autopar.passes.solver.dual_ascent import ascend

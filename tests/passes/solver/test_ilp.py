@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from autopar.passes.intra_op.problem import Edge, Node, Problem, absorb_loops
+from autopar.ir.problem import Edge, Node, Problem, absorb_loops
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from tests.passes.small_problems import brute, edge, frustrated, node, problems, random_problem

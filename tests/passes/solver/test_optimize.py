@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError, SolverError
-from autopar.passes.intra_op.problem import Problem
+from autopar.ir.problem import Problem
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import elimination
 from autopar.passes.solver.optimize import Solution, bound, finish, optimize

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.intra_op.problem import Problem
+from autopar.ir.problem import Problem
 from autopar.passes.solver.dual_ascent import ascend
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.solver.symmetry import Folded, fold, identity

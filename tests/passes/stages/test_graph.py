@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.codegen.microbatch_loop import Programs
-from autopar.ir.flops import model_flops
+from autopar.cost_models.flops import model_flops
 from autopar.ir.graph import Repeats, verify
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
+from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.op_groups import unreduced
 from autopar.passes.stages.divide import KINDS, Stages, divide

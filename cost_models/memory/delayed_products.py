@@ -20,8 +20,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from autopar.cost_models.compute import op_time
+from autopar.cost_models.flops import work
 from autopar.cost_models.memory.sizes import Sizes
-from autopar.ir.flops import work
 
 
 class Kept(NamedTuple):

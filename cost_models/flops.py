@@ -1,14 +1,25 @@
 """FLOPs of products: of one operation, loops as often as they run, and of a whole program.
 
-Products are matrix products and convolutions, what the usual formulas for transformers count; see
-`autopar.passes.op_groups.merge.flops` for the figures.
+Products are matrix products and convolutions, what the usual formulas for transformers count; `flops` has the figures.
 """
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, Op
-from autopar.passes.op_groups.bindings import UNKNOWN_TRIPS
-from autopar.passes.op_groups.merge import PRODUCTS, flops
+from collections.abc import Sequence
+
+from autopar.cost_models.compute import conv_flops, dot_flops
+from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op, Type
+from autopar.ir.op_sets import PRODUCTS
+
+
+def flops(op: Op, operands: Sequence[Type], results: Sequence[Type]) -> float:
+    """Floating-point operations of one execution: exact for dot and conv, one per element otherwise."""
+    if op.name == "dot_general":
+        return float(dot_flops(op.params["dimension_numbers"], operands[0].shape, operands[1].shape))
+    if op.name == "conv_general_dilated":
+        names = ("dimension_numbers", "window_strides", "padding", "lhs_dilation", "rhs_dilation", "batch_group_count")
+        return float(conv_flops(operands[0].shape, operands[1].shape, **{n: op.params[n] for n in names}))
+    return float(max([t.size for t in (*operands, *results)], default=0))
 
 
 def work(graph: Graph, op: Op) -> float:

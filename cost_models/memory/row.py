@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.passes.intra_op.problem import Floats, Ints, Problem
+from autopar.ir.problem import Floats, Ints, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.graph import Op, Type
-
-#: Operations on the matrix unit.
-PRODUCTS = ("dot_general", "conv_general_dilated")
+from autopar.ir.op_sets import PRODUCTS
 
 
 def rounds(op: Op, operand: Type) -> bool:

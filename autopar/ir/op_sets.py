@@ -1,0 +1,10 @@
+"""Sets of operations that more than one pass asks about."""
+
+from __future__ import annotations
+
+#: Operations on the matrix unit: the FLOPs that the usual formulas for transformers count.
+PRODUCTS = ("dot_general", "conv_general_dilated")
+#: The same over groups of rows.
+RAGGED_PRODUCTS = ("ragged_dot", "ragged_dot_general")
+#: Both.
+ALL_PRODUCTS = (*PRODUCTS, *RAGGED_PRODUCTS)

@@ -1,0 +1,80 @@
+"""Packages import what comes before them in the way of the data, but for the pairs that are listed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+#: Packages, and modules beside them, each of which may import those before it.
+ORDER = (
+    *("errors", "jax_compat", "parallel_map", "progress", "ir", "rules", "schedules", "hardware"),
+    *("cost_models", "cost_models.compiler", "cost_models.memory"),
+    *("passes", "passes.microbatch", "passes.layers", "passes.op_groups", "passes.solver", "passes.intra_op"),
+    *("passes.memory", "passes.remat", "passes.stages", "passes.inter_op"),
+    *("plans", "codegen", "runtime", "options", "argnums", "verification", "compile", "api", "zoo", "", "bench", "cli"),
+)
+
+#: Pairs that go up, to be untied: none may be added, and what is untied is taken out.
+UPWARD = frozenset(
+    {
+        ("cost_models", "passes.intra_op"),
+        ("cost_models", "passes.op_groups"),
+        ("cost_models.memory", "passes.intra_op"),
+        ("cost_models.memory", "passes.op_groups"),
+        ("hardware", "cost_models"),
+        ("passes.inter_op", "codegen"),
+        ("passes.inter_op", "options"),
+        ("passes.inter_op", "plans"),
+        ("passes.inter_op", "runtime"),
+        ("passes.intra_op", "passes.remat"),
+        ("passes.intra_op", "plans"),
+        ("passes.intra_op", "verification"),
+        ("passes.stages", "plans"),
+        ("plans", ""),
+        ("runtime", "compile"),
+        ("verification", "compile"),
+    }
+)
+
+
+def package(module: str) -> str:
+    """Of a module below autopar: "passes.solver", "compile"; "" for autopar itself."""
+    parts = module.split(".")[1:]
+    if parts and parts[-1] == "__main__":
+        return "cli"
+    inner = ".".join(parts[:2])
+    return inner if inner in ORDER else ".".join(parts[:1])
+
+
+def modules() -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for top in ("autopar", "passes", "cost_models"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            if "__pycache__" not in parts and not (parts[0] == "autopar" and parts[1] in ("passes", "cost_models")):
+                name = ".".join(parts if parts[0] == "autopar" else ("autopar", *parts))
+                found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of the project that a file imports, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in known else node.module
+
+
+def test_no_import_goes_up_but_those_that_are_listed() -> None:
+    known = modules()
+    assert len(known) > 150
+    rank = {name: n for n, name in enumerate(ORDER)}
+    pairs = {(package(m), package(other)) for m, path in known.items() for other in imported(path, known)}
+    assert {name for pair in pairs for name in pair} <= rank.keys()
+    assert {(a, b) for a, b in pairs if rank[a] < rank[b]} == UPWARD
