@@ -363,8 +363,13 @@ def _searched(call: _Call, s: Settings) -> Prepared:
                 for n in counts
                 if n not in tried
             ]
+            try:
+                found = _on_meshes(s, ways, found)
+            except AutoparError:
+                if as_written or math.isinf(limit):
+                    raise
+                continue
             tried.update(counts)
-            found = _on_meshes(s, ways, found)
         if as_written or (_fits(found, s) and found.plan.step_time_s < limit):
             break  # otherwise it was forecast to take less, and what takes as long was not looked for
     assert found is not None

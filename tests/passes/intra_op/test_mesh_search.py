@@ -154,6 +154,22 @@ def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(promised: float, m
     )
 
 
+def test_what_one_mesh_refuses_that_was_expected_to_fit_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: MeshSearch, cutoff: float) -> Any:
+        raise MemoryBudgetError("nothing fits", 1.0, 2, 2)
+
+    monkeypatch.setattr(MeshSearch, "expected", lambda self: (1e-12, False))
+    monkeypatch.setattr(MeshSearch, "best", refused)
+    built = zoo.build("gpt-toy", batch=64)
+    cluster = Cluster.custom(
+        (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e6
+    )
+    with plan_cache.kept_in(None):
+        assert len(autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search").stages) == 2
+        with pytest.raises(MemoryBudgetError, match="nothing fits"):
+            autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", num_microbatches=1)
+
+
 def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their bounds count: the gap says what may be missed."""
     planned: list[tuple[int, ...]] = []
