@@ -276,7 +276,8 @@ def _partitioned(built: codegen.Program, traced: Traced, plan: Plan) -> Emitted:
 def _compiled(built: codegen.Program, traced: Traced, plan: Plan, platform: str, options: Mapping[str, str]) -> Emitted:
     lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=(platform,))
     needed = codegen.compiler_options(plan, traced.graph, platform)
-    compiled = lowered.compile(compiler_options=_joined(options, needed))
+    with jax_compat.own_source_lines():
+        compiled = lowered.compile(compiler_options=_joined(options, needed))
     return _read(compiled, traced.graph, plan)
 
 
