@@ -342,8 +342,16 @@ def _searched(call: _Call, s: Settings) -> Prepared:
     step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, s)
     laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     one_mesh, known, as_written = _one_microbatch(call, s, cluster, alone=step is None or step.is_whole)
+
+    def way(count: int | str) -> Callable[[float], Prepared | None]:
+        """The plan on one mesh in so many microbatches."""
+        if count in (1, "auto") and one_mesh is not None:
+            return one_mesh.plan
+        return partial(_on_one_mesh, call, replace(s, num_microbatches=count))
+
     found, tried = None, set[int | str]()
-    for limit in dict.fromkeys((known / PLANNED, math.inf)) if step is not None else (math.inf,):
+    promised = () if step is None or math.isinf(known) else (known / PLANNED,)
+    for limit in (*promised, math.inf):
         call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
         searching, fewest = time.perf_counter(), 2 if as_written else 1
         choice = None if step is None else pipelines.searched(step, cluster, options, limit, fewest)
@@ -356,15 +364,8 @@ def _searched(call: _Call, s: Settings) -> Prepared:
         if found is None or s.schedule == "auto":
             counts = (1,) if as_written else _counts(s, choice, call.traced.graph, cluster)
             counts = counts if found is not None else counts or (s.num_microbatches,)
-            ways = [
-                one_mesh.plan
-                if n in (1, "auto") and one_mesh is not None
-                else partial(_on_one_mesh, call, replace(s, num_microbatches=n))
-                for n in counts
-                if n not in tried
-            ]
             try:
-                found = _on_meshes(s, ways, found)
+                found = _on_meshes(s, [way(n) for n in counts if n not in tried], found)
             except AutoparError:
                 if as_written or math.isinf(limit):
                     raise

@@ -1,7 +1,7 @@
 """Why a device does more than its share: FLOPs per device times devices over those of the single-device program.
 
     compiled ratio  =  ratio of the plan + what the compiler adds + what its fused loops compute again       -> reasons
-                       autopar.plans.imbalance      both without fusion      fusion at work less fusion switched off
+                       plans/imbalance.py  both without fusion      fusion at work less fusion switched off
 
 A case fails if an even cut exists and yet much more than an even share is done: padding, extents that do not divide,
 and fusion are excused; the plan's choices and what the compiler adds are not.

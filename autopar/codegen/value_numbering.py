@@ -1,8 +1,7 @@
 """Numbers for what the programs of planned stages leave to each other, and the lists that programs are called by.
 
 A key (`autopar.codegen.stage_programs`) has the number that the step in stages has for its value, if it has one;
-copies, and
-values that only the cut between programs brings to light, get new ones                                 -> numbered
+copies, and values that only the cut between programs brings to light, get new ones                     -> numbered
 The passes and updates of the step in stages then list these numbers                                    -> relisted
 """
 

@@ -37,12 +37,12 @@ from autopar.hardware.cluster import Device
 from autopar.ir.collective import Collective
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import PRODUCTS, RAGGED_PRODUCTS
 from autopar.plans.plan import Stage
 
 #: Operations that no loop is fused through: each reads its operands from memory and writes its results.
 KERNELS = (
-    *("ragged_dot", "ragged_dot_general", "sort", "cumsum", "custom_call", "gather", "scatter", "scatter-add"),
+    *(*RAGGED_PRODUCTS, "sort", "cumsum", "custom_call", "gather", "scatter", "scatter-add"),
     *("rng_bit_generator", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "select_and_gather_add"),
 )
 #: Operations that read much and write little: a fused loop ends there, and what comes after starts anew.

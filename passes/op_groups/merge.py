@@ -26,7 +26,7 @@ from autopar.cost_models.reductions import combines
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import (
@@ -49,13 +49,13 @@ from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work,
 from autopar.rules import LOCAL, Rule
 
 #: Operations that always have strategies of their own, however their factors lie.
-ANCHORS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sharding_constraint")
+ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
 #: Operations that are not repeated for every layout that wants their result.
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
 #: Operations of (operand, indices, updates), uneven pieces of which XLA only knows along the windows.
 SCATTERS = ("scatter-add", "scatter")
 #: Reductions that are sums, whose partial results may be scattered.
-SUMS = ("dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
+SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
 
 def cluster(

@@ -82,10 +82,14 @@ def one_microbatch(graph: Graph) -> Graph | None:
     body = max(bodies, key=lambda region: len(region.ops), default=None)
     if body is None or not any(op.phase == "backward" for op in body.ops):
         return None
-    inputs, outputs = tuple(body.inputs), tuple(body.outputs)
-    paths, results = (tuple(f"{n}" for n in range(len(some))) for some in (inputs, outputs))
     return replace(
-        graph, inputs=inputs, input_paths=paths, ops=body.ops, outputs=outputs, output_paths=results, carried={}
+        graph,
+        inputs=body.inputs,
+        input_paths=tuple(map(str, range(len(body.inputs)))),
+        ops=body.ops,
+        outputs=body.outputs,
+        output_paths=tuple(map(str, range(len(body.outputs)))),
+        carried={},
     )
 
 
