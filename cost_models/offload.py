@@ -28,18 +28,18 @@ def priced(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int])
     if not hosted:
         return model
     nodes = list(model.problem.nodes)
-    for cluster, leaves in _by_cluster(model, graph, hosted).items():
-        old = nodes[cluster]
-        cost = old.cost + sum(_seconds(_bytes(model, cluster, *leaf, mesh), mesh) for leaf in leaves)
-        nodes[cluster] = Node(old.name, cost, (old.signature, "host", tuple(leaves)))
+    for group, leaves in _by_group(model, graph, hosted).items():
+        old = nodes[group]
+        cost = old.cost + sum(_seconds(_bytes(model, group, *leaf, mesh), mesh) for leaf in leaves)
+        nodes[group] = Node(old.name, cost, (old.signature, "host", tuple(leaves)))
     return replace(model, problem=Problem(tuple(nodes), model.problem.edges))
 
 
 def held(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], assignment: Ints) -> float:
     """Bytes in the host's memory per device under an assignment."""
     return sum(
-        float(_bytes(model, cluster, *leaf, mesh)[assignment[cluster]])
-        for cluster, leaves in _by_cluster(model, graph, hosted).items()
+        float(_bytes(model, group, *leaf, mesh)[assignment[group]])
+        for group, leaves in _by_group(model, graph, hosted).items()
         for leaf in leaves
     )
 
@@ -54,24 +54,24 @@ def _seconds(nbytes: Floats, mesh: LogicalMesh) -> Floats:
 
 
 _Leaf = tuple[int, tuple[int, ...]]
-"""Bytes of the whole argument, and its cluster's factor for each of its dimensions."""
+"""Bytes of the whole argument, and its group's factor for each of its dimensions."""
 
 
-def _by_cluster(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
+def _by_group(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
     found: dict[int, list[_Leaf]] = {}
-    for cluster, leaf in _leaves(model, graph, hosted):
-        found.setdefault(cluster, []).append(leaf)
+    for group, leaf in _leaves(model, graph, hosted):
+        found.setdefault(group, []).append(leaf)
     return found
 
 
 def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple[int, _Leaf]]:
     for position in sorted(hosted):
         value = graph.inputs[position]
-        home = model.clustering.homes[value]
-        yield home.cluster, (graph.types[value].nbytes, home.dims)
+        binding = model.grouping.bindings[value]
+        yield binding.group, (graph.types[value].nbytes, binding.dims)
 
 
-def _bytes(model: Model, cluster: int, nbytes: int, dims: tuple[int, ...], mesh: LogicalMesh) -> Floats:
-    """Bytes of a device's piece under each strategy of a cluster."""
-    s = model.clustering.clusters[cluster].strategies
+def _bytes(model: Model, group: int, nbytes: int, dims: tuple[int, ...], mesh: LogicalMesh) -> Floats:
+    """Bytes of a device's piece under each strategy of a group."""
+    s = model.grouping.groups[group].strategies
     return np.asarray(nbytes * share(shares(s.held, s.sizes, mesh.sizes), dims), np.float64)

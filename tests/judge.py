@@ -86,7 +86,7 @@ def judged(seed: int) -> Judged | None:
     p = program(seed)
     traced = trace(p.step, *p.args)
     planned = make_plan(traced, p.mesh, "random", Options())
-    if len(planned.model.clustering.clusters) not in CLUSTERS:
+    if len(planned.model.grouping.groups) not in CLUSTERS:
         return None
     return Judged(planned, survey(traced.graph, planned.rules, p.mesh))
 
@@ -115,7 +115,7 @@ def verdict(seed: int, found: Judged, variants: Sequence[str]) -> Verdict:
         method=method,
         status=planned.plan.solver_status,
         others=others,
-        clusters=len(planned.model.clustering.clusters),
+        clusters=len(planned.model.grouping.groups),
         shared=len(judge.copies),
         diamond=len(judge.tables) >= len(judge.decisions),
         weights_cut=cuts_weights(planned.graph, planned.plan.stages[0]),

@@ -285,5 +285,5 @@ def test_the_space_of_llama3_8b_on_256_devices_has_at_least_90_000_variables() -
     model = zoo.build("llama3-8b")
     graph = trace(model.step, *model.abstract_args()).graph
     mesh = Cluster.preset("dgx-h100", hosts=32).logical_mesh((32, 8))
-    clustering = op_groups.cluster(graph, rules_of(graph), mesh)
-    assert intra_op.build(graph, clustering, mesh).problem.variables >= 90_000
+    grouping = op_groups.group(graph, rules_of(graph), mesh)
+    assert intra_op.build(graph, grouping, mesh).problem.variables >= 90_000

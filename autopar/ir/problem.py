@@ -2,7 +2,7 @@
 
     minimise   sum_v  cost_v[x_v]  +  sum_(u,v)  table_uv[ gu[x_u], gv[x_v] ]        over x_v in strategies(v)
 
-A node is one decision (the strategy of a cluster of operations, or the layout of an argument or of a shared copy). An
+A node is one decision (the strategy of a group of operations, or the layout of an argument or of a shared copy). An
 edge is one tensor: `gu` maps each strategy of its producer to the layout class the tensor then has, `gv` each strategy
 of its consumer to the class it wants, and `table` gives the seconds to get from one to the other. `inf` forbids.
 

@@ -210,7 +210,8 @@ def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     Of the branches of `jax.lax.platform_dependent` only the backend's is compiled.
     """
     operands = p.operands(op)
-    for platforms, region in zip(op.params.get("branches_platforms") or (), op.regions, strict=False):
+    platforms_of: Sequence[Sequence[str] | None] = op.params.get("branches_platforms") or ()
+    for platforms, region in zip(platforms_of, op.regions, strict=False):
         if platforms is None or not {*platforms}.isdisjoint(p.backend.platforms):
             _inline_region(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
             return

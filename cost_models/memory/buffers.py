@@ -4,7 +4,7 @@ A buffer's bytes depend on one decision, or on the two ends of an edge of the op
 
     an argument        there all the time, whoever owns it afterwards                            -> _Values.arguments
     one that waits     in the host's memory: from its first reader until its successor is made   -> _Values._visit
-    a value            its piece in the layout that its cluster leaves                           -> _Values.others
+    a value            its piece in the layout that its group leaves                            -> _Values.others
     unsummed results   the piece that a product makes before its partial sums are added up       -> _Values._unsummed
     copies             in other layouts, for the readers that want them                          -> add_copies
     what waits         operands of products that are put off while something is gathered         -> Waiting.kept
@@ -35,7 +35,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import Model, source_dims
-from autopar.passes.op_groups.bindings import WHOLE, Home
+from autopar.passes.op_groups.bindings import WHOLE, Binding
 from autopar.passes.op_groups.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 
 
@@ -62,7 +62,7 @@ def buffers(
     """The buffers of a program whose arguments at these positions are given away, or wait in the host's memory."""
     ends = _ends(model)
     reads = {site: end for end, sites in ends.items() for site in sites}
-    views = frozenset(v for v, home in model.clustering.homes.items() if home.view is not None)
+    views = frozenset(v for v, binding in model.grouping.bindings.items() if binding.view is not None)
     program = flatten(graph, backend, reads, mesh.size, views)
     w = written(program)
     lives = lifetimes(program, w)
@@ -82,12 +82,12 @@ def buffers(
 def _ends(model: Model) -> Mapping[End, list[str]]:
     """Readers' ends of edges, as `intra_op` tells them apart, and the sites that read there."""
     found: dict[End, list[str]] = {}
-    for use in model.clustering.uses:
-        home = model.clustering.homes.get(use.value)
-        if home is not None:
-            dims = source_dims(home, use)
-            if home.cluster != use.consumer or use.assigned or dims != home.dims:
-                found.setdefault((home.value, use.consumer, dims, use.assigned), []).append(use.site)
+    for use in model.grouping.uses:
+        binding = model.grouping.bindings.get(use.value)
+        if binding is not None:
+            dims = source_dims(binding, use)
+            if binding.group != use.consumer or use.assigned or dims != binding.dims:
+                found.setdefault((binding.value, use.consumer, dims, use.assigned), []).append(use.site)
     return found
 
 
@@ -100,7 +100,7 @@ def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozense
 def _within(p: Program, lives: Lifetimes, ends: Mapping[End, Sequence[str]]) -> Mapping[int, End | None]:
     """Values made in the memory of a loop's result -> the end at which nothing else is read, where there is one.
 
-    There the value is made in another cluster, and takes memory of its own where that lays it out otherwise.
+    There the value is made in another group, and takes memory of its own where that lays it out otherwise.
     """
     found: dict[int, End | None] = {}
     for v, read in lives.within.items():
@@ -111,11 +111,11 @@ def _within(p: Program, lives: Lifetimes, ends: Mapping[End, Sequence[str]]) -> 
 
 
 Place = tuple[int, tuple[int, ...], bool]
-"""A cluster that decides where a value lies, its factors for the dimensions, and whether as it runs or as it holds."""
+"""A group that decides the layout of a value, its factors for the dimensions, and whether as it runs or as it holds."""
 
 
-def _at(home: Home) -> Place:
-    return home.cluster, home.dims, False
+def _at(binding: Binding) -> Place:
+    return binding.group, binding.dims, False
 
 
 @dataclass(eq=False)
@@ -186,10 +186,10 @@ class _Values:
             at = b.at(kind, lambda: b.laid_out([np.array([n]) for n in kind.shape], kind, 1), fixed)
             b.add(what, v, birth, death, at)
             return
-        cluster, dims, assigned = placed
-        s = b.model.clustering.clusters[cluster].strategies
+        group, dims, assigned = placed
+        s = b.model.grouping.groups[group].strategies
         at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), fixed)
-        b.add(what, v, birth, death, at, node=cluster)
+        b.add(what, v, birth, death, at, node=group)
 
     def _placed(self, v: int) -> Place | None:
         """What decides where a value lies: of free values and views, what does for the first step that reads them.
@@ -202,11 +202,13 @@ class _Values:
             return piece[1:]
         if self._is_drawn_whole(v):
             return None
-        home = self.sizes.model.clustering.homes.get(p.like.get(v, v))
-        if home is None or home.view is None:
-            own = None if home is None else _at(home)
+        binding = self.sizes.model.grouping.bindings.get(p.like.get(v, v))
+        if binding is None or binding.view is None:
+            own = None if binding is None else _at(binding)
             return self._borrowed.get(v, own) if own is None or self._is_spread(v) else own
-        return self._borrowed.get(v, (home.cluster, tuple(home.dims[d] if d >= 0 else WHOLE for d in home.view), False))
+        return self._borrowed.get(
+            v, (binding.group, tuple(binding.dims[d] if d >= 0 else WHOLE for d in binding.view), False)
+        )
 
     def _is_spread(self, v: int) -> bool:
         """A broadcast that is written: the compiler makes it as it is read, wherever the plan has it."""
@@ -219,20 +221,20 @@ class _Values:
 
     @cached_property
     def _borrowed(self) -> Mapping[int, Place]:
-        """Where what has no home of its own or is a view lies, through any number of steps that keep the shape."""
-        p, clustering = self.sizes.program, self.sizes.model.clustering
-        homes = {v: _at(home) for v, home in clustering.homes.items() if home.view is None}
+        """Where what has no binding of its own or is a view lies, through any number of steps that keep the shape."""
+        p, grouping = self.sizes.program, self.sizes.model.grouping
+        bindings = {v: _at(binding) for v, binding in grouping.bindings.items() if binding.view is None}
         wanted: dict[int, Place] = {}  # of free values, by the first operation that reads them in a layout of its own
-        for use in clustering.uses:
-            if use.value not in clustering.homes:
+        for use in grouping.uses:
+            if use.value not in grouping.bindings:
                 wanted.setdefault(use.value, (use.consumer, use.dims, use.assigned))
         started: dict[int, Place] = {}
         found: dict[int, Place] = {}
         for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
-            started.update((v, homes[r]) for v, r in step.taken if r in homes)
+            started.update((v, bindings[r]) for v, r in step.taken if r in bindings)
             result = step.outputs[0]
             like = p.like.get(result, result)
-            place = homes.get(like) or found.get(result) or wanted.get(like)
+            place = bindings.get(like) or found.get(result) or wanted.get(like)
             if step.name in SCATTERS and place is not None:
                 place = (*place[:2], True)  # zeros are as the result before its sums
             if step.kind != LOOP and place is not None:
@@ -242,15 +244,15 @@ class _Values:
 
     def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
         """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""
-        b, home = self.sizes, self.sizes.model.clustering.homes.get(self.sizes.program.like.get(v, v))
-        if home is None or home.view is not None:
+        b, binding = self.sizes, self.sizes.model.grouping.bindings.get(self.sizes.program.like.get(v, v))
+        if binding is None or binding.view is not None:
             return
-        cluster = b.model.clustering.clusters[home.cluster]
-        s, kind = cluster.strategies, b.kind(v)
-        if cluster.op == step.op.index and s.after.any():
-            key = ("unsummed", s.index, home.dims, kind, written)
-            at = b.at(key, lambda: self._wholes(s, written) * b.held(s, home.dims, kind, assigned=True))
-            b.add("unsummed", v, moment, moment, at, node=home.cluster)
+        group = b.model.grouping.groups[binding.group]
+        s, kind = group.strategies, b.kind(v)
+        if group.op == step.op.index and s.after.any():
+            key = ("unsummed", s.index, binding.dims, kind, written)
+            at = b.at(key, lambda: self._wholes(s, written) * b.held(s, binding.dims, kind, assigned=True))
+            b.add("unsummed", v, moment, moment, at, node=binding.group)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:
         """How many pieces as large as before its sums a product has while they are made, under each strategy."""

@@ -1,4 +1,4 @@
-"""Buffers of copies in other layouts, and of values while readers in other clusters want them.
+"""Buffers of copies in other layouts, and of values while readers in other groups want them.
 
 In time order of their last moments t1 <= t2 <= ... the readers of a value x with copy c are served so:
 
@@ -121,7 +121,7 @@ class _Copies:
 
     def single(self, value: int, end: End) -> None:
         """A value with one reader: it has no copy of its own."""
-        link = self._link(value, self._home(value), self._reader(end), [end])
+        link = self._link(value, self._binding(value), self._reader(end), [end])
         birth, death = self.spans[end]
         self._fetch(link, end, birth, death)
         last = self._last(value)
@@ -148,7 +148,7 @@ class _Copies:
     def _kept(self, link: _Link, moment: int) -> None:
         """What products read that wait until something is gathered (`compiler/delayed_products.py`)."""
         model = self.sizes.model
-        runs = model.clustering.clusters[model.clustering.homes[link.value].cluster].weight
+        runs = model.grouping.groups[model.grouping.bindings[link.value].group].weight
         seconds = np.where(link.gathers(), model.problem.edges[link.edge].table / runs, 0.0)
         for group in self.waiting.kept(moment, float(seconds.max())):
             link.longer_than(group.seconds, seconds, group.nbytes, group.birth, moment - 1)
@@ -165,14 +165,14 @@ class _Copies:
         """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
         last, root = self._read_last(value), self.sizes.program.root(value)
         if last is not None and isinstance(root, int):
-            link = self._link(value, self._home(value), self._reader(end), [end])
+            link = self._link(value, self._binding(value), self._reader(end), [end])
             link.other("value", self.sizes.lives.birth[root], last, of_target=False)
 
     def shared(self, value: int, ends: Sequence[End]) -> None:
         """A value with a copy, and its readers in the order of their last moments."""
-        model, home, used = self.sizes.model, self._home(value), self._used(ends)
-        copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(home.dims))), False)
-        link = self._link(value, home, copy, used)
+        model, binding, used = self.sizes.model, self._binding(value), self._used(ends)
+        copy = _side(model.copies[value], model.copy_sets[value], tuple(range(len(binding.dims))), False)
+        link = self._link(value, binding, copy, used)
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
         self._fetch(link, used[0], born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
@@ -227,12 +227,12 @@ class _Copies:
             return None
         return self.sizes.lives.death.get(root)
 
-    def _home(self, value: int) -> _Side:
-        home = self.sizes.model.clustering.homes[value]
-        return _side(home.cluster, self.sizes.model.clustering.clusters[home.cluster].strategies, home.dims, False)
+    def _binding(self, value: int) -> _Side:
+        binding = self.sizes.model.grouping.bindings[value]
+        return _side(binding.group, self.sizes.model.grouping.groups[binding.group].strategies, binding.dims, False)
 
     def _reader(self, end: End) -> _Side:
-        return _side(end[1], self.sizes.model.clustering.clusters[end[1]].strategies, end[2], end[3])
+        return _side(end[1], self.sizes.model.grouping.groups[end[1]].strategies, end[2], end[3])
 
     def _link(self, value: int, source: _Side, target: _Side, readers: Sequence[End]) -> _Link:
         (gu, lu), (gv, lv) = self._projection(source), self._projection(target)

@@ -29,7 +29,7 @@ NEAR = 1  # most moments between what makes a buffer in on-chip memory and what 
 WHOLE = 4  # times `Backend.near_bytes` is all of the on-chip memory
 _TEMPORARY = ("value", "unsummed", "copy")
 
-#: A reader's end of an edge: consumer cluster, its factors for the dimensions, assigned; before it the home value.
+#: A reader's end of an edge: consumer group, its factors for the dimensions, assigned; before it the bound value.
 End = tuple[int, int, tuple[int, ...], bool]
 
 

@@ -2,9 +2,9 @@
 
     minimise  sum_c  weight_c (roofline_c[s] + partial sums_c[s] + light_c[s])                    -> _node
             + sum_e  weight_e reshard(layout the producer leaves[s], layout the consumer wants[t]) -> _Edges
-    over one strategy s per cluster
+    over one strategy s per group
 
-A value that several clusters read through edges gets a *copy*: a layout of its own between its home and its readers,
+A value that several groups read through edges gets a *copy*: a layout of its own between its binding and its readers,
 so that a reshard which several readers want, or one reader several times, is paid once. The readers then reshard from
 the copy where they want yet another layout. Copies are decisions like any other, so the optimizer weighs sharing
 against not sharing.
@@ -27,7 +27,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Type
 from autopar.ir.layout import Layout
 from autopar.ir.problem import Edge, Node, Problem
-from autopar.passes.op_groups.bindings import FREE, Cluster, Clustering, Home, Use, projection
+from autopar.passes.op_groups.bindings import FREE, Binding, Grouping, OpGroup, Use, projection
 from autopar.passes.op_groups.strategies import StrategySet, layouts_of, padding, share, shares
 
 
@@ -36,13 +36,13 @@ class Model:
     """The problem of one graph on one mesh, with what is needed to read an assignment.
 
     Attributes:
-        problem: nodes are the clusters, then the copies.
-        clustering: what the nodes stand for.
-        copies: home value -> node of its copy.
+        problem: nodes are the groups, then the copies.
+        grouping: what the nodes stand for.
+        copies: binding value -> node of its copy.
     """
 
     problem: Problem
-    clustering: Clustering
+    grouping: Grouping
     copies: Mapping[int, int]
     copy_sets: Mapping[int, StrategySet]
 
@@ -100,28 +100,28 @@ class _Builder:
         return found
 
 
-def build(graph: Graph, clustering: Clustering, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
+def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
     """The problem whose solutions are the plans of `graph` on `mesh`."""
     b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.behind_computation()))
-    nodes = [_node(b, c) for c in clustering.clusters]
-    edges = _Edges(b, clustering)
-    readers = _readers(graph, clustering, mesh.device.rounds_operands)
+    nodes = [_node(b, c) for c in grouping.groups]
+    edges = _Edges(b, grouping)
+    readers = _readers(graph, grouping, mesh.device.rounds_operands)
     copies: dict[int, int] = {}
     copy_sets: dict[int, StrategySet] = {}
-    base = 1 + max((c.strategies.index for c in clustering.clusters), default=0)
+    base = 1 + max((c.strategies.index for c in grouping.groups), default=0)
     for value, ends in readers.items():
-        home = clustering.homes[value]
-        if len(ends) == 1 and ends[0].weight <= clustering.clusters[home.cluster].weight:
-            edges.add_home(home, ends[0])
+        binding = grouping.bindings[value]
+        if len(ends) == 1 and ends[0].weight <= grouping.groups[binding.group].weight:
+            edges.add_home(binding, ends[0])
             continue
         strategies = b.layouts(graph.types[value].shape, base)
         copies[value], copy_sets[value] = len(nodes), strategies
         nodes.append(Node(f"copy of %{value}", np.zeros(len(strategies)), ("copy", strategies.index)))
-        edges.add_copy(home, copies[value], strategies, ends)
-    return Model(Problem(tuple(nodes), edges.merged()), clustering, copies, copy_sets)
+        edges.add_copy(binding, copies[value], strategies, ends)
+    return Model(Problem(tuple(nodes), edges.merged()), grouping, copies, copy_sets)
 
 
-def _node(b: _Builder, c: Cluster) -> Node:
+def _node(b: _Builder, c: OpGroup) -> Node:
     key = (c.strategies.index, c.weight, c.light)
     cost = b.costs.get(key)
     if cost is None:
@@ -149,63 +149,63 @@ class _End:
     narrow: bool
 
 
-def source_dims(home: Home, use: Use) -> tuple[int, ...]:
-    """The consumer's factor for each dimension of the value behind a use (`Home.value`)."""
-    if home.view is None:
+def source_dims(binding: Binding, use: Use) -> tuple[int, ...]:
+    """The consumer's factor for each dimension of the value behind a use (`Binding.value`)."""
+    if binding.view is None:
         return use.dims
-    dims = [-1] * len(home.dims)
-    for of_view, factor in zip(home.view, use.dims, strict=True):
+    dims = [-1] * len(binding.dims)
+    for of_view, factor in zip(binding.view, use.dims, strict=True):
         if of_view != FREE:
             dims[of_view] = factor
     return tuple(dims)
 
 
-def _readers(graph: Graph, clustering: Clustering, rounding: bool) -> Mapping[int, list[_End]]:
-    """Distinct readers of every homed value, in program order; what a cluster reads from itself as it is, is none."""
+def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, list[_End]]:
+    """Distinct readers of every bound value, in program order; what a group reads from itself as it is, is none."""
     found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
-    for use in clustering.uses:
-        home = clustering.homes.get(use.value)
-        if home is None:
+    for use in grouping.uses:
+        binding = grouping.bindings.get(use.value)
+        if binding is None:
             continue
-        dims = source_dims(home, use)
-        if home.cluster == use.consumer and not use.assigned and dims == home.dims:
+        dims = source_dims(binding, use)
+        if binding.group == use.consumer and not use.assigned and dims == binding.dims:
             continue
-        ends = found.setdefault(home.value, {})
+        ends = found.setdefault(binding.value, {})
         key = (use.consumer, dims, use.assigned)
         weight, behind, narrow = ends.get(key, (0.0, True, rounding))
         narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
-        ends[key] = (max(weight, use.weight), behind and clustering.slack.moves(use.value, use.op), narrow)
+        ends[key] = (max(weight, use.weight), behind and grouping.slack.moves(use.value, use.op), narrow)
     return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
 
 
 class _Edges:
     """Collects edges, merging those between the same nodes with the same projections."""
 
-    def __init__(self, b: _Builder, clustering: Clustering) -> None:
+    def __init__(self, b: _Builder, grouping: Grouping) -> None:
         self._b = b
-        self._clustering = clustering
+        self._grouping = grouping
         self._found: dict[tuple[int, int, int, int], list[Moved]] = {}
         self._sides: dict[int, _Side] = {}
 
-    def add_home(self, home: Home, end: _End) -> None:
-        source = self._clustering.clusters[home.cluster].strategies
-        self._add(home.cluster, self._b.side(source, home.dims, False), end, home.value)
+    def add_home(self, binding: Binding, end: _End) -> None:
+        source = self._grouping.groups[binding.group].strategies
+        self._add(binding.group, self._b.side(source, binding.dims, False), end, binding.value)
 
-    def add_copy(self, home: Home, copy: int, strategies: StrategySet, ends: list[_End]) -> None:
-        identity = tuple(range(len(home.dims)))
+    def add_copy(self, binding: Binding, copy: int, strategies: StrategySet, ends: list[_End]) -> None:
+        identity = tuple(range(len(binding.dims)))
         # What lies outside loops is copied once, however often the loops inside read it.
         weight = min(end.weight for end in ends)
-        weight = min(weight, self._clustering.clusters[home.cluster].weight) if weight else weight
+        weight = min(weight, self._grouping.groups[binding.group].weight) if weight else weight
         side = self._b.side(strategies, identity, False)
-        source = self._clustering.clusters[home.cluster].strategies
+        source = self._grouping.groups[binding.group].strategies
         behind, narrow = all(end.behind for end in ends), all(end.narrow for end in ends)
-        moved = self._moved(home.value, weight, behind, narrow)
-        self._record(home.cluster, self._b.side(source, home.dims, False), copy, side, moved)
+        moved = self._moved(binding.value, weight, behind, narrow)
+        self._record(binding.group, self._b.side(source, binding.dims, False), copy, side, moved)
         for end in ends:
-            self._add(copy, side, end, home.value)
+            self._add(copy, side, end, binding.value)
 
     def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
-        reader = self._clustering.clusters[end.consumer].strategies
+        reader = self._grouping.groups[end.consumer].strategies
         other = self._b.side(reader, end.dims, end.assigned)
         self._record(u, side, end.consumer, other, self._moved(value, end.weight, end.behind, end.narrow))
 

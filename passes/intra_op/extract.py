@@ -1,8 +1,8 @@
 """Reads a solved model back: the layout of every value and use, and the collectives that follow from them.
 
-layout of a value       = its dimensions under the strategy of its cluster              -> layouts.values
+layout of a value       = its dimensions under the strategy of its group              -> layouts.values
 layout at a site        = what the reader's strategy wants there                        -> layouts.uses
-reshards                = steps from home to copy, from copy to each other layout       -> _reshards
+reshards                = steps from binding to copy, from copy to each other layout       -> _reshards
 partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
 """
 
@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, device_share, divides, steps
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import Model, layout_at
-from autopar.passes.op_groups.bindings import Charge, Cluster, Home, Use
+from autopar.passes.op_groups.bindings import Binding, Charge, OpGroup, Use
 from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, REDUCE_SCATTER, emitted
 from autopar.passes.op_groups.strategies import padding, share, shares
 
@@ -30,9 +30,9 @@ class Layouts:
     """Layouts of one program on one mesh.
 
     Attributes:
-        values: homed value -> its layout.
+        values: bound value -> its layout.
         uses: site -> layout, where it is not that of the value.
-        copies: homed value -> layout of the copy that its readers share, where it is not that of the value.
+        copies: bound value -> layout of the copy that its readers share, where it is not that of the value.
     """
 
     values: Mapping[int, Layout]
@@ -42,28 +42,28 @@ class Layouts:
 
 def layouts(model: Model, assignment: Ints) -> Layouts:
     """Layouts under one assignment."""
-    clusters, homes = model.clustering.clusters, model.clustering.homes
+    groups, bindings = model.grouping.groups, model.grouping.bindings
     known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
     choices: list[int] = assignment.tolist()
 
-    def of(cluster: int, dims: tuple[int, ...], assigned: bool) -> Layout:
-        strategies, choice = clusters[cluster].strategies, choices[cluster]
+    def of(group: int, dims: tuple[int, ...], assigned: bool) -> Layout:
+        strategies, choice = groups[group].strategies, choices[group]
         key = (strategies.index, choice, dims, assigned)
         found = known.get(key)
         if found is None:
             found = known[key] = layout_at(strategies, choice, dims, assigned)
         return found
 
-    values = {v: of(h.cluster, h.dims, False) for v, h in homes.items() if h.view is None}
+    values = {v: of(h.group, h.dims, False) for v, h in bindings.items() if h.view is None}
     copies = {
-        v: layout_at(model.copy_sets[v], int(assignment[node]), tuple(range(len(homes[v].dims))), False)
+        v: layout_at(model.copy_sets[v], int(assignment[node]), tuple(range(len(bindings[v].dims))), False)
         for v, node in model.copies.items()
     }
     uses: dict[str, Layout] = {}
-    for use in model.clustering.uses:
+    for use in model.grouping.uses:
         wanted = of(use.consumer, use.dims, use.assigned)
-        home = homes.get(use.value)
-        if home is None or home.view is not None:
+        binding = bindings.get(use.value)
+        if binding is None or binding.view is not None:
             if any(d >= 0 for d in wanted):
                 uses[use.site] = wanted
         elif wanted != values[use.value]:
@@ -71,11 +71,11 @@ def layouts(model: Model, assignment: Ints) -> Layouts:
     return Layouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
 
 
-def through(home: Home, wanted: Layout) -> Layout:
+def through(binding: Binding, wanted: Layout) -> Layout:
     """The layout of the value behind a view that shows `wanted`."""
-    if home.view is None:
+    if binding.view is None:
         return wanted
-    view = home.view
+    view = binding.view
     return tuple(view[d] if d >= 0 and view[d] >= 0 else (d if d < 0 else -1) for d in wanted)
 
 
@@ -89,8 +89,8 @@ def collectives(
 
 def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
     """Seconds per step of these collectives that the plan's price leaves out because they hide behind computation."""
-    slack, behind = model.clustering.slack, mesh.behind_computation()
-    reads = {use.site: use for use in model.clustering.uses}
+    slack, behind = model.grouping.slack, mesh.behind_computation()
+    reads = {use.site: use for use in model.grouping.uses}
     total = 0.0
     for c in planned:
         use = reads.get(c.op)
@@ -112,7 +112,7 @@ _Placed = tuple[tuple[int, int], Collective]
 
 def operation_seconds(model: Model, assignment: Ints) -> Iterator[tuple[int, float]]:
     """Operation and s per step of its work, with the collectives that end its sums, of all that have strategies."""
-    for c, choice in zip(model.clustering.clusters, assignment.tolist(), strict=False):  # copies come after clusters
+    for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
         if c.op >= 0:
             yield c.op, c.weight * float(c.strategies.cost[choice])
 
@@ -120,32 +120,32 @@ def operation_seconds(model: Model, assignment: Ints) -> Iterator[tuple[int, flo
 def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[tuple[Charge, float]]:
     """Charge and s per step of the light traffic that it stands for."""
     bandwidth = mesh.device.memory_bandwidth
-    for charge in model.clustering.charges:
-        strategies = model.clustering.clusters[charge.cluster].strategies
-        held = strategies.held[assignment[charge.cluster]].tolist()
+    for charge in model.grouping.charges:
+        strategies = model.grouping.groups[charge.group].strategies
+        held = strategies.held[assignment[charge.group]].tolist()
         layout = tuple(f if f in charge.dims else REPLICATED for f in held)
         yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
 
 def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:
-    """The communication steps between layouts that the uses of the clustering ask for."""
+    """The communication steps between layouts that the uses of the grouping ask for."""
     return (c for _, c in _reshards(graph, model, found, mesh))
 
 
 def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
     seen: set[tuple[int, Layout]] = set()
-    homes = model.clustering.homes
-    for use in model.clustering.uses:
-        home = homes.get(use.value)
-        if home is None:
+    bindings = model.grouping.bindings
+    for use in model.grouping.uses:
+        binding = bindings.get(use.value)
+        if binding is None:
             continue
-        value, at_home = home.value, found.values[home.value]
-        default = at_home if home.view is None else (-1,) * len(mesh.sizes)
-        wanted = through(home, found.uses.get(use.site, default))
+        value, at_home = binding.value, found.values[binding.value]
+        default = at_home if binding.view is None else (-1,) * len(mesh.sizes)
+        wanted = through(binding, found.uses.get(use.site, default))
         start = found.copies.get(value, at_home)
         if value in found.copies and (value, start) not in seen:
             seen.add((value, start))
-            weight = min(use.weight, model.clustering.clusters[home.cluster].weight)
+            weight = min(use.weight, model.grouping.groups[binding.group].weight)
             yield from _emit(graph, replace(use, weight=weight), value, at_home, start, mesh)
         if wanted != start and (value, wanted) not in seen and wanted != at_home:
             seen.add((value, wanted))
@@ -172,7 +172,7 @@ def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> f
 
 def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
     known: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
-    for index, c in enumerate(model.clustering.clusters):
+    for index, c in enumerate(model.grouping.groups):
         choice = int(assignment[index])
         if c.op < 0 or not c.strategies.after[choice].any():
             continue
@@ -186,14 +186,14 @@ def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
 
 
 def sums_of(
-    graph: Graph, op: Op, c: Cluster, choice: int, model: Model, mesh: LogicalMesh
+    graph: Graph, op: Op, c: OpGroup, choice: int, model: Model, mesh: LogicalMesh
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
     row = slice(choice, choice + 1)
     chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
     each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
-    for value, dims in zip(op.outputs, model.clustering.rules[op.signature].results, strict=True):
+    for value, dims in zip(op.outputs, model.grouping.rules[op.signature].results, strict=True):
         held = graph.types[value].nbytes * float(share(each, dims)[0])
         for axis, size in enumerate(mesh.sizes):
             if after[axis] == REDUCE_SCATTER:

@@ -1,6 +1,6 @@
 """The way from a traced function to a plan, one mesh, no pipeline:
 
-    Graph -> rules -> clusters -> problem -> fold, presolve, bound, solve -> layouts -> Plan
+    Graph -> rules -> op groups -> problem -> fold, presolve, bound, solve -> layouts -> Plan
 
 Everything here is composition; the ideas are in the passes.
 """
@@ -30,7 +30,7 @@ from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.op_groups import merge as op_groups
-from autopar.passes.op_groups.bindings import Clustering
+from autopar.passes.op_groups.bindings import Grouping
 from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload, memory_policy
@@ -83,8 +83,8 @@ def _model(
     axes = None if traced.mesh is None else dict(traced.mesh.shape)
     pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
     clock.lap("rules")
-    clustering = op_groups.cluster(traced.graph, rules, mesh, pinned.arguments, pinned.results)
-    model = intra_op.build(traced.graph, clustering, mesh)
+    grouping = op_groups.group(traced.graph, rules, mesh, pinned.arguments, pinned.results)
+    model = intra_op.build(traced.graph, grouping, mesh)
     clock.lap("graph")
     return model, pinned
 
@@ -532,7 +532,7 @@ def _export(
         memory=memory.kinds,
         host_memory_bytes=round(host_bytes),
     )
-    account = imbalance.account(graph, model.clustering.rules, stage)
+    account = imbalance.account(graph, model.grouping.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
     return Plan(
         graph_hash=graph_hash(original),
@@ -570,7 +570,7 @@ def _export(
         notes=(
             *recomputation.notes(draft.policies),
             *choose_offload.notes(graph, mesh, draft.hosted, host_bytes),
-            *_notes(graph, model.clustering, account, inputs, mesh),
+            *_notes(graph, model.grouping, account, inputs, mesh),
             *solution.warnings,
         ),
     )
@@ -617,21 +617,21 @@ def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[
 
 
 def _notes(
-    graph: Graph, clustering: Clustering, account: imbalance.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
+    graph: Graph, grouping: Grouping, account: imbalance.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
 ) -> tuple[str, ...]:
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
-    notes.extend(_replicated_operations(graph, clustering))
+    notes.extend(_replicated_operations(graph, grouping))
     notes.extend(_undivided(graph, inputs, mesh))
     uneven = account.without("uncuttable", "chosen")
     notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
     return tuple(notes)
 
 
-def _replicated_operations(graph: Graph, clustering: Clustering) -> list[str]:
+def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
     """Operations whose rule lets no dimension be cut, and why."""
     whole: dict[str, tuple[int, str]] = {}
-    for c in clustering.clusters:
-        if c.op >= 0 and graph.types[c.value].size > 1 and not clustering.rules[graph.by_index[c.op].signature].free:
+    for c in grouping.groups:
+        if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
             op = graph.by_index[c.op]
             count, line = whole.get(op.name, (0, op.source))
             whole[op.name] = (count + 1, line)

@@ -192,10 +192,10 @@ class Tree:
     def _pair(self, leaf: _Leaf) -> tuple[Ints | None, Ints | None]:
         """The best plan inside the leaf that fits, and the best that does not, bytes paid for."""
         found: dict[bool, Ints] = {}
-        fits = (self._pool.held <= self._budget).all(axis=1)
+        fits: list[bool] = [bool((used <= self._budget).all()) for used in self._pool.held]
         for i in self._near(leaf.dual.prices):
-            if bool(fits[i]) not in found and np.isfinite(self._pool.seconds[i]) and leaf.admits(self._pool.plans[i]):
-                found[bool(fits[i])] = self._pool.plans[i]
+            if fits[i] not in found and np.isfinite(self._pool.seconds[i]) and leaf.admits(self._pool.plans[i]):
+                found[fits[i]] = self._pool.plans[i]
                 if len(found) == 2:
                     break
         return found.get(True), found.get(False)

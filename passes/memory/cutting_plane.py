@@ -41,7 +41,7 @@ class Master:
         scale = TOLERANCE * max(1e-300, float(np.abs(self._costs).max()))
         duals = np.zeros(len(self._basis))
         for pivot in range(PIVOTS):
-            inverse = np.linalg.inv(self._columns[:, self._basis])
+            inverse = np.linalg.inv(self._columns[:, self._basis]).astype(np.float64, copy=False)
             duals = self._costs[self._basis] @ inverse
             reduced = self._costs - duals @ self._columns
             entering = _entering(reduced, scale, first=2 * pivot >= PIVOTS)

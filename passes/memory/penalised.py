@@ -8,17 +8,25 @@ multiplier method"): no plan with as few bytes is faster. It is one more problem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.cost_models.memory.row import Row
-from autopar.ir.problem import Edge, Node, Problem
+from autopar.ir.problem import Edge, Floats, Node, Problem
 
 
 def together(one: Row, other: Row, weight: float) -> Row:
     """A row and `weight` times another."""
-    nodes = {v: one.nodes.get(v, 0.0) + weight * other.nodes.get(v, 0.0) for v in sorted({*one.nodes, *other.nodes})}
-    edges = {e: one.edges.get(e, 0.0) + weight * other.edges.get(e, 0.0) for e in sorted({*one.edges, *other.edges})}
+    nodes, edges = _weighted(one.nodes, other.nodes, weight), _weighted(one.edges, other.edges, weight)
     return Row(f"{one.name} + {weight:g} {other.name}", one.constant + weight * other.constant, nodes, edges)
+
+
+def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
+    """Tables of two rows, added entry by entry."""
+    found = dict(one)
+    for v, table in other.items():
+        found[v] = found[v] + weight * table if v in found else weight * table
+    return dict(sorted(found.items()))
 
 
 def charged(problem: Problem, row: Row, rate: float) -> Problem:

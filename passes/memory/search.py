@@ -106,7 +106,8 @@ def _start(hunt: Hunt, core: Core) -> Pool:
 
 def _tied(hunt: Hunt, how: Folding, *, full: bool) -> tuple[Core, Pool, Dual, Messages]:
     """Rounds of ascent, descent and judgement until no row is new."""
-    for _ in range(ROUNDS):
+    rounds = 0
+    while True:
         core = presolve(hunt.problem, hunt.rows, how, full=full)
         pool, messages = _start(hunt, core), Messages(core.loaded, core.counts)
         aim = Within(core.loaded, hunt.budget, pool, hunt.seconds - core.constant)
@@ -114,9 +115,9 @@ def _tied(hunt: Hunt, how: Folding, *, full: bool) -> tuple[Core, Pool, Dual, Me
         _descend(hunt, core, pool, dual)
         known = len(hunt.rows)
         _offer(hunt, core, pool)
-        if len(hunt.rows) == known or hunt.late:
-            break
-    return core, pool, dual, messages
+        rounds += 1
+        if len(hunt.rows) == known or hunt.late or rounds == ROUNDS:
+            return core, pool, dual, messages
 
 
 def _bound(
@@ -183,7 +184,7 @@ def _affordable(hunt: Hunt, core: Core, dual: Dual, messages: Messages) -> list[
     limit = hunt.seconds - core.constant - spare + CLOSED * abs(hunt.seconds)
     keep = [np.flatnonzero(bound <= limit) for bound in messages.bounds]
     plan = None if hunt.plan is None else core.project(hunt.plan)
-    if plan is not None and np.array_equal(core.lift(plan), hunt.plan):
+    if plan is not None and hunt.plan is not None and np.array_equal(core.lift(plan), hunt.plan):
         assert all(s in k for s, k in zip(plan, keep, strict=True)), "a bound rules out the best plan"
     return keep
 

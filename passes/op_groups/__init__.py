@@ -1,7 +1,7 @@
 """Operations that share one strategy variable, and which values follow them.
 
     in     Graph, sharding rules, mesh
-    out    Clustering: groups with their strategies, bindings of values to groups, uses where values change sharding
+    out    Grouping: groups with their strategies, bindings of values to groups, uses where values change sharding
 
 Read `strategies` first, then `bindings` and `merge`.
 """

@@ -1,7 +1,7 @@
-"""Where the layout of every value is decided, and who reads it how: the vocabulary of the clustering.
+"""Where the layout of every value is decided, and who reads it how: the vocabulary of the grouping.
 
-A *home* ties a value's dimensions to factors of a cluster; a *use* ties the dimensions of an operand to factors of the
-cluster that reads it. `projection` turns either into classes of strategies that mean the same layout, which is what the
+A *binding* ties a value's dimensions to factors of a group; a *use* ties the dimensions of an operand to factors of the
+group that reads it. `projection` turns either into classes of strategies that mean the same layout, which is what the
 edges of the optimization problem are made of.
 """
 
@@ -23,25 +23,25 @@ from autopar.rules import Rule
 
 #: A dimension of a view along which any layout costs nothing.
 FREE = -3
-#: A dimension that its cluster never cuts.
+#: A dimension that its group never cuts.
 WHOLE = -1
 
-#: A cluster's factors for the dimensions of each operand, and of each result, of an operation that follows an operand.
+#: A group's factors for the dimensions of each operand, and of each result, of an operation that follows an operand.
 Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class Binding:
     """Where a value's layout is decided.
 
     Attributes:
-        cluster: index of the cluster.
+        group: index of the group.
         value: the value itself, or the one that a view looks at.
-        dims: for each dimension of `value`, the cluster's factor, or WHOLE.
+        dims: for each dimension of `value`, the group's factor, or WHOLE.
         view: for each dimension of this value, the dimension of `value` behind it, or FREE; None if it is no view.
     """
 
-    cluster: int
+    group: int
     value: int
     dims: tuple[int, ...]
     view: tuple[int, ...] | None = None
@@ -49,12 +49,12 @@ class Home:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A value read at a site, in the layout that a cluster's strategy wants there.
+    """A value read at a site, in the layout that a group's strategy wants there.
 
     Attributes:
         site: "op12.in0", "op12.body.out1" or "out3".
         value: the value read.
-        consumer: the cluster that decides the layout.
+        consumer: the group that decides the layout.
         dims: for each dimension of the value, the consumer's factor, or WHOLE.
         assigned: the layout follows what the strategy cuts while running, not what its result holds.
         weight: executions per step.
@@ -71,7 +71,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cluster:
+class OpGroup:
     """A decision: its strategies, how often it runs, and the light operations that follow it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Cluster:
         weight: executions per step.
         op: index of the operation that has the strategies, -1 for arguments, copies and region borders.
         value: the value whose layout it decides (the operation's largest result).
-        light: bytes moved by followers: cluster factors of the value -> bytes per execution.
+        light: bytes moved by followers: group factors of the value -> bytes per execution.
     """
 
     name: str
@@ -92,26 +92,26 @@ class Cluster:
 
 
 class Charge(NamedTuple):
-    """Light traffic on a cluster: `nbytes` of the whole per step, of which its cuts of `dims` leave a share.
+    """Light traffic on a group: `nbytes` of the whole per step, of which its cuts of `dims` leave a share.
 
     `op` is the operation that moves them, -1 for what the batch is written with.
     """
 
-    cluster: int
+    group: int
     dims: tuple[int, ...]
     nbytes: float
     op: int
 
 
 @dataclass(frozen=True, eq=False)
-class Clustering:
-    """The whole program's decisions: which clusters, where every value lives, who reads what how.
+class Grouping:
+    """The whole program's decisions: which groups, where every value lives, who reads what how.
 
-    `charges` are the light traffic of the clusters one by one.
+    `charges` are the light traffic of the groups one by one.
     """
 
-    clusters: tuple[Cluster, ...]
-    homes: Mapping[int, Home]
+    groups: tuple[OpGroup, ...]
+    bindings: Mapping[int, Binding]
     uses: tuple[Use, ...]
     rules: Mapping[int, Rule]
     slack: Slack
@@ -119,7 +119,7 @@ class Clustering:
 
 
 def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(class of each strategy, layouts of the classes) of a value whose dimensions are these cluster factors.
+    """(class of each strategy, layouts of the classes) of a value whose dimensions are these group factors.
 
     Shapes (n,) and (classes, axes); classes are ordered by first appearance in the sorted codes.
     """
@@ -137,7 +137,7 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
 
 @dataclass
 class Draft:
-    """A cluster whose followers are still being charged."""
+    """A group whose followers are still being charged."""
 
     name: str
     strategies: StrategySet
@@ -150,10 +150,10 @@ class Draft:
 
 @dataclass
 class Builder:
-    """The growing clustering; local to one `cluster` call.
+    """The growing grouping; local to one `group` call.
 
     `repeats`: executions per step of the top-level operation that is being visited; `pace`: of those visited, by index.
-    `loose`: clusters of arguments that nothing follows -> the most padding of what would follow them.
+    `loose`: groups of arguments that nothing follows -> the most padding of what would follow them.
     """
 
     graph: Graph
@@ -162,7 +162,7 @@ class Builder:
     deferral: Deferral
     slack: Slack
     drafts: list[Draft] = field(default_factory=list)
-    homes: dict[int, Home] = field(default_factory=dict)
+    bindings: dict[int, Binding] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     kinds: dict[int, Kind] = field(default_factory=dict)
     sets: dict[object, StrategySet] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class Builder:
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)
-    followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)  # see `clusters._followed`
+    followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)  # see `groups._followed`
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
         self.drafts.append(Draft(name, strategies, weight, op, value, repeats=self.repeats))
@@ -190,7 +190,7 @@ class Builder:
         return self.strategy_set(key, lambda index: layouts_of(shape, self.mesh, index, most_padding))
 
     def is_free(self, atom: Atom) -> bool:
-        return not isinstance(atom, int) or not self.graph.types[atom].shape or atom not in self.homes
+        return not isinstance(atom, int) or not self.graph.types[atom].shape or atom not in self.bindings
 
     def pinned(self, shape: tuple[int, ...], layout: Layout, open_dims: tuple[int, ...] = ()) -> StrategySet:
         """The layouts of this shape, restricted to one; axes it leaves out may cut the open dimensions."""
@@ -201,15 +201,15 @@ class Builder:
         return self.strategy_set(("pinned", shape, layout, open_dims), lambda index: StrategySet(index, *parts))
 
     def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:
-        """A cluster for a value that comes from outside: the border of a region."""
+        """A group for a value that comes from outside: the border of a region."""
         return self.enter_as(name, value, weight, self.layouts(self.graph.types[value].shape, most_padding))
 
     def enter_as(self, name: str, value: int, weight: float, strategies: StrategySet) -> int:
-        """A cluster for a value that comes from outside, with these layouts."""
+        """A group for a value that comes from outside, with these layouts."""
         shape = self.graph.types[value].shape
-        cluster = self.new(name, strategies, weight, -1, value)
-        self.homes[value] = Home(cluster, value, tuple(range(len(shape))))
-        return cluster
+        group = self.new(name, strategies, weight, -1, value)
+        self.bindings[value] = Binding(group, value, tuple(range(len(shape))))
+        return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +224,14 @@ class Kind:
 
 
 def alias(b: Builder, atom: Atom, value: int, name: str, site: str, weight: float, op: int) -> None:
-    """`value` is what is read at `site` and lies where that lives; if it lives nowhere, it gets a border cluster."""
-    home = b.homes.get(atom) if isinstance(atom, int) else None
-    if home is not None and home.view is None:
-        b.homes[value] = Home(home.cluster, value, home.dims)
+    """`value` is what is read at `site` and lies where that lives; if it lives nowhere, it gets a border group."""
+    binding = b.bindings.get(atom) if isinstance(atom, int) else None
+    if binding is not None and binding.view is None:
+        b.bindings[value] = Binding(binding.group, value, binding.dims)
     elif b.graph.types[value].shape:
-        cluster = b.enter(name, value, weight)
+        group = b.enter(name, value, weight)
         if isinstance(atom, int):
-            use(b, site, atom, cluster, tuple(range(b.graph.types[value].rank)), False, weight, op)
+            use(b, site, atom, group, tuple(range(b.graph.types[value].rank)), False, weight, op)
 
 
 def use(
@@ -240,8 +240,8 @@ def use(
     """Record a `Use`, unless the value already lies as the consumer wants it because it lives there."""
     if not dims:
         return
-    home = b.homes.get(value)
-    same = home is not None and home.view is None and home.cluster == consumer and home.dims == dims
+    binding = b.bindings.get(value)
+    same = binding is not None and binding.view is None and binding.group == consumer and binding.dims == dims
     if not same or assigned:
         b.uses.append(Use(site, value, consumer, dims, assigned, weight, op))
 

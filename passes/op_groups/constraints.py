@@ -1,7 +1,7 @@
 """Layouts that the user fixes: by path glob, "arg:i", "out:i", `with_sharding_constraint` inside the function, and the
 types of arguments that lie on an Explicit mesh.
 
-A pin restricts the strategies of an argument's cluster to one layout, or adds a border cluster with one layout to a
+A pin restricts the strategies of an argument's group to one layout, or adds a border group with one layout to a
 result; the optimizer then works around it. A pin that fits nothing is an error, never ignored.
 """
 

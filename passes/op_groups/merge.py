@@ -2,17 +2,17 @@
 
 Three kinds of value:
 
-- *homed*: its layout is decided by a cluster: arguments, heavy operations, meeting points, and what follows them;
-- *a view*: a homed value broadcast to more dimensions; along the new ones any layout is free;
+- *bound*: its layout is decided by a group: arguments, heavy operations, meeting points, and what follows them;
+- *a view*: a bound value broadcast to more dimensions; along the new ones any layout is free;
 - *free*: made from constants, iotas, scalars and random keys alone; every use gets it in the layout it wants.
 
 An operation follows an operand if all factors of its result live in that operand and none is reduced or kept: it then
-runs in whatever layout the operand has. Of several candidates the oldest cluster leads, which makes a residual stream
-one cluster, and the clusters of equal layers symmetric around it. Any other operation gets strategies of its own.
+runs in whatever layout the operand has. Of several candidates the oldest group leads, which makes a residual stream
+one group, and the groups of equal layers symmetric around it. Any other operation gets strategies of its own.
 Nothing follows an argument that does not divide, nor one that others hand over in a layout of theirs: a residual stream
 would be bound to it from end to end, where one conversion may do.
 
-Regions are planned in place: a loop's body counts as often as it runs. What enters a loop gets a cluster of its own
+Regions are planned in place: a loop's body counts as often as it runs. What enters a loop gets a group of its own
 (entering may reshard once); a carry leaves an iteration in the layout it entered with.
 """
 
@@ -32,13 +32,13 @@ from autopar.passes.op_groups import overlap, unreduced
 from autopar.passes.op_groups.bindings import (
     FREE,
     WHOLE,
+    Binding,
     Builder,
     Charge,
-    Cluster,
-    Clustering,
     Followed,
-    Home,
+    Grouping,
     Kind,
+    OpGroup,
     alias,
     projection,
     use,
@@ -58,15 +58,15 @@ SCATTERS = ("scatter-add", "scatter")
 SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
 
-def cluster(
+def group(
     graph: Graph,
     rules: Mapping[int, Rule],
     mesh: LogicalMesh,
     pinned_arguments: Mapping[int, Layout] | None = None,
     pinned_results: Mapping[int, Layout] | None = None,
     handed: Collection[int] = (),
-) -> Clustering:
-    """Clusters, homes and uses of a whole program.
+) -> Grouping:
+    """Groups, bindings and uses of a whole program.
 
     Args:
         graph: the program.
@@ -96,8 +96,8 @@ def cluster(
         _visit(b, (op,), b.repeats)
     _leave(b, pinned_results or {}, often.results)
     _charge_followers(b)
-    clusters = tuple(Cluster(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Clustering(clusters, b.homes, tuple(b.uses), rules, b.slack, tuple(b.charges))
+    groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
+    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.slack, tuple(b.charges))
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
@@ -164,7 +164,7 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
     leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
-    if leader is not None and b.homes[_value(op.inputs[leader])].cluster in b.loose:
+    if leader is not None and b.bindings[_value(op.inputs[leader])].group in b.loose:
         _apart(b, op, kind, leader, weight)
     elif leader is not None:
         _follow(b, op, kind, leader, weight)
@@ -179,15 +179,15 @@ def _pass_through(b: Builder, op: Op, weight: float) -> None:
 
 
 def _constrained(b: Builder, op: Op, weight: float) -> None:
-    """The user's `with_sharding_constraint`: a cluster with the layouts that it allows."""
+    """The user's `with_sharding_constraint`: a group with the layouts that it allows."""
     (result,) = op.outputs
     type_ = b.graph.types[result]
     if not type_.shape:
         return
     layout, open_dims = constraint(op, type_, b.mesh)
-    cluster = b.enter_as(f"{op.tag} {op.name}", result, weight, b.pinned(type_.shape, layout, open_dims))
+    group = b.enter_as(f"{op.tag} {op.name}", result, weight, b.pinned(type_.shape, layout, open_dims))
     if isinstance(op.inputs[0], int):
-        use(b, f"{op.tag}.in0", op.inputs[0], cluster, tuple(range(type_.rank)), False, weight, op.index)
+        use(b, f"{op.tag}.in0", op.inputs[0], group, tuple(range(type_.rank)), False, weight, op.index)
 
 
 #: Operations whose result lies where the user or the operand says.
@@ -195,26 +195,26 @@ _BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _const
 
 
 def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
-    """The candidate of the oldest cluster, of an argument that nothing follows only if there is no other."""
+    """The candidate of the oldest group, of an argument that nothing follows only if there is no other."""
     best: tuple[bool, int, int] | None = None
     for k in kind.candidates:
         atom = op.inputs[k]
-        home = b.homes.get(atom) if isinstance(atom, int) else None
-        if home is not None and home.view is None:
-            rank = (home.cluster in b.loose, home.cluster, k)
+        binding = b.bindings.get(atom) if isinstance(atom, int) else None
+        if binding is not None and binding.view is None:
+            rank = (binding.group in b.loose, binding.group, k)
             best = rank if best is None else min(best, rank)
     return None if best is None else best[2]
 
 
 def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
-    home = b.homes[_value(op.inputs[leader])]
-    operands, results = _followed(b, op.signature, kind.rule, leader, home.dims)
+    binding = b.bindings[_value(op.inputs[leader])]
+    operands, results = _followed(b, op.signature, kind.rule, leader, binding.dims)
     for value, dims in zip(op.outputs, results, strict=True):
-        b.homes[value] = Home(home.cluster, value, dims)
+        b.bindings[value] = Binding(binding.group, value, dims)
     b.followers.append(op)
     for k, value in _reads(op, kind.rule):
         if k != leader:
-            use(b, f"{op.tag}.in{k}", value, home.cluster, operands[k], False, weight, op.index)
+            use(b, f"{op.tag}.in{k}", value, binding.group, operands[k], False, weight, op.index)
 
 
 def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
@@ -224,12 +224,12 @@ def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
             yield k, atom
 
 
-def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[int, ...]) -> Followed:
-    """The cluster's factor for each dimension of the operands and results of what follows an operand."""
-    key = signature, leader, home
+def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tuple[int, ...]) -> Followed:
+    """The group's factor for each dimension of the operands and results of what follows an operand."""
+    key = signature, leader, binding
     found = b.followed.get(key)
     if found is None:
-        factor_of = {f: c for f, c in zip(rule.operands[leader], home, strict=True) if rule.sizes[f] > 1}
+        factor_of = {f: c for f, c in zip(rule.operands[leader], binding, strict=True) if rule.sizes[f] > 1}
         operands, results = (
             [tuple([factor_of.get(f, WHOLE) for f in dims]) for dims in side] for side in (rule.operands, rule.results)
         )
@@ -240,32 +240,32 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, home: tuple[i
 def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     """What would follow an argument that nothing follows gets layouts of its own, uneven ones if it does not divide."""
     rule, main = kind.rule, op.outputs[kind.main]
-    most = b.loose[b.homes[_value(op.inputs[leader])].cluster]
-    cluster = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
+    most = b.loose[b.bindings[_value(op.inputs[leader])].group]
+    group = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
     position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
     for value, dims in zip(op.outputs, rule.results, strict=True):
-        b.homes[value] = Home(cluster, value, tuple(position.get(f, WHOLE) for f in dims))
+        b.bindings[value] = Binding(group, value, tuple(position.get(f, WHOLE) for f in dims))
     b.followers.append(op)
     for k, value in _reads(op, rule):
         dims = tuple(position.get(f, WHOLE) for f in rule.operands[k])
-        use(b, f"{op.tag}.in{k}", value, cluster, dims, False, weight, op.index)
+        use(b, f"{op.tag}.in{k}", value, group, dims, False, weight, op.index)
 
 
 def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     rule = kind.rule
     role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.slack.sums(op))
     strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
-    cluster = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
+    group = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
     for value, dims in zip(op.outputs, rule.results, strict=True):
         if b.graph.types[value].shape:
-            b.homes[value] = Home(cluster, value, tuple(dims))
+            b.bindings[value] = Binding(group, value, tuple(dims))
     light = op.index in b.deferral.sums
     if light:
         b.followers.append(op)
     for k, value in _reads(op, rule):
         if not light:
             b.heavy_reads.add(value)
-        use(b, f"{op.tag}.in{k}", value, cluster, tuple(rule.operands[k]), True, weight, op.index)
+        use(b, f"{op.tag}.in{k}", value, group, tuple(rule.operands[k]), True, weight, op.index)
 
 
 def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
@@ -294,30 +294,30 @@ def _even(rule: Rule) -> tuple[int, ...]:
 
 
 def _view_of_broadcast(b: Builder, op: Op, kind: Kind) -> bool:
-    """A broadcast of a homed value looks at its operand; False if it is a mere reshape."""
+    """A broadcast of a bound value looks at its operand; False if it is a mere reshape."""
     atom = op.inputs[0]
-    home = b.homes.get(atom) if isinstance(atom, int) else None
-    if home is None or 0 in kind.candidates:
+    binding = b.bindings.get(atom) if isinstance(atom, int) else None
+    if binding is None or 0 in kind.candidates:
         return False
     behind = {f: i for i, f in enumerate(kind.rule.operands[0]) if kind.rule.sizes[f] > 1}
     view = tuple(behind.get(f, FREE) for f in kind.rule.results[0])
-    if home.view is not None:
-        view = tuple(home.view[i] if i >= 0 else FREE for i in view)
-    b.homes[op.outputs[0]] = Home(home.cluster, home.value, home.dims, view)
+    if binding.view is not None:
+        view = tuple(binding.view[i] if i >= 0 else FREE for i in view)
+    b.bindings[op.outputs[0]] = Binding(binding.group, binding.value, binding.dims, view)
     return True
 
 
 def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
-    """An elementwise operation whose only homed operand is a view is a view as well."""
-    homed = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and not b.is_free(a)]
-    if len(homed) != 1 or homed[0] not in kind.candidates or len(op.outputs) != 1:
+    """An elementwise operation whose only bound operand is a view is a view as well."""
+    bound = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and not b.is_free(a)]
+    if len(bound) != 1 or bound[0] not in kind.candidates or len(op.outputs) != 1:
         return False
-    home = b.homes[_value(op.inputs[homed[0]])]
-    if home.view is None:
+    binding = b.bindings[_value(op.inputs[bound[0]])]
+    if binding.view is None:
         return False
-    behind = {f: home.view[i] for i, f in enumerate(kind.rule.operands[homed[0]]) if kind.rule.sizes[f] > 1}
+    behind = {f: binding.view[i] for i, f in enumerate(kind.rule.operands[bound[0]]) if kind.rule.sizes[f] > 1}
     view = tuple(behind.get(f, FREE) for f in kind.rule.results[0])
-    b.homes[op.outputs[0]] = Home(home.cluster, home.value, home.dims, view)
+    b.bindings[op.outputs[0]] = Binding(binding.group, binding.value, binding.dims, view)
     return True
 
 
@@ -343,7 +343,7 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -
         atom, argument = b.graph.outputs[out], b.graph.inputs[position]
         rank = b.graph.types[argument].rank
         if isinstance(atom, int) and rank:
-            use(b, f"out{out}", atom, b.homes[argument].cluster, tuple(range(rank)), False, 1.0, -1)
+            use(b, f"out{out}", atom, b.bindings[argument].group, tuple(range(rank)), False, 1.0, -1)
     for out, atom in enumerate(b.graph.outputs):
         if isinstance(atom, int):
             b.heavy_reads.add(atom)
@@ -355,11 +355,11 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -
 
 
 def _may_be_uneven(b: Builder, value: int) -> bool:
-    """A result that is a view, or that its cluster may leave in pieces that JAX does not hand out."""
-    home = b.homes.get(value)
-    if home is None or home.view is not None:
-        return home is not None
-    _, found = projection(b.drafts[home.cluster].strategies, home.dims, False)
+    """A result that is a view, or that its group may leave in pieces that JAX does not hand out."""
+    binding = b.bindings.get(value)
+    if binding is None or binding.view is not None:
+        return binding is not None
+    _, found = projection(b.drafts[binding.group].strategies, binding.dims, False)
     return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in found.tolist())
 
 
@@ -371,34 +371,34 @@ def _charge_followers(b: Builder) -> None:
     """
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
-        if kept and position not in kept and value in b.homes:
-            _charge(b, b.homes[value], value, -1)
+        if kept and position not in kept and value in b.bindings:
+            _charge(b, b.bindings[value], value, -1)
     for op in b.followers:
         for value in op.outputs:
             if value in b.heavy_reads or b.reads.get(value, 0) > 1:
-                _charge(b, b.homes[value], value, op.index)
+                _charge(b, b.bindings[value], value, op.index)
         for k, atom in enumerate(op.inputs):
-            if isinstance(atom, int) and atom in b.graph.names and atom in b.homes:
+            if isinstance(atom, int) and atom in b.graph.names and atom in b.bindings:
                 _charge(b, _reading(b, op, k, atom), atom, op.index)
 
 
-def _reading(b: Builder, op: Op, operand: int, value: int) -> Home:
+def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:
     """Where a light operation's read of an argument is charged."""
-    home, reader = b.homes[value], b.homes.get(op.outputs[0])
-    if home.cluster not in b.loose or reader is None:
-        return home
+    binding, reader = b.bindings[value], b.bindings.get(op.outputs[0])
+    if binding.group not in b.loose or reader is None:
+        return binding
     rule = b.rules[op.signature]
     factor_of = dict(zip(rule.results[0], reader.dims, strict=True))
-    return Home(reader.cluster, value, tuple(factor_of.get(f, WHOLE) for f in rule.operands[operand]))
+    return Binding(reader.group, value, tuple(factor_of.get(f, WHOLE) for f in rule.operands[operand]))
 
 
-def _charge(b: Builder, home: Home, value: int, op: int) -> None:
-    """Add the bytes of a value, which an operation moves (-1: they come from outside), per execution of the cluster."""
-    draft = b.drafts[home.cluster]
-    key = tuple(sorted(d for d in home.dims if d >= 0))
+def _charge(b: Builder, binding: Binding, value: int, op: int) -> None:
+    """Add the bytes of a value, which an operation moves (-1: they come from outside), per execution of the group."""
+    draft = b.drafts[binding.group]
+    key = tuple(sorted(d for d in binding.dims if d >= 0))
     nbytes = b.graph.types[value].nbytes * (b.pace.get(op, draft.repeats) / draft.repeats)
     draft.light[key] = draft.light.get(key, 0.0) + nbytes
-    b.charges.append(Charge(home.cluster, key, nbytes * draft.weight, op))
+    b.charges.append(Charge(binding.group, key, nbytes * draft.weight, op))
 
 
 def _value(atom: Atom) -> int:

@@ -1,14 +1,14 @@
 """How loops, branches and rematerialised bodies are planned in place.
 
-A body counts as often as it runs. What enters a loop gets a cluster of its own, so that entering may reshard once and
+A body counts as often as it runs. What enters a loop gets a group of its own, so that entering may reshard once and
 not in every iteration; a carry leaves an iteration in the layout it entered with; a stacked operand or result is never
 cut along the dimension that the loop runs over. Bodies that run once (branches, rematerialisation) read outer values
 where they live.
 
     scan     constants, carries, slices of stacked operands  ->  carries, stacked results      -> _scan
     while    constants of test and body, carries             ->  carries                       -> _while
-    cond     operands of every branch                        ->  one home for all branches     -> _cond
-    remat    operands                                        ->  homes of the body's results   -> _remat
+    cond     operands of every branch                        ->  one binding for all branches     -> _cond
+    remat    operands                                        ->  bindings of the body's results   -> _remat
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar import jax_compat
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Op, Region
-from autopar.passes.op_groups.bindings import WHOLE, Builder, Home, alias, use
+from autopar.passes.op_groups.bindings import WHOLE, Binding, Builder, alias, use
 
 #: Plans a list of operations with a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]
@@ -43,19 +43,19 @@ def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
 
 
 def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, outer: float, inner: float) -> list[int]:
-    """Clusters for region inputs from position `first` on; input i reads operand i + offset. -1 for scalars."""
+    """Groups for region inputs from position `first` on; input i reads operand i + offset. -1 for scalars."""
     found: list[int] = []
     for i in range(first, len(region.inputs)):
         value, atom = region.inputs[i], op.inputs[i + offset]
         if not b.graph.types[value].shape:
             found.append(-1)
             continue
-        cluster = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
-        found.append(cluster)
+        group = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
+        found.append(group)
         if isinstance(atom, int):
             shift = b.graph.types[atom].rank - b.graph.types[value].rank
             dims = (WHOLE,) * shift + tuple(range(b.graph.types[value].rank))
-            use(b, f"{op.tag}.in{i + offset}", atom, cluster, dims, False, outer, op.index)
+            use(b, f"{op.tag}.in{i + offset}", atom, group, dims, False, outer, op.index)
     return found
 
 
@@ -65,31 +65,31 @@ def _enter_constants(b: Builder, region: Region, weight: float) -> None:
             b.enter(f"constant%{value}", value, weight)
 
 
-def _return_carry(b: Builder, op: Op, region: Region, position: int, cluster: int, weight: float) -> None:
+def _return_carry(b: Builder, op: Op, region: Region, position: int, group: int, weight: float) -> None:
     atom = region.outputs[position]
-    if cluster >= 0 and isinstance(atom, int):
+    if group >= 0 and isinstance(atom, int):
         dims = tuple(range(b.graph.types[atom].rank))
-        use(b, f"{op.tag}.{region.name}.out{position}", atom, cluster, dims, False, weight, op.index)
+        use(b, f"{op.tag}.{region.name}.out{position}", atom, group, dims, False, weight, op.index)
 
 
 def _leave_region(b: Builder, op: Op, region: Region, position: int, result: int, weight: float, stacked: bool) -> None:
-    """Home of a result that a region's output becomes, with a new leading dimension if it is stacked."""
+    """Binding of a result that a region's output becomes, with a new leading dimension if it is stacked."""
     if not b.graph.types[result].rank - stacked:
         if stacked:
             b.enter(f"{op.tag} %{result}", result, weight)
         return
     atom = region.outputs[position]
-    home = b.homes.get(atom) if isinstance(atom, int) else None
+    binding = b.bindings.get(atom) if isinstance(atom, int) else None
     lead = (WHOLE,) if stacked else ()
-    if home is not None and home.view is None:
-        b.homes[result] = Home(home.cluster, result, (*lead, *home.dims))
+    if binding is not None and binding.view is None:
+        b.bindings[result] = Binding(binding.group, result, (*lead, *binding.dims))
         return
     type_ = b.graph.type_of(atom)
-    cluster = b.new(f"{op.tag}.{region.name}.out{position}", b.layouts(type_.shape), weight, -1, result)
+    group = b.new(f"{op.tag}.{region.name}.out{position}", b.layouts(type_.shape), weight, -1, result)
     own = tuple(range(type_.rank))
     if isinstance(atom, int):
-        use(b, f"{op.tag}.{region.name}.out{position}", atom, cluster, own, False, weight, op.index)
-    b.homes[result] = Home(cluster, result, (*lead, *own))
+        use(b, f"{op.tag}.{region.name}.out{position}", atom, group, own, False, weight, op.index)
+    b.bindings[result] = Binding(group, result, (*lead, *own))
 
 
 def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
@@ -100,10 +100,10 @@ def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
     _enter_constants(b, region, inner)
     visit(b, region.ops, inner)
     for j in range(carries):
-        cluster, value = entered[constants + j], region.inputs[constants + j]
-        _return_carry(b, op, region, j, cluster, inner)
-        if cluster >= 0:
-            b.homes[op.outputs[j]] = Home(cluster, op.outputs[j], b.homes[value].dims)
+        group, value = entered[constants + j], region.inputs[constants + j]
+        _return_carry(b, op, region, j, group, inner)
+        if group >= 0:
+            b.bindings[op.outputs[j]] = Binding(group, op.outputs[j], b.bindings[value].dims)
     for j in range(carries, len(op.outputs)):
         _leave_region(b, op, region, j, op.outputs[j], inner, stacked=True)
 
@@ -116,20 +116,20 @@ def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
     carry = entered[n_body:]
     outside = Region(condition.name, condition.inputs[:n_cond], (), ())
     _enter_all(b, op, outside, 0, 0, weight, inner)
-    for value, cluster in zip(condition.inputs[n_cond:], carry, strict=True):
-        if cluster >= 0:
-            b.homes[value] = Home(cluster, value, tuple(range(b.graph.types[value].rank)))
+    for value, group in zip(condition.inputs[n_cond:], carry, strict=True):
+        if group >= 0:
+            b.bindings[value] = Binding(group, value, tuple(range(b.graph.types[value].rank)))
     for region in (condition, body):
         _enter_constants(b, region, inner)
         visit(b, region.ops, inner)
-    for j, cluster in enumerate(carry):
-        _return_carry(b, op, body, j, cluster, inner)
-        if cluster >= 0:
-            b.homes[op.outputs[j]] = Home(cluster, op.outputs[j], tuple(range(b.graph.types[op.outputs[j]].rank)))
+    for j, group in enumerate(carry):
+        _return_carry(b, op, body, j, group, inner)
+        if group >= 0:
+            b.bindings[op.outputs[j]] = Binding(group, op.outputs[j], tuple(range(b.graph.types[op.outputs[j]].rank)))
 
 
 def _alias_inputs(b: Builder, op: Op, region: Region, offset: int, weight: float) -> None:
-    """Inputs of a body that runs once read the outer values where they live; free ones get a border cluster."""
+    """Inputs of a body that runs once read the outer values where they live; free ones get a border group."""
     for i, value in enumerate(region.inputs):
         name, site = f"{op.tag}.{region.name} %{value}", f"{op.tag}.in{i + offset}"
         alias(b, op.inputs[i + offset], value, name, site, weight, op.index)
@@ -143,9 +143,9 @@ def _cond(b: Builder, op: Op, weight: float, visit: Visit) -> None:
     for j, result in enumerate(op.outputs):
         if not b.graph.types[result].shape:
             continue
-        cluster = b.enter(f"{op.tag}.out{j}", result, weight)
+        group = b.enter(f"{op.tag}.out{j}", result, weight)
         for region in op.regions:
-            _return_carry(b, op, region, j, cluster, weight)
+            _return_carry(b, op, region, j, group, weight)
 
 
 def _remat(b: Builder, op: Op, weight: float, visit: Visit) -> None:

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,10 @@ from autopar.rules import Rule
 #: A dimension may be cut into pieces that do not divide it if padding makes it at most this much longer. The padding is
 #: paid for: every price below counts the padded piece.
 MOST_PADDING = 1.5
+
+
+Layouts = NDArray[np.integer[Any]]
+"""Factors or dimensions that each mesh axis cuts, shape (n, axes)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +182,7 @@ def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
     return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
 
 
-def _parts(factors: Factors, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+def _parts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
     """Into how many pieces each of `count` factors is cut, shape (n, count)."""
     parts = np.ones((len(factors), count + 1), np.int64)
     rows = np.arange(len(factors))
@@ -213,7 +218,7 @@ def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]
     return each[:, [d for d in dims if d >= 0]].prod(1)
 
 
-def padding(sources: Factors, targets: Factors, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
     """How much more resharding moves because pieces are uneven, as a factor >= 1; shape (sources, targets)."""
     if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
         return np.ones((len(sources), len(targets)))

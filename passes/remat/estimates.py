@@ -124,8 +124,8 @@ class _Plan:
         for op, seconds in (*extract.operation_seconds(model, assignment), *light):
             seconds_of[op] = seconds_of.get(op, 0.0) + seconds
         uses_of: dict[int, list[Use]] = {}
-        for use in model.clustering.uses:
-            if use.value not in model.clustering.slack.early:
+        for use in model.grouping.uses:
+            if use.value not in model.grouping.slack.early:
                 uses_of.setdefault(use.op, []).append(use)
         peak_bytes_of: dict[int, float] = {}
         for buffer, nbytes in liveness.at_peak(assignment)[2]:
@@ -154,7 +154,7 @@ class _Plan:
     def _seconds(self, change: Rematerialised) -> float:
         again = sorted(change.recomputed)
         read = tuple(use for op in again for use in self.uses_of.get(op, ()))
-        model = replace(self.model, clustering=replace(self.model.clustering, uses=read))
+        model = replace(self.model, grouping=replace(self.model.grouping, uses=read))
         moved = extract.reshards(self.graph, model, self.layouts, self.mesh)
         reshards = sum(extract.collective_seconds(c, self.mesh) for c in moved)
         return sum(self.seconds_of.get(op, 0.0) for op in again) + reshards

@@ -205,7 +205,7 @@ class _Program:
         if self.phase(position) != "backward":
             return True
         op = self.graph.ops[position]
-        return op.name in layers_pass.RELAYOUTS and found.issuperset(op.outputs)
+        return op.name in layers_pass.RELAYOUTS and found >= {*op.outputs}
 
     @cached_property
     def last_signature(self) -> int:

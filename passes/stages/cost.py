@@ -151,9 +151,9 @@ def _operations(plan: StagePlan) -> Iterator[tuple[str, float]]:
 
 
 def _light(plan: StagePlan) -> Iterator[tuple[str, float]]:
-    clusters, readers = plan.model.clustering.clusters, _first_readers(plan)
+    groups, readers = plan.model.grouping.groups, _first_readers(plan)
     for charge, seconds in extract.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
-        value = clusters[charge.cluster].value
+        value = groups[charge.group].value
         yield _of(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
 
 
@@ -169,8 +169,8 @@ def _first_readers(plan: StagePlan) -> Mapping[int, str]:
 
 def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
     """Collectives between operations; `ended`: those of updates, and no others."""
-    mesh, slack = plan.mesh, plan.model.clustering.slack
-    behind, uses = mesh.behind_computation(), {use.site: use for use in plan.model.clustering.uses}
+    mesh, slack = plan.mesh, plan.model.grouping.slack
+    behind, uses = mesh.behind_computation(), {use.site: use for use in plan.model.grouping.uses}
     for c in plan.collectives:
         use = uses.get(c.op)
         if use is None:

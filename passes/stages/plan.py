@@ -1,7 +1,7 @@
 """Layouts inside a pipeline stage: planned on its submesh by the intra-op optimizer.
 
     stage      -> one flat graph                            passes/stages/graph.py
-    graph      -> clusters, problem, solution, layouts      as for a whole step                  -> plan_stage
+    graph      -> groups, problem, solution, layouts      as for a whole step                  -> plan_stage
     memory     within what a device has left, by charging for bytes ever more                    -> Charges
     account    all that a plan needs to know of it         passes/stages/summary.py
 
@@ -247,8 +247,8 @@ def problem_of(
     """
     position = {v: i for i, v in enumerate(graph.graph.inputs)}
     handed = [position[v] for v in graph.received.values()]
-    clustering = op_groups.cluster(graph.graph, rules, mesh, arguments, results, handed)
-    model = intra_op.build(graph.graph, clustering, mesh)
+    grouping = op_groups.group(graph.graph, rules, mesh, arguments, results, handed)
+    model = intra_op.build(graph.graph, grouping, mesh)
     backend = replace(backend_of(mesh.device), runs_eagerly=False)
     given = sorted((graph.graph.carried or {}).values())  # updates take over the state that they replace
     return model, Liveness(graph.graph, model, mesh, backend, given)

@@ -276,7 +276,7 @@ def test_kernels_of_products_stay_alone_and_reductions_take_them_in() -> None:
 
 
 def test_noise_lies_as_the_product_that_reads_it() -> None:
-    """Its values have no home: every device makes those of its own examples."""
+    """Its values have no binding: every device makes those of its own examples."""
 
     def step(w: Any, key: Any) -> Any:
         return (jax.random.normal(key, (8192, 64)) @ w).sum(0)
@@ -314,7 +314,7 @@ def test_products_that_want_one_turned_operand_share_it() -> None:
 
     made = planned(step, ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8)), (8,))
     images = made.graph.inputs[2]
-    reads = {use.site: (use.value, use.consumer) for use in made.model.clustering.uses}
+    reads = {use.site: (use.value, use.consumer) for use in made.model.grouping.uses}
     program = flatten(made.graph, CPU, reads, 8)
     turned = [s for s in program.top.steps if s.name == "turn" and program.behind(s.inputs[0]) == images]
     assert len({consumer for value, consumer in reads.values() if value == images}) == 4
@@ -471,11 +471,11 @@ def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) 
     made, lives = toy(name, backend)
     assignment = assignments(made, seed)
     layouts = extract.layouts(made.model, assignment)
-    homes = made.model.clustering.homes
+    bindings = made.model.grouping.bindings
     checked = 0
     for buffer, nbytes in zip(lives.buffers, lives.sizes(assignment), strict=True):
-        home = homes.get(buffer.value)
-        own = home is not None and home.view is None and buffer.node == home.cluster
+        binding = bindings.get(buffer.value)
+        own = binding is not None and binding.view is None and buffer.node == binding.group
         if buffer.what in ("argument", "value") and own:
             type_ = made.graph.types[buffer.value]
             pieces = int(np.prod(local_shape(layouts.values[buffer.value], type_.shape, MESH), dtype=np.int64))

@@ -55,14 +55,14 @@ def program() -> tuple[Graph, Any, tuple[int, ...]]:
 def test_a_piece_is_copied_to_the_device_and_back() -> None:
     graph, model, hosted = program()
     priced = offload.priced(model, graph, mesh(), hosted)
-    home = model.clustering.homes[graph.inputs[hosted[0]]]
-    strategies = model.clustering.clusters[home.cluster].strategies
+    binding = model.grouping.bindings[graph.inputs[hosted[0]]]
+    strategies = model.grouping.groups[binding.group].strategies
     assert len(strategies) > 1
     for choice in range(len(strategies)):
-        piece = local_shape(layout_at(strategies, choice, home.dims, False), W.shape, mesh().sizes)
-        before, after = (m.problem.nodes[home.cluster].cost[choice] for m in (model, priced))
+        piece = local_shape(layout_at(strategies, choice, binding.dims, False), W.shape, mesh().sizes)
+        before, after = (m.problem.nodes[binding.group].cost[choice] for m in (model, priced))
         assert after - before == pytest.approx(2 * 4 * np.prod(piece) / BANDWIDTH)
-    others = [v for v in range(len(model.problem.nodes)) if v != home.cluster]
+    others = [v for v in range(len(model.problem.nodes)) if v != binding.group]
     assert all(model.problem.nodes[v] is priced.problem.nodes[v] for v in others)
 
 

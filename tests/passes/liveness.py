@@ -1,6 +1,6 @@
 """A stand-in memory model for tests and measurements: values live from their operation to their last reader.
 
-Rough on purpose (no schedule, no fusion beyond the clustering's), but with the shape of the real one: thousands of
+Rough on purpose (no schedule, no fusion beyond the grouping's), but with the shape of the real one: thousands of
 points, arguments that always live, residuals that live long, buffers of reshards that live at one operation.
 """
 
@@ -96,23 +96,23 @@ def liveness(graph: Graph, model: Model, mesh: LogicalMesh) -> Liveness:
     for atom in graph.outputs:
         if isinstance(atom, int):
             last[atom] = points - 1
-    clusters = model.clustering.clusters
+    clusters = model.grouping.groups
     own = {c.value for c in clusters}
     sizes: dict[object, Floats] = {}
     pieces: list[Piece] = []
-    for value, home in model.clustering.homes.items():
-        if home.view is not None or value not in born:
+    for value, binding in model.grouping.bindings.items():
+        if binding.view is not None or value not in born:
             continue
         argument = born[value] < 0
         if not (argument or value in own or reads.get(value, 0) > 1) or graph.types[value].nbytes < 1024:
             continue
-        c = clusters[home.cluster]
-        key = (c.strategies.index, home.dims, graph.types[value].nbytes)
+        c = clusters[binding.group]
+        key = (c.strategies.index, binding.dims, graph.types[value].nbytes)
         if key not in sizes:
             each = shares(c.strategies.held, c.strategies.sizes, mesh.sizes)
-            sizes[key] = graph.types[value].nbytes * share(each, home.dims)
+            sizes[key] = graph.types[value].nbytes * share(each, binding.dims)
         birth, death = (0, points - 1) if argument else (born[value], last.get(value, born[value]))
-        pieces.append(Piece(home.cluster, -1, birth, death, sizes[key]))
+        pieces.append(Piece(binding.group, -1, birth, death, sizes[key]))
     at = {op.index: t for t, op in enumerate(graph.ops)}
     tables: dict[object, Floats] = {}
     for i, e in enumerate(model.problem.edges):

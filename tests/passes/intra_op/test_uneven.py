@@ -51,8 +51,8 @@ CASES = {
 def forced(graph, rules, sizes, name):
     """(strategies of the operation with this name, plan with its k-th strategy and all else whole)."""
     mesh = dear(sizes).logical_mesh(sizes)
-    model = intra_op.build(graph, op_groups.cluster(graph, rules, mesh), mesh)
-    found = model.clustering.clusters
+    model = intra_op.build(graph, op_groups.group(graph, rules, mesh), mesh)
+    found = model.grouping.groups
     sets = [*(c.strategies for c in found), *(model.copy_sets[v] for v in model.copies)]
     whole = np.array([int(np.flatnonzero((s.held == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
@@ -123,7 +123,7 @@ def test_what_is_left_partial_divides(width, devices):
     args = (floats(4, width), floats(4, width), floats(width, 4), floats(width, 4))
     graph = trace(sum_of_products, *args).graph
     mesh = dear((devices,)).logical_mesh((devices,))
-    found = op_groups.cluster(graph, rules_of(graph), mesh).clusters
+    found = op_groups.group(graph, rules_of(graph), mesh).groups
     products = [c.strategies for c in found if c.op >= 0 and graph.by_index[c.op].name == "dot_general"]
     assert [bool((s.after == DEFERRED).any()) for s in products] == [width % devices == 0] * 2
     planned = make_plan(trace(sum_of_products, *args), mesh, "dear", Options())

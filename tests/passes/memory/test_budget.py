@@ -226,7 +226,7 @@ def test_a_real_model_against_the_ilp(share: float) -> None:
     model = zoo.build("mlp-toy", layers=1)
     graph = trace(model.step, *model.abstract_args()).graph
     mesh = Cluster.preset("dgx-h100", hosts=1).logical_mesh((1, 8))
-    built = intra_op.build(graph, op_groups.cluster(graph, rules_of(graph), mesh), mesh)
+    built = intra_op.build(graph, op_groups.group(graph, rules_of(graph), mesh), mesh)
     source = liveness(graph, built, mesh)
     least = least_memory(built.problem, source)
     free = source.peak(optimize_within(built.problem, source, INF).assignment)[0]

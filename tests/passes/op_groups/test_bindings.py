@@ -31,13 +31,13 @@ def planned(pins, handed):
     graph = trace(stream, x, [(w, w)] * DEPTH).graph
     mesh = dear((2,)).logical_mesh((2,))
     whole = dict.fromkeys(range(1, len(graph.inputs)), WHOLE)  # weights lie whole
-    found = op_groups.cluster(graph, rules_of(graph), mesh, {**whole, **pins}, None, handed)
+    found = op_groups.group(graph, rules_of(graph), mesh, {**whole, **pins}, None, handed)
     solution = optimize(intra_op.build(graph, found, mesh).problem)
 
     def layout(value):
-        home = found.homes[value]
-        held = found.clusters[home.cluster].strategies.held[solution.assignment[home.cluster]]
-        return tuple(home.dims.index(factor) if factor in home.dims else -1 for factor in held.tolist())
+        binding = found.bindings[value]
+        held = found.groups[binding.group].strategies.held[solution.assignment[binding.group]]
+        return tuple(binding.dims.index(factor) if factor in binding.dims else -1 for factor in held.tolist())
 
     sums = [op.outputs[0] for op in graph.ops if op.name == "add"]
     return solution.objective, layout(graph.inputs[0]), [layout(v) for v in sums]
