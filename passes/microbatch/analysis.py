@@ -435,8 +435,8 @@ class _Analysis:
 
     def _hoisted(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
         """Before the loop, on the whole batch."""
-        cut = [a for a, v in zip(op.inputs, views, strict=True) if isinstance(v.state, Split) and isinstance(a, int)]
-        if _is_heavy(op) or any(v.stage > 1 for v in views) or not self._hoist(cut):
+        looped = [a for a, v in zip(op.inputs, views, strict=True) if v.stage == 1 and isinstance(a, int)]
+        if _is_heavy(op) or any(v.stage > 1 for v in views) or not self._hoist(looped):
             return None
         whole = [_View(INVARIANT, 0) for _ in views]
         return 0, _placed(op, whole, None), (INVARIANT,) * len(op.outputs)

@@ -185,7 +185,7 @@ def convolution(scope: Scope) -> None:
     rank = value.rank
     order = [value.batch, *value.free_dims()]
     channels = value.shape[order[-1]]
-    groups = channels if scope.chance(0.2) else 1
+    groups = max(channels, 1) if scope.chance(0.2) else 1
     spatial = "HW"[: rank - 2]
     kernel = scope.param((*[2] * (rank - 2), channels // groups, groups * 2))
     strides = tuple(scope.rng.choice((1, 1, 2)) for _ in spatial)

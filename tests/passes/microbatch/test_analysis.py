@@ -295,6 +295,18 @@ def test_only_so_much_of_the_batch_is_taken_before_the_loop() -> None:
     assert not any(p.op.name in ("tanh", "reduce_sum") for p in split(graph, COUNT).prologue)
 
 
+def test_an_op_without_a_rule_may_read_what_only_the_loop_makes() -> None:
+    """Rows at counts that a scan over the batch makes as well: equal in all microbatches, and unknown before the loop."""
+
+    def step(b: Any) -> Any:
+        wide, counts = jax.lax.scan(lambda x, _: (jnp.tanh(x), jnp.int32(1)), b["x"], None, length=8)
+        return wide, b["x"].at[jnp.arange(8), counts].get(mode="fill")
+
+    args = ({"x": jnp.arange(24.0).reshape(8, 3)},)
+    divided = split_step(trace(step, *args), 2, (0,))
+    assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
+
+
 def test_users_own_loop_is_dealt_to_with_a_stride() -> None:
     assert set(placed("accumulated").batch.values()) == {Split(0, 2)}
 
