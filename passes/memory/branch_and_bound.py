@@ -1,8 +1,8 @@
 """Branch and bound on decisions that stand for themselves.
 
-Where hub layouts differ between the plan that fits and the cheaper one that does not, no prices close the gap: the
+Where hub layouts differ between the plan that fits and the cheaper one that does not, no multipliers close the gap: the
 relaxation mixes the two. A node of the search tree allows some strategies at some decisions only; the others cost a
-penalty, which bounds from below what forbidding them would cost. Children inherit messages and prices (A. H. Land,
+penalty, which bounds from below what forbidding them would cost. Children inherit messages and multipliers (A. H. Land,
 A. G. Doig, Econometrica 28, 1960; the bound is the ascent's).
 
 In a folded problem only classes of one member are branched on: "all 32 layers do, or none does" is no partition of the
@@ -20,23 +20,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.lagrangian import Dual, Messages, Pool, Within, ascend
-from autopar.passes.memory.local_search import Swapper
-from autopar.passes.memory.presolve import Loaded
+from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Pool, ascend
+from autopar.passes.memory.local_search import LocalSearch
+from autopar.passes.memory.presolve import ConstrainedProblem
 
-CHANGES = 8  # changes of prices per tree node
+CHANGES = 8  # changes of multipliers per tree node
 PENALTY = 4.0  # times the value of the best plan: dearer than any plan of interest
 MOST = 40  # tree nodes
 STALE, PROGRESS = 8, 0.1  # times that a leaf is split, within which the gap has to shrink by that share
 MATTERS = 0.02  # share of the gap below which a difference between plans is not worth branching on
-POOLED = 64  # plans of the pool, best first at the present prices, that a tree node starts its model from
+POOLED = 64  # plans of the pool, best first at the present multipliers, that a tree node starts its model from
 
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaf:
-    """allowed: strategies (masks) of the decisions branched on; messages and prices to go on from.
+    """allowed: strategies (masks) of the decisions branched on; messages and multipliers to go on from.
 
     decoded: what the last two passes, there and back, made of it.
     """
@@ -56,8 +56,8 @@ class _Leaf:
 class _LeafPool(Pool):
     """The plans that a leaf admits; what is decoded goes to the search's pool as well."""
 
-    def __init__(self, loaded: Loaded, leaf: _Leaf, every: Pool) -> None:
-        super().__init__(loaded)
+    def __init__(self, constrained: ConstrainedProblem, leaf: _Leaf, every: Pool) -> None:
+        super().__init__(constrained)
         self._leaf = leaf
         self._every = every
 
@@ -76,10 +76,10 @@ class Tree:
 
     def __init__(self, messages: Messages, pool: Pool, budget: float, branchable: Mask) -> None:
         self._messages = messages
-        self._loaded = messages.loaded
+        self._constrained = messages.constrained
         self._pool = pool
         self._budget = budget
-        self._swapper = Swapper(messages.loaded)
+        self._local_search = LocalSearch(messages.constrained)
         self._branchable = np.flatnonzero(branchable)
         self.pairs: list[tuple[Ints, Ints]] = []
         self.visited = 0
@@ -115,21 +115,21 @@ class Tree:
         return float(self._pool.seconds[fitting[0]]) if len(fitting) else np.inf
 
     def _bound(self, leaf: _Leaf, best: float, target: float, deadline: float) -> _Leaf:
-        """The leaf with its own bound, prices and messages."""
+        """The leaf with its own bound, multipliers and messages."""
         self.visited += 1
         finite = self._pool.seconds[np.isfinite(self._pool.seconds)]
         scale = PENALTY * (best if np.isfinite(best) else float(finite.max(initial=1.0)))
         penalty = {v: np.where(mask, 0.0, scale) for v, mask in leaf.allowed.items()}
-        inside = _LeafPool(self._loaded, leaf, self._pool)
+        inside = _LeafPool(self._constrained, leaf, self._pool)
         inside.add(self._forced(leaf))
-        inside.add(self._pool.plans[i] for i in self._near(leaf.dual.prices)[:POOLED])
-        aim = Within(self._loaded, self._budget, inside, best)
+        inside.add(self._pool.plans[i] for i in self._near(leaf.dual.multipliers)[:POOLED])
+        objective = BudgetObjective(self._constrained, self._budget, inside, best)
         self._messages.restore(leaf.messages, penalty)
-        start = leaf.dual.prices
+        start = leaf.dual.multipliers
         dual = ascend(
             self._messages,
             inside,
-            aim,
+            objective,
             start=start,
             target=target,
             deadline=deadline,
@@ -137,14 +137,14 @@ class Tree:
             scan=False,
             adapt=True,
         )
-        self._messages.set(dual.prices)
+        self._messages.set(dual.multipliers)
         bound, decoded = self._messages.run(2)
         self._polish(inside, leaf)
-        lower = max(dual.lower, leaf.dual.lower, aim.lower(bound, dual.prices))
-        return _Leaf(leaf.allowed, Dual(lower, dual.prices), self._messages.copy(), decoded)
+        lower = max(dual.lower, leaf.dual.lower, objective.lower(bound, dual.multipliers))
+        return _Leaf(leaf.allowed, Dual(lower, dual.multipliers), self._messages.copy(), decoded)
 
     def _forced(self, leaf: _Leaf) -> list[Ints]:
-        """The best plan that fits, and the best that does not, made to obey the leaf: its prices need both."""
+        """The best plan that fits, and the best that does not, made to obey the leaf: its multipliers need both."""
         found: list[Ints] = []
         for plan in self._pair(_Leaf({}, leaf.dual, leaf.messages, [])):
             if plan is None or leaf.admits(plan):
@@ -152,23 +152,23 @@ class Tree:
             bent = plan.copy()
             for v, mask in leaf.allowed.items():
                 if not mask[bent[v]]:
-                    score = sum(self._swapper.scores(v, bent, leaf.dual.prices))
+                    score = sum(self._local_search.scores(v, bent, leaf.dual.multipliers))
                     bent[v] = int(np.where(mask, score, np.inf).argmin())
-            pool = Pool(self._loaded)
+            pool = Pool(self._constrained)
             pool.add([bent])
-            found.append(self._swapper.descend(bent, pool.held[0], self._budget, 2, leaf.allowed))
+            found.append(self._local_search.descend(bent, pool.usage[0], self._budget, 2, leaf.allowed))
         return found
 
-    def _near(self, prices: Floats) -> Ints:
+    def _near(self, multipliers: Floats) -> Ints:
         """All plans, cheapest first when bytes are paid for."""
-        return np.argsort(self._pool.seconds + self._pool.held @ prices, kind="stable")
+        return np.argsort(self._pool.seconds + self._pool.usage @ multipliers, kind="stable")
 
     def _polish(self, inside: Pool, leaf: _Leaf) -> None:
         """Descent from the best plan of the leaf that fits."""
         fitting = inside.fitting(self._budget)
         if len(fitting):
-            plan, held = inside.plans[fitting[0]], inside.held[fitting[0]]
-            inside.add([self._swapper.descend(plan, held, self._budget, 2, leaf.allowed)])
+            plan, usage = inside.plans[fitting[0]], inside.usage[fitting[0]]
+            inside.add([self._local_search.descend(plan, usage, self._budget, 2, leaf.allowed)])
 
     def _split(self, leaf: _Leaf, least: float) -> list[_Leaf]:
         """Two leaves that part the plan that fits from the one that does not, or what two passes make of the leaf.
@@ -192,8 +192,8 @@ class Tree:
     def _pair(self, leaf: _Leaf) -> tuple[Ints | None, Ints | None]:
         """The best plan inside the leaf that fits, and the best that does not, bytes paid for."""
         found: dict[bool, Ints] = {}
-        fits: list[bool] = [bool((used <= self._budget).all()) for used in self._pool.held]
-        for i in self._near(leaf.dual.prices):
+        fits: list[bool] = [bool((used <= self._budget).all()) for used in self._pool.usage]
+        for i in self._near(leaf.dual.multipliers):
             if fits[i] not in found and np.isfinite(self._pool.seconds[i]) and leaf.admits(self._pool.plans[i]):
                 found[fits[i]] = self._pool.plans[i]
                 if len(found) == 2:
@@ -203,12 +203,12 @@ class Tree:
     def _sides(self, v: int, a: Ints, b: Ints, leaf: _Leaf) -> tuple[float, Mask, Mask]:
         """What it moves when v alone goes from one plan to the other, and the strategies that suit a or b better.
 
-        Seconds and priced bytes count apart: at good prices they cancel, and that is where to branch.
+        Seconds and priced bytes count apart: at good multipliers they cancel, and that is where to branch.
         """
-        side = np.zeros(len(self._loaded.problem.nodes[v].cost))
+        side = np.zeros(len(self._constrained.problem.nodes[v].cost))
         moved = 0.0
         for sign, plan, other in ((1.0, a, b), (-1.0, b, a)):
-            seconds, priced = self._swapper.scores(v, plan, leaf.dual.prices)
+            seconds, priced = self._local_search.scores(v, plan, leaf.dual.multipliers)
             moved += sum(min(abs(float(s[other[v]] - s[plan[v]])), 1e300) for s in (seconds, priced))
             total = seconds + priced
             side += sign * np.minimum(total - total[plan[v]], 1e300)

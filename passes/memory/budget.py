@@ -1,12 +1,12 @@
 """The cheapest plan that fits into memory.
 
-    free     the optimum without rows; if it fits, that is all                                 passes/solver/optimize.py
-    least    where it does not, a plan that does; none may exist                             passes/memory/min_memory.py
-    search   prices, pools, bounds, branch and bound, until the target is met or they stall      passes/memory/search.py
-    ilp      the unfolded problem, where it is small                                                -> _by_ilp
+    free     the optimum without rows; if it fits, the search ends                             passes/solver/optimize.py
+    least    otherwise a plan that fits, if there is one                                     passes/memory/min_memory.py
+    search   multipliers, pools, bounds, branch and bound, until the gap is below the target     passes/memory/search.py
+    ilp      the problem without symmetry reduction, where it is small                              -> _by_ilp
 
-The problem with some rows is a relaxation, so its bounds are valid for all; a plan counts once `RowSource.peak` says it
-fits. Rows are learnt from plans that fail.
+A problem with some of the rows is a relaxation, so its bounds are valid for the problem with all rows. A plan is
+accepted only if it fits by `RowSource.peak`, which evaluates all rows. Plans that do not fit add the rows they violate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from autopar.cost_models.memory.row import RowSource
 from autopar.errors import ArgumentError
 from autopar.ir.problem import Problem
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
-from autopar.passes.memory.presolve import Folding, presolve
+from autopar.passes.memory.presolve import SymmetryReduction, presolve
 from autopar.passes.memory.search import search
-from autopar.passes.memory.search_state import CLOSED, Hunt
+from autopar.passes.memory.search_state import CLOSED, SearchState
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
@@ -45,13 +45,13 @@ class BudgetedSolution(Solution):
         peak_bytes: exact, per device.
         price: what one more byte of budget is worth, in seconds (s/byte); zero if the budget does not bind.
         points: names of the program points that were needed.
-        prices: s/byte by program point, where positive; they add up to `price`.
+        multipliers: s/byte by program point, where positive; they add up to `price`.
     """
 
     peak_bytes: float
     price: float
     points: tuple[str, ...]
-    prices: dict[str, float]
+    multipliers: dict[str, float]
 
 
 class Infeasible(Exception):
@@ -94,69 +94,69 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
-    hunt = Hunt(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound, patience=patience)
-    hunt.seen.append(free.assignment)
-    if hunt.offer(free.assignment):
-        return _solution(free, hunt, free.status, free.solver_used, 0, begin)
-    hunt.learn(source.rows())
+    state = SearchState(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound, patience=patience)
+    state.start_plans.append(free.assignment)
+    if state.submit(free.assignment):
+        return _solution(free, state, free.status, free.solver_used, 0, begin)
+    state.add_rows(source.rows())
     if np.isfinite(cutoff):
-        return _under_cutoff(hunt, free, cutoff, begin, "tie" if fold else "none", full=presolve)
+        return _under_cutoff(state, free, cutoff, begin, "tie" if fold else "none", full=presolve)
     if solver != "auto":
-        return _forced(hunt, free, solver, begin, "tie" if fold else "none", full=presolve)
-    return _auto(hunt, free, begin, "tie" if fold else "none", full=presolve)
+        return _forced(state, free, solver, begin, "tie" if fold else "none", full=presolve)
+    return _auto(state, free, begin, "tie" if fold else "none", full=presolve)
 
 
-def _auto(hunt: Hunt, free: Solution, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
-    least = _least(hunt, free)
-    hunt.learn(least.rows)
-    if least.peak_bytes > hunt.budget:
+def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReduction, *, full: bool) -> BudgetedSolution:
+    least = _least(state, free)
+    state.add_rows(least.rows)
+    if least.peak_bytes > state.budget:
         raise Infeasible(least)
-    hunt.offer(least.assignment)
-    hunt.seen.append(least.assignment)
+    state.submit(least.assignment)
+    state.start_plans.append(least.assignment)
     few = free.variables_unfolded <= FEW * free.variables
     for _ in range(AGAIN):
-        known = len(hunt.rows)
-        search(hunt, how, few, full=full)
-        if hunt.done or len(hunt.rows) == known:
+        known = len(state.rows)
+        search(state, how, few, full=full)
+        if state.done or len(state.rows) == known:
             break
     status, used, rows = "", "dual ascent", 0
-    if hunt.gap > hunt.target and not hunt.late and _small(free):
-        status, used, rows = _by_ilp(hunt, solvers.quickest(), "none", full=full, longest=AFTER)
-    if not status or hunt.gap <= CLOSED:
-        status = _status(hunt)
-    return _solution(free, hunt, status, used, rows, begin)
+    if state.gap > state.target and not state.late and _small(free):
+        status, used, rows = _by_ilp(state, solvers.quickest(), "none", full=full, longest=AFTER)
+    if not status or state.gap <= CLOSED:
+        status = _status(state)
+    return _solution(free, state, status, used, rows, begin)
 
 
 def _under_cutoff(
-    hunt: Hunt, free: Solution, cutoff: float, begin: float, how: Folding, *, full: bool
+    state: SearchState, free: Solution, cutoff: float, begin: float, how: SymmetryReduction, *, full: bool
 ) -> BudgetedSolution:
     """The best plan that fits and takes less than `cutoff` (s); Pruned where none is found or there can be none.
 
-    By prices alone at first: where all that fits takes longer, that is mostly enough to see it.
+    By multipliers alone at first: where all that fits takes longer, that is mostly enough to see it.
     """
-    hunt.seconds = cutoff
+    state.seconds = cutoff
     few = free.variables_unfolded <= FEW * free.variables
-    if not hunt.done:
-        search(hunt, how, few, full=full)
-    if hunt.plan is None and not hunt.done:
-        least = _least(hunt, free)
-        hunt.learn(least.rows)
-        hunt.offer(least.assignment)
-        hunt.seen.append(least.assignment)
-        search(hunt, how, few, full=full)
-    if hunt.plan is None:
-        raise Pruned(hunt.lower)
-    return _solution(free, hunt, _status(hunt), "dual ascent", 0, begin)
+    if not state.done:
+        search(state, how, few, full=full)
+    if state.plan is None and not state.done:
+        least = _least(state, free)
+        state.add_rows(least.rows)
+        state.submit(least.assignment)
+        state.start_plans.append(least.assignment)
+        search(state, how, few, full=full)
+    if state.plan is None:
+        raise Pruned(state.lower)
+    return _solution(free, state, _status(state), "dual ascent", 0, begin)
 
 
-def _least(hunt: Hunt, free: Solution) -> LeastMemory:
+def _least(state: SearchState, free: Solution) -> LeastMemory:
     """A plan that fits, or the one with the least peak.
 
     The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
     plans. It may take longer than the deadline, for where it ended early a plan that fits would be refused.
     """
-    seeds, deadline = [free.assignment], max(hunt.deadline, time.monotonic() + hunt.patience)
-    return least_memory(hunt.problem, hunt.source, seeds=seeds, deadline=deadline, asked=hunt.budget)
+    seeds, deadline = [free.assignment], max(state.deadline, time.monotonic() + state.patience)
+    return least_memory(state.problem, state.source, seeds=seeds, deadline=deadline, asked=state.budget)
 
 
 def _small(free: Solution) -> bool:
@@ -164,77 +164,81 @@ def _small(free: Solution) -> bool:
     return free.variables_unfolded <= min(SMALL, max(TINY, FEW * free.variables))
 
 
-def _status(hunt: Hunt) -> str:
-    if hunt.gap <= hunt.target:
-        return STATUS[hunt.gap == 0.0]
-    return "time-limit" if hunt.late else "open"
+def _status(state: SearchState) -> str:
+    if state.gap <= state.target:
+        return STATUS[state.gap == 0.0]
+    return "time-limit" if state.late else "open"
 
 
-def _forced(hunt: Hunt, free: Solution, solver: str, begin: float, how: Folding, *, full: bool) -> BudgetedSolution:
+def _forced(
+    state: SearchState, free: Solution, solver: str, begin: float, how: SymmetryReduction, *, full: bool
+) -> BudgetedSolution:
     """The ILP and nothing else."""
-    status, used, rows = _by_ilp(hunt, solver, how, full=full)
-    if hunt.plan is None:
-        least = _least(hunt, free)
-        if not hunt.offer(least.assignment):
+    status, used, rows = _by_ilp(state, solver, how, full=full)
+    if state.plan is None:
+        least = _least(state, free)
+        if not state.submit(least.assignment):
             raise Infeasible(least)
-    return _solution(free, hunt, status, used, rows, begin)
+    return _solution(free, state, status, used, rows, begin)
 
 
-def _by_ilp(hunt: Hunt, solver: str, how: Folding, *, full: bool, longest: float = np.inf) -> tuple[str, str, int]:
+def _by_ilp(
+    state: SearchState, solver: str, how: SymmetryReduction, *, full: bool, longest: float = np.inf
+) -> tuple[str, str, int]:
     """The ILP with the rows known, until its plan truly fits: status, solver, and rows of the ILP.
 
     What a solver takes for fitting may be over the budget by its tolerance; then it gets less. The bound is only taken
-    where no plans are tied.
+    where no plans are symmetric.
     """
     margin = 0.0
     while True:
-        core = presolve(hunt.problem, hunt.rows, how, full=full)
-        loaded = core.loaded
-        memory = ilp.Memory(hunt.budget - margin, loaded.constants, loaded.nodes, loaded.edges)
-        upper = hunt.seconds - core.constant
+        presolved = presolve(state.problem, state.rows, how, full=full)
+        constrained = presolved.constrained
+        memory = ilp.Memory(state.budget - margin, constrained.constants, constrained.nodes, constrained.edges)
+        upper = state.seconds - presolved.constant
         answer = ilp.solve(
-            loaded.problem,
+            constrained.problem,
             solver,
-            time_limit=min(max(hunt.left, 0.1), longest),
+            time_limit=min(max(state.left, 0.1), longest),
             upper=upper,
             cutoff=True,
             memory=memory,
         )
-        if not core.alike and not margin:
+        if not presolved.alike and not margin:
             none_better = answer.status == "infeasible"
-            hunt.bound(hunt.seconds if none_better else min(hunt.seconds, answer.lower + core.constant))
+            state.bound(state.seconds if none_better else min(state.seconds, answer.lower + presolved.constant))
         if answer.assignment is None:
             return ENDS.get(answer.status, "fallback"), solver, answer.rows
-        known = len(hunt.rows)
-        plan = core.lift(answer.assignment)
-        if hunt.offer(plan):
+        known = len(state.rows)
+        plan = presolved.lift(answer.assignment)
+        if state.submit(plan):
             status = ENDS.get(answer.status, "fallback")
-            tied = status == "optimal" and hunt.gap > CLOSED
-            return "optimal-tied" if tied else status, solver, answer.rows
-        if len(hunt.rows) == known:
-            over = max(row.value(hunt.problem, plan) for row in hunt.rows) - hunt.budget
-            if over <= 0 or margin > TOLERATED * hunt.budget:
+            symmetric = status == "optimal" and state.gap > CLOSED
+            return "optimal-symmetric" if symmetric else status, solver, answer.rows
+        if len(state.rows) == known:
+            over = max(row.value(state.problem, plan) for row in state.rows) - state.budget
+            if over <= 0 or margin > TOLERATED * state.budget:
                 return "fallback", solver, answer.rows
             margin += 2 * over
 
 
-def _solution(free: Solution, hunt: Hunt, status: str, used: str, rows: int, begin: float) -> BudgetedSolution:
-    assert hunt.plan is not None
-    lower = min(hunt.lower, hunt.seconds)
+def _solution(free: Solution, state: SearchState, status: str, used: str, rows: int, begin: float) -> BudgetedSolution:
+    assert state.plan is not None
+    lower = min(state.lower, state.seconds)
     return BudgetedSolution(
-        assignment=hunt.plan,
-        objective=hunt.seconds,
+        assignment=state.plan,
+        objective=state.seconds,
         lower_bound=lower,
-        gap=hunt.gap,
+        gap=state.gap,
         status=status,
         solver_used=used,
-        warnings=free.warnings if not hunt.prices and hunt.gap > hunt.target else (),
+        warnings=free.warnings if not state.multipliers and state.gap > state.target else (),
         phases={**free.phases, "memory": max(0.0, time.monotonic() - begin - sum(free.phases.values()))},
         variables=free.variables,
         variables_unfolded=free.variables_unfolded,
         rows=rows,
-        peak_bytes=hunt.peak,
-        price=sum(hunt.prices.values()),
-        points=tuple(row.name for row in hunt.rows),
-        prices=hunt.prices,
+        peak_bytes=state.peak,
+        price=sum(state.multipliers.values()),
+        points=tuple(row.name for row in state.rows),
+        multipliers=state.multipliers,
     )

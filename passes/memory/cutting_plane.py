@@ -1,6 +1,7 @@
-"""The price of memory: cutting planes over known plans.
+"""Multipliers of memory rows from known plans, by cutting planes.
 
-With plans k of c_k seconds that exceed the budget by g_kr (of the budget) at point r, the best prices known so far are
+Plan k takes c_k seconds and exceeds the budget by g_kr, relative to it, at row r. The multipliers that the known plans
+allow are
 
     max_(lambda >= 0)  min_k  c_k + sum_r lambda_r g_kr
 
@@ -8,8 +9,8 @@ With plans k of c_k seconds that exceed the budget by g_kr (of the budget) at po
 
     min_a  sum_k a_k c_k      sum_k a_k g_kr + s_r = 0,   sum_k a_k = 1,   a, s >= 0                       -> within
 
-one column per plan, R + 1 rows: a simplex with a basis of R + 1 columns, whose duals are the prices. A new plan is a
-new column, so the last basis starts the next solve.
+with one column per plan and R + 1 rows. The simplex method keeps a basis of R + 1 columns, and the duals of the basis
+are the multipliers. A new plan is a new column, so the last basis starts the next solve.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PIVOTS = 500  # after half of them the first column that helps enters (Bland's r
 TOLERANCE = 1e-9  # reduced cost, relative to the costs, that counts as none
 
 
-class Master:
+class MasterProblem:
     """A linear program min costs @ a, columns @ a = (0, ..., 0, 1), a >= 0, that grows by columns."""
 
     def __init__(self, columns: Floats, costs: Floats, basis: list[int]) -> None:
@@ -52,19 +53,19 @@ class Master:
         return np.maximum(-duals[:-1], 0.0), float(duals[-1])
 
 
-def within(rows: int, ceiling: float, relief: float) -> Master:
-    """Cheapest mix of plans that fits: costs in seconds, entries are the excess over the budget, relative to it.
+def within(rows: int, ceiling: float, relief: float) -> MasterProblem:
+    """Cheapest mix of plans that fits. Costs are in seconds, entries are the excess over the budget, relative to it.
 
-    A made-up plan fits every row by `relief` and costs `ceiling` seconds, so that a basis is always at hand; prices are
-    at most about ceiling / relief.
+    An artificial plan fits every row by `relief` and costs `ceiling` seconds, so a feasible basis always exists. It
+    limits the multipliers to about ceiling / relief.
     """
     columns = np.vstack([np.eye(rows, rows + 1), np.zeros((1, rows + 1))])
     columns[:, rows] = np.append(np.full(rows, -relief), 1.0)
-    return Master(columns, np.append(np.zeros(rows), ceiling), list(range(rows + 1)))
+    return MasterProblem(columns, np.append(np.zeros(rows), ceiling), list(range(rows + 1)))
 
 
-def smallest(rows: int, ceiling: float) -> Master:
-    """Mix of plans with the least peak t: plans cost nothing, their entries are bytes; prices add up to one.
+def smallest(rows: int, ceiling: float) -> MasterProblem:
+    """Mix of plans with the least peak t: plans cost nothing, their entries are bytes; multipliers add up to one.
 
         min t      sum_k a_k m_kr + s_r = t,   sum_k a_k = 1
 
@@ -75,7 +76,7 @@ def smallest(rows: int, ceiling: float) -> Master:
     columns[:, rows + 1] = np.append(np.full(rows, ceiling), 1.0)
     costs = np.zeros(rows + 2)
     costs[rows] = 1.0
-    return Master(columns, costs, [*range(1, rows), rows, rows + 1])
+    return MasterProblem(columns, costs, [*range(1, rows), rows, rows + 1])
 
 
 def _entering(reduced: Floats, scale: float, first: bool) -> int:

@@ -1,7 +1,7 @@
 """Seconds and bytes of many plans at once.
 
 Every quantity (seconds, then bytes at each program point) is a row over the concatenated strategies of all nodes and
-the concatenated tables of all edges, so a plan's totals are sums of looked-up columns -> Ledger.totals.
+the concatenated tables of all edges, so a plan's totals are sums of looked-up columns -> Evaluator.totals.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.ir.problem import Edge, Floats, Ints
-from autopar.passes.memory.presolve import Loaded
+from autopar.passes.memory.presolve import ConstrainedProblem
 
 
-class Ledger:
+class Evaluator:
     """The totals of plans of one problem with rows."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        problem = loaded.problem
-        none = np.zeros((loaded.rows, 1))
+    def __init__(self, constrained: ConstrainedProblem) -> None:
+        problem = constrained.problem
+        none = np.zeros((constrained.rows, 1))
         costs = [
-            np.vstack([n.cost[None], loaded.nodes.get(v, none) + np.zeros(len(n.cost))])
+            np.vstack([n.cost[None], constrained.nodes.get(v, none) + np.zeros(len(n.cost))])
             for v, n in enumerate(problem.nodes)
         ]
-        self._constants = np.concatenate([[0.0], loaded.constants])
-        self._flat = np.concatenate([np.zeros((1 + loaded.rows, 0)), *costs], axis=1)
+        self._constants = np.concatenate([[0.0], constrained.constants])
+        self._flat = np.concatenate([np.zeros((1 + constrained.rows, 0)), *costs], axis=1)
         self._start = _starts([len(n.cost) for n in problem.nodes])
-        bare = [e for i, e in enumerate(problem.edges) if i not in loaded.edges]
-        held = [problem.edges[i] for i in loaded.edges]
+        bare = [e for i, e in enumerate(problem.edges) if i not in constrained.edges]
+        usage = [problem.edges[i] for i in constrained.edges]
         self._bare = _Tables(bare, [e.table[None] for e in bare], 1)
-        stacked = [np.concatenate([e.table[None], b]) for e, b in zip(held, loaded.edges.values(), strict=True)]
-        self._held = _Tables(held, stacked, 1 + loaded.rows)
+        stacked = [np.concatenate([e.table[None], b]) for e, b in zip(usage, constrained.edges.values(), strict=True)]
+        self._usage = _Tables(usage, stacked, 1 + constrained.rows)
 
     def totals(self, plans: Ints) -> Floats:
         """Seconds, then bytes at each point, of each plan: shape (plans, 1 + R) for plans of shape (plans, nodes)."""
         out = self._flat[:, self._start + plans].sum(axis=2) + self._constants[:, None]
         out[:1] += self._bare.totals(plans)
-        return (out + self._held.totals(plans)).T
+        return (out + self._usage.totals(plans)).T
 
 
 class _Tables:

@@ -1,12 +1,13 @@
-"""Dual ascent with prices: the bound under memory rows, and a pool of plans around the budget.
+"""Dual ascent with multipliers: the bound under memory rows, and a pool of plans around the budget.
 
     D(lambda)  =  min_x  seconds(x) + sum_r lambda_r (bytes_r(x) - budget)      <=   seconds of every plan that fits
 
-for any prices lambda >= 0 (s/byte). TRW-S bounds the minimum from below (`dual_ascent`); its messages stay when the
-prices move, as a pass makes a valid bound of whatever messages it finds. Plans decoded on the way go to the pool, and
-the pool moves the prices (`prices`). With several rows the cutting-plane model swings, so the next prices lie between
-the model's and the best so far (A. Ruszczynski, "Nonlinear Optimization", 2006, chapter 7: stabilised cuts): halfway,
-or, in an ascent that has time, farther after a price that was better and nearer after one that was not.
+for any multipliers lambda >= 0 (s/byte). TRW-S bounds the minimum from below (`dual_ascent`). Its messages are kept
+when the multipliers change, because a pass makes a valid bound of any messages. Plans decoded on the way go to the
+pool, and the pool gives the next multipliers (`Objective.multipliers`). With several rows the cutting-plane model
+oscillates, so the next multipliers are between the model's and the best so far (A. Ruszczynski, "Nonlinear
+Optimization", 2006, chapter 7: stabilised cuts): halfway, or, in a long ascent, farther after a success and nearer
+after a failure.
 """
 
 from __future__ import annotations
@@ -20,30 +21,38 @@ import numpy as np
 
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.cutting_plane import smallest, within
-from autopar.passes.memory.evaluate import Ledger
-from autopar.passes.memory.presolve import Loaded
+from autopar.passes.memory.evaluate import Evaluator
+from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, ends_of, initial, sweep
 
-FIRST, NEXT = 10, 4  # passes at the first prices, and after each change of prices
-CHANGES = 200  # most changes of prices
+FIRST, NEXT = 10, 4  # passes at the first multipliers, and after each change of multipliers
+CHANGES = 200  # most changes of multipliers
 CEILING, RELIEF = 10.0, 1e-3  # of the made-up plan of the model: seconds, of the dearest plan known; excess below zero
-STEP, GROWTH = 0.1, 3.0  # prices at which a budget is worth a tenth of all seconds; prices grow to thrice at a time
-PATIENCE = 6  # changes of prices over which the gap has to shrink by PROGRESS, else the ascent stops
+STEP, GROWTH = (
+    0.1,
+    3.0,
+)  # multipliers at which a budget is worth a tenth of all seconds; multipliers grow to thrice at a time
+PATIENCE = 6  # changes of multipliers over which the gap has to shrink by PROGRESS, else the ascent stops
 PROGRESS = 0.15
-FARTHEST, NEAREST, BOLDER, SHYER = 0.9, 0.05, 1.2, 0.8  # of the way to the model's prices: bounds, and what moves it
-SCANS, GAIN = 8, 0.03  # rounds of passes around the best prices, and the share of the gap that each has to close
+FARTHEST, NEAREST, BOLDER, SHYER = (
+    0.9,
+    0.05,
+    1.2,
+    0.8,
+)  # of the way to the model's multipliers: bounds, and what moves it
+SCANS, GAIN = 8, 0.03  # rounds of passes around the best multipliers, and the share of the gap that each has to close
 FACTORS = (0.5, 0.7, 1.0, 1.4)
-CLOSED = 1e-7  # relative distance between the bound and the model that no prices can better
+CLOSED = 1e-7  # relative distance between the bound and the model that no multipliers can better
 
 
 class Pool:
     """Distinct plans of one problem with rows, with their totals."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._ledger = Ledger(loaded)
+    def __init__(self, constrained: ConstrainedProblem) -> None:
+        self._evaluator = Evaluator(constrained)
         self._known: dict[bytes, int] = {}
         self.plans: list[Ints] = []
-        self.totals = np.zeros((0, 1 + loaded.rows))
+        self.totals = np.zeros((0, 1 + constrained.rows))
 
     def add(self, plans: Iterable[Ints]) -> None:
         """Put plans in; known ones are left out."""
@@ -52,7 +61,7 @@ class Pool:
             if self._known.setdefault(plan.tobytes(), len(self.plans)) == len(self.plans):
                 self.plans.append(plan)
         if len(self.plans) > start:
-            self.totals = np.vstack([self.totals, self._ledger.totals(np.stack(self.plans[start:]))])
+            self.totals = np.vstack([self.totals, self._evaluator.totals(np.stack(self.plans[start:]))])
 
     @property
     def seconds(self) -> Floats:
@@ -60,44 +69,44 @@ class Pool:
         return self.totals[:, 0]
 
     @property
-    def held(self) -> Floats:
+    def usage(self) -> Floats:
         """Bytes at each point, shape (plans, R)."""
         return self.totals[:, 1:]
 
     def fitting(self, budget: float) -> Ints:
         """Indices of finite plans that fit on all rows, cheapest first."""
-        fits = (self.held <= budget).all(axis=1) & np.isfinite(self.seconds)
+        fits = (self.usage <= budget).all(axis=1) & np.isfinite(self.seconds)
         found = np.flatnonzero(fits)
         return found[np.argsort(self.seconds[found], kind="stable")]
 
 
 class Messages:
-    """TRW-S on seconds + prices x bytes, with messages that outlive the prices."""
+    """TRW-S on seconds + multipliers x bytes, with messages that outlive the multipliers."""
 
-    def __init__(self, loaded: Loaded, counts: Ints) -> None:
-        self.loaded = loaded
-        self._ends = ends_of(loaded.problem)
-        self._state = initial(loaded.problem, counts)
-        self._priced = loaded.problem
-        self._prices = np.zeros(loaded.rows)
+    def __init__(self, constrained: ConstrainedProblem, counts: Ints) -> None:
+        self.constrained = constrained
+        self._ends = ends_of(constrained.problem)
+        self._state = initial(constrained.problem, counts)
+        self._priced = constrained.problem
+        self._multipliers = np.zeros(constrained.rows)
         self._penalty: Mapping[int, Floats] = {}
         self._stale = False
-        self._slots = _slots(loaded, self._ends)
+        self._slots = _slots(constrained, self._ends)
 
-    def set(self, prices: Floats) -> None:
+    def set(self, multipliers: Floats) -> None:
         """Prices (s/byte), shape (R,)."""
-        if np.array_equal(prices, self._prices) and not self._stale:
+        if np.array_equal(multipliers, self._multipliers) and not self._stale:
             return
-        self._prices, self._stale = prices, False
-        nodes = list(self.loaded.problem.nodes)
-        for v, held in self.loaded.nodes.items():
-            nodes[v] = replace(nodes[v], cost=nodes[v].cost + prices @ held)
+        self._multipliers, self._stale = multipliers, False
+        nodes = list(self.constrained.problem.nodes)
+        for v, usage in self.constrained.nodes.items():
+            nodes[v] = replace(nodes[v], cost=nodes[v].cost + multipliers @ usage)
         for v, extra in self._penalty.items():
             nodes[v] = replace(nodes[v], cost=nodes[v].cost + extra)
-        self._priced = Problem(tuple(nodes), self.loaded.problem.edges)
-        for i, held in self.loaded.edges.items():
-            e = self.loaded.problem.edges[i]
-            table = e.table + np.tensordot(prices, held, 1)
+        self._priced = Problem(tuple(nodes), self.constrained.problem.edges)
+        for i, usage in self.constrained.edges.items():
+            e = self.constrained.problem.edges[i]
+            table = e.table + np.tensordot(multipliers, usage, 1)
             (u, at_u), (v, at_v) = self._slots[i]
             self._ends[u][at_u] = replace(self._ends[u][at_u], table=table)
             self._ends[v][at_v] = replace(self._ends[v][at_v], table=np.ascontiguousarray(table.T))
@@ -112,7 +121,7 @@ class Messages:
 
     @property
     def bounds(self) -> tuple[Floats, ...]:
-        """Per node and strategy the bound (s) on the priced cost of plans with it, at the present prices."""
+        """Per node and strategy the bound (s) on the priced cost of plans with it, at the present multipliers."""
         return tuple(self._state.bounds)
 
     @property
@@ -124,10 +133,10 @@ class Messages:
         """The messages, for `restore`."""
         return [list(pair) for pair in self._state.into]
 
-    def rewind(self, messages: list[list[Floats]], prices: Floats) -> None:
-        """Back to these messages and prices, with the penalty as it is."""
+    def rewind(self, messages: list[list[Floats]], multipliers: Floats) -> None:
+        """Back to these messages and multipliers, with the penalty as it is."""
         self.restore(messages, self._penalty)
-        self.set(prices)
+        self.set(multipliers)
 
     def restore(self, messages: list[list[Floats]], penalty: Mapping[int, Floats]) -> None:
         """Go on from these messages, with these extra seconds per strategy of some nodes."""
@@ -136,41 +145,48 @@ class Messages:
         self._stale = True
 
 
-def _slots(loaded: Loaded, ends: list[list[End]]) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+def _slots(
+    constrained: ConstrainedProblem, ends: list[list[End]]
+) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
     """Edge with bytes -> (node, position among its ends) of u and of v."""
     at = {(x.edge, v): place for v, around in enumerate(ends) for place, x in enumerate(around)}
-    found = {i: loaded.problem.edges[i] for i in loaded.edges}
+    found = {i: constrained.problem.edges[i] for i in constrained.edges}
     return {i: ((e.u, at[i, e.u]), (e.v, at[i, e.v])) for i, e in found.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dual:
-    """lower: a bound on all plans (s; bytes when the peak is to be least); prices: where it was reached, shape (R,)."""
+    """A lower bound and where it was reached.
+
+    Attributes:
+        lower: bound on all plans (s; bytes for `PeakObjective`).
+        multipliers: shape (R,), s/byte.
+    """
 
     lower: float
-    prices: Floats
+    multipliers: Floats
 
 
-class Aim(Protocol):
-    """What the prices are for: a cutting-plane model of the pool, and what it makes of bounds and plans."""
+class Objective(Protocol):
+    """What the multipliers are for: a cutting-plane model of the pool, and what it makes of bounds and plans."""
 
     def start(self) -> Floats:
         """Prices to begin with."""
         ...
 
-    def prices(self, pool: Pool) -> tuple[Floats, float]:
-        """The best prices that the plans of the pool allow, and the model's value there."""
+    def multipliers(self, pool: Pool) -> tuple[Floats, float]:
+        """The best multipliers that the plans of the pool allow, and the model's value there."""
         ...
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """The prices to try, this share of the way from the best so far to those that the model wants."""
+        """The multipliers to try, this share of the way from the best so far to those that the model wants."""
         ...
 
-    def around(self, prices: Floats) -> list[Floats]:
+    def around(self, multipliers: Floats) -> list[Floats]:
         """Prices near these."""
         ...
 
-    def lower(self, bound: float, prices: Floats) -> float:
+    def lower(self, bound: float, multipliers: Floats) -> float:
         """The bound on plans from that on the priced problem."""
         ...
 
@@ -179,87 +195,89 @@ class Aim(Protocol):
         ...
 
 
-class Within:
+class BudgetObjective:
     """Fewest seconds under a budget (bytes). `upper` is the value of a plan known elsewhere (s)."""
 
-    def __init__(self, loaded: Loaded, budget: float, pool: Pool, upper: float = np.inf) -> None:
+    def __init__(self, constrained: ConstrainedProblem, budget: float, pool: Pool, upper: float = np.inf) -> None:
         self.budget = budget
         self.upper = upper
-        self._constants = loaded.constants
+        self._constants = constrained.constants
         self._unit = max(budget, 1.0)
         finite = pool.seconds[np.isfinite(pool.seconds)]
         ceiling = CEILING * float(np.abs(finite).max(initial=0.0))
-        self._master = within(loaded.rows, ceiling or 1.0, RELIEF)
+        self._master = within(constrained.rows, ceiling or 1.0, RELIEF)
         self._floor = STEP * (float(finite.min(initial=np.inf)) if len(finite) else 1.0) / self._unit
         self._seen = 0
 
     def start(self) -> Floats:
         return np.zeros_like(self._constants)
 
-    def prices(self, pool: Pool) -> tuple[Floats, float]:
+    def multipliers(self, pool: Pool) -> tuple[Floats, float]:
         new = pool.totals[self._seen :]
         new = new[np.isfinite(new[:, 0])]
         self._seen = len(pool.plans)
         self._master.add(new[:, 0], (new[:, 1:] - self.budget) / self._unit)
-        prices, value = self._master.solve()
-        return prices / self._unit, value
+        multipliers, value = self._master.solve()
+        return multipliers / self._unit, value
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """As long as no plan fits the model wants prices without bound; so they grow in steps."""
+        """As long as no plan fits the model wants multipliers without bound; so they grow in steps."""
         most = GROWTH * np.maximum(best, self._floor)
         return np.minimum(wanted if len(best) == 1 else best + share * (wanted - best), most)
 
-    def around(self, prices: Floats) -> list[Floats]:
-        return [prices * factor for factor in FACTORS] if prices.any() else [prices]
+    def around(self, multipliers: Floats) -> list[Floats]:
+        return [multipliers * factor for factor in FACTORS] if multipliers.any() else [multipliers]
 
-    def lower(self, bound: float, prices: Floats) -> float:
-        return bound + float(prices @ (self._constants - self.budget))
+    def lower(self, bound: float, multipliers: Floats) -> float:
+        return bound + float(multipliers @ (self._constants - self.budget))
 
     def known(self, pool: Pool) -> float:
         fitting = pool.fitting(self.budget)
         return min(self.upper, float(pool.seconds[fitting[0]])) if len(fitting) else self.upper
 
 
-class Smallest:
+class PeakObjective:
     """The least peak (bytes) over the rows; seconds must be 0 or inf."""
 
-    def __init__(self, loaded: Loaded, pool: Pool) -> None:
-        self._constants = loaded.constants
-        ceiling = loaded.constants.max() + sum(b.max() for b in (*loaded.nodes.values(), *loaded.edges.values()))
+    def __init__(self, constrained: ConstrainedProblem, pool: Pool) -> None:
+        self._constants = constrained.constants
+        ceiling = constrained.constants.max() + sum(
+            b.max() for b in (*constrained.nodes.values(), *constrained.edges.values())
+        )
         self._unit = max(float(ceiling), 1.0)
-        self._master = smallest(loaded.rows, 1.0)
+        self._master = smallest(constrained.rows, 1.0)
         self._seen = 0
 
     def start(self) -> Floats:
         return np.full_like(self._constants, 1.0 / len(self._constants))
 
-    def prices(self, pool: Pool) -> tuple[Floats, float]:
+    def multipliers(self, pool: Pool) -> tuple[Floats, float]:
         new = pool.totals[self._seen :]
         new = new[np.isfinite(new[:, 0])]
         self._seen = len(pool.plans)
         self._master.add(np.zeros(len(new)), new[:, 1:] / self._unit)
-        prices, value = self._master.solve()
-        total = float(prices.sum())  # zero where a plan holds nothing at all
-        return prices / total if total > 0 else self.start(), value * self._unit
+        multipliers, value = self._master.solve()
+        total = float(multipliers.sum())  # zero where a plan holds nothing at all
+        return multipliers / total if total > 0 else self.start(), value * self._unit
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
         return wanted if len(best) == 1 else best + share * (wanted - best)
 
-    def around(self, prices: Floats) -> list[Floats]:
-        return [prices]
+    def around(self, multipliers: Floats) -> list[Floats]:
+        return [multipliers]
 
-    def lower(self, bound: float, prices: Floats) -> float:
-        return bound + float(prices @ self._constants)
+    def lower(self, bound: float, multipliers: Floats) -> float:
+        return bound + float(multipliers @ self._constants)
 
     def known(self, pool: Pool) -> float:
-        peaks = pool.held.max(axis=1)[np.isfinite(pool.seconds)]
+        peaks = pool.usage.max(axis=1)[np.isfinite(pool.seconds)]
         return float(peaks.min(initial=np.inf))
 
 
 def ascend(
     messages: Messages,
     pool: Pool,
-    aim: Aim,
+    objective: Objective,
     *,
     start: Floats | None = None,
     target: float = 0.0,
@@ -275,47 +293,47 @@ def ascend(
 
     Args:
         messages, pool: of the same problem; the pool grows.
-        aim: what the prices are for.
-        start: prices to begin with, shape (R,).
+        objective: what the multipliers are for.
+        start: multipliers to begin with, shape (R,).
         target: gap to the best plan known, relative to it, at which to stop.
         deadline: of `time.monotonic()`.
-        changes: most changes of prices.
-        scan: try prices around the best at the end.
-        patience: changes of prices within which the gap has to shrink.
-        enough: share of the gap at which to stop, once no prices can close more of it.
+        changes: most changes of multipliers.
+        scan: try multipliers around the best at the end.
+        patience: changes of multipliers within which the gap has to shrink.
+        enough: share of the gap at which to stop, once no multipliers can close more of it.
         adapt: move farther towards the model after success.
-        passes: at the first prices, and after each change of prices.
+        passes: at the first multipliers, and after each change of multipliers.
     """
     share, done = 0.5, False
-    prices = aim.start() if start is None else start
-    best = Dual(-np.inf, prices)
-    aim.prices(pool)
+    multipliers = objective.start() if start is None else start
+    best = Dual(-np.inf, multipliers)
+    objective.multipliers(pool)
     first, following = passes
     gaps: list[float] = []
     kept = messages.copy()
     for change in range(changes):
-        messages.set(prices)
+        messages.set(multipliers)
         bound, plans = messages.run(following if change else first)
-        lower = aim.lower(bound, prices)
+        lower = objective.lower(bound, multipliers)
         pool.add(plans)
-        wanted, value = aim.prices(pool)
+        wanted, value = objective.multipliers(pool)
         better = lower > best.lower
         if better:
-            best, kept = Dual(lower, prices), messages.copy()
+            best, kept = Dual(lower, multipliers), messages.copy()
         share = _step(share, better) if adapt else share
-        known = aim.known(pool)
+        known = objective.known(pool)
         gaps.append(min(value, known) - best.lower)
         done = settled(value, known, best.lower, target, enough)
         stalled = len(gaps) > patience and gaps[-1] > gaps[-1 - patience] * (1 - PROGRESS)
         if done or stalled or time.monotonic() > deadline:
             break
-        prices = aim.next(wanted, best.prices, share)
-    messages.rewind(kept, best.prices)
-    return best if done or not scan else _scan(messages, pool, aim, best, gaps[-1], deadline)
+        multipliers = objective.next(wanted, best.multipliers, share)
+    messages.rewind(kept, best.multipliers)
+    return best if done or not scan else _scan(messages, pool, objective, best, gaps[-1], deadline)
 
 
 def settled(value: float, known: float, lower: float, target: float, enough: float) -> bool:
-    """Whether no prices can raise a bound by much; all but shares in seconds, or in bytes for the least peak.
+    """Whether no multipliers can raise a bound by much; all but shares in seconds, or in bytes for the least peak.
 
     Args:
         value: of the model, the most that a bound may reach by the plans of the pool.
@@ -330,23 +348,23 @@ def settled(value: float, known: float, lower: float, target: float, enough: flo
 
 
 def _step(share: float, better: bool) -> float:
-    """The next share of the way to the model's prices."""
+    """The next share of the way to the model's multipliers."""
     return min(FARTHEST, share * BOLDER) if better else max(NEAREST, share * SHYER)
 
 
-def _scan(messages: Messages, pool: Pool, aim: Aim, best: Dual, gap: float, deadline: float) -> Dual:
-    """Passes at prices around the best, as long as a round closes a share of the gap.
+def _scan(messages: Messages, pool: Pool, objective: Objective, best: Dual, gap: float, deadline: float) -> Dual:
+    """Passes at multipliers around the best, as long as a round closes a share of the gap.
 
     Where the model stalls, messages are not at rest and the pool is thin: both get better here.
     """
     for _ in range(SCANS):
         before = best.lower
-        for prices in aim.around(best.prices):
-            messages.set(prices)
+        for multipliers in objective.around(best.multipliers):
+            messages.set(multipliers)
             bound, plans = messages.run(2 * NEXT)
             pool.add(plans)
-            lower = aim.lower(bound, prices)
-            best = Dual(lower, prices) if lower > best.lower else best
+            lower = objective.lower(bound, multipliers)
+            best = Dual(lower, multipliers) if lower > best.lower else best
         if best.lower - before < GAIN * gap or time.monotonic() > deadline:
             break
     return best

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.presolve import Loaded
+from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, end_of, ends_of
 
 SWEEPS = 6
@@ -20,40 +20,40 @@ TOLERANCE = 1e-10  # relative gain that counts as one
 EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}
 
 
-class Swapper:
+class LocalSearch:
     """One-swap descent on one problem with rows."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self._loaded = loaded
-        self._ends = ends_of(loaded.problem)
-        self._held: list[list[tuple[End, Floats]]] = [[] for _ in loaded.problem.nodes]
-        for i, held in loaded.edges.items():
-            e = loaded.problem.edges[i]
-            self._held[e.u].append((end_of(i, e.v, e.gu, e.gv, e.table), held))
-            self._held[e.v].append((end_of(i, e.u, e.gv, e.gu, e.table.T), held.transpose(0, 2, 1)))
+    def __init__(self, constrained: ConstrainedProblem) -> None:
+        self._constrained = constrained
+        self._ends = ends_of(constrained.problem)
+        self._usage: list[list[tuple[End, Floats]]] = [[] for _ in constrained.problem.nodes]
+        for i, usage in constrained.edges.items():
+            e = constrained.problem.edges[i]
+            self._usage[e.u].append((end_of(i, e.v, e.gu, e.gv, e.table), usage))
+            self._usage[e.v].append((end_of(i, e.u, e.gv, e.gu, e.table.T), usage.transpose(0, 2, 1)))
 
     def descend(
         self,
         plan: Ints,
-        held: Floats,
+        usage: Floats,
         budget: float,
         sweeps: int = SWEEPS,
         allowed: Mapping[int, NDArray[np.bool_]] = EVERYTHING,
     ) -> Ints:
-        """A plan at least as good; `held` are the plan's bytes in each row, shape (R,); `allowed` masks strategies."""
-        plan, held = plan.copy(), held.copy()
+        """A plan at least as good; `usage` are the plan's bytes in each row, shape (R,); `allowed` masks strategies."""
+        plan, usage = plan.copy(), usage.copy()
         for _ in range(sweeps):
-            if not sum([self._improve(v, plan, held, budget, allowed.get(v)) for v in range(len(plan))]):
+            if not sum([self._improve(v, plan, usage, budget, allowed.get(v)) for v in range(len(plan))]):
                 break
         return plan
 
-    def scores(self, v: int, plan: Ints, prices: Floats) -> tuple[Floats, Floats]:
+    def scores(self, v: int, plan: Ints, multipliers: Floats) -> tuple[Floats, Floats]:
         """Seconds, and priced bytes (s), of each strategy of v given the others, up to constants."""
-        held = self._bytes(v, plan)
+        usage = self._bytes(v, plan)
         seconds = self._seconds(v, plan)
-        return seconds, np.zeros_like(seconds) if held is None else prices @ held
+        return seconds, np.zeros_like(seconds) if usage is None else multipliers @ usage
 
-    def _improve(self, v: int, plan: Ints, held: Floats, budget: float, mask: NDArray[np.bool_] | None) -> bool:
+    def _improve(self, v: int, plan: Ints, usage: Floats, budget: float, mask: NDArray[np.bool_] | None) -> bool:
         """Change node v in place, if that helps."""
         seconds = self._seconds(v, plan)
         if mask is not None:
@@ -63,28 +63,28 @@ class Swapper:
         if bytes_ is None:
             best = int(seconds.argmin())
         else:
-            after = held[:, None] + bytes_ - bytes_[:, [now]]
+            after = usage[:, None] + bytes_ - bytes_[:, [now]]
             excess = np.maximum(after - budget, 0.0).sum(axis=0)
             excess[~np.isfinite(seconds)] = np.inf
             best = int(np.where(excess <= excess.min(), seconds, np.inf).argmin())
             if excess[best] == excess[now] and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
                 return False
-            held[:] = after[:, best]
+            usage[:] = after[:, best]
         if bytes_ is None and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
             return False
         plan[v] = best
         return best != now
 
     def _seconds(self, v: int, plan: Ints) -> Floats:
-        score = self._loaded.problem.nodes[v].cost
+        score = self._constrained.problem.nodes[v].cost
         for x in self._ends[v]:
             score = score + x.table[:, x.others[plan[x.other]]][x.classes]
         return score
 
     def _bytes(self, v: int, plan: Ints) -> Floats | None:
         """Bytes per row and strategy, shape (R, strategies); None if the node has no say in them."""
-        own = self._loaded.nodes.get(v)
-        for x, table in self._held[v]:
+        own = self._constrained.nodes.get(v)
+        for x, table in self._usage[v]:
             part = table[:, :, x.others[plan[x.other]]][:, x.classes]
             own = part if own is None else own + part
         return own

@@ -1,15 +1,16 @@
 """Time against memory: the plans that are best at some budget, with a bound on all others.
 
-Each budget between the least peak and that of the memory-free optimum asks the dual for prices; its answer bounds every
-other budget as well, as the dual is affine in it:
+Budgets range from the least peak to the peak of the memory-free optimum. A dual ascent at one budget bounds every other
+budget as well, because the dual function is affine in the budget:
 
     seconds(x)  >=  D(lambda) - sum_r lambda_r B       for every plan x with peak <= B                    -> Front.lower
 
-so the certified envelope is the highest of these lines. Messages, plans and prices go from one budget to the next, and
-a budget where the lines known come near what the plans known allow asks for none. The problem is presolved once for the
-rows known, for the plan with the least peak (`least`) as well. The points are plans judged exactly; between neighbours
-layers part ways (`relink`), which fills the gaps that plans with equal layers alike leave: one ascent per budget at
-most, no branch and bound and no ILP but for the memory-free optimum.
+so the certified envelope is the highest of these lines. Messages, plans and multipliers carry over from one budget to
+the next. A budget at which the known lines come near the known plans needs no ascent. The problem is presolved once for
+the known rows, and for the plan with the least peak (`least`) as well. The points are plans evaluated on all rows.
+Between neighbouring points, equal layers may take different strategies (`relink`), which fills the gaps that plans with
+equal layers leave. There is at most one ascent per budget, no branch and bound, and no ILP but for the memory-free
+optimum.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ import numpy as np
 
 from autopar.cost_models.memory.row import RowSource
 from autopar.ir.problem import Ints, Problem
-from autopar.passes.memory.lagrangian import Messages, Pool, Within, ascend, settled
-from autopar.passes.memory.local_search import Swapper
+from autopar.passes.memory.lagrangian import BudgetObjective, Messages, Pool, ascend, settled
+from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.memory.path_relinking import relink
-from autopar.passes.memory.presolve import Core, attach, presolve
-from autopar.passes.memory.search_state import Hunt
+from autopar.passes.memory.presolve import PresolvedProblem, attach, presolve
+from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.optimize import optimize
 
 TURNS = 3  # with the rows learnt so far
 JUDGED = 4  # plans per budget that are judged exactly, at most
 TARGET = 3e-4  # relative gap at which a budget is left
-ENOUGH = 0.05  # share of the gap that prices might still close, at which it is left as well
+ENOUGH = 0.05  # share of the gap that multipliers might still close, at which it is left as well
 EFFORT: Mapping[str, Any] = {"passes": (4, 2), "patience": 10, "enough": ENOUGH, "adapt": True, "scan": False}
 OTHERS = 3  # points over a budget that layers may follow
 
@@ -82,24 +83,26 @@ def front(
     """
     deadline = time.monotonic() + time_limit
     free = optimize(problem, time_limit=time_limit, fold=fold, rounds=0)
-    hunt = Hunt(problem, source, np.inf, TARGET, deadline)
-    judged = _Judged(hunt)
+    state = SearchState(problem, source, np.inf, TARGET, deadline)
+    judged = _Judged(state)
     judged.add(free.assignment)
-    hunt.learn(source.rows())
-    core = _presolved(hunt, fold)
+    state.add_rows(source.rows())
+    presolved = _presolved(state, fold)
     seeds = [free.assignment]
-    least = least_memory(problem, source, rows=hunt.rows, seeds=seeds, deadline=deadline, exact=False, core=core)
+    least = least_memory(
+        problem, source, rows=state.rows, seeds=seeds, deadline=deadline, exact=False, presolved=presolved
+    )
     judged.add(least.assignment)
-    hunt.learn(least.rows)
+    state.add_rows(least.rows)
     cuts = [(free.lower_bound, 0.0)]
     budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
     for _ in range(TURNS):
-        known = len(hunt.rows)
-        core = core if core.loaded.rows == known else _presolved(hunt, fold)
-        _sweep(hunt, core, judged, budgets.tolist(), cuts)
-        if len(hunt.rows) == known or hunt.late:
+        known = len(state.rows)
+        presolved = presolved if presolved.constrained.rows == known else _presolved(state, fold)
+        _sweep(state, presolved, judged, budgets.tolist(), cuts)
+        if len(state.rows) == known or state.late:
             break
-    _fill(hunt, judged, budgets.tolist())
+    _fill(state, judged, budgets.tolist())
     return Front(judged.nondominated(), tuple(cuts), least.lower_bytes)
 
 
@@ -110,8 +113,8 @@ def _lower(cuts: Sequence[Cut], budget: float) -> float:
 class _Judged:
     """Distinct plans with their exact peaks."""
 
-    def __init__(self, hunt: Hunt) -> None:
-        self._hunt = hunt
+    def __init__(self, state: SearchState) -> None:
+        self._hunt = state
         self._known: set[bytes] = set()
         self.points: list[Point] = []
 
@@ -122,7 +125,7 @@ class _Judged:
             return
         self._known.add(plan.tobytes())
         peak, row = self._hunt.source.peak(plan)
-        self._hunt.learn([row])
+        self._hunt.add_rows([row])
         self.points.append(Point(seconds, peak, plan))
 
     def nondominated(self) -> tuple[Point, ...]:
@@ -134,45 +137,53 @@ class _Judged:
         return tuple(found)
 
 
-def _presolved(hunt: Hunt, fold: bool) -> Core:
-    return presolve(hunt.problem, hunt.rows, "bound" if fold else "none")
+def _presolved(state: SearchState, fold: bool) -> PresolvedProblem:
+    return presolve(state.problem, state.rows, "bound" if fold else "none")
 
 
-def _sweep(hunt: Hunt, core: Core, judged: _Judged, budgets: list[float], cuts: list[Cut]) -> None:
+def _sweep(
+    state: SearchState, presolved: PresolvedProblem, judged: _Judged, budgets: list[float], cuts: list[Cut]
+) -> None:
     """One ascent per budget that is not closed, from the largest: its line, and its best plans judged."""
-    pool, messages, swapper = Pool(core.loaded), Messages(core.loaded, core.counts), Swapper(core.loaded)
-    pool.add(plan for plan in (core.project(p.assignment) for p in judged.points) if plan is not None)
-    prices = np.zeros(core.loaded.rows)
+    pool, messages, local_search = (
+        Pool(presolved.constrained),
+        Messages(presolved.constrained, presolved.counts),
+        LocalSearch(presolved.constrained),
+    )
+    pool.add(plan for plan in (presolved.project(p.assignment) for p in judged.points) if plan is not None)
+    multipliers = np.zeros(presolved.constrained.rows)
     for budget in budgets:
-        aim = Within(core.loaded, budget, pool)
-        wanted, value = aim.prices(pool)
-        if settled(value, aim.known(pool), _lower(cuts, budget) - core.constant, TARGET, ENOUGH):
-            prices = wanted
+        objective = BudgetObjective(presolved.constrained, budget, pool)
+        wanted, value = objective.multipliers(pool)
+        if settled(value, objective.known(pool), _lower(cuts, budget) - presolved.constant, TARGET, ENOUGH):
+            multipliers = wanted
         else:
-            dual = ascend(messages, pool, aim, start=prices, target=TARGET, deadline=hunt.deadline, **EFFORT)
-            prices = dual.prices
-            slope = float(prices.sum())
-            cuts.append((core.constant + dual.lower + slope * budget, slope))
+            dual = ascend(
+                messages, pool, objective, start=multipliers, target=TARGET, deadline=state.deadline, **EFFORT
+            )
+            multipliers = dual.multipliers
+            slope = float(multipliers.sum())
+            cuts.append((presolved.constant + dual.lower + slope * budget, slope))
         fitting = pool.fitting(budget)[:1].tolist()
-        near = np.argsort(pool.seconds + pool.held @ prices, kind="stable")[:1].tolist()
-        pool.add([swapper.descend(pool.plans[i], pool.held[i], budget) for i in dict.fromkeys(fitting + near)])
+        near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:1].tolist()
+        pool.add([local_search.descend(pool.plans[i], pool.usage[i], budget) for i in dict.fromkeys(fitting + near)])
         for i in pool.fitting(budget)[:JUDGED].tolist():
-            judged.add(core.lift(pool.plans[i]))
+            judged.add(presolved.lift(pool.plans[i]))
             if judged.points[-1].peak_bytes <= budget:
                 break
 
 
-def _fill(hunt: Hunt, judged: _Judged, budgets: list[float]) -> None:
+def _fill(state: SearchState, judged: _Judged, budgets: list[float]) -> None:
     """At each budget, layers part ways between the points on either side of it."""
-    known = list(hunt.rows)
-    loaded = attach(hunt.problem, known)
+    known = list(state.rows)
+    constrained = attach(state.problem, known)
     points = judged.nondominated()
     for budget in budgets:
         under = [p.assignment for p in points if p.peak_bytes <= budget]
         over = [p.assignment for p in points if p.peak_bytes > budget]
-        if not under or not over or hunt.late:
+        if not under or not over or state.late:
             continue
-        held = np.array([row.value(hunt.problem, under[0]) for row in known])
-        plan = relink(loaded, under[0], over[-OTHERS:], held, budget, np.zeros(loaded.rows))
+        usage = np.array([row.value(state.problem, under[0]) for row in known])
+        plan = relink(constrained, under[0], over[-OTHERS:], usage, budget, np.zeros(constrained.rows))
         if plan is not None:
             judged.add(plan)

@@ -13,7 +13,7 @@ plans are left out by the caller.
 
 The knapsack is solved by price: every component takes its cheapest option at a price of bytes, the price is bisected to
 the lowest that fits, and what is left of the budget is filled by the best gain per byte (P. Sinha, A. A. Zoltners, "The
-multiple-choice knapsack problem", Operations Research 27, 1979). Bytes are weighed by the prices of the rows.
+multiple-choice knapsack problem", Operations Research 27, 1979). Bytes are weighed by the multipliers of the rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.presolve import Loaded
+from autopar.passes.memory.presolve import ConstrainedProblem
 
 BISECTIONS = 60
 DEAREST = 1e6  # highest price, in units of all seconds at stake for the largest change of bytes
@@ -40,105 +40,110 @@ class _Items:
 
     component: Ints
     seconds: Floats
-    held: Floats
+    usage: Floats
 
-    def fits(self, chosen: Ints, held: Floats, budget: float) -> bool:
-        return bool((held + self.held[np.arange(len(chosen)), chosen].sum(axis=0) <= budget).all())
+    def fits(self, chosen: Ints, usage: Floats, budget: float) -> bool:
+        return bool((usage + self.usage[np.arange(len(chosen)), chosen].sum(axis=0) <= budget).all())
 
 
 def relink(
-    loaded: Loaded, base: Ints, others: Sequence[Ints], held: Floats, budget: float, prices: Floats
+    constrained: ConstrainedProblem,
+    base: Ints,
+    others: Sequence[Ints],
+    usage: Floats,
+    budget: float,
+    multipliers: Floats,
 ) -> Ints | None:
-    """The best mix found that fits on the rows of `loaded`; None if none does, or there is nothing to mix.
+    """The best mix found that fits on the rows of `constrained`; None if none does, or there is nothing to mix.
 
     Args:
-        loaded: the unfolded problem and its rows.
+        constrained: the unfolded problem and its rows.
         base, others: feasible plans; one of them at least should fit.
-        held: bytes of `base` in each row, shape (R,).
+        usage: bytes of `base` in each row, shape (R,).
         budget: bytes.
-        prices: s/byte of each row, shape (R,), as weights; equal if all are zero.
+        multipliers: s/byte of each row, shape (R,), as weights; equal if all are zero.
     """
-    items = _items(loaded, base, others)
+    items = _items(constrained, base, others)
     if not len(items.seconds):
         return None
-    weight = items.held @ (prices if prices.any() else np.ones_like(prices))
-    chosen = _priced(items, weight, held, budget)
+    weight = items.usage @ (multipliers if multipliers.any() else np.ones_like(multipliers))
+    chosen = _priced(items, weight, usage, budget)
     if chosen is None:
         return None
-    chosen = _filled(items, weight, chosen, held, budget)
+    chosen = _filled(items, weight, chosen, usage, budget)
     mixed = np.stack([base, *others])
     moved = items.component >= 0
     return np.where(moved, mixed[np.where(moved, chosen[items.component], 0), np.arange(len(base))], base)
 
 
-def _priced(items: _Items, weight: Floats, held: Floats, budget: float) -> Ints | None:
+def _priced(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints | None:
     """The cheapest options at the lowest price of weight that fits."""
 
     def at(price: float) -> Ints:
         score = items.seconds + price * weight
         return score.argmin(axis=1)
 
-    if items.fits(at(0.0), held, budget):
+    if items.fits(at(0.0), usage, budget):
         return at(0.0)
     span, most = float(np.ptp(items.seconds)), float(np.abs(weight).max())
     if not span * most > 0:
         return None
     low, high = 0.0, DEAREST * span / most
-    if not items.fits(at(high), held, budget):
+    if not items.fits(at(high), usage, budget):
         return None
     for _ in range(BISECTIONS):
         middle = float(np.sqrt(max(low, 1e-12 * high) * high))
-        low, high = (low, middle) if items.fits(at(middle), held, budget) else (middle, high)
+        low, high = (low, middle) if items.fits(at(middle), usage, budget) else (middle, high)
     return at(high)
 
 
-def _filled(items: _Items, weight: Floats, chosen: Ints, held: Floats, budget: float) -> Ints:
+def _filled(items: _Items, weight: Floats, chosen: Ints, usage: Floats, budget: float) -> Ints:
     """Single components change their option while that saves seconds and fits, best gain per weight first."""
     chosen = chosen.copy()
     every = np.arange(len(chosen))
-    held = held + items.held[every, chosen].sum(axis=0)
+    usage = usage + items.usage[every, chosen].sum(axis=0)
     while True:
         gain = items.seconds - items.seconds[every, chosen][:, None]
-        change = items.held - items.held[every, chosen][:, None]
-        able = (gain < -1e-15) & (held + change <= budget).all(axis=2)
+        change = items.usage - items.usage[every, chosen][:, None]
+        able = (gain < -1e-15) & (usage + change <= budget).all(axis=2)
         if not able.any():
             return chosen
         extra = weight - weight[every, chosen][:, None]
         ratio = np.where(able, gain / np.maximum(extra, np.finfo(float).tiny), np.inf)
         c, k = np.unravel_index(int(ratio.argmin()), ratio.shape)
-        held = held + change[c, k]
+        usage = usage + change[c, k]
         chosen[c] = k
 
 
-def _items(loaded: Loaded, base: Ints, others: Sequence[Ints]) -> _Items:
+def _items(constrained: ConstrainedProblem, base: Ints, others: Sequence[Ints]) -> _Items:
     differ = np.zeros(len(base), dtype=bool)
     for plan in others:
         differ |= plan != base
-    component = _components(loaded, differ)
+    component = _components(constrained, differ)
     size = int(component.max(initial=-1)) + 1
-    seconds, held = np.zeros((size, 1 + len(others))), np.zeros((size, 1 + len(others), loaded.rows))
+    seconds, usage = np.zeros((size, 1 + len(others))), np.zeros((size, 1 + len(others), constrained.rows))
     plans = np.stack([base, *others])
     for v in np.flatnonzero(differ).tolist():
-        c, cost = component[v], loaded.problem.nodes[v].cost[plans[:, v]]
+        c, cost = component[v], constrained.problem.nodes[v].cost[plans[:, v]]
         seconds[c] += cost - cost[0]
-        if v in loaded.nodes:
-            own = loaded.nodes[v][:, plans[:, v]].T
-            held[c] += own - own[0]
+        if v in constrained.nodes:
+            own = constrained.nodes[v][:, plans[:, v]].T
+            usage[c] += own - own[0]
     of = component.tolist()
-    for i, e in enumerate(loaded.problem.edges):
+    for i, e in enumerate(constrained.problem.edges):
         c = max(of[e.u], of[e.v])
         if c < 0:
             continue
         pairs = e.gu[plans[:, e.u]], e.gv[plans[:, e.v]]
         table = e.table[pairs]
         seconds[c] += table - table[0]
-        if i in loaded.edges:
-            own = loaded.edges[i][:, *pairs].T
-            held[c] += own - own[0]
-    return _Items(component, seconds, held)
+        if i in constrained.edges:
+            own = constrained.edges[i][:, *pairs].T
+            usage[c] += own - own[0]
+    return _Items(component, seconds, usage)
 
 
-def _components(loaded: Loaded, inside: NDArray[np.bool_]) -> Ints:
+def _components(constrained: ConstrainedProblem, inside: NDArray[np.bool_]) -> Ints:
     """The connected components of the graph on the nodes `inside`, numbered by first node; -1 outside."""
     parent = list(range(len(inside)))
 
@@ -148,7 +153,7 @@ def _components(loaded: Loaded, inside: NDArray[np.bool_]) -> Ints:
             v = parent[v]
         return v
 
-    for e in loaded.problem.edges:
+    for e in constrained.problem.edges:
         if inside[e.u] and inside[e.v]:
             low, high = sorted((root(e.u), root(e.v)))
             parent[high] = low

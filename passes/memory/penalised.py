@@ -29,7 +29,7 @@ def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: fl
     return dict(sorted(found.items()))
 
 
-def charged(problem: Problem, row: Row, rate: float) -> Problem:
+def penalised(problem: Problem, row: Row, rate: float) -> Problem:
     """The problem with `rate` seconds added for every byte of a row."""
     kinds: dict[tuple[tuple[int, ...], bytes], int] = {}
 

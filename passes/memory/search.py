@@ -1,14 +1,15 @@
-"""One turn of the search for the cheapest plan within a budget.
+"""One round of the search for the cheapest plan within a memory budget.
 
-    tied     equal layers alike: prices, pool, descent, rows learnt until the best plan truly fits          -> _tied
-    bound    folding respects the rows that have a price: a bound on all plans, plans that tell layers apart -> _bound
-    mix      layers part ways between plans that fit and cheaper ones that do not     passes/memory/symmetry_breaking.py
-    deepen   a longer ascent, where the short one left a gap                                               -> _deepen
-    explore  a search tree over plans that treat equal layers alike, for the plans and not the bound      -> _explore
-    branch   on decisions that stand for themselves; of few layers each decision does  passes/memory/branch_and_bound.py
+    symmetric  equal layers take equal strategies: multipliers, a pool of plans, descent; rows are added until the best
+               plan fits on all rows                                                               -> _symmetric
+    bound      the folding respects the rows whose multiplier is positive, so the bound is valid for all plans -> _bound
+    mix        combine plans that fit with cheaper ones that do not, layer by layer   passes/memory/symmetry_breaking.py
+    deepen     a longer ascent, where the short one left a gap                                         -> _deepen
+    explore    branch and bound over plans with equal layers, for its plans and not for its bound      -> _explore
+    branch     branch on nodes that are alone in their symmetry class        passes/memory/branch_and_bound.py
 
-Each step runs only if those before left more than the target. How long a step takes is counted in changes of prices and
-tree nodes, never by the clock, so that only the deadline can make two runs differ.
+Each step runs only if the steps before it left a gap above the target. The effort of a step is counted in changes of
+multipliers and in tree nodes, never in seconds. Only the deadline can therefore make two runs differ.
 """
 
 from __future__ import annotations
@@ -22,184 +23,223 @@ from numpy.typing import NDArray
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.branch_and_bound import MOST, Tree
-from autopar.passes.memory.lagrangian import Dual, Messages, Pool, Within, ascend
-from autopar.passes.memory.local_search import Swapper
-from autopar.passes.memory.presolve import Core, Folding, narrowed, presolve
-from autopar.passes.memory.search_state import CLOSED, Hunt
+from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Pool, ascend
+from autopar.passes.memory.local_search import LocalSearch
+from autopar.passes.memory.presolve import PresolvedProblem, SymmetryReduction, fixed_by_bounds, presolve
+from autopar.passes.memory.search_state import CLOSED, SearchState
 from autopar.passes.memory.symmetry_breaking import hubs, mix, polish
 
-ROUNDS = 20  # of learning rows with equal layers alike
+ROUNDS = 20  # of adding rows while equal layers take equal strategies
 DESCENTS = 6  # plans of the pool that descent starts from
-OFFERS = 4  # plans of one pool that are judged exactly before rows are learnt
-SETTLE = 4  # passes at the best prices before strategies are ruled out
-KEPT = 0.75  # share of the strategies that may be left for another turn with the rest
-EXPLORED = 12  # tree nodes of a search for plans that treat equal layers alike
+SUBMITTED = 4  # plans of one pool that are evaluated on all rows before the presolve runs again
+SETTLE = 4  # message passes at the best multipliers before strategies are fixed
+KEPT = 0.75  # fixing by bounds is repeated while it leaves at most this share of the strategies
+EXPLORED = 12  # tree nodes of a search among plans with equal layers
 WORK, PER_NODE, FEWEST = 100_000, 8, 10  # what all tree nodes visit: strategies, and a decision as some; tree nodes
 LONG: Mapping[str, Any] = {"changes": 150, "patience": 25, "enough": 0.05, "adapt": True, "scan": False}
 
 
-def search(hunt: Hunt, how: Folding, few: bool, *, full: bool) -> None:
-    """One turn of everything but the ILP, with the rows known; `few` layers are told apart one by one if need be."""
-    core, pool, dual, messages = _tied(hunt, how, full=full)
-    rows, apart = hunt.rows[: len(dual.prices)], not core.alike
+def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool) -> None:
+    """One round of everything but the ILP, with the rows known.
+
+    Args:
+        state: updated with rows, plans and bounds.
+        how: the symmetry reduction to begin with.
+        few: the program has so few equal layers that each may get its own strategies in the end.
+        full: eliminate dominated strategies as well, not only infeasible ones.
+    """
+    presolved, pool, dual, messages = _symmetric(state, how, full=full)
+    rows, apart = state.rows[: len(dual.multipliers)], not presolved.alike
     if apart:
-        hunt.bound(dual.lower + core.constant, rows, dual.prices.tolist())
-    if hunt.done:
+        state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    if state.done:
         return
-    tied = core, pool, dual, messages
+    symmetric = presolved, pool, dual, messages
     if not apart:
-        core, pool, dual, messages, rows = _bound(hunt, rows, dual, "bound", full=full)
-        mix(hunt, core, pool, rows, dual.prices)
-    if hunt.done:
+        presolved, pool, dual, messages, rows = _bound(state, rows, dual, "bound", full=full)
+        mix(state, presolved, pool, rows, dual.multipliers)
+    if state.done:
         return
     if few:
         if not apart:
-            _explore(hunt, *tied)
-        core, pool, dual, messages, rows = _bound(hunt, rows, dual, "none", full=full, patient=True)
+            _explore(state, *symmetric)
+        presolved, pool, dual, messages, rows = _bound(state, rows, dual, "none", full=full, patient=True)
     else:
-        dual = _deepen(hunt, core, pool, dual, messages, rows)
-        core, pool, dual, messages = _narrow(hunt, core, pool, dual, messages, rows)
-    if not hunt.done:
-        _branch_and_mix(hunt, core, pool, dual, messages, rows, apart or few)
+        dual = _deepen(state, presolved, pool, dual, messages, rows)
+        presolved, pool, dual, messages = _fix_by_bounds(state, presolved, pool, dual, messages, rows)
+    if not state.done:
+        _branch_and_mix(state, presolved, pool, dual, messages, rows, apart or few)
 
 
 def _branch_and_mix(
-    hunt: Hunt, core: Core, pool: Pool, dual: Dual, messages: Messages, rows: list[Row], apart: bool
+    state: SearchState,
+    presolved: PresolvedProblem,
+    pool: Pool,
+    dual: Dual,
+    messages: Messages,
+    rows: list[Row],
+    apart: bool,
 ) -> None:
-    """Branch on decisions that stand for themselves; plans met on the way are mixed."""
-    branchable = core.counts == 1 if apart else (core.counts == 1) & hubs(hunt.problem)[core.first]
-    lower, pairs = _branch(hunt, core, pool, dual, messages, branchable)
-    hunt.bound(lower + core.constant, rows, dual.prices.tolist())
-    if not hunt.done:
-        mix(hunt, core, pool, rows, dual.prices, pairs)
-    if not hunt.done:
-        polish(hunt)
+    """Branch on nodes that are alone in their symmetry class, then mix the plans met on the way."""
+    branchable = presolved.counts == 1 if apart else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
+    lower, pairs = _branch(state, presolved, pool, dual, messages, branchable)
+    state.bound(lower + presolved.constant, rows, dual.multipliers.tolist())
+    if not state.done:
+        mix(state, presolved, pool, rows, dual.multipliers, pairs)
+    if not state.done:
+        polish(state)
 
 
-def _explore(hunt: Hunt, core: Core, pool: Pool, dual: Dual, messages: Messages) -> None:
-    """Plans that treat equal layers alike, by a search of their own; its bounds are on such plans only."""
-    dual = _deepen(hunt, core, pool, dual, messages)
-    if not hunt.late:
-        _branch(hunt, core, pool, dual, messages, core.counts > 0, EXPLORED)
+def _explore(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual, messages: Messages) -> None:
+    """Branch and bound among plans with equal layers. Its bounds hold for such plans only, and are not used."""
+    dual = _deepen(state, presolved, pool, dual, messages)
+    if not state.late:
+        _branch(state, presolved, pool, dual, messages, presolved.counts > 0, EXPLORED)
 
 
 def _branch(
-    hunt: Hunt, core: Core, pool: Pool, dual: Dual, messages: Messages, branchable: NDArray[np.bool_], most: int = MOST
+    state: SearchState,
+    presolved: PresolvedProblem,
+    pool: Pool,
+    dual: Dual,
+    messages: Messages,
+    branchable: NDArray[np.bool_],
+    most: int = MOST,
 ) -> tuple[float, list[tuple[Ints, Ints]]]:
-    """The bound (s) of a search tree and the pairs of plans met; what fits is offered."""
-    problem = core.loaded.problem
+    """The lower bound (s) of a search tree, and the pairs of plans it met. Plans that fit are submitted."""
+    problem = presolved.constrained.problem
     able = WORK // (problem.variables + PER_NODE * len(problem.nodes))
     most = min(most, max(FEWEST, able))
-    tree = Tree(messages, pool, hunt.budget, branchable)
-    lower = tree.run(dual, hunt.seconds - core.constant, hunt.target / 2, hunt.deadline, most)
-    _offer(hunt, core, pool)
+    tree = Tree(messages, pool, state.budget, branchable)
+    lower = tree.run(dual, state.seconds - presolved.constant, state.target / 2, state.deadline, most)
+    _submit(state, presolved, pool)
     return lower, tree.pairs
 
 
-def _start(hunt: Hunt, core: Core) -> Pool:
-    """A pool of the plans known, as far as the core has them."""
-    pool = Pool(core.loaded)
-    plans = [core.project(a) for a in ([] if hunt.plan is None else [hunt.plan]) + hunt.seen]
+def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
+    """A pool of the known plans that the presolved problem still contains."""
+    pool = Pool(presolved.constrained)
+    plans = [presolved.project(a) for a in ([] if state.plan is None else [state.plan]) + state.start_plans]
     pool.add(plan for plan in plans if plan is not None)
     return pool
 
 
-def _tied(hunt: Hunt, how: Folding, *, full: bool) -> tuple[Core, Pool, Dual, Messages]:
-    """Rounds of ascent, descent and judgement until no row is new."""
+def _symmetric(
+    state: SearchState, how: SymmetryReduction, *, full: bool
+) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
+    """Ascent, descent and exact evaluation, until no row is added."""
     rounds = 0
     while True:
-        core = presolve(hunt.problem, hunt.rows, how, full=full)
-        pool, messages = _start(hunt, core), Messages(core.loaded, core.counts)
-        aim = Within(core.loaded, hunt.budget, pool, hunt.seconds - core.constant)
-        dual = _ascend(hunt, messages, pool, aim)
-        _descend(hunt, core, pool, dual)
-        known = len(hunt.rows)
-        _offer(hunt, core, pool)
+        presolved = presolve(state.problem, state.rows, how, full=full)
+        pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
+        objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
+        dual = _ascend(state, messages, pool, objective)
+        _descend(state, presolved, pool, dual)
+        known = len(state.rows)
+        _submit(state, presolved, pool)
         rounds += 1
-        if len(hunt.rows) == known or hunt.late or rounds == ROUNDS:
-            return core, pool, dual, messages
+        if len(state.rows) == known or state.late or rounds == ROUNDS:
+            return presolved, pool, dual, messages
 
 
 def _bound(
-    hunt: Hunt, rows: list[Row], dual: Dual, how: Folding, *, full: bool, patient: bool = False
-) -> tuple[Core, Pool, Dual, Messages, list[Row]]:
-    """A bound on all plans from the rows that have a price."""
-    priced = [r for r in range(len(dual.prices)) if dual.prices[r] > 0] or [0]
-    rows, prices = [rows[r] for r in priced], dual.prices[priced]
-    core = presolve(hunt.problem, rows, how, full=full)
-    return *_narrow(hunt, *_ascended(hunt, core, prices, rows, patient), rows, patient), rows
+    state: SearchState, rows: list[Row], dual: Dual, how: SymmetryReduction, *, full: bool, patient: bool = False
+) -> tuple[PresolvedProblem, Pool, Dual, Messages, list[Row]]:
+    """A lower bound on all plans, from the rows with a positive multiplier."""
+    priced = [r for r in range(len(dual.multipliers)) if dual.multipliers[r] > 0] or [0]
+    rows, multipliers = [rows[r] for r in priced], dual.multipliers[priced]
+    presolved = presolve(state.problem, rows, how, full=full)
+    return *_fix_by_bounds(state, *_ascended(state, presolved, multipliers, rows, patient), rows, patient), rows
 
 
-def _narrow(
-    hunt: Hunt, core: Core, pool: Pool, dual: Dual, messages: Messages, rows: list[Row], patient: bool = False
-) -> tuple[Core, Pool, Dual, Messages]:
-    """The same without the strategies that no better plan takes, as long as that is many."""
-    while not hunt.done:
-        keep = _affordable(hunt, core, dual, messages)
-        if sum(map(len, keep)) > KEPT * core.loaded.problem.variables:
+def _fix_by_bounds(
+    state: SearchState,
+    presolved: PresolvedProblem,
+    pool: Pool,
+    dual: Dual,
+    messages: Messages,
+    rows: list[Row],
+    patient: bool = False,
+) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
+    """Fix strategies by their lower bounds and ascend again, as long as that removes many of them."""
+    while not state.done:
+        keep = _within_bound(state, presolved, dual, messages)
+        if sum(map(len, keep)) > KEPT * presolved.constrained.problem.variables:
             break
-        core = narrowed(core, messages.pairs, keep)
-        core, pool, dual, messages = _ascended(hunt, core, dual.prices, rows, patient)
-    return core, pool, dual, messages
+        presolved = fixed_by_bounds(presolved, messages.pairs, keep)
+        presolved, pool, dual, messages = _ascended(state, presolved, dual.multipliers, rows, patient)
+    return presolved, pool, dual, messages
 
 
 def _ascended(
-    hunt: Hunt, core: Core, prices: Floats, rows: list[Row], patient: bool = False
-) -> tuple[Core, Pool, Dual, Messages]:
-    """Ascent from these prices, descent and judgement."""
-    pool, messages = _start(hunt, core), Messages(core.loaded, core.counts)
-    aim = Within(core.loaded, hunt.budget, pool, hunt.seconds - core.constant)
-    dual = _ascend(hunt, messages, pool, aim, prices, patient)
-    hunt.bound(dual.lower + core.constant, rows, dual.prices.tolist())
-    _descend(hunt, core, pool, dual)
-    _offer(hunt, core, pool)
-    return core, pool, dual, messages
+    state: SearchState, presolved: PresolvedProblem, multipliers: Floats, rows: list[Row], patient: bool = False
+) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
+    """Ascent from these multipliers, descent, and exact evaluation."""
+    pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
+    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
+    dual = _ascend(state, messages, pool, objective, multipliers, patient)
+    state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    _descend(state, presolved, pool, dual)
+    _submit(state, presolved, pool)
+    return presolved, pool, dual, messages
 
 
-def _deepen(hunt: Hunt, core: Core, pool: Pool, dual: Dual, messages: Messages, rows: list[Row] | None = None) -> Dual:
-    """A longer ascent, to where only a search goes on, and descent from what it found; with rows a bound as well."""
-    aim = Within(core.loaded, hunt.budget, pool, hunt.seconds - core.constant)
-    found = _ascend(hunt, messages, pool, aim, dual.prices, True)
+def _deepen(
+    state: SearchState,
+    presolved: PresolvedProblem,
+    pool: Pool,
+    dual: Dual,
+    messages: Messages,
+    rows: list[Row] | None = None,
+) -> Dual:
+    """A longer ascent and descent from its plans; with `rows`, the bound is recorded as well."""
+    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
+    found = _ascend(state, messages, pool, objective, dual.multipliers, True)
     dual = found if found.lower > dual.lower else dual
     if rows is not None:
-        hunt.bound(dual.lower + core.constant, rows, dual.prices.tolist())
-    _descend(hunt, core, pool, dual)
-    _offer(hunt, core, pool)
+        state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    _descend(state, presolved, pool, dual)
+    _submit(state, presolved, pool)
     return dual
 
 
 def _ascend(
-    hunt: Hunt, messages: Messages, pool: Pool, aim: Within, start: Floats | None = None, patient: bool = False
+    state: SearchState,
+    messages: Messages,
+    pool: Pool,
+    objective: BudgetObjective,
+    start: Floats | None = None,
+    patient: bool = False,
 ) -> Dual:
-    """An ascent towards the target of the hunt."""
+    """A dual ascent that stops at a quarter of the target gap."""
     effort: Mapping[str, Any] = LONG if patient else {}
-    return ascend(messages, pool, aim, start=start, target=hunt.target / 4, deadline=hunt.deadline, **effort)
+    return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, **effort)
 
 
-def _affordable(hunt: Hunt, core: Core, dual: Dual, messages: Messages) -> list[Ints]:
-    """Per class of the core the strategies that a plan better than the best may take, at one member at least."""
-    messages.set(dual.prices)
+def _within_bound(state: SearchState, presolved: PresolvedProblem, dual: Dual, messages: Messages) -> list[Ints]:
+    """Per node of the presolved problem, the strategies that a plan better than the incumbent may take."""
+    messages.set(dual.multipliers)
     messages.run(SETTLE)
-    spare = float(dual.prices @ (core.loaded.constants - hunt.budget))
-    limit = hunt.seconds - core.constant - spare + CLOSED * abs(hunt.seconds)
+    spare = float(dual.multipliers @ (presolved.constrained.constants - state.budget))
+    limit = state.seconds - presolved.constant - spare + CLOSED * abs(state.seconds)
     keep = [np.flatnonzero(bound <= limit) for bound in messages.bounds]
-    plan = None if hunt.plan is None else core.project(hunt.plan)
-    if plan is not None and hunt.plan is not None and np.array_equal(core.lift(plan), hunt.plan):
+    plan = None if state.plan is None else presolved.project(state.plan)
+    if plan is not None and state.plan is not None and np.array_equal(presolved.lift(plan), state.plan):
         assert all(s in k for s, k in zip(plan, keep, strict=True)), "a bound rules out the best plan"
     return keep
 
 
-def _descend(hunt: Hunt, core: Core, pool: Pool, dual: Dual) -> None:
-    """One-swap descent from the best plan that fits and from the best when bytes are paid for."""
-    swapper = Swapper(core.loaded)
-    near = np.argsort(pool.seconds + pool.held @ dual.prices, kind="stable")[:DESCENTS]
-    first = pool.fitting(hunt.budget)[:1]
+def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual) -> None:
+    """Local search from the incumbent, and from the plans that are best when bytes are penalised."""
+    local_search = LocalSearch(presolved.constrained)
+    near = np.argsort(pool.seconds + pool.usage @ dual.multipliers, kind="stable")[:DESCENTS]
+    first = pool.fitting(state.budget)[:1]
     starts = dict.fromkeys([*first.tolist(), *near.tolist()])
-    pool.add([swapper.descend(pool.plans[i], pool.held[i], hunt.budget) for i in starts])
+    pool.add([local_search.descend(pool.plans[i], pool.usage[i], state.budget) for i in starts])
 
 
-def _offer(hunt: Hunt, core: Core, pool: Pool) -> None:
-    """Judge the plans that fit on the rows known, cheapest first, until one truly fits."""
-    for i in pool.fitting(hunt.budget)[:OFFERS]:
-        if pool.seconds[i] + core.constant >= hunt.seconds or hunt.offer(core.lift(pool.plans[i])):
+def _submit(state: SearchState, presolved: PresolvedProblem, pool: Pool) -> None:
+    """Evaluate the plans that fit on the known rows exactly, cheapest first, until one fits on all rows."""
+    for i in pool.fitting(state.budget)[:SUBMITTED]:
+        if pool.seconds[i] + presolved.constant >= state.seconds or state.submit(presolved.lift(pool.plans[i])):
             return

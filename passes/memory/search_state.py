@@ -1,7 +1,7 @@
-"""What a search under a budget knows so far: the rows met, the best plan that fits, and the bound on all that do.
+"""State of a search under a memory budget: the rows added so far, the incumbent, and the lower bound.
 
-Every plan offered is judged by `RowSource.peak`, exactly. One that does not fit tells the row on which it fails, which
-the next round then knows.
+Every submitted plan is evaluated exactly by `RowSource.peak`. A plan that does not fit adds the rows that it violates,
+which the next round of the search then knows.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ CLOSED = 1e-9  # relative gap that counts as none
 
 
 @dataclass(slots=True, eq=False)
-class Hunt:
-    """The state of one search; seconds and bytes per device.
+class SearchState:
+    """The state of one search. Costs are in seconds per step, memory is in bytes per device.
 
     Attributes:
-        problem, source: unfolded.
+        problem: before symmetry reduction.
+        source: the memory rows of `problem`.
         budget: bytes.
         target: relative gap at which the search may end.
         deadline: of `time.monotonic()`.
-        patience: seconds that the search for a plan that fits may take, whatever the deadline.
-        rows: the program points known, each once.
-        plan, seconds, peak: the best plan that fits.
-        lower: bound (s) on every plan that fits.
-        prices: s/byte, by name of row, where the bound was reached.
-        seen: plans to start from.
+        patience: seconds that the search for a first plan that fits may take beyond the deadline.
+        rows: the memory rows added so far, one per program point.
+        plan, seconds, peak: the incumbent, that is the best plan that fits.
+        lower: lower bound (s) on every plan that fits.
+        multipliers: name of a row -> s/byte, where the bound was reached.
+        start_plans: plans to start from.
     """
 
     problem: Problem
@@ -45,11 +46,11 @@ class Hunt:
     seconds: float = np.inf
     peak: float = np.inf
     lower: float = -np.inf
-    prices: dict[str, float] = field(default_factory=dict)
-    seen: list[Ints] = field(default_factory=list)
+    multipliers: dict[str, float] = field(default_factory=dict)
+    start_plans: list[Ints] = field(default_factory=list)
     patience: float = 0.0
 
-    def learn(self, rows: Iterable[Row]) -> bool:
+    def add_rows(self, rows: Iterable[Row]) -> bool:
         """Add rows; whether any is new."""
         names = {row.name for row in self.rows}
         before = len(self.rows)
@@ -59,32 +60,32 @@ class Hunt:
                 self.rows.append(row)
         return len(self.rows) > before
 
-    def offer(self, assignment: Ints) -> bool:
-        """Judge an unfolded plan, and say whether it fits.
+    def submit(self, assignment: Ints) -> bool:
+        """Evaluate a plan on all rows; whether it fits.
 
-        One that fits and is cheaper becomes the best; of one that does not fit, rows are learnt.
+        A plan that fits and is cheaper becomes the incumbent. A plan that does not fit adds the rows that it violates.
         """
         seconds = self.problem.value(assignment)
         if not np.isfinite(seconds):
             return False
         peak, row = self.source.peak(assignment)
         if peak > self.budget:
-            self.learn([row, *self.source.over(assignment, self.budget)])
+            self.add_rows([row, *self.source.over(assignment, self.budget)])
             return False
         if seconds < self.seconds or (seconds == self.seconds and peak < self.peak):
             self.plan, self.seconds, self.peak = assignment, seconds, peak
         return True
 
-    def bound(self, lower: float, rows: Sequence[Row] = (), prices: Sequence[float] = ()) -> None:
-        """A valid bound (s), reached with these prices on these rows, if with any."""
+    def bound(self, lower: float, rows: Sequence[Row] = (), multipliers: Sequence[float] = ()) -> None:
+        """Record a valid lower bound (s), and the multipliers on these rows at which it was reached."""
         if lower > self.lower:
             self.lower = lower
             if rows:
-                self.prices = {row.name: float(p) for row, p in zip(rows, prices, strict=True) if p > 0}
+                self.multipliers = {row.name: float(p) for row, p in zip(rows, multipliers, strict=True) if p > 0}
 
     @property
     def gap(self) -> float:
-        """Relative to the best plan; inf without one."""
+        """Relative gap between the incumbent and the bound; inf without an incumbent."""
         if not np.isfinite(self.seconds):
             return np.inf
         gap = (self.seconds - self.lower) / max(abs(self.seconds), np.finfo(float).tiny)

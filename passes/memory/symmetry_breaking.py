@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.lagrangian import Pool
-from autopar.passes.memory.local_search import Swapper
+from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.path_relinking import relink
-from autopar.passes.memory.presolve import Core, attach
-from autopar.passes.memory.search_state import Hunt
+from autopar.passes.memory.presolve import PresolvedProblem, attach
+from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.symmetry import fold
 
-PLANS = 40  # plans of the pool to mix, best first at the present prices
+PLANS = 40  # plans of the pool to mix, best first at the present multipliers
 GROUPS, OPTIONS = 6, 8  # groups of plans with equal hubs, and plans of each
 SWEEPS = 2  # over the unfolded problem
 
@@ -40,23 +40,28 @@ def _joints(problem: Problem) -> NDArray[np.bool_]:
 
 
 def mix(
-    hunt: Hunt, core: Core, pool: Pool, rows: Sequence[Row], prices: Floats, pairs: Sequence[tuple[Ints, Ints]] = ()
+    state: SearchState,
+    presolved: PresolvedProblem,
+    pool: Pool,
+    rows: Sequence[Row],
+    multipliers: Floats,
+    pairs: Sequence[tuple[Ints, Ints]] = (),
 ) -> None:
-    """Offer mixes of the best plan, the plans of the pool that are best at these prices, and `pairs` of the core's."""
-    near = np.argsort(pool.seconds + pool.held @ prices, kind="stable")[:PLANS]
+    """Submit mixes of the incumbent, of the pool's best plans at these multipliers, and of `pairs` of plans."""
+    near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:PLANS]
     plans = [pool.plans[i] for i in near if np.isfinite(pool.seconds[i])]
     plans += [plan for pair in pairs for plan in pair]
-    lifted = ([] if hunt.plan is None else [hunt.plan]) + [core.lift(plan) for plan in plans]
-    known = list(hunt.rows)
-    loaded = attach(hunt.problem, known)
+    lifted = ([] if state.plan is None else [state.plan]) + [presolved.lift(plan) for plan in plans]
+    known = list(state.rows)
+    constrained = attach(state.problem, known)
     names = [row.name for row in rows]
-    weights = np.array([prices[names.index(row.name)] if row.name in names else 0.0 for row in known])
-    for group in _groups(lifted, _joints(hunt.problem)):
-        held = np.array([row.value(hunt.problem, group[0]) for row in known])
-        plan = relink(loaded, group[0], group[1:], held, hunt.budget, weights)
-        if plan is not None and hunt.problem.value(plan) < hunt.seconds:
-            hunt.offer(plan)
-        if hunt.done:
+    weights = np.array([multipliers[names.index(row.name)] if row.name in names else 0.0 for row in known])
+    for group in _groups(lifted, _joints(state.problem)):
+        usage = np.array([row.value(state.problem, group[0]) for row in known])
+        plan = relink(constrained, group[0], group[1:], usage, state.budget, weights)
+        if plan is not None and state.problem.value(plan) < state.seconds:
+            state.submit(plan)
+        if state.done:
             return
 
 
@@ -69,11 +74,11 @@ def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_]) -> list[list[Ints]]
     return [group for group in groups if len(group) > 1][:GROUPS]
 
 
-def polish(hunt: Hunt) -> None:
+def polish(state: SearchState) -> None:
     """One-swap descent of the best plan, unfolded: single layers use what is left of the budget."""
-    if hunt.plan is None:
+    if state.plan is None:
         return
-    held = np.array([row.value(hunt.problem, hunt.plan) for row in hunt.rows])
-    plan = Swapper(attach(hunt.problem, hunt.rows)).descend(hunt.plan, held, hunt.budget, SWEEPS)
-    if not np.array_equal(plan, hunt.plan):
-        hunt.offer(plan)
+    usage = np.array([row.value(state.problem, state.plan) for row in state.rows])
+    plan = LocalSearch(attach(state.problem, state.rows)).descend(state.plan, usage, state.budget, SWEEPS)
+    if not np.array_equal(plan, state.plan):
+        state.submit(plan)

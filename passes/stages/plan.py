@@ -30,7 +30,7 @@ from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.memory.penalised import charged, together
+from autopar.passes.memory.penalised import penalised, together
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.memory_policy import solve
 from autopar.passes.solver.optimize import Solution, optimize
@@ -213,7 +213,7 @@ class Charges:
         return self.row.value(self.model.problem, self.base.assignment)
 
     def _solve(self, rate: float, further: Mapping[str, Any] | None = None) -> Solution:
-        problem = charged(self.model.problem, self.row, rate) if rate else self.model.problem
+        problem = penalised(self.model.problem, self.row, rate) if rate else self.model.problem
         how = {**self.how, **(self.charged_how if rate else {}), **(further or {})}
         return optimize(problem, **{**self.options.keywords(), **how})
 

@@ -55,12 +55,12 @@ def test_equal_layers(seed: int, shift: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4), shown=st.integers(1, 4))
 def test_the_least_peak_of_a_presolved_problem(problem: Problem, seed: int, points: int, shown: int) -> None:
-    """The core serves while no row is new; the bound is below every plan."""
+    """The presolved serves while no row is new; the bound is below every plan."""
     source = random_points(problem, seed, points, shown=shown)
     values, peaks = all_peaks(problem, source)
     assume(np.isfinite(values).any())
-    core = presolve(problem, source.rows(), "bound")
-    found = least_memory(problem, source, rows=source.rows(), exact=False, core=core)
+    presolved = presolve(problem, source.rows(), "bound")
+    found = least_memory(problem, source, rows=source.rows(), exact=False, presolved=presolved)
     fewest = peaks[np.isfinite(values)].min()
     assert found.peak_bytes == source.peak(found.assignment)[0]
     assert found.lower_bytes <= fewest + 1e-9 <= found.peak_bytes + 2e-9
@@ -71,8 +71,8 @@ def test_the_least_peak_of_a_presolved_problem(problem: Problem, seed: int, poin
 def test_a_presolved_problem_has_the_least_peak_that_any_has(seed: int) -> None:
     problem = layered(seed, 4)
     source = layered_points(problem, 4, seed)
-    core = presolve(problem, source.points, "bound")
-    one = least_memory(problem, source, rows=source.points, exact=False, core=core)
+    presolved = presolve(problem, source.points, "bound")
+    one = least_memory(problem, source, rows=source.points, exact=False, presolved=presolved)
     two = least_memory(problem, source, rows=source.points, exact=False)
     assert one.peak_bytes == two.peak_bytes
     assert one.lower_bytes == pytest.approx(two.lower_bytes, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Rows through fold, elimination, contraction; prices, bounds, swaps, relinks, branches: each against brute force."""
+"""Rows through folding, elimination, contraction; multipliers, bounds, descent, path relinking, against brute force."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from autopar.errors import SolverError
 from autopar.ir.problem import Floats, Problem
 from autopar.passes.memory.branch_and_bound import Tree
 from autopar.passes.memory.cutting_plane import smallest, within
-from autopar.passes.memory.evaluate import Ledger
-from autopar.passes.memory.lagrangian import Messages, Pool, Smallest, Within, ascend
-from autopar.passes.memory.local_search import Swapper
+from autopar.passes.memory.evaluate import Evaluator
+from autopar.passes.memory.lagrangian import BudgetObjective, Messages, PeakObjective, Pool, ascend
+from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.path_relinking import relink
-from autopar.passes.memory.presolve import Core, Folding, attach, fold_rows, narrowed, presolve
+from autopar.passes.memory.presolve import (
+    PresolvedProblem,
+    SymmetryReduction,
+    attach,
+    fixed_by_bounds,
+    fold_rows,
+    presolve,
+)
 from autopar.passes.solver import backends as solvers
 from tests.passes.small_problems import all_values, dense_problems, edge, layered, node, problems
 from tests.passes.small_rows import Points, all_peaks, brute_within, layered_points, random_points
 
 pytestmark = pytest.mark.core
-HOWS: tuple[Folding, ...] = ("none", "tie", "bound")
+HOWS: tuple[SymmetryReduction, ...] = ("none", "tie", "bound")
 
 
-def presolved(problem: Problem, source: Points, how: Folding) -> Core:
+def presolve_with(problem: Problem, source: Points, how: SymmetryReduction) -> PresolvedProblem:
     try:
         return presolve(problem, source.points, how)
     except SolverError:
@@ -43,11 +50,13 @@ def middle(problem: Problem, source: Points) -> float:
     return float(np.floor(np.median(peaks)))
 
 
-def totals_of_lifted(core: Core, problem: Problem, source: Points) -> tuple[Floats, Floats]:
-    """Totals that the core claims for all its plans, and those of the same plans unfolded."""
-    plans = all_values(core.loaded.problem)[0].T
-    claimed = Ledger(core.loaded).totals(plans) + np.array([core.constant] + [0.0] * core.loaded.rows)
-    lifted = [core.lift(plan) for plan in plans]
+def totals_of_lifted(presolved: PresolvedProblem, problem: Problem, source: Points) -> tuple[Floats, Floats]:
+    """Totals that the presolved claims for all its plans, and those of the same plans unfolded."""
+    plans = all_values(presolved.constrained.problem)[0].T
+    claimed = Evaluator(presolved.constrained).totals(plans) + np.array(
+        [presolved.constant] + [0.0] * presolved.constrained.rows
+    )
+    lifted = [presolved.lift(plan) for plan in plans]
     true = [[problem.value(x), *(row.value(problem, x) for row in source.points)] for x in lifted]
     return claimed, np.array(true)
 
@@ -55,18 +64,18 @@ def totals_of_lifted(core: Core, problem: Problem, source: Points) -> tuple[Floa
 @pytest.mark.parametrize("how", HOWS)
 @settings(max_examples=40, deadline=None)
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
-def test_plans_of_the_core_cost_and_hold_the_same_unfolded(
-    how: Folding, problem: Problem, seed: int, points: int
+def test_plans_of_the_presolved_problem_cost_the_same_unfolded(
+    how: SymmetryReduction, problem: Problem, seed: int, points: int
 ) -> None:
     source = random_points(problem, seed, points)
-    claimed, true = totals_of_lifted(presolved(problem, source, how), problem, source)
+    claimed, true = totals_of_lifted(presolve_with(problem, source, how), problem, source)
     np.testing.assert_allclose(claimed, true, atol=1e-9)
 
 
 @pytest.mark.parametrize("how", HOWS)
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1))
-def test_folded_layers_cost_and_hold_the_same_unfolded(how: Folding, seed: int, shift: int) -> None:
+def test_folded_layers_cost_and_hold_the_same_unfolded(how: SymmetryReduction, seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
     source = layered_points(problem, 3, seed)
     claimed, true = totals_of_lifted(
@@ -79,12 +88,12 @@ def test_folded_layers_cost_and_hold_the_same_unfolded(how: Folding, seed: int, 
 @given(problem=problems, seed=st.integers(0, 10**6), points=st.integers(1, 4))
 def test_presolve_keeps_an_optimum_at_every_budget(problem: Problem, seed: int, points: int) -> None:
     source = random_points(problem, seed, points)
-    core = presolved(problem, source, "none")
-    kept = Ledger(core.loaded).totals(all_values(core.loaded.problem)[0].T)
+    presolved = presolve_with(problem, source, "none")
+    kept = Evaluator(presolved.constrained).totals(all_values(presolved.constrained.problem)[0].T)
     values, peaks = all_peaks(problem, source)
     for budget in np.unique(peaks[np.isfinite(values)]):
         fits = kept[:, 1:].max(axis=1) <= budget + 1e-9
-        best = float(kept[fits, 0].min(initial=np.inf)) + core.constant
+        best = float(kept[fits, 0].min(initial=np.inf)) + presolved.constant
         assert best == pytest.approx(brute_within(problem, source, budget), abs=1e-12)
 
 
@@ -106,20 +115,20 @@ def test_prices_equal_those_of_a_linear_program(seed: int, plans: int, rows: int
     master.add(seconds[:plans], excess[:plans])
     master.solve()
     master.add(seconds[plans:], excess[plans:])
-    prices, value = master.solve()
-    assert (prices >= 0).all()
-    lines = np.append(seconds + excess @ prices, 50.0 - 1e-2 * prices.sum())
+    multipliers, value = master.solve()
+    assert (multipliers >= 0).all()
+    lines = np.append(seconds + excess @ multipliers, 50.0 - 1e-2 * multipliers.sum())
     assert lines.min() == pytest.approx(value, abs=1e-6)
     assert value == pytest.approx(_by_pulp(seconds, excess), abs=1e-5)
 
 
 def _by_pulp(seconds: Floats, excess: Floats) -> float:
-    model = solvers.new_model("prices")
-    prices = [solvers.continuous(model, f"p{r}") for r in range(excess.shape[1])]
+    model = solvers.new_model("multipliers")
+    multipliers = [solvers.continuous(model, f"p{r}") for r in range(excess.shape[1])]
     above, below = solvers.continuous(model, "above"), solvers.continuous(model, "below")  # value = above - below
     solvers.minimise(model, {above: -1.0, below: 1.0})
     for k, (c, g) in enumerate(zip([*seconds, 50.0], [*excess, [-1e-2] * excess.shape[1]], strict=True)):
-        row = {above: 1.0, below: -1.0, **{p: -float(x) for p, x in zip(prices, g, strict=True)}}
+        row = {above: 1.0, below: -1.0, **{p: -float(x) for p, x in zip(multipliers, g, strict=True)}}
         solvers.at_most(model, row, float(c), f"plan{k}")
     found = solvers.solve(model, "cbc", time_limit=10)
     return -float(found.bound) if found.bound is not None else np.nan
@@ -128,9 +137,9 @@ def _by_pulp(seconds: Floats, excess: Floats) -> float:
 def test_the_smallest_mix_weighs_rows() -> None:
     master = smallest(2, 100.0)
     master.add(np.zeros(2), np.array([[4.0, 0.0], [0.0, 4.0]]))
-    prices, value = master.solve()
+    multipliers, value = master.solve()
     assert value == pytest.approx(2.0)
-    np.testing.assert_allclose(prices, [0.5, 0.5])
+    np.testing.assert_allclose(multipliers, [0.5, 0.5])
 
 
 @settings(max_examples=80, deadline=None)
@@ -138,28 +147,32 @@ def test_the_smallest_mix_weighs_rows() -> None:
 def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) -> None:
     """That of the whole, of every strategy, and of the tree; and messages moved into costs change no bound's truth."""
     source = random_points(problem, seed, points)
-    core, budget = presolved(problem, source, "none"), middle(problem, source)
+    presolved, budget = presolve_with(problem, source, "none"), middle(problem, source)
     best = brute_within(problem, source, budget)
-    pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
-    dual = ascend(messages, pool, Within(core.loaded, budget, pool))
-    assert dual.lower + core.constant <= best + 1e-9
-    messages.set(dual.prices)
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    dual = ascend(messages, pool, BudgetObjective(presolved.constrained, budget, pool))
+    assert dual.lower + presolved.constant <= best + 1e-9
+    messages.set(dual.multipliers)
     messages.run(4)
-    spare = float(dual.prices @ (core.loaded.constants - budget)) + core.constant
-    plans = all_values(core.loaded.problem)[0]
-    totals = Ledger(core.loaded).totals(plans.T)
+    spare = float(dual.multipliers @ (presolved.constrained.constants - budget)) + presolved.constant
+    plans = all_values(presolved.constrained.problem)[0]
+    totals = Evaluator(presolved.constrained).totals(plans.T)
     fits = (totals[:, 1:] <= budget).all(axis=1)
     for v, bounds in enumerate(messages.bounds):
         for s, bound in enumerate(bounds):
-            least = totals[fits & (plans[v] == s), 0].min(initial=np.inf) + core.constant
+            least = totals[fits & (plans[v] == s), 0].min(initial=np.inf) + presolved.constant
             assert bound + spare <= least + 1e-9
-    smaller = narrowed(core, messages.pairs, [np.arange(len(n.cost)) for n in core.loaded.problem.nodes])
-    moved = Pool(smaller.loaded)
-    again = ascend(Messages(smaller.loaded, smaller.counts), moved, Within(smaller.loaded, budget, moved))
+    smaller = fixed_by_bounds(
+        presolved, messages.pairs, [np.arange(len(n.cost)) for n in presolved.constrained.problem.nodes]
+    )
+    moved = Pool(smaller.constrained)
+    again = ascend(
+        Messages(smaller.constrained, smaller.counts), moved, BudgetObjective(smaller.constrained, budget, moved)
+    )
     assert again.lower + smaller.constant <= best + 1e-9
-    tree = Tree(messages, pool, budget, core.counts == 1)
+    tree = Tree(messages, pool, budget, presolved.counts == 1)
     lower = tree.run(dual, np.inf, 0.0, time.monotonic() + 10)
-    assert dual.lower - 1e-12 <= lower <= best - core.constant + 1e-9
+    assert dual.lower - 1e-12 <= lower <= best - presolved.constant + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,13 +180,13 @@ def test_no_bound_exceeds_the_optimum(problem: Problem, seed: int, points: int) 
 def test_a_patient_ascent_goes_on_from_its_best_prices(problem: Problem, seed: int, points: int) -> None:
     """Its bound holds, is no worse than the one it starts from, and two passes more do not lose it."""
     source = random_points(problem, seed, points)
-    core, budget = presolved(problem, source, "none"), middle(problem, source)
-    pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
-    aim = Within(core.loaded, budget, pool)
-    quick = ascend(messages, pool, aim, scan=False)
-    found = ascend(messages, pool, aim, start=quick.prices, scan=False, patience=25, enough=0.05, adapt=True)
-    assert quick.lower - 1e-9 <= found.lower <= brute_within(problem, source, budget) - core.constant + 1e-9
-    assert aim.lower(messages.run(2)[0], found.prices) >= found.lower - 1e-9
+    presolved, budget = presolve_with(problem, source, "none"), middle(problem, source)
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    objective = BudgetObjective(presolved.constrained, budget, pool)
+    quick = ascend(messages, pool, objective, scan=False)
+    found = ascend(messages, pool, objective, start=quick.multipliers, scan=False, patience=25, enough=0.05, adapt=True)
+    assert quick.lower - 1e-9 <= found.lower <= brute_within(problem, source, budget) - presolved.constant + 1e-9
+    assert objective.lower(messages.run(2)[0], found.multipliers) >= found.lower - 1e-9
 
 
 @settings(max_examples=40, deadline=None)
@@ -184,12 +197,12 @@ def test_bounds_of_folded_layers_hold_for_layers_that_differ(seed: int, shift: i
     budget = middle(problem, source)
     best = brute_within(problem, source, budget)
     rows = source.points[1:]
-    core = presolve(problem, rows, "bound")
-    pool, messages = Pool(core.loaded), Messages(core.loaded, core.counts)
-    dual = ascend(messages, pool, Within(core.loaded, budget, pool))
-    assert dual.lower + core.constant <= best + 1e-9
-    tree = Tree(messages, pool, budget, core.counts == 1)
-    assert tree.run(dual, np.inf, 0.0, time.monotonic() + 10) + core.constant <= best + 1e-9
+    presolved = presolve(problem, rows, "bound")
+    pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
+    dual = ascend(messages, pool, BudgetObjective(presolved.constrained, budget, pool))
+    assert dual.lower + presolved.constant <= best + 1e-9
+    tree = Tree(messages, pool, budget, presolved.counts == 1)
+    assert tree.run(dual, np.inf, 0.0, time.monotonic() + 10) + presolved.constant <= best + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -199,9 +212,9 @@ def test_the_bound_on_the_least_peak_holds(problem: Problem, seed: int, points: 
     nodes = tuple(node(n.name, *(0.0 for _ in n.cost)) for n in problem.nodes)
     weightless = Problem(nodes, ())
     rows = [Row(r.name, r.constant, r.nodes, {}) for r in source.points]
-    core = presolve(weightless, rows, "none")
-    pool = Pool(core.loaded)
-    dual = ascend(Messages(core.loaded, core.counts), pool, Smallest(core.loaded, pool))
+    presolved = presolve(weightless, rows, "none")
+    pool = Pool(presolved.constrained)
+    dual = ascend(Messages(presolved.constrained, presolved.counts), pool, PeakObjective(presolved.constrained, pool))
     least = all_peaks(weightless, Points(weightless, rows))[1].min()
     assert dual.lower <= least + 1e-6
     if points == 1:
@@ -213,15 +226,15 @@ def test_the_bound_on_the_least_peak_holds(problem: Problem, seed: int, points: 
 def test_descent_ends_where_no_single_change_helps(problem: Problem, seed: int, start: int) -> None:
     source = random_points(problem, seed, 3)
     budget = middle(problem, source)
-    loaded = attach(problem, source.points)
-    ledger, rng = Ledger(loaded), np.random.default_rng(start)
+    constrained = attach(problem, source.points)
+    evaluator, rng = Evaluator(constrained), np.random.default_rng(start)
     plan = np.array([rng.integers(len(n.cost)) for n in problem.nodes])
 
     def rank(x: np.ndarray) -> tuple[float, float]:
-        total = ledger.totals(x[None])[0]
+        total = evaluator.totals(x[None])[0]
         return float(np.maximum(total[1:] - budget, 0.0).sum()), float(total[0])
 
-    end = Swapper(loaded).descend(plan, ledger.totals(plan[None])[0, 1:], budget, sweeps=100)
+    end = LocalSearch(constrained).descend(plan, evaluator.totals(plan[None])[0, 1:], budget, sweeps=100)
     assert rank(end) <= rank(plan)
     for v, n in enumerate(problem.nodes):
         for s in range(len(n.cost)):
@@ -237,9 +250,9 @@ def test_relinking_fills_a_budget_with_single_layers() -> None:
     nodes = tuple(node(f"n{i}", 0.001 * (i + 1) if i % 2 else 0.0, 0.0) for i in range(10))
     problem = Problem(nodes, tuple(edge(2 * i, 2 * i + 1, agree) for i in range(5)))
     row = Row("end", 0.0, {2 * i: np.array([0.0, 1.0]) for i in range(5)}, {})
-    loaded = attach(problem, [row])
+    constrained = attach(problem, [row])
     low, high = np.zeros(10, dtype=np.int64), np.ones(10, dtype=np.int64)
-    best = relink(loaded, low, [high], np.zeros(1), 3.0, np.ones(1))
+    best = relink(constrained, low, [high], np.zeros(1), 3.0, np.ones(1))
     assert best is not None
     assert best.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
 
@@ -253,8 +266,8 @@ def test_relinked_plans_fit_and_are_made_of_the_given(problem: Problem, seed: in
     budget = middle(problem, source)
     rng = np.random.default_rng(start)
     a, b, c = (np.array([rng.integers(len(n.cost)) for n in problem.nodes]) for _ in range(3))
-    held = np.array([row.value(problem, a) for row in source.points])
-    plan = relink(attach(problem, source.points), a, [b, c], held, budget, np.zeros(2))
+    usage = np.array([row.value(problem, a) for row in source.points])
+    plan = relink(attach(problem, source.points), a, [b, c], usage, budget, np.zeros(2))
     assume(plan is not None)
     assert plan is not None
     assert source.peak(plan)[0] <= budget
@@ -270,7 +283,7 @@ def test_ledger_adds_up_many_plans_at_once() -> None:
     problem = layered(3, 2)
     source = random_points(problem, 3, 3)
     plans = np.array(list(itertools.product(range(2), *[range(3)] * 2, [0], [1], [2], [1])), dtype=np.int64)
-    totals = Ledger(attach(problem, source.points)).totals(plans)
+    totals = Evaluator(attach(problem, source.points)).totals(plans)
     for plan, total in zip(plans, totals, strict=True):
         assert total[0] == pytest.approx(problem.value(plan))
         assert total[1:].tolist() == [row.value(problem, plan) for row in source.points]

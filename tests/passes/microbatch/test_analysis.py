@@ -296,7 +296,7 @@ def test_only_so_much_of_the_batch_is_taken_before_the_loop() -> None:
 
 
 def test_an_op_without_a_rule_may_read_what_only_the_loop_makes() -> None:
-    """Rows at counts that a scan over the batch makes as well: equal in all microbatches, and unknown before the loop."""
+    """Rows at counts that a scan over the batch makes as well: equal in all microbatches, unknown before it."""
 
     def step(b: Any) -> Any:
         wide, counts = jax.lax.scan(lambda x, _: (jnp.tanh(x), jnp.int32(1)), b["x"], None, length=8)
