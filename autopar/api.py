@@ -16,7 +16,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -28,47 +28,87 @@ from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import Opened, opened
 from autopar.ir.trace import is_tracing
-from autopar.options import Settings, settings
+from autopar.options import Options, PlanningOptions, Settings, settings, with_options
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
 
 
-def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Make a train step, or any jittable function, run on many devices.
+@with_options
+def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]) -> Any:
+    """Plan, compile and run a train step, or another function that `jax.jit` accepts, on many devices.
 
-    Use it bare, with options, or as a call: `@parallelize`, `@parallelize(mesh=(2, 4))`, `parallelize(fn, mesh=...)`.
+    A decorator, `@parallelize` or `@parallelize(mesh=(2, 4))`, or a function, `parallelize(fn, mesh=(2, 4))`. The
+    first call with given shapes plans and compiles. Later calls run the compiled program.
 
-    Options:
-        cluster: prices the mesh; default the local devices.
-        mesh: jax Mesh, AbstractMesh, tuple of sizes or {name: size}; default: every factorisation is searched,
-            or the mesh of the arguments where that is Explicit and something is cut over it.
-        batch_argnums: positional arguments that hold the batch; default: those that are no state.
-        donate_argnums: positional arguments whose buffers may be reused; default: state leaves, never the batch.
-        static_argnums: positional arguments that are not traced; they must be hashable.
-        pins: {path glob, "arg:i" or "out:i": PartitionSpec}, layouts that the plan must keep.
-        solver: "auto", "cbc" or "highs".
-        gap: how far the step may lie above the bound on all plans, relative to it; 0 asks for a proof; default: 0.005.
-        time_limit: seconds for planning; default: about what compiling takes, 5 at least.
-        plan: a Plan, or the path of a saved one, to run instead of planning.
-        progress: say on stderr what is planned; default: in a terminal, after two seconds.
-        memory_budget: bytes per device, "12GiB", or "min"; default: the device's memory, with a warning beyond.
-        remat: "auto", "none", "dots" or "full": what the backward pass recomputes; "auto": what memory forces it to.
-        offload: "auto", "none" or "all": which optimizer state waits in the host's memory between steps; "auto": what
-            memory forces there.
-        stages: parts of the model that work side by side on submeshes, the devices in order or slices of `mesh` along
-            its first axis; "auto": one.
-        num_microbatches: parts of the batch that run one after the other, their gradients added up; "auto": one
-            without stages, else two per stage, or what divides the batch.
-        schedule: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two parts on each submesh), "zb-h1", "inference";
-            "auto": "1f1b" for steps with a backward pass.
-        per_microbatch: globs of source lines, scopes or operations whose totals over the batch, such as the statistics
-            of batch norm, may be those of a microbatch; "*": all.
+    Args:
+        fn: the function; without it, `parallelize` returns a decorator.
+        cluster: device model and links, from which costs are computed. None: the local devices (`Cluster.local`), or
+            for `autopar.plan` with a given mesh the preset "dgx-h100".
+        mesh: a jax `Mesh` or `AbstractMesh`, a tuple of axis sizes, or `{axis name: size}`, of as many devices as
+            `cluster` has. None: candidates are all factorizations of the number of devices into one or two axes, and
+            the prime factorization if it has three factors. A candidate whose lower bound shows that it cannot improve
+            the step time by more than `gap` is not solved. If an Explicit mesh shards an argument or a constraint, it
+            is the only candidate.
+        batch_argnums: positions of the arguments that contain the batch, which is dimension 0 of each of their leaves.
+            "auto": the arguments that are not state.
+        donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
+            argument leaf that the step returns with the same path or position, shape and dtype. With `plan`, only
+            leaves that the plan donates are donated. Use of a donated array raises `DonatedError` with its path.
+        static_argnums: positions of arguments that are not traced, as in `jax.jit`. They must be hashable. Arrays of a
+            static module would become constants of the program, so that modules must not be static.
+        memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
+            plan with the least peak. If no plan fits, `MemoryBudgetError` is raised. None: nine tenths of the memory
+            of a device; if no plan fits, the plan that exceeds it least is used, with a warning. Not with `stages`.
+        pins: `{key: PartitionSpec}`, layouts that every plan keeps. A key is a glob over the paths of argument leaves,
+            or "arg:i" or "out:i", where i counts the array leaves of all arguments or results.
+        solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
+            "highs": always the ILP, with this solver.
+        time_limit: seconds for planning, all candidate meshes, recomputation and offloading included. After it the
+            best plan so far is used, with a warning that states its gap. None: about the compilation time, at
+            least 5. If stages are searched, the limit of each subproblem (None: 60), and again of planning the chosen
+            stages, in equal shares.
+        gap: relative gap between the step time and the lower bound on all plans of all candidate meshes at which the
+            search ends. 0 requires a proof of optimality.
+        progress: print to stderr what is being planned, and bounds. None: in a terminal, after two seconds of planning.
+        remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
+            each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
+            of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few
+            layers as suffice. With a number of `stages`, "auto" is "none". `jax.checkpoint` in `fn` is kept. Each
+            microbatch recomputes its own layers.
+        offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
+            donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
+            it and the copies take less time than recomputation; chosen together with `remat`. Such arrays, also those
+            of `ParallelFunction.init`, have memory kind `pinned_host`; outside the step use `autopar.gather` or
+            `jax.device_put` before computing with them. Requires a backend with this memory kind and a cluster whose
+            `Device` has `host_bandwidth` and `host_memory_bytes`. "all" is not available with `stages`.
+        num_microbatches: parts of the batch that are computed one after the other, with gradients and metrics
+            accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. Sums over the batch in
+            bfloat16, float16 or float8 are accumulated in float32. A step whose examples depend on each other raises
+            `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the next number that
+            divides the batch. Where examples depend on each other, "auto" is 1, and a note of the plan states why.
+        stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
+            devices or a slice of `mesh` along its first axis. A scan over layers is divided into as many scans.
+            "search": stages, submeshes, microbatches, schedule and recomputation are optimized together (Alpa, Zheng et
+            al., 2022, section 5); the result may be one stage. "auto": "search" without `mesh` if the cluster has
+            several hosts, or if `memory_budget` and `num_microbatches` are not given and the step as written needs more
+            than twice the memory of all devices; otherwise 1.
+        schedule: order of the passes of each stage: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two stages per
+            submesh), "zb-h1" or "inference"; "none" is for one stage. "auto": "1f1b", or "inference" without a backward
+            pass; if stages are searched, the best of "1f1b", "eager-1f1b" and "gpipe".
+        per_microbatch: globs of source lines ("model.py:30"), scopes of `jax.named_scope` or primitives whose totals
+            over the batch may be replaced by those of each microbatch; "*": all. With it, batch norm normalizes each
+            microbatch by its own mean and variance, as gradient accumulation in other frameworks does. A running mean
+            is that of the whole batch, a running variance the mean of the variances within microbatches.
+        plan: a `Plan`, or the path of a saved one, that replaces planning.
 
     Returns:
-        A `ParallelFunction`, called like `fn`.
+        A `ParallelFunction`, which is called like `fn`.
 
     Raises:
-        ArgumentError: an unknown option or a value out of range.
+        ArgumentError: `fn` is no function, or an option is unknown or has an invalid value.
+        PinError: `pins` is no mapping from text.
+        ScheduleError: the schedule is unknown, or does not fit `stages`.
+        PlanMismatchError: the file named by `plan` contains no valid plan.
     """
     if fn is None:
         return functools.partial(parallelize, **options)
@@ -77,10 +117,20 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
     return ParallelFunction(fn, settings(options))
 
 
-def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
-    """The plan of `fn` for these arguments (arrays or ShapeDtypeStructs); needs no devices.
+@with_options
+def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions]) -> Plan:
+    """Plan a function for arguments of these shapes, without devices.
 
-    Options are those of `parallelize` but `plan`. Without `cluster`, a given mesh is priced as the preset dgx-h100.
+    Args:
+        fn: the function as it is written, or a parallelized one, whose options do not apply.
+        *args: its arguments, arrays or `ShapeDtypeStruct`s.
+        **options: those of `parallelize` except `plan`.
+
+    Returns:
+        The plan.
+
+    Raises:
+        AutoparError: as a call of the parallelized function; see the subclasses.
     """
     fn = fn.__wrapped__ if isinstance(fn, ParallelFunction) else fn
     if not callable(fn):
@@ -91,7 +141,14 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
 
 
 def gather(tree: Any) -> Any:
-    """Whole host values (numpy arrays) of a tree of possibly sharded arrays; other leaves are kept.
+    """Copy every array of a tree, sharded or not, to the host.
+
+    Args:
+        tree: a pytree.
+
+    Returns:
+        The tree with a numpy array in place of each array, whole in every process; random keys and leaves that are no
+        arrays are unchanged.
 
     Raises:
         DonatedError: an array of the tree was donated to a step.
@@ -113,14 +170,21 @@ def _extended(x: jax.Array) -> bool:
 
 
 class ParallelFunction:
-    """A function that plans and compiles itself for the shapes it is called with.
+    """What `parallelize` returns: a function that is planned and compiled for the shapes it is called with.
 
-    Called while another function is being traced, it is inlined there, and the outermost `parallelize` plans it; where
-    there is none, an `AutoparWarning` says so. As an attribute of a class it is a method (`BoundFunction`).
+    In a trace of another function the call is inlined, and the outermost `parallelize` plans it. If there is none, an
+    `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`).
 
-    Threads may share it. The first call for given shapes plans and compiles while others wait for what it makes, and
-    steps are handed to the devices one after the other (`autopar.runtime.single_program.DISPATCH`).
+    Threads may share it. The first call for given shapes plans and compiles while other threads wait for the result.
+    Steps are dispatched to the devices one after the other (`autopar.runtime.single_program.DISPATCH`).
+
+    Attributes:
+        __wrapped__: the function as it is written.
+        settings: the options, checked.
     """
+
+    __wrapped__: Callable[..., Any]
+    settings: Settings
 
     def __init__(self, fn: Callable[..., Any], chosen: Settings) -> None:
         functools.update_wrapper(self, fn)
@@ -132,6 +196,11 @@ class ParallelFunction:
         self._planning = threading.RLock()  # planning may call the function's own `plan`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call for given shapes plans and compiles it.
+
+        Raises:
+            AutoparError: the step cannot be planned, or its arguments do not fit; see the subclasses.
+        """
         with self._opened(args, kwargs) as given:
             if not any(map(jax_compat.is_tracer, given.leaves)):
                 return self._run(given)
@@ -161,7 +230,7 @@ class ParallelFunction:
         )
 
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
-        """What a call with these arguments (arrays or ShapeDtypeStructs) runs, compiled once."""
+        """The executable that a call with these arguments (arrays or `ShapeDtypeStruct`s) runs, compiled once."""
         with self._opened(args, kwargs) as given:
             return self._compiled(given)
 
@@ -174,23 +243,27 @@ class ParallelFunction:
         return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments (arrays or ShapeDtypeStructs), made once per structure."""
+        """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
         with self._opened(args, kwargs) as given:
             return self._prepare(given).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Plan and lower for these arguments."""
+        """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as given:
             return lower(self._prepare(given), name_of(self.__wrapped__))
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """Run `init_fn(*args)` so that each array is created in its place, never whole on one device.
+        """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.
 
-        With a plan whose argument has this structure (call `plan` first), arrays get the plan's shardings; before any
-        plan they are spread evenly over all devices, and the first step moves them.
+        If a plan exists for an argument of this structure (call `plan` first), arrays have the shardings of the plan.
+        Otherwise each array is sharded along one dimension over all devices, and the first step reshards it.
+
+        Args:
+            init_fn: returns the initial state.
+            *args: its arguments, such as a random key.
 
         Raises:
-            ArgumentError: no function.
+            ArgumentError: `init_fn` is no function.
         """
         if not callable(init_fn):
             raise ArgumentError(f"init takes a function, got {type(init_fn).__name__} {init_fn!r:.60}")
@@ -257,10 +330,10 @@ class ParallelFunction:
 
 
 class BoundFunction:
-    """A parallelized method of one object, which is its first argument.
+    """A parallelized method of one object, which is the first argument of the function.
 
-    An object that is a pytree, or of Flax NNX, is an argument like others. Any other is structure: the method is
-    planned and compiled for this object, and sees its attributes as they are at the first call.
+    An object that is a pytree, or of Flax NNX, is an argument like others. Any other object is part of the structure:
+    the method is planned and compiled for this object, and reads its attributes at the first call only.
     """
 
     def __init__(self, function: ParallelFunction, instance: Any) -> None:
@@ -275,6 +348,7 @@ class BoundFunction:
         return self._owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `ParallelFunction.__call__`."""
         return self.__func__(self._owner, *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

@@ -1,16 +1,24 @@
-"""The options of `parallelize` and `plan`, checked where they are given.
+"""The options of `parallelize`, `plan` and `check`, checked where they are given.
 
-Each option has a row in `_CHECKS`: what it must be, in words and as a predicate.
+    accepted type   a key of `Options`, from which editors complete keyword arguments (PEP 692)
+    default         a field of `Settings`, whose types are those of checked values
+    description     the docstring of `autopar.api.parallelize`
+    constraint      a row of `_CHECKS`: what a value must be, in words and as a predicate
+
+`with_options` joins types and defaults in the signature that `inspect.signature` returns.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar.errors import ArgumentError, PinError, ScheduleError
 from autopar.hardware.cluster import Cluster
@@ -25,10 +33,40 @@ from autopar.schedules import SCHEDULES
 #: Schedules that the runtime can walk; "none" is a step without stages.
 RUNNABLE: tuple[str, ...] = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class PlanningOptions(TypedDict, total=False):
+    """Options that `autopar.plan` takes."""
+
+    cluster: Cluster | None
+    mesh: Mesh | AbstractMesh | list[int] | tuple[int, ...] | Mapping[str, int] | None
+    batch_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
+    donate_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
+    static_argnums: int | list[int] | tuple[int, ...]
+    memory_budget: float | str | None
+    pins: Pins | None
+    solver: Literal["auto", "cbc", "highs"]
+    time_limit: float | None
+    gap: float
+    progress: bool | None
+    remat: Literal["auto", "none", "dots", "full"]
+    offload: Literal["auto", "none", "all"]
+    num_microbatches: int | Literal["auto"]
+    stages: int | Literal["auto", "search"]
+    schedule: Literal["auto", "none", "inference", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1"]
+    per_microbatch: str | list[str] | tuple[str, ...]
+
+
+class Options(PlanningOptions, total=False):
+    """Options that `autopar.parallelize` and `autopar.check` take."""
+
+    plan: Plan | str | os.PathLike[str] | None
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Every option of `parallelize`, checked."""
+    """Every option of `parallelize`, checked; defaults are those of `parallelize`."""
 
     cluster: Cluster | None = None
     mesh: Any = None
@@ -53,6 +91,20 @@ class Settings:
     def pipelined(self) -> bool:
         """Several stages are asked for, by their number."""
         return isinstance(self.stages, int) and self.stages > 1
+
+
+def with_options(fn: F) -> F:
+    """The function, with every option, its type and its default in its signature in place of `**options`."""
+    signature = inspect.signature(fn, eval_str=True)
+    *own, options = signature.parameters.values()
+    types = get_type_hints(get_args(options.annotation)[0])
+    stated = (
+        options.replace(name=f.name, kind=inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name])
+        for f in fields(Settings)
+        if f.name in types
+    )
+    vars(fn)["__signature__"] = signature.replace(parameters=(*own, *stated))
+    return fn
 
 
 def _is_amount(value: Any) -> bool:

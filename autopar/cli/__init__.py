@@ -82,17 +82,17 @@ def plan(
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
-        parts = {"num_microbatches": num_microbatches or "auto", "per_microbatch": words(per_microbatch, ())}
-        where = {"remat": remat, "offload": offload, "time_limit": time_limit, **({} if gap is None else {"gap": gap})}
-        found = api.plan(
-            fn,
-            *args,
-            **where,
-            stages=int(stages) if stages.isdecimal() else stages,
-            schedule=schedule,
-            **parts,
-            **chosen,
-        )
+        asked: dict[str, Any] = {
+            "stages": int(stages) if stages.isdecimal() else stages,
+            "schedule": schedule,
+            "num_microbatches": num_microbatches or "auto",
+            "per_microbatch": words(per_microbatch, ()),
+            "remat": remat,
+            "offload": offload,
+            "time_limit": time_limit,
+            **({} if gap is None else {"gap": gap}),
+        }
+        found = api.plan(fn, *args, **asked, **chosen)
     if output is not None:
         found.save(output)
         say(f"saved to {output}")

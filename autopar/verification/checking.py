@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from autopar.ir import arguments
 from autopar.ir.arguments import Opened
 from autopar.ir.text import size, table
 from autopar.ir.trace import trace
-from autopar.options import Settings, settings, written
+from autopar.options import Options, Settings, settings, with_options, written
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import lower
 from autopar.verification import differences
@@ -46,13 +46,14 @@ SHOWN = 20  # leaves that a printed report names
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the results, or of a module that the step changes.
+    """Comparison of one array of the results, or of a module that the step changes.
 
     Attributes:
-        path: as in the plan, "0/params/w" or "model/layer/kernel"; "" for a result that is one array.
-        type: as "float32[8,16]".
-        absolute: largest difference; relative: over the magnitude of the leaf.
-        allowed: largest difference that counts as rounding; 0 for what is exact.
+        path: path as in the plan, "0/params/w" or "model/layer/kernel"; "" for a result that is one array.
+        type: dtype and shape, such as "float32[8,16]".
+        absolute: largest absolute difference.
+        relative: largest absolute difference over the largest magnitude in the leaf.
+        allowed: largest absolute difference that rounding explains; 0 for integers, booleans and keys.
     """
 
     path: str
@@ -63,29 +64,29 @@ class Leaf:
 
     @property
     def ok(self) -> bool:
-        """Whether the leaf is equal."""
+        """Whether the difference is within what is allowed."""
         return self.absolute <= self.allowed
 
     @property
     def numbers(self) -> tuple[str, str, str]:
-        """Absolute and relative difference and what is allowed, in short."""
+        """Absolute difference, relative difference and allowed difference, as text of two digits."""
         return f"{self.absolute:.2g}", f"{self.relative:.2g}", f"{self.allowed:.2g}"
 
     @property
     def excess(self) -> float:
-        """Difference over what is allowed: the worst leaf has the most."""
+        """Absolute over allowed difference; leaves are sorted by it."""
         return self.absolute / self.allowed if self.allowed else math.inf if self.absolute else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """What `autopar.check` found.
+    """Result of `autopar.check`; as text, a table of the twenty leaves with the largest differences.
 
     Attributes:
-        name: of the function.
-        leaves: the worst first.
-        plan: of the parallel step.
-        notes: such as the size of the batch that was used.
+        name: name of the function.
+        leaves: comparison of each leaf, by decreasing difference over what is allowed.
+        plan: plan of the parallel step.
+        notes: remarks, such as the size of the batch if it was halved.
     """
 
     name: str
@@ -95,11 +96,15 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether all leaves are equal."""
+        """Whether the difference of every leaf is within what is allowed."""
         return all(leaf.ok for leaf in self.leaves)
 
     def raise_if_different(self) -> None:
-        """DifferenceError with the report, unless all leaves are equal."""
+        """Raise an error unless the check is `ok`.
+
+        Raises:
+            DifferenceError: a leaf differs; the message is the table.
+        """
         if not self.ok:
             raise DifferenceError(str(self))
 
@@ -122,12 +127,24 @@ class Check:
         )
 
 
-def check(fn: Callable[..., Any], *args: Any, **options: Any) -> Check:
-    """Run a step in parallel and as it is written, on one device, and compare what they give, leaf by leaf.
+@with_options
+def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Check:
+    """Run a step in parallel, and as it is written on one device, and compare the results leaf by leaf.
 
-    Arguments are those of the step, arrays and modules; they are left as they are. Options are those of `parallelize`;
-    without any, those that `fn` was parallelized with. A difference is no error: see `Check.ok`, and
-    `Check.raise_if_different`.
+    Integers, booleans and random keys must be equal. A float may differ by 1e-9 (float64), 1e-5 (float32), 5e-3
+    (float16), 3e-2 (bfloat16) or 0.25 (float8) of the largest magnitude in its leaf, by the least precise type that the
+    step computes in. It may also differ by four times as much as the result of the step as written changes when each
+    float of the arguments changes by one unit in the last place. For a stricter check pass arguments in float64, under
+    `jax.enable_x64(True)`. If the step does not fit the memory of one device, as the cluster describes it, the batch is
+    halved until it fits.
+
+    Args:
+        fn: the function as it is written, or a parallelized one.
+        *args: the arguments of a call, arrays and modules. They are not changed.
+        **options: those of `parallelize`. Without any, those that `fn` was parallelized with.
+
+    Returns:
+        The comparison. A difference raises no error; see `Check.ok` and `Check.raise_if_different`.
 
     Raises:
         ArgumentError: an argument has no value, or the step does not fit one device even with one example.

@@ -160,12 +160,13 @@ def in_stages(schedule: str, count: int) -> Callable[[Case], Callable[..., Any]]
     """The step in two stages; in one microbatch where it does not fall into several."""
 
     def made(case: Case) -> Callable[..., Any]:
-        options = {**case.options, "mesh": (2,), "cluster": dear((2,)), "stages": 2, "schedule": schedule}
+        options: dict[str, Any] = {**case.options, "mesh": (2,), "cluster": dear((2,)), "stages": 2}
+        asked: dict[str, Any] = {"schedule": schedule, "num_microbatches": count}
         try:
-            step = autopar.parallelize(case.step.function, num_microbatches=count, **options)
+            step = autopar.parallelize(case.step.function, **asked, **options)
             step.plan(*case.arguments)
         except (MicrobatchError, ScheduleError):  # no backward pass: "auto" takes the schedule for that
-            step = autopar.parallelize(case.step.function, **{**options, "schedule": "auto"})
+            step = autopar.parallelize(case.step.function, **options)
         return step
 
     return made
