@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+"""Version of autopar, which plans and cached plans record."""
 
 #: public name -> module that defines it
 _HOMES = {

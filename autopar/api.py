@@ -59,8 +59,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
             plan with the least peak. If no plan fits, `MemoryBudgetError` is raised. None: nine tenths of the memory
             of a device; if no plan fits, the plan that exceeds it least is used, with a warning. Not with `stages`.
-        pins: `{key: PartitionSpec}`, layouts that every plan keeps. A key is a glob over the paths of argument leaves,
-            or "arg:i" or "out:i", where i counts the array leaves of all arguments or results.
+        pins: layouts that every plan keeps: `{key: PartitionSpec}`. A key is a glob over the paths of argument leaves,
+            or "arg:i" or "out:i", where i counts the array leaves of all arguments or results. Of a `NamedSharding` the
+            PartitionSpec is used.
         solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
             "highs": always the ILP, with this solver.
         time_limit: seconds for planning, all candidate meshes, recomputation and offloading included. After it the
@@ -69,6 +70,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             stages, in equal shares.
         gap: relative gap between the step time and the lower bound on all plans of all candidate meshes at which the
             search ends. 0 requires a proof of optimality.
+        plan: a `Plan`, or the path of a saved one, that replaces planning.
         progress: print to stderr what is being planned, and bounds. None: in a terminal, after two seconds of planning.
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
@@ -99,7 +101,6 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             over the batch may be replaced by those of each microbatch; "*": all. With it, batch norm normalizes each
             microbatch by its own mean and variance, as gradient accumulation in other frameworks does. A running mean
             is that of the whole batch, a running variance the mean of the variances within microbatches.
-        plan: a `Plan`, or the path of a saved one, that replaces planning.
 
     Returns:
         A `ParallelFunction`, which is called like `fn`.
@@ -330,11 +331,20 @@ class ParallelFunction:
 
 
 class BoundFunction:
-    """A parallelized method of one object, which is the first argument of the function.
+    """A parallelized method of one object, which is the first argument; it has the methods of `ParallelFunction`.
 
     An object that is a pytree, or of Flax NNX, is an argument like others. Any other object is part of the structure:
     the method is planned and compiled for this object, and reads its attributes at the first call only.
+
+    Attributes:
+        __wrapped__: the method as it is written.
+        __self__: the object.
+        __func__: the parallelized function.
     """
+
+    __wrapped__: Callable[..., Any]
+    __self__: Any
+    __func__: ParallelFunction
 
     def __init__(self, function: ParallelFunction, instance: Any) -> None:
         functools.update_wrapper(self, function.__wrapped__)

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 
 class AutoparError(Exception):
-    """Base of every error that autopar raises for a mistake of the caller or the environment."""
+    """Base of all errors; the message has the value, its shape, the source line, what is expected and what to do."""
 
 
 class ArgumentError(AutoparError, ValueError):
-    """An argument of the public API, or of the traced function, that autopar cannot take."""
+    """An argument of the public API, or of the step, is invalid."""
 
 
 class MeshError(AutoparError, ValueError):
-    """A mesh that does not fit the devices, the cluster, or an argument's shape."""
+    """A mesh does not fit the devices, the cluster, or the shape of an argument."""
 
 
 class ClusterError(AutoparError, ValueError):
-    """A cluster description that is unknown or contradicts itself."""
+    """A cluster is unknown, or its description is contradictory."""
 
 
 class PinError(AutoparError, ValueError):
-    """A pinned layout that matches nothing, names an unknown axis, or does not divide."""
+    """A pin matches no leaf, has an unknown mesh axis, or shards a dimension that the axis does not divide."""
 
 
 class TraceError(AutoparError, TypeError):
-    """The function cannot be traced: side effects, leaked tracers, arguments that are no arrays."""
+    """A function cannot be traced: side effects, leaked tracers, lost updates, results that are no arrays."""
 
 
 class GraphError(AutoparError):
@@ -35,24 +35,24 @@ class GraphError(AutoparError):
 
 
 class RuleError(AutoparError, ValueError):
-    """A sharding rule that does not parse or does not fit its operation."""
+    """A sharding rule has a syntax error, or does not fit its operation."""
 
 
 class ScheduleError(AutoparError, ValueError):
-    """A pipeline schedule that is unknown, does not fit its sizes, or whose instructions are wrong."""
+    """A pipeline schedule is unknown or does not fit its sizes, or its instructions are incomplete or deadlock."""
 
 
 class SolverError(AutoparError, RuntimeError):
-    """No plan exists under the constraints, or no solver could be run and no fallback was left."""
+    """No plan satisfies the constraints, or no solver could be run and there is no fallback."""
 
 
 class MemoryBudgetError(AutoparError, RuntimeError):
-    """No plan fits into the memory of a device.
+    """No plan satisfies the memory budget; the message has the shortfall, the live tensors and what would help.
 
     Attributes:
-        budget: bytes per device that were allowed.
-        least_bytes: peak of the smallest plan that was found, bytes per device; planning with this budget works.
-        bound_bytes: no plan's peak is below; planning with one byte less can only fail.
+        budget: the budget, bytes per device.
+        least_bytes: peak of the smallest plan that was found, bytes per device; planning with this budget succeeds.
+        bound_bytes: lower bound on the peak of every plan, bytes per device; planning with less fails.
     """
 
     def __init__(self, message: str, budget: float, least_bytes: int, bound_bytes: int) -> None:
@@ -64,24 +64,24 @@ class MemoryBudgetError(AutoparError, RuntimeError):
 
 
 class MicrobatchError(AutoparError, ValueError):
-    """A step that does not fall into microbatches: its batch does not divide, or examples depend on each other."""
+    """A step cannot be divided into microbatches: the batch size, or examples that depend on each other, prevent it."""
 
 
 class StageError(AutoparError, RuntimeError):
-    """A stage of a running pipeline failed; the step's arguments are as they were."""
+    """A stage of a running pipeline failed; the arguments of the step are unchanged."""
 
 
 class PlanMismatchError(AutoparError, ValueError):
-    """A plan loaded for another function, other shapes, or another mesh."""
+    """A plan is damaged, or belongs to another function, other shapes or another mesh."""
 
 
 class DonatedError(AutoparError, RuntimeError):
-    """An array was used after its buffer had been given to an earlier step."""
+    """An array was used after it was donated to a step."""
 
 
 class DifferenceError(AutoparError):
-    """A parallel step that does not give what the step as written gives, beyond rounding."""
+    """A parallel step differs from the step as written by more than rounding (`Check.raise_if_different`)."""
 
 
 class AutoparWarning(UserWarning):
-    """Something a user should know that did not stop the step: a fallback, an operation that runs replicated."""
+    """A remark about a step that runs nevertheless: a fallback, or a plan that exceeds the memory of a device."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ArgumentError, PinError, ScheduleError
 from autopar.hardware.cluster import Cluster
@@ -45,7 +45,7 @@ class PlanningOptions(TypedDict, total=False):
     donate_argnums: int | list[int] | tuple[int, ...] | Literal["auto"]
     static_argnums: int | list[int] | tuple[int, ...]
     memory_budget: float | str | None
-    pins: Pins | None
+    pins: Mapping[str, PartitionSpec | NamedSharding] | None
     solver: Literal["auto", "cbc", "highs"]
     time_limit: float | None
     gap: float

@@ -50,27 +50,28 @@ DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, or one virtual device of a host.
+    """Cost model of one accelerator, or of one virtual device of a host.
 
     Attributes:
-        name: shown in plans and reports.
-        peak_flops: dtype name -> flop/s, dense.
-        memory_bandwidth: bytes/s.
-        memory_bytes: bytes that programs may use.
-        kernel_overhead: s that a kernel costs however small it is.
+        name: name in plans and reports.
+        peak_flops: dtype name -> dense FLOP/s.
+        memory_bandwidth: bandwidth of device memory, bytes/s.
+        memory_bytes: device memory that programs may use, bytes.
+        kernel_overhead: least time of a kernel, seconds.
         efficiency: share of `peak_flops` that large matrix products reach.
-        half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
-        reduce_scatter: the backend has one; XLA on CPU all-reduces and slices instead.
-        rounds_operands: the backend rounds float32 operands of products of default precision to bfloat16 before it
-            moves them.
-        tile: rows and columns of the tiles that arrays are kept in, padding included.
-        overlap: share of a collective's time that hides behind computation where the collective has time
-            (`autopar.passes.op_groups.overlap`); 0 where nothing hides.
-        bucket_bytes: such collectives are combined until they are this large, and share the latency; 0: never.
-        combines: kinds of collectives that the backend combines so.
-        host_bandwidth: bytes/s, each way, between its memory and its host's while all devices of the host copy; 0: not
-            known, and nothing is kept there.
-        host_memory_bytes: its share of the host's memory; 0: none apart from its own.
+        reduce_scatter: whether the backend has a reduce-scatter; XLA on CPU uses an all-reduce and a slice.
+        rounds_operands: whether the backend rounds float32 operands of products of default precision to bfloat16 before
+            it communicates them.
+        tile: rows and columns of the tiles to which arrays are padded in memory.
+        overlap: share of the time of a collective that overlaps with computation, for collectives that no operation
+            waits for (`autopar.passes.op_groups.overlap`); 0: no overlap.
+        bucket_bytes: size up to which such collectives are combined, so that they share the latency, bytes; 0: they
+            are not combined.
+        combines: kinds of collectives that the backend combines.
+        half_rate_extents: rows, columns and contracted extent at each of which the rate of a matrix product is half.
+        host_bandwidth: bandwidth between device and host memory in each direction while all devices of the host copy,
+            bytes/s; 0: unknown, and no state is offloaded.
+        host_memory_bytes: host memory per device, bytes; 0: none apart from device memory.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Device:
         check(f"Device {self.name!r:.60}", self, DEVICE)
 
     def peak(self, dtype: str) -> float:
-        """flop/s for a dtype name; a dtype that is not listed gets the slowest rate, which never flatters."""
+        """FLOP/s for a dtype name; the slowest listed rate for a dtype that is not listed."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
 
@@ -120,11 +121,12 @@ class LogicalMesh:
 
     Attributes:
         names: axis names.
-        sizes: axis sizes, same length.
-        links: per axis the slowest link that it crosses.
-        device: the device model.
-        levels: per axis its levels, outermost first; left out, each axis is one level on its link.
-        behind: prices on it are those of collectives that hide behind computation.
+        sizes: axis sizes.
+        links: slowest link that each axis crosses.
+        device: cost model of every device.
+        levels: levels of the network that each axis crosses, outermost first; empty: one level with the link of the
+            axis.
+        behind: whether collectives are priced as overlapping with computation.
     """
 
     names: tuple[str, ...]
@@ -155,33 +157,38 @@ class LogicalMesh:
         return dict(zip(self.names, self.sizes, strict=True))
 
     def axis(self, name: str) -> int:
-        """Position of the axis `name`; `MeshError` if there is none."""
+        """The position of an axis.
+
+        Raises:
+            MeshError: the mesh has no axis `name`.
+        """
         if name not in self.names:
             raise MeshError(f"Axis {name!r} not found. Mesh axes are {self.shape}.")
         return self.names.index(name)
 
     def behind_computation(self) -> LogicalMesh:
-        """The mesh as collectives see it that have time: see `Device.overlap` and `Device.bucket_bytes`."""
+        """The same mesh with collectives that overlap with computation (`Device.overlap`, `Device.bucket_bytes`)."""
         return replace(self, behind=True)
 
     def group(self, axes: Sequence[int]) -> int:
-        """Number of devices in one group that communicates along the axes at these positions."""
+        """Number of devices that communicate with each other along the axes at these positions."""
         return math.prod(self.sizes[a] for a in axes)
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices and the links between them; see the module for its levels.
+    """Devices and the links between them, from which all costs are computed; no device needs to be present.
 
     Attributes:
-        name: shown in plans and reports.
-        device: the device model, the same for all; of unequal groups the slowest in every respect.
+        name: name in plans and reports.
+        device: cost model of every device; of unequal groups the slowest figure of each kind.
         hosts: number of hosts.
-        devices_per_host: devices on each.
+        devices_per_host: number of devices of each host.
         intra: link between devices of one host.
         inter: link between devices of different hosts, per device.
-        axis_levels: replaces the two levels above, outermost first (`Cluster.custom`, tori).
-        groups: the clusters of equal devices that it consists of, where there are several (`Cluster.joined`).
+        axis_levels: levels of the network, outermost first, in place of hosts and their devices (`Cluster.custom`,
+            tori); None: those two levels.
+        groups: clusters of equal devices that it consists of (`Cluster.joined`); empty if all devices are equal.
     """
 
     name: str
@@ -200,24 +207,29 @@ class Cluster:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Levels of the physical cluster, outermost first."""
+        """Levels of the physical network, outermost first."""
         return self.axis_levels or (Level(self.hosts, self.inter), Level(self.devices_per_host, self.intra))
 
     @property
     def num_devices(self) -> int:
-        """Devices on all hosts."""
+        """Number of devices on all hosts."""
         return math.prod(level.size for level in self.levels)
 
     @property
     def default_shape(self) -> tuple[int, ...]:
-        """The mesh that follows the levels: one axis per level of size above 1."""
+        """Mesh shape that follows the network: one axis for each level of size above 1."""
         return tuple(level.size for level in self.levels if level.size > 1) or (1,)
 
     def logical_mesh(self, shape: Sequence[int], names: Sequence[str] | None = None) -> LogicalMesh:
-        """Named axes of the given sizes over all devices.
+        """A mesh of named axes over all devices.
 
-        `names` defaults to the first of ("x", "y", "z", "w"). Raises `MeshError` where the sizes do not multiply to
-        the number of devices, are not positive, or outnumber the default names.
+        Args:
+            shape: axis sizes.
+            names: axis names; None: the first of "x", "y", "z", "w".
+
+        Raises:
+            MeshError: the product of the sizes is not the number of devices, a size is not positive, or there are more
+                sizes than default names.
         """
         sizes = integers("Mesh sizes", shape, MeshError)
         if math.prod(sizes) != self.num_devices or min(sizes, default=1) < 1:
@@ -233,15 +245,19 @@ class Cluster:
         return LogicalMesh(axes, sizes, links, self.device, levels)
 
     def without_overlap(self) -> Cluster:
-        """The same cluster where no communication hides behind computation and none is combined."""
+        """The same cluster in which no communication overlaps with computation and none is combined."""
         plain = replace(self.device, overlap=0.0, bucket_bytes=0.0)
         return replace(self, device=plain, groups=tuple(g.without_overlap() for g in self.groups))
 
     def part(self, first: int, count: int) -> Cluster:
-        """The cluster of the `count` devices from number `first` on, such as a pipeline stage has.
+        """The cluster of a range of devices, such as a submesh of a pipeline; inside one group with its own figures.
 
-        Inside one group of a cluster of several it has that group's device and links. Raises `ClusterError` where the
-        devices are not whole groups of one level: a number of whole hosts, or devices of one host.
+        Args:
+            first: number of the first device.
+            count: number of devices.
+
+        Raises:
+            ClusterError: the devices are not whole groups of one level: whole hosts, or devices of one host.
         """
         first, count = integers("first device and count", (first, count), ClusterError)
         if self.groups:
@@ -305,10 +321,22 @@ class Cluster:
         name: str = "custom",
         kernel_overhead: float = 0.0,
     ) -> Cluster:
-        """A cluster from bare figures, one level per axis of `mesh_shape`, the last innermost.
+        """A cluster from figures, with one level of the network for each axis of a mesh.
 
-        `alpha` (s) and `beta` (s/byte) are numbers or one number per axis; `peak_flops` (flop/s) is a number for
-        every dtype or a mapping from dtype names. Raises `ClusterError` where the lengths differ.
+        A message of n bytes along an axis takes alpha + n beta seconds (Hockney, 1994).
+
+        Args:
+            mesh_shape: axis sizes, the innermost last.
+            alpha: latency of a message, seconds: one number, or one for each axis.
+            beta: inverse bandwidth of a device, s/byte: one number, or one for each axis.
+            peak_flops: FLOP/s for every dtype, or a mapping from dtype names.
+            memory_bandwidth: bandwidth of device memory, bytes/s.
+            memory_bytes: memory of a device, bytes.
+            name: name in plans and reports.
+            kernel_overhead: least time of a kernel, seconds.
+
+        Raises:
+            ClusterError: `alpha` or `beta` has another length than `mesh_shape`, or a figure is invalid.
         """
         sizes = integers("mesh_shape", mesh_shape, ClusterError)
         alphas, betas = _per_axis("alpha", alpha, sizes), _per_axis("beta", beta, sizes)
@@ -320,9 +348,15 @@ class Cluster:
 
     @staticmethod
     def joined(groups: Sequence[Cluster], inter: Link | None = None, *, name: str | None = None) -> Cluster:
-        """One cluster of several, such as a host of V100 and two of A100; `inter` joins them, no faster than theirs.
+        """A cluster of several clusters, such as one host with V100 and two with A100.
 
-        Raises `ClusterError` where there are no groups.
+        Args:
+            groups: the clusters; devices are numbered in their order.
+            inter: link between them; the slowest of it and of the links between their hosts is used.
+            name: name in plans and reports; None: made from their names.
+
+        Raises:
+            ClusterError: there are no groups.
         """
         from autopar.hardware import heterogeneous
 
@@ -332,23 +366,23 @@ class Cluster:
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """Names that `preset` knows, sorted."""
+        """Names of the presets, sorted; `autopar clusters` prints their figures."""
         from autopar.hardware import files as cluster_files
 
         return cluster_files.presets()
 
     @staticmethod
     def preset(name: str, hosts: int | None = None, topology: str | None = None, slices: int = 1) -> Cluster:
-        """A cluster of a known kind.
+        """A cluster from a table of published figures.
 
         Args:
             name: one of `presets()`.
-            hosts: number of hosts, default 1.
-            topology: for a torus its dimensions, such as "4x8", in place of `hosts`.
-            slices: number of such tori, joined by the data centre's network.
+            hosts: number of hosts; None: 1.
+            topology: dimensions of a torus, such as "4x8", in place of `hosts`.
+            slices: number of tori, connected by the data centre network.
 
         Raises:
-            ClusterError: an unknown name, or hosts or a topology that do not fit; the message says what does.
+            ClusterError: the name is unknown, or hosts or topology do not fit; the message states what does.
         """
         from autopar.hardware import files as cluster_files
 
@@ -356,22 +390,31 @@ class Cluster:
 
     @staticmethod
     def from_toml(path: str | os.PathLike[str], hosts: int | None = None) -> Cluster:
-        """A cluster from a file in the presets' format; `hosts` overrides the file's own number.
+        """A cluster from a file in the format of the presets.
 
-        Raises `ClusterError` where the file does not read or is not complete.
+        Args:
+            path: the file.
+            hosts: number of hosts; None: the number in the file.
+
+        Raises:
+            ClusterError: the file cannot be read or is not complete.
         """
         from autopar.hardware import files as cluster_files
 
         return cluster_files.load(path, hosts)
 
     def to_toml(self) -> str:
-        """The cluster as text that `from_toml` reads again, equal in every figure."""
+        """The cluster as TOML; a file with this text gives an equal cluster with `from_toml`."""
         from autopar.hardware import files as cluster_files
 
         return cluster_files.text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_toml()` to a file. ClusterError where it cannot be written."""
+        """Write the cluster as TOML.
+
+        Raises:
+            ClusterError: the file cannot be written.
+        """
         try:
             Path(path).write_text(self.to_toml(), "utf-8")
         except (OSError, TypeError, ValueError) as error:
@@ -379,11 +422,13 @@ class Cluster:
 
     @staticmethod
     def local() -> Cluster:
-        """The devices that JAX sees here, on all processes.
+        """The devices of `jax.devices()`, on all processes.
 
-        Virtual CPU devices share the cores and the memory of their host: each gets its share of both, and a
-        collective is a copy through that memory. Accelerators are looked up by their kind among the presets;
-        `ClusterError` where none fits.
+        Accelerators have the figures of the preset of their kind. Each virtual CPU device has its share of the cores
+        and the memory of the host; a collective is a copy through this memory.
+
+        Raises:
+            ClusterError: no preset has accelerators of this kind.
         """
         from autopar.hardware import local as local_cluster
 
@@ -391,11 +436,13 @@ class Cluster:
 
     @staticmethod
     def calibrated(tell: Callable[[str], None] = lambda what: None) -> Cluster:
-        """The local devices with measured figures: rates of matrix products, memory bandwidth, latency and bandwidth.
+        """The local devices with measured rates of matrix products, memory bandwidth, latency and bandwidth.
 
-        Runs products, passes over memory and collectives on all local devices, which takes half a minute; `tell` hears
-        what is being timed. `autopar.cost_models.measure.calibrate` gives the error of the fit as well, `save`
-        keeps the result.
+        Measures matrix products, reads of memory and collectives on all local devices, for about half a minute.
+        `autopar.cost_models.measure.calibrate` also returns the error of the fit.
+
+        Args:
+            tell: called with the name of each measurement when it begins.
         """
         from autopar.cost_models import measure
 

@@ -36,15 +36,16 @@ NEIGHBOURS = ("ring", "line", "mesh")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one device sees of a network: a message of b bytes takes alpha + beta b seconds.
+    """Cost model of the network of one device: a message of n bytes takes alpha + n beta seconds (Hockney, 1994).
 
     Attributes:
-        alpha: latency of one message, s.
-        beta: inverse bandwidth of one device, s/byte: in one direction, but for a ring in both directions together.
-        network: who can talk at once at this rate. "switch": any pairs; "ring": neighbours only, as along an axis of a
-            torus that wraps around; "line": the same without the wrap-around; "mesh": neighbours only, each over a
-            link of its own; "memory": threads of one host, which meet once per collective, alpha for each, and copy.
-        pair: in a mesh the inverse bandwidth of the link between two neighbours, in one direction, s/byte.
+        alpha: latency of one message, seconds.
+        beta: inverse bandwidth of one device, s/byte, in one direction; for a ring in both directions together.
+        network: pairs of devices that can communicate at this rate at once. "switch": any; "ring": neighbours, as along
+            an axis of a torus with wrap-around; "line": neighbours, without wrap-around; "mesh": neighbours, each pair
+            over a link of its own; "memory": threads of one host, which synchronize once per collective, with alpha
+            for each thread, and copy.
+        pair: inverse bandwidth in one direction of the link between two neighbours in a mesh, s/byte.
     """
 
     alpha: float
@@ -61,7 +62,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """bytes/s; infinite where beta is 0."""
+        """Bandwidth of one device, bytes/s; infinite if beta is 0."""
         return 1 / self.beta if self.beta else math.inf
 
 
@@ -84,7 +85,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """`size` groups of devices joined by `link`; `part` where they lie along a dimension of a torus, or in a mesh."""
+    """Groups of devices that are connected by one link.
+
+    Attributes:
+        size: number of groups.
+        link: link between them.
+        part: their part of a dimension of a torus, or of a mesh of links; None on other networks.
+    """
 
     size: int
     link: Link

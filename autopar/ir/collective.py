@@ -32,15 +32,15 @@ WIRE_FRACTION: Mapping[str, Callable[[int], float]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Collective:
-    """A communication step that every device takes part in.
+    """A collective operation, as predicted or as compiled.
 
     Attributes:
-        kind: one of the keys of `WIRE_FRACTION`.
-        axes: names of the mesh axes whose devices talk to each other, in mesh order.
-        bytes: bytes per device of one piece (convention above).
-        count: how often it runs per step (the trip count of the loops around it).
-        op: the tag of the operation it belongs to, such as "op12", "op12.in0" or "out3".
-        source: the user's "file.py:line", empty when unknown.
+        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all" or "collective-permute".
+        axes: names of the mesh axes along which devices communicate, in mesh order.
+        bytes: bytes per device of the larger of operand and result.
+        count: executions per step, which is the trip count of the loops around it.
+        op: tag of the operation it belongs to, such as "op12", "op12.in0" or "out3".
+        source: source line of the user, "file.py:line"; "" if unknown.
     """
 
     kind: str
@@ -51,7 +51,11 @@ class Collective:
     source: str = ""
 
     def sent(self, sizes: Mapping[str, int]) -> float:
-        """Bytes each device sends for it per step; `sizes`: mesh axis -> devices along it."""
+        """Bytes that each device sends per step under the ring algorithm (Chan et al., 2007).
+
+        Args:
+            sizes: name of a mesh axis -> number of devices along it.
+        """
         return self.count * wire_bytes(self.kind, self.bytes, math.prod(sizes[a] for a in self.axes))
 
 

@@ -31,15 +31,15 @@ _Key = tuple[str, tuple[str, ...], int]  # kind, axes, bytes
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far the collectives of a plan and of a compiled program agree.
+    """The collectives of a plan matched with those of a compiled program.
 
     Attributes:
         matched: executions per step that agree in kind, axes and bytes.
-        joined: gathers and scatters over several axes that agree only once their steps are joined.
-        predicted_only: what the plan has and the program has not, with the executions left over in `count`.
-        emitted_only: what the program has and the plan has not.
-        predicted_wire_bytes: bytes a device sends per step by the plan.
-        emitted_wire_bytes: bytes a device sends per step in the program.
+        joined: gathers and scatters over several axes that agree only as one collective over all of these axes.
+        predicted_only: collectives of the plan without a match, with the unmatched executions in `count`.
+        emitted_only: collectives of the program without a match.
+        predicted_wire_bytes: bytes that a device sends per step according to the plan.
+        emitted_wire_bytes: bytes that a device sends per step in the program.
     """
 
     matched: int
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Emitted over predicted wire bytes: 1 when both are nothing, infinite when only the prediction is."""
+        """Emitted over predicted wire bytes: 1 if both are 0, infinite if only the prediction is."""
         if not self.predicted_wire_bytes:
             return math.inf if self.emitted_wire_bytes else 1.0
         return self.emitted_wire_bytes / self.predicted_wire_bytes

@@ -30,22 +30,26 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the program on one submesh; a plan without pipelining has a single stage.
+    """One part of the program on one submesh; a plan without pipelining has one.
 
     Attributes:
-        name: "all" for the whole step, "stage 0" and so on in a pipeline.
+        name: "all" for the whole step; "stage 0" and so on in a pipeline.
         submesh: axis name -> size.
         devices: number of devices.
-        values, uses, copies: layouts, see `autopar.passes.intra_op.extract.Layouts`.
-        peak_memory_bytes: most bytes held by any device at once.
-        memory: kind of tensor -> bytes per device.
-        host_memory_bytes: bytes per device that wait in the host's memory between steps.
-        rank: number of the submesh; its devices follow those of the ranks before it.
-        layers: (first layer, behind the last), of the layers that `autopar.passes.inter_op.pipelines.layers_for` finds.
-        arguments: positions of the argument leaves that it holds between steps.
-        seconds: pass ("F", "B", "W" per microbatch, "once" per step) -> predicted s.
-        collectives: predicted communication inside it.
-        graph_hash: of its program, which `values`, `uses` and `copies` are about; "": of the whole.
+        values: number of a value in the graph -> its layout: for each mesh axis the dimension that it shards, "-" for
+            replicated or "+" for partial sums.
+        uses: use of a value, such as "op12.in0" or "out3" -> the layout in which it is read, if that differs.
+        copies: number of a value -> layout of a resharded copy that its readers share, if that differs.
+        peak_memory_bytes: predicted peak memory, bytes per device.
+        memory: kind of tensor (`autopar.cost_models.memory.report.KINDS`) -> bytes per device at the peak.
+        rank: number of the submesh; its devices follow those of lower ranks.
+        layers: range (first, end) of the layers that `autopar.passes.inter_op.pipelines.layers_for` finds.
+        arguments: positions of the argument leaves that it stores between steps.
+        seconds: pass -> predicted seconds: "F", "B" and "W" (forward, backward, weight gradients) per microbatch,
+            "once" per step.
+        host_memory_bytes: state in host memory between steps, bytes per device.
+        collectives: predicted communication inside the stage.
+        graph_hash: hash of the program that `values`, `uses` and `copies` number; "": the program of the plan.
     """
 
     name: str
@@ -66,36 +70,63 @@ class Stage:
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
+        """The same as `values`."""
         return self.values
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one program runs on one mesh, whole or in stages.
+    """How a program runs on a mesh, on all of it or in stages; printed, a table.
+
+    Data, not code: layouts, costs, and what is proven about them. Positions count the leaves of all arguments, or of
+    all results, in the order of `jax.tree.leaves`.
 
     Attributes:
-        graph_hash: of the graph it was made for.
-        mesh_names, mesh_sizes: the mesh's axes.
-        cluster: name of the cluster that priced it.
-        stages: programs and their layouts.
-        inputs, outputs: layouts of the argument and result leaves; in a pipeline on the submesh of their stage.
-        input_paths, output_paths: their paths.
-        input_shapes: their shapes.
-        collectives: predicted communication, with user lines.
-        step_time_s: predicted seconds per step, and its parts; "hidden" is communication on top of them, behind
-            computation.
-        objective_s, lower_bound_s, gap: what the solver reached and proved.
-        flops_per_device, bytes_per_device: operations, and bytes read and written in memory, of each device per step.
-        schedule: of the pipeline, a name of `autopar.schedules.SCHEDULES`; "none" for one stage.
-        num_microbatches: parts of the batch that run one after the other; batch: the argument leaves cut so.
-        per_microbatch: globs of what is computed per microbatch; see `autopar.passes.microbatch.analysis`.
-        remat: what the backward pass recomputes: for each layer (`autopar.passes.layers.find`) one of
-            `autopar.passes.remat.rewrite.POLICIES`; empty if nothing.
-        pieces: of a pipeline, how many shorter scans a scan over layers is cut into; 0: as many as there are stages.
-        offloaded: positions of the argument leaves that wait in the host's memory between steps.
-        mfu, hfu: share of the devices' peak rate that the model's operations take, and all that are executed, what is
-            recomputed included.
-        notes: what a user should know: replicated operations, padding, side effects, fallbacks.
+        graph_hash: hash of the traced program, by which a plan is checked against a function.
+        mesh_names: names of the mesh axes.
+        mesh_sizes: sizes of the mesh axes.
+        cluster: name of the cluster whose costs were used.
+        stages: programs and their layouts; one without pipelining.
+        inputs: layout of each argument leaf, in a pipeline on the submesh of its stage.
+        outputs: layout of each result leaf.
+        input_paths: path of each argument leaf, such as "state/params/w".
+        output_paths: path of each result leaf.
+        input_types: dtype and shape of each argument leaf, such as "f32[8,16]".
+        input_shapes: shape of each argument leaf.
+        output_shapes: shape of each result leaf.
+        donated: positions of the argument leaves whose buffers the step reuses.
+        collectives: predicted communication, with the source lines that cause it.
+        step_time_s: predicted seconds per step.
+        parts: part of the step -> seconds: "operations", "reshards" and "host" (copies of offloaded state), or
+            "pipeline" and "first loop" with stages. "hidden" is communication that is not in the step time, because it
+            overlaps with computation or is combined.
+        objective_s: value of the solution, seconds.
+        lower_bound_s: lower bound on the step time of all plans of all candidate meshes, seconds.
+        gap: (objective - lower bound) / objective; 1 for stages, for which no bound is known. If the budget is "min",
+            the gap of the peak memory.
+        solver_status: what is proven: "certified", "optimal", "optimal-tied", "near-optimal", "least-memory", "open",
+            "time-limit", "fallback" or "chosen"; `autopar.plans.summary.STATUS` has the meaning of each.
+        solver: what found the solution, such as "dual ascent" or "highs".
+        variables: strategies of all operations after symmetric ones are merged.
+        variables_unfolded: strategies of all operations.
+        rows: constraints of the ILP; 0 if none was solved.
+        phases: phase of planning -> seconds; of a cached plan "trace" and "cache".
+        mfu: model FLOPs utilization (PaLM, Chowdhery et al., 2022): FLOPs of the model over what the devices could
+            execute in the step time, from 0 to 1.
+        hfu: hardware FLOPs utilization: the same for the executed FLOPs, recomputation included.
+        flops_per_device: floating-point operations per step and device.
+        bytes_per_device: bytes read and written in device memory per step and device; 0 for stages.
+        schedule: pipeline schedule, a key of `autopar.schedules.SCHEDULES`; "none" for one stage.
+        num_microbatches: parts of the batch that run one after the other.
+        batch: positions of the argument leaves that are divided into microbatches.
+        per_microbatch: globs of what is computed per microbatch, as in the option.
+        remat: policy of each layer (`autopar.passes.layers.find`), "none", "dots" or "full"; empty if nothing is
+            recomputed.
+        pieces: number of scans into which stages divide a scan over layers; 0: the number of stages.
+        offloaded: positions of the argument leaves that are in host memory between steps.
+        notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
+        version: version of autopar that made the plan.
+        format: version of the file format.
     """
 
     graph_hash: str
@@ -140,35 +171,41 @@ class Plan:
 
     @property
     def pipelined(self) -> bool:
-        """It has several stages."""
+        """Whether the plan has several stages."""
         return self.schedule != "none"
 
     @property
     def mesh(self) -> Mapping[str, int]:
-        """Axis name -> size, of the whole mesh."""
+        """Axis name -> size of the whole mesh."""
         return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
 
     # For people
 
     def in_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
-        """PartitionSpec of every argument leaf."""
+        """The PartitionSpec of each argument leaf."""
         return tuple(
             spec(layout, len(shape), self.mesh_names)
             for layout, shape in zip(self.inputs, self.input_shapes, strict=True)
         )
 
     def out_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
-        """PartitionSpec of every result leaf."""
+        """The PartitionSpec of each result leaf."""
         return tuple(
             spec(layout, len(shape), self.mesh_names)
             for layout, shape in zip(self.outputs, self.output_shapes, strict=True)
         )
 
     def shardings(self, tree: Any = None) -> Any:
-        """PartitionSpecs of the arguments: by path, or in the shape of `tree` (the tuple of arguments, or one of them).
+        """The PartitionSpecs of the arguments.
+
+        Args:
+            tree: the tuple of arguments, or one of them; arrays or `ShapeDtypeStruct`s.
+
+        Returns:
+            A tree of the same structure; without `tree`, a dict from paths of argument leaves.
 
         Raises:
-            ArgumentError: the tree's leaves are not those of the arguments, nor of one argument.
+            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
         """
         specs = self.in_specs()
         if tree is None:
@@ -180,10 +217,13 @@ class Plan:
         return jax.tree.unflatten(structure, [specs[i] for i in self.positions(tree)])
 
     def positions(self, tree: Any) -> range:
-        """The argument leaves that a tree (the tuple of arguments, or one of them) has, by their shapes.
+        """The positions of the leaves of a tree, found by their shapes.
+
+        Args:
+            tree: the tuple of arguments, or one of them.
 
         Raises:
-            ArgumentError: the tree's leaves are not those of the arguments, nor of one argument.
+            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
         """
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(tree)]
         count = len(self.input_shapes)
@@ -196,18 +236,25 @@ class Plan:
         )
 
     def explain(self, name: str) -> str:
-        """Layouts of the arguments and results whose path matches `name` (a glob)."""
+        """A line with path and PartitionSpec for each argument leaf whose path matches the glob `name`."""
         lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, str(name))]
         return "\n".join(lines) if lines else f"no argument matches '{name}'"
 
     def wire_bytes(self) -> float:
-        """Bytes each device sends per step; in a pipeline, inside the stage that sends most."""
+        """Bytes that each device sends per step; in a pipeline those inside the stage that sends most."""
         if self.pipelined:
             return max(sum(c.sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
         return float(sum(c.sent(self.mesh) for c in self.collectives))
 
     def summary(self, graph: Graph | None = None) -> str:
-        """The plan as a table for a terminal; with the graph that is executed also its largest activations."""
+        """The plan as tables for a terminal.
+
+        For each group of parameters: shape, PartitionSpec and reason. For each collective: bytes and source line.
+        Then the predicted step time, the memory and what is proven.
+
+        Args:
+            graph: the program that is executed, for a table of the largest activations as well.
+        """
         from autopar.plans.summary import summary
 
         return summary(self, graph)
@@ -218,11 +265,15 @@ class Plan:
     # On disk
 
     def to_json(self) -> str:
-        """The plan as JSON text; equal plans give equal text."""
+        """The plan as JSON; the text of equal plans is equal."""
         return json.dumps(form(Plan).write(self), sort_keys=True, separators=(",", ":"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON. ArgumentError where the file cannot be written."""
+        """Write the plan as JSON.
+
+        Raises:
+            ArgumentError: the file cannot be written.
+        """
         try:
             Path(path).write_text(self.to_json())
         except (OSError, TypeError, ValueError) as error:
@@ -230,7 +281,17 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Read a plan. PlanMismatchError naming the field where the file is no plan, or one that contradicts itself."""
+        """Read a plan and check it.
+
+        Every field has its type, none is missing or unknown, and no two contradict each other. A plan is checked
+        against a function when it is used: paths, shapes and types of arguments and results, the executed program,
+        stages with their layers, and the layout of every value. Layouts may be edited by hand: a layout that passes
+        does not change results.
+
+        Raises:
+            PlanMismatchError: the file is no valid plan; the message has the field, its value and what is expected:
+                "plan.json is a damaged plan: field 'stages[0].values['12']' is '0 ?', expected a layout such as ...".
+        """
         try:
             data = parsed(Path(path).read_text(encoding="utf-8"))
         except (OSError, TypeError, ValueError) as error:

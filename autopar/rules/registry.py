@@ -18,14 +18,17 @@ _REGISTERED: ContextVar[Mapping[str, str]] = ContextVar("autopar_registered_rule
 
 
 def register_rule(primitive: Any, rule: str) -> None:
-    """Tell autopar how the dimensions of a primitive correspond: `register_rule("my_matmul", "m k, k n -> m n")`.
+    """Register a sharding rule for a primitive: `register_rule("my_matmul", "m k, k n -> m n")`.
+
+    Without a rule, every device computes a custom call or a Pallas kernel on whole operands.
 
     Args:
-        primitive: a JAX primitive or its name; the `name` given to a `pallas_call`, or the target of an `ffi_call`.
-        rule: factor notation (docs "Write your own rules"); names in operands only are summed over.
+        primitive: a JAX primitive or its name; the `name` of a `pallas_call`, or the target of an `ffi_call`.
+        rule: factors of the dimensions of each operand and each result. A factor of operands only is contracted: where
+            it is sharded, the result is a partial sum.
 
     Raises:
-        RuleError: the text is no rule.
+        RuleError: `primitive` is neither a primitive nor a name, or `rule` is no rule.
     """
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
     if not isinstance(name, str) or not name:

@@ -25,8 +25,9 @@ from autopar.runtime.watch import patience, watched
 class Executable:
     """A compiled step.
 
-    `programs` maps names to JAX's compiled objects: a plan without stages has one, "step"; a pipeline has those of
-    every stage, "stage 0 F" and so on.
+    Attributes:
+        plan: the plan.
+        programs: name -> compiled object of JAX: "step" without stages; "stage 0 F" and so on in a pipeline.
     """
 
     plan: Plan
@@ -37,15 +38,15 @@ class Executable:
     _ran: threading.Event = field(default_factory=threading.Event)
 
     def as_text(self) -> str:
-        """The compiled HLO."""
+        """The compiled HLO of all programs."""
         return "\n".join(p.as_text() for p in self.programs.values())
 
     def memory_analysis(self) -> Any:
-        """XLA's memory statistics of the step (per device); of a pipeline, of every program by its name."""
+        """Memory statistics of XLA, bytes per device; in a pipeline a dict from names of programs."""
         return self._of_each(lambda program: program.memory_analysis())
 
     def cost_analysis(self) -> Any:
-        """XLA's cost statistics of the step (per device); of a pipeline, of every program by its name."""
+        """Cost statistics of XLA per device; in a pipeline a dict from names of programs."""
         return self._of_each(lambda program: program.cost_analysis())
 
     def _of_each(self, ask: Callable[[Any], Any]) -> Any:
@@ -53,17 +54,17 @@ class Executable:
         return found if self.plan.pipelined else found["step"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run on the traced arguments (static ones left out)."""
+        """Run the step; arguments are those of the function without the static ones."""
         with arguments.opened(args, kwargs) as given:
             return self.run(given.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat argument leaves, inside `autopar.ir.arguments.opened`."""
+        """Run the step on flat argument leaves, inside `autopar.ir.arguments.opened`."""
         result = jax.tree.unflatten(self._out_tree, self.flat(leaves))
         return result if self._plain else arguments.closed(result, leaves)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Leaves of the results, for flat argument leaves."""
+        """Run the step on flat argument leaves and return the leaves of the results."""
         with DISPATCH:
             return self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
 
@@ -81,9 +82,11 @@ class Executable:
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A planned step before compilation, in JAX's ahead-of-time convention.
+    """A planned step before compilation, as `jax.stages.Lowered`.
 
-    The programs of a pipeline are lowered when they are compiled: `jax_lowered` is None then.
+    Attributes:
+        plan: the plan.
+        jax_lowered: lowered object of JAX; None for a pipeline, whose programs are lowered when they are compiled.
     """
 
     plan: Plan
@@ -93,12 +96,19 @@ class Lowered:
     _shardings: tuple[NamedSharding, ...] = ()
 
     def as_text(self) -> str:
-        """The StableHLO; of a pipeline, its stages."""
+        """The StableHLO; for a pipeline the operations of its stages."""
         pipeline = self._prepared.pipeline
         return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
-        """Compile for the devices at hand. ArgumentError for options that the compiler does not know."""
+        """Compile for the devices of this process.
+
+        Args:
+            compiler_options: option of XLA -> value, as in `jax.stages.Lowered.compile`.
+
+        Raises:
+            ArgumentError: XLA does not know an option.
+        """
         if not isinstance(compiler_options, Mapping | None):
             raise ArgumentError(f"compiler_options={compiler_options!r:.60} must be a dict from options to values")
         try:

@@ -52,22 +52,23 @@ TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)", "gpu:DEVICES (gpu:h100
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found.
+    """Result of `autopar.verify`; as text, a line for each mismatch with its source line.
 
     Attributes:
-        ok: the target emits what the plan predicts.
-        target: as it was given.
-        collectives: what the target emits.
-        comparison: matched and unmatched pieces, and wire bytes of both.
-        memory: bytes per device by kind, where the target reports it.
-        flops: floating-point operations per device, where the target reports it.
-        mismatches: a line for everything that differs, with the user's source line; equal pieces of a line share one.
-        exceptions: what the target is known to do otherwise (`autopar.verification.exceptions`) -> collectives so
-            explained.
-        accessed: bytes that each device reads and writes in its memory per step, where the target reports it.
-        predicted: what the plan predicts, as the target is known to convert it.
-        uncounted: what belongs to a `shard_map` of the user, or sends what a callback returns from one device to all;
-            no plan predicts it, and it is not compared.
+        ok: whether the target emits the predicted communication.
+        target: the target, as it was given.
+        collectives: collectives that the target emits.
+        comparison: matched and unmatched collectives, and wire bytes of both.
+        memory: kind of memory -> bytes per device, if the target reports it.
+        flops: floating-point operations per device and step, if the target reports them.
+        mismatches: a line for each difference, with the source line of the user; equal differences share one.
+        exceptions: known deviation of the target that no plan can predict (`autopar.verification.exceptions`) -> number
+            of collectives that it explains. Their bytes count.
+        accessed: bytes read and written in device memory per device and step, if the target reports them.
+        predicted: collectives of the plan, as the compiler of the target is known to convert them: TPU, for example,
+            gathers operands of products in bfloat16.
+        uncounted: collectives of a `shard_map` of the user, those of its operands, and those that broadcast the result
+            of a callback. They are neither predicted nor compared.
     """
 
     ok: bool
@@ -84,7 +85,7 @@ class Report:
 
     @property
     def bytes(self) -> float:
-        """Bytes each device sends per step in what was emitted and is counted."""
+        """Bytes that each device sends per step in the emitted collectives, without `uncounted`."""
         return self.comparison.emitted_wire_bytes
 
     def __str__(self) -> str:
@@ -104,18 +105,25 @@ def _not_counted(c: Collective) -> str:
 
 
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", **kwargs: Any) -> Report:
-    """Compare a plan with what a target makes of it.
+    """Compare the collectives of a plan with those of the program that a compiler makes of it.
 
     Args:
-        plan: of `fn`.
-        fn: the function as it is written, or the parallelized one, whose `static_argnums` hold here too.
-        args, kwargs: arrays or ShapeDtypeStructs.
-        target: one of `TARGETS`.
+        plan: a plan of `fn`.
+        fn: the function as it is written, or a parallelized one, whose `static_argnums` apply here.
+        *args: its arguments, arrays or `ShapeDtypeStruct`s.
+        target: the compiler. "cpu": XLA for virtual CPU devices, the only target for a plan with stages. "shardy":
+            the partitioner alone, on an abstract mesh of any size, without compilation. "tpu:v5e:2x4": libtpu for a
+            topology, without a TPU (extra `tpu`). "gpu:h100:8": XLA for devices of one host, h100 or a100, without a
+            GPU (extra `gpu`).
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The comparison. A mismatch raises no error; see `Report.ok`.
 
     Raises:
-        ArgumentError: an unknown target, no plan, or no function.
+        ArgumentError: the target is unknown, `plan` is no plan, or `fn` no function.
         PlanMismatchError: the plan is for another function or other shapes.
-        MeshError: target "cpu" with fewer devices than the plan has.
+        MeshError: the plan has more devices than the target "cpu".
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"verify takes a Plan, then the function and its arguments; got {plan!r:.60}")
