@@ -27,8 +27,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.inter_op.dynamic_program import Division, Part, Placement, Question
-from autopar.passes.inter_op.search import Hunt, Open, numbers, that_split
-from autopar.passes.inter_op.simulate import Found
+from autopar.passes.inter_op.search import InterOpSearch, SearchSpace, microbatch_counts, splittable_counts
+from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.intra_op.plan import Options, collector_paused
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import batch_leaves
@@ -94,12 +94,14 @@ def borders(layers: Layers, groups: Sequence[int]) -> tuple[int, ...]:
     return (*found, len(amounts))
 
 
-def priced(hunt: Hunt, question: Question, choice: Open, published: Published) -> tuple[Division, bool]:
-    """The published plan as a division, each stage run in the fastest way that fits; False: one fits in no way."""
+def priced(
+    searcher: InterOpSearch, question: Question, choice: SearchSpace, published: Published
+) -> tuple[Division, bool]:
+    """The published plan as a division, each stage in its fastest option that fits; False: some stage fits in none."""
     stops = list(itertools.accumulate(published.devices))
     parts: list[Part] = []
     fits = True
-    layers = borders(hunt.layers, published.groups)
+    layers = borders(searcher.layers, published.groups)
     for s, (stop, last) in enumerate(zip(stops, layers, strict=True)):
         start, first = (stops[s - 1], layers[s - 1]) if s else (0, 0)
         submesh = next(p.submesh for p in question.placements if (p.start, p.stop) == (start, stop))
@@ -122,14 +124,18 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     with collector_paused():
         traced = trace(fn, *args)
         batch = batch_leaves(traced.graph, 1)
-        hunt = Hunt(traced.graph, traced.in_avals, hosts(published), batch, Options(), per)
-        counts = that_split(traced.graph, numbers(published.batch), batch, per)
-        ours = hunt.best(Open(batch, counts, per_microbatch=per))
-        theirs = Open(batch, (published.microbatches,), policies=(FULL,), schedules=("1f1b",), per_microbatch=per)
-        question = replace(hunt.question(published.microbatches, theirs, "1f1b"), memory=hunt.room(theirs))  # they ran
-        division, fits = priced(hunt, question, theirs, published)
+        searcher = InterOpSearch(traced.graph, traced.in_avals, hosts(published), batch, Options(), per)
+        counts = splittable_counts(traced.graph, microbatch_counts(published.batch), batch, per)
+        ours = searcher.best(SearchSpace(batch, counts, per_microbatch=per))
+        theirs = SearchSpace(
+            batch, (published.microbatches,), policies=(FULL,), schedules=("1f1b",), per_microbatch=per
+        )
+        question = replace(
+            searcher.question(published.microbatches, theirs, "1f1b"), memory=searcher.capacity(theirs)
+        )  # they ran
+        division, fits = priced(searcher, question, theirs, published)
         unlimited = replace(question, memory=(np.inf,) * len(question.memory))
-        found = hunt.played(division, unlimited, theirs)
+        found = searcher.simulated(division, unlimited, theirs)
         assert found is not None
     yield {
         "model": name,
@@ -144,7 +150,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     }
 
 
-def describe(found: Found) -> str:
+def describe(found: FoundPipeline) -> str:
     """A pipeline in a line: microbatches, schedule, layers and submesh of every stage."""
     stages = [f"{s.last - s.first}@{'x'.join(map(str, s.shape))}" for s in found.stages]
     runs = [(len(list(same)), key) for key, same in itertools.groupby(stages)]

@@ -4,7 +4,7 @@ The size of a microbatch, s = 1 / number of them, stands in nearly all that a pa
 and the traffic of weights are the same in any size. So seconds and bytes are about affine in it, and with the nearest
 two numbers that are priced, of sizes s_b and then s_a,
 
-    t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> ways_at
+    t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> options_at
 
 The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. It is
 all there is where one number is priced. What is done and held once per step is the same in any number.
@@ -16,29 +16,31 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.inter_op.layer_costs import Ways
-from autopar.passes.inter_op.stage_options import Trade
+from autopar.passes.inter_op.layer_costs import OptionsByKind
+from autopar.passes.inter_op.stage_options import StageOption
 
 
-def ways_at(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
-    """About the ways to run layers with a number of microbatches, where the nearest two numbers are priced.
+def options_at(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) -> Mapping[int, OptionsByKind]:
+    """About the options to run layers with a number of microbatches, where the nearest two numbers are priced.
 
     Args:
         count: the number.
-        priced: other numbers, one at least -> submesh -> ways to run layers of every kind, or of some.
+        priced: other numbers, one at least -> submesh -> options to run layers of every kind, or of some.
     """
     near, far = _nearest(count, priced)
     return {
-        n: {kind: _between(count, near, far, found, there[kind]) for kind, found in ways.items() if kind in there}
-        for n, ways in priced[near].items()
+        n: {kind: _between(count, near, far, found, there[kind]) for kind, found in options.items() if kind in there}
+        for n, options in priced[near].items()
         if (there := priced[far].get(n))
     }
 
 
-def ways_wherever(count: int, priced: Mapping[int, Mapping[int, Ways]]) -> Mapping[int, Ways]:
+def options_anywhere(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) -> Mapping[int, OptionsByKind]:
     """The same for every kind and submesh that some number is priced with, by the nearest two of those."""
-    found: dict[int, dict[int, tuple[Trade, ...]]] = {}
-    for n, kind in dict.fromkeys((n, kind) for some in priced.values() for n, ways in some.items() for kind in ways):
+    found: dict[int, dict[int, tuple[StageOption, ...]]] = {}
+    for n, kind in dict.fromkeys(
+        (n, kind) for some in priced.values() for n, options in some.items() for kind in options
+    ):
         near, far = _nearest(count, [m for m, some in priced.items() if kind in some.get(n, {})])
         one, other = priced[near][n][kind], priced[far][n][kind]
         found.setdefault(n, {})[kind] = _between(count, near, far, one, other)
@@ -51,20 +53,24 @@ def _nearest(count: int, numbers: Iterable[int]) -> tuple[int, int]:
     return near, others[0] if others else near
 
 
-def _between(count: int, near: int, far: int, found: Sequence[Trade], others: Sequence[Trade]) -> tuple[Trade, ...]:
-    """The ways of one kind, from those with the nearest number and those with the next."""
+def _between(
+    count: int, near: int, far: int, found: Sequence[StageOption], others: Sequence[StageOption]
+) -> tuple[StageOption, ...]:
+    """The options of one kind, from those with the nearest number and those with the next."""
     grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
     return _all_at(found, others, grown, min(1.0, near / count))
 
 
-def _all_at(found: Sequence[Trade], others: Sequence[Trade], grown: float | None, least: float) -> tuple[Trade, ...]:
-    """The ways to run one kind of layers; one without its like in the other number changes as the cheapest does."""
+def _all_at(
+    found: Sequence[StageOption], others: Sequence[StageOption], grown: float | None, least: float
+) -> tuple[StageOption, ...]:
+    """The options to run one kind of layers; one without its like in the other number changes as the cheapest does."""
     alike = {one.share: one for one in reversed(others)}
 
-    def at(one: Trade) -> Trade:
+    def at(one: StageOption) -> StageOption:
         other, there = (one, alike[one.share]) if one.share in alike else (found[0], others[0])
 
-        def value(of: Callable[[Trade], float]) -> float:
+        def value(of: Callable[[StageOption], float]) -> float:
             if grown is None or not of(other):
                 return of(one) * least
             return of(one) * max(1 + grown * (1 - of(there) / of(other)), least)

@@ -1,16 +1,16 @@
-"""Prices of every run of layers on every submesh, from one stage per kind of layer.
+"""Costs of every run of layers on every submesh, from one stage per kind of layer.
 
-Layers of one kind are one program (`autopar.passes.layers.find`), so that a step of few kinds of layers needs few
-prices: a kind is cut out as a stage of its own, planned on each submesh in a few ways
-(`autopar.passes.inter_op.stage_options`), and a run of layers costs what its layers cost:
+Layers of one kind are the same program (`autopar.passes.layers.find`), so a step with few kinds of layers needs few
+costs. One layer of every kind is cut out as a stage and planned on each submesh, with a few options
+(`autopar.passes.inter_op.stage_options`). A run of layers costs what its layers cost:
 
     seconds, state, sums, copies, stash          sums over its layers
-    temporaries of a run                         the largest of its layers, for they run one after the other
+    temporaries of a run                         the largest of its layers, since they run one after the other
 
-which leaves out what layouts of neighbours have to agree on: they are of one kind mostly, and agree.
+Resharding between neighbouring layers is left out: most neighbours are of one kind and have equal layouts.
 
-The number of microbatches changes shapes and nothing else: a step that is cut once is priced for any number that
-divides the batch                                                                                     -> at
+The number of microbatches changes shapes only, so a step that is split once is costed for every number of microbatches
+that divides the batch                                                                                -> at
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Options as Table
-from autopar.passes.inter_op.stage_options import SHARES, Trade, Trades
+from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOptions
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches
@@ -42,8 +42,8 @@ from autopar.passes.stages.divide import Pass, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.rules import Reader
 
-Ways: TypeAlias = Mapping[int, tuple[Trade, ...]]
-"""Kind of a layer -> ways to run it on a submesh, each with fewer bytes than those before."""
+OptionsByKind: TypeAlias = Mapping[int, tuple[StageOption, ...]]
+"""Kind of a layer -> options to run it on a submesh, each with fewer bytes than those before."""
 
 
 class _OtherProgramError(Exception):
@@ -51,7 +51,7 @@ class _OtherProgramError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Kinds:
+class LayerClasses:
     """One layer of every kind, cut out as a stage.
 
     Attributes:
@@ -71,7 +71,7 @@ class Kinds:
         """The number that the step is cut for."""
         return self.stages.split.count
 
-    def at(self, count: int) -> Kinds | None:
+    def at(self, count: int) -> LayerClasses | None:
         """The same for another number of microbatches; None if that takes another analysis."""
         split = self.stages.split
         try:
@@ -104,7 +104,7 @@ class Kinds:
         return found
 
 
-def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:
+def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> LayerClasses:
     """One layer of every kind: the second of those that are alike, if there are two.
 
     Args:
@@ -118,7 +118,7 @@ def cut_out(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> Kinds:
     borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
     first = [0, *borders]
     stages = divide(split, layers, borders)
-    return Kinds(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
+    return LayerClasses(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
 
 
 def _recounted(split: Microbatches, one: Pass, count: int) -> Pass:
@@ -145,65 +145,67 @@ def _on_blocks(split: Microbatches, placed: Placed, count: int) -> Placed:
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
-    """Ways to run a layer of every kind on one submesh.
+class SubmeshCosts:
+    """Options to run a layer of every kind on one submesh.
 
     Attributes:
-        trades: kind -> its ways.
-        charged: kind -> how many rates besides none are priced; of the others ways are what they are at best.
-        guessed: kind -> about what its ways are, until it is priced.
+        by_kind: kind -> its options.
+        penalties: kind -> how many rates besides none are priced; of the others options are what they are at best.
+        guessed: kind -> about what its options are, until it is priced.
     """
 
-    trades: Mapping[int, Trades]
-    charged: Mapping[int, int] = field(default_factory=dict[int, int])
-    guessed: Ways = field(default_factory=dict[int, "tuple[Trade, ...]"])
+    by_kind: Mapping[int, StageOptions]
+    penalties: Mapping[int, int] = field(default_factory=dict[int, int])
+    guessed: OptionsByKind = field(default_factory=dict[int, "tuple[StageOption, ...]"])
 
-    def way(self, kind: int, number: int, policy: str = NONE) -> Trade:
-        """A way to run a layer; see `way`."""
-        return way(self.ways(kind), number, policy)
+    def option(self, kind: int, number: int, policy: str = NONE) -> StageOption:
+        """A option to run a layer; see `option_at`."""
+        return option_at(self.options(kind), number, policy)
 
-    def ways(self, kind: int) -> tuple[Trade, ...]:
-        """The ways to run a layer of a kind, as far as they are priced."""
-        return self.guessed.get(kind) or self.trades[kind].ways(self.charged.get(kind, 0))
+    def options(self, kind: int) -> tuple[StageOption, ...]:
+        """The options to run a layer of a kind, as far as they are priced."""
+        return self.guessed.get(kind) or self.by_kind[kind].up_to(self.penalties.get(kind, 0))
 
-    def found(self, kind: int) -> tuple[Trade, ...]:
+    def found(self, kind: int) -> tuple[StageOption, ...]:
         """Those of them that are priced already, or guessed."""
-        if kind in self.guessed or not self.trades[kind].found:
+        if kind in self.guessed or not self.by_kind[kind].found:
             return self.guessed.get(kind, ())
-        return self.ways(kind)[: None if self._is_whole(kind) else -1]
+        return self.options(kind)[: None if self._is_whole(kind) else -1]
 
-    def is_hoped(self, kind: int, number: int) -> bool:
-        """Whether the way of this number is not priced."""
-        return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.ways(kind)))
+    def is_lower_bound(self, kind: int, number: int) -> bool:
+        """Whether the option of this number is not priced."""
+        return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.options(kind)))
 
     def _is_whole(self, kind: int) -> bool:
-        return self.charged.get(kind, 0) >= len(self.trades[kind].open)
+        return self.penalties.get(kind, 0) >= len(self.by_kind[kind].open)
 
-    def deeper(self, kinds: Iterable[int]) -> Priced:
+    def deeper(self, kinds: Iterable[int]) -> SubmeshCosts:
         """The same with one rate more for these kinds; those that are guessed are priced at none."""
         some = tuple(kinds)
-        more = {k: self.charged.get(k, 0) + 1 for k in some if k not in self.guessed}
-        guessed = {k: ways for k, ways in self.guessed.items() if k not in some}
-        return replace(self, charged={**self.charged, **more}, guessed=guessed)
+        more = {k: self.penalties.get(k, 0) + 1 for k in some if k not in self.guessed}
+        guessed = {k: options for k, options in self.guessed.items() if k not in some}
+        return replace(self, penalties={**self.penalties, **more}, guessed=guessed)
 
-    def whole(self) -> Priced:
+    def whole(self) -> SubmeshCosts:
         """The same with all rates for all kinds."""
-        return replace(self, charged=dict.fromkeys(self.trades, len(SHARES)), guessed={})
+        return replace(self, penalties=dict.fromkeys(self.by_kind, len(SHARES)), guessed={})
 
 
-class Pricing:
+class LayerCosts:
     """Prices the layers of one step for one number of microbatches, submesh after submesh."""
 
-    def __init__(self, kinds: Kinds, options: Options) -> None:
+    def __init__(self, kinds: LayerClasses, options: Options) -> None:
         self.kinds, self.options = kinds, options
         self.graphs = kinds.graphs()
         reader = Reader(options.rules)
         self.rules = {kind: reader.of(graph.graph) for kind, graph in self.graphs.items()}
 
-    def on(self, mesh: LogicalMesh, guessed: Ways | None = None) -> Priced:
-        """The ways to run a layer of every kind on a mesh; none is found yet."""
-        trades = {k: Trades(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()}
-        return Priced(trades, guessed=guessed or {})
+    def on(self, mesh: LogicalMesh, guessed: OptionsByKind | None = None) -> SubmeshCosts:
+        """The options to run a layer of every kind on a mesh; none is found yet."""
+        by_kind = {
+            k: StageOptions(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()
+        }
+        return SubmeshCosts(by_kind, guessed=guessed or {})
 
     def _entering(self, kind: int) -> Sequence[int]:
         """Values of a layer's graph that other layers' forward passes give it."""
@@ -212,26 +214,28 @@ class Pricing:
         return sorted({self.graphs[kind].received[v] for values in given for v in values})
 
 
-def way(found: Sequence[Trade], number: int, policy: str) -> Trade:
-    """One of the ways to run a layer; those that have fewer repeat the last."""
+def option_at(found: Sequence[StageOption], number: int, policy: str) -> StageOption:
+    """One of the options to run a layer; those that have fewer repeat the last."""
     one = found[min(number, len(found) - 1)]
     return one.recomputed() if policy == FULL else one
 
 
-def ways(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """(what a layer recomputes, number of the way to run it): the options of a run, in order."""
+def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """(what a layer recomputes, number of the option to run it): the options of a run, in order."""
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
-def table(found: Ways, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
-    """All runs of layers on one submesh; all layers of a run are run the same way, of `ways`."""
-    options = [{k: way(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in ways(policies)]
+def table(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
+    """All runs of layers on one submesh; all layers of a run run in the same way, one of `run_options`."""
+    options = [
+        {k: option_at(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in run_options(policies)
+    ]
     runs = [_runs([option[kind] for kind in of_layer]) for option in options]
     return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
 
 
-def _runs(layers: Sequence[Trade]) -> tuple[Floats, ...]:
-    """The arrays of `autopar.passes.inter_op.dynamic_program.Options` for one way."""
+def _runs(layers: Sequence[StageOption]) -> tuple[Floats, ...]:
+    """The arrays of `autopar.passes.inter_op.dynamic_program.Options` for one option."""
     seconds = _sums([t.prices.forward + t.prices.backward + t.prices.weight for t in layers])
     once = _sums([t.prices.update + t.prices.reduce for t in layers])
     fixed = _sums([t.memory.state + t.memory.sums for t in layers])

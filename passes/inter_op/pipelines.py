@@ -28,7 +28,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced
 from autopar.options import Settings
 from autopar.passes.inter_op import search as stage_search
-from autopar.passes.inter_op.simulate import Found
+from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
@@ -290,7 +290,7 @@ class Opening:
 
     graph: Graph
     avals: tuple[Any, ...]
-    choice: stage_search.Open
+    choice: stage_search.SearchSpace
     known: Mapping[int, Microbatches]
     per_microbatch: tuple[str, ...]
     pieces: int
@@ -299,7 +299,7 @@ class Opening:
     @property
     def is_whole(self) -> bool:
         """Whether the batch is not cut."""
-        return self.choice.numbers == (1,)
+        return self.choice.counts == (1,)
 
 
 def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings) -> Opening | None:
@@ -329,23 +329,23 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: S
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
     pieces = min(cluster.num_devices, MOST_PIECES)
     shorter = split_scan.cut(graph, pieces, batch)
-    numbers = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.numbers(extent)
+    counts = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.microbatch_counts(extent)
     own, notes = s.per_microbatch, ()
     known: dict[int, Microbatches] = {}
     try:
-        several = stage_search.that_split(shorter, [n for n in numbers if n > 1] or numbers, batch, own, known)
-        numbers = tuple(n for n in numbers if n == 1 or n in several)
+        several = stage_search.splittable_counts(shorter, [n for n in counts if n > 1] or counts, batch, own, known)
+        counts = tuple(n for n in counts if n == 1 or n in several)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
             raise
-        numbers, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
-    if numbers == (1,):
+        counts, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
+    if counts == (1,):
         known[1] = split(shorter, 1, batch, per_microbatch=("*",))
         if not any(p.op.phase == "backward" for p in known[1].loop):
             return None  # all of the backward pass needs the whole batch
-    choice = stage_search.Open(
+    choice = stage_search.SearchSpace(
         batch,
-        numbers,
+        counts,
         schedules=stage_search.OPEN if s.schedule == "auto" else (s.schedule,),
         policies=(remat.NONE, remat.FULL) if s.remat == recomputation.AUTO else (s.remat,),
         memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
@@ -363,7 +363,7 @@ def searched(
     return None if found is None else _chosen(step, found)
 
 
-def _chosen(step: Opening, found: Found) -> StageChoice:
+def _chosen(step: Opening, found: FoundPipeline) -> StageChoice:
     axes = max(len(stage.shape) for stage in found.stages)
     frees = remat.recomputable(step.graph)
     policies = tuple(p if free else remat.NONE for p, free in zip(found.remat, frees, strict=True))

@@ -1,30 +1,30 @@
-"""The search for a pipeline: stages, submeshes, microbatches, schedule and recomputation together.
+"""Inter-operator search: stages, submeshes, microbatches, schedule and rematerialisation together.
 
     for a number of microbatches m
-        prices of a layer of every kind on every submesh, with       passes/inter_op/layer_costs.py
-            and without recomputation, where both are open
-        the best divisions into stages, for the memory of eager 1F1B, autopar/passes/inter_op/dynamic_program.py
-            under which they hide transfers, and for that of 1F1B
-        each played under the schedules that its memory allows        passes/inter_op/simulate.py
+        cost of one layer of every kind on every submesh                passes/inter_op/layer_costs.py
+        the fastest divisions into stages, within the memory of eager 1F1B (whose transfers are hidden)
+            and within that of 1F1B                                     passes/inter_op/dynamic_program.py
+        each division simulated under the schedules that fit            passes/inter_op/simulate.py
 
-The best of all that was played is the choice; ties go to fewer stages, then to fewer microbatches. Prices take nearly
-all of the time, so that they are found only where they may lead to something better:
+The fastest simulated division is the answer; ties go to fewer stages, then to fewer microbatches. Costs of layers take
+nearly all of the time, so a cost is computed only where it may lead to a faster pipeline:
 
-    microbatches   two numbers at a time in two processes: the fewer, the longer the bubble and the less the rest.
-                   First about the least at which the step fits as written and fills a pipeline over all hosts; then
-                   those that promise more than the best has, going by what layers take in the numbers that are priced
-                   (`passes/inter_op/extrapolate.py`), while there are any                                 -> Hunt._next
-    ways           the cheapest to run a layer, for numbers after the first two where the best divisions would use it if
-                   it were as those say; the next that holds less where they would if it held nothing but even pieces,
-                   and took no longer                                                      -> Hunt._settled_under
-    submeshes      one host's first (one device's, where a step to beat is known), then those of more hosts, then those
-                   that do not divide all devices, while
-                   one may make a better division than both numbers have so far: a layer hardly ever takes less of all
-                   devices' time and memory on more of them                                           -> Hunt.divisions
-    nothing        where state and sums of gradients need more than all devices have                  -> Hunt.fits
+    microbatches   Two numbers at a time, in two processes. Fewer microbatches mean a longer pipeline bubble and less of
+                   everything else. The search starts near the least number at which the step as written fits and a
+                   pipeline over all hosts is filled. It goes on with the numbers whose estimates beat the incumbent;
+                   estimates extrapolate the costs for other numbers (passes/inter_op/extrapolate.py)
+                                                                                               -> InterOpSearch._next
+    options        The fastest option of a layer is costed first. For later numbers of microbatches it is costed only if
+                   a near-best division uses its estimate. An option with less memory is costed if a near-best division
+                   would use it with the memory of even pieces and no extra time  -> InterOpSearch._best_divisions_for
+    submeshes      Those of one host first (of one device, where a step to beat is known), then those of several hosts,
+                   then those whose size does not divide the cluster; each group only if it may improve the division.
+                   A layer hardly ever takes fewer device-seconds, or fewer bytes over all devices, on more devices
+                                                                                           -> InterOpSearch.divisions
+    nothing        is costed if state and gradient accumulators exceed the memory of the cluster -> InterOpSearch.fits
 
-A share of the memory stays free, unless nothing fits so: a stage that is planned whole holds a little more or less than
-its layers do one by one.
+Divisions leave a share `RESERVE` of the memory free, unless nothing fits so. The plan of a whole stage takes a little
+more or less memory than the sum of its layers.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, placements, search
 from autopar.passes.inter_op.dynamic_program import Options as Table
-from autopar.passes.inter_op.extrapolate import ways_at, ways_wherever
+from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import (
     Border,
-    Kinds,
-    Priced,
-    Pricing,
-    Ways,
+    LayerClasses,
+    LayerCosts,
+    OptionsByKind,
+    SubmeshCosts,
     border_bytes,
-    cut_out,
+    layer_classes,
+    run_options,
     shape_of,
     table,
-    ways,
 )
-from autopar.passes.inter_op.simulate import Found, Plays, rank, transfer_seconds
-from autopar.passes.inter_op.stage_options import Trade, too_large
+from autopar.passes.inter_op.simulate import FoundPipeline, Simulator, rank, transfer_seconds
+from autopar.passes.inter_op.stage_options import StageOption, too_large
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
@@ -69,49 +69,49 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import MARGIN
 from autopar.schedules import SCHEDULES, Size
 
-#: Share of a step's time by which a better division may be missed.
+#: Relative step time by which the dynamic program may miss a better division.
 TOLERANCE = 1e-3
-#: Divisions that are played for every number of microbatches, and the memory of every schedule.
-PLAYED = 8
-#: Schedules that are played where none is asked for, the more is in flight the later.
+#: Divisions that are simulated per number of microbatches and per schedule of `MADE_FOR`.
+SIMULATED = 8
+#: Schedules that are simulated by default, in ascending order of the microbatches in flight.
 OPEN = ("1f1b", "eager-1f1b", "gpipe")
-#: Those of them for whose memory divisions are made, the more is in flight the sooner.
+#: Schedules for whose memory divisions are searched, in descending order of the microbatches in flight.
 MADE_FOR = ("eager-1f1b", "1f1b")
-#: Share of the time with another number of microbatches by which one has to promise to be better to be priced.
+#: Relative gain over the incumbent that the estimate of another number of microbatches must promise.
 LITTLE = 0.02
-#: Share by which the dynamic program may take a division to be slower than another that is no better when played.
+#: Relative error of the dynamic program's step time against the simulated one.
 SLACK = 0.05
-#: Share of the best time by which submeshes of more hosts have to promise to be better for layers to be priced on them.
+#: Relative gain that further submeshes must promise before layers are costed on them.
 WORTH = 0.01
-#: Share of the memory that the search leaves free.
+#: Share of the memory that divisions leave free.
 RESERVE = 0.03
-#: Microbatches per stage but the first at which a pipeline waits for an eighth of the time that it works.
+#: Microbatches per stage after the first at which the bubble is an eighth of the computation.
 FULL = 8
-#: Examples of the batch that a microbatch has at most, in a search.
+#: Examples per microbatch, at most.
 LARGEST = 128
-#: With more devices than this, submeshes have a number of them that divides all.
+#: On clusters with more devices than this, the size of a submesh divides the number of devices.
 ANY_SIZE = 8
 
 
 @dataclass(frozen=True)
-class Open:
-    """What the search may choose from.
+class SearchSpace:
+    """What the search chooses from.
 
     Attributes:
         batch: positions of the argument leaves that hold the batch.
-        numbers: numbers of microbatches, ascending.
+        counts: numbers of microbatches, ascending.
         stages: how many; None: any number from `fewest` on.
-        schedules: names.
-        policies: of recomputation, each for all layers.
+        schedules: names, in ascending order of the microbatches in flight.
+        policies: rematerialisation policies, each for all layers of a stage.
         memory: bytes per device; None: the device's own.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
-        fewest: stages.
-        limit: seconds of a step that is known; only shorter ones are looked for.
+        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.analysis`.
+        fewest: the least number of stages.
+        limit: step time (s) to beat.
         reserve: share of the memory that divisions leave free.
     """
 
     batch: tuple[int, ...]
-    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
     stages: int | None = None
     schedules: tuple[str, ...] = OPEN
     policies: tuple[str, ...] = (remat.NONE, remat.FULL)
@@ -126,44 +126,47 @@ def find(
     graph: Graph,
     avals: Sequence[Any],
     cluster: Cluster,
-    choice: Open,
+    space: SearchSpace,
     options: Options,
     known: Mapping[int, Microbatches] | None = None,
-) -> Found | None:
-    """The best pipeline of a step on a cluster; None if none fits into its memory.
+) -> FoundPipeline | None:
+    """The fastest pipeline of a step on a cluster; None if none fits into its memory.
 
     Args:
         graph: the step.
         avals: shape and dtype of every argument.
         cluster: the devices.
-        choice: what is open.
-        options: how to solve.
-        known: the step in numbers of microbatches, as `that_split` has found it.
+        space: the search space.
+        options: of the intra-operator solver.
+        known: number of microbatches -> the step split into them, as `splittable_counts` returns it.
     """
-    return Hunt(graph, tuple(avals), cluster, choice.batch, options, choice.per_microbatch, known or {}).best(choice)
+    return InterOpSearch(graph, tuple(avals), cluster, space.batch, options, space.per_microbatch, known or {}).best(
+        space
+    )
 
 
-def numbers(extent: int) -> tuple[int, ...]:
-    """Numbers of microbatches worth trying for a batch: of its divisors the smallest in every octave."""
+def microbatch_counts(extent: int) -> tuple[int, ...]:
+    """Numbers of microbatches to try for a batch: the smallest divisor in every interval [2^k, 2^(k+1))."""
     divisors = [m for m in range(1, extent + 1) if extent % m == 0 and extent // m <= LARGEST]
     first = {m.bit_length(): m for m in reversed(divisors)}
     return tuple(sorted(first.values()))
 
 
-def that_split(
+def splittable_counts(
     graph: Graph,
     counts: Sequence[int],
     batch: Sequence[int],
     per_microbatch: Sequence[str] = (),
     known: dict[int, Microbatches] | None = None,
 ) -> tuple[int, ...]:
-    """The numbers of microbatches that a step falls into, ascending: all up to the largest that it does.
+    """The numbers of microbatches into which a step can be split, ascending.
 
-    Small microbatches may be too small, such as for experts that choose among the tokens of several examples. The step
-    in the largest number is put into `known`.
+    A step that can be split into some number can be split into all smaller numbers. Microbatches may be too small, for
+    example for experts that choose among the tokens of several examples. The step split into the largest number is put
+    into `known`.
 
     Raises:
-        MicrobatchError: it falls into none of them; what is wrong with the smallest number.
+        MicrobatchError: the step cannot be split into any of them; the reason is that of the smallest number.
     """
 
     def parts(number: int, *, reasons: bool) -> Microbatches:
@@ -175,7 +178,7 @@ def that_split(
             found = parts(number, reasons=False)
         except MicrobatchError:
             if number == larger[-1]:
-                parts(least, reasons=True)  # where it does not fall into the fewest either, all others are in vain
+                parts(least, reasons=True)  # if the smallest number fails as well, all others do
         else:
             break
     else:
@@ -186,21 +189,21 @@ def that_split(
 
 
 @dataclass(frozen=True, eq=False)
-class Tried:
-    """What came of a number of microbatches.
+class CountResult:
+    """The result for one number of microbatches.
 
     Attributes:
-        best: the best pipeline, if one fits.
-        ways: submesh -> ways to run layers, as far as they were priced.
+        best: the fastest pipeline; None if none fits.
+        options: submesh -> options of the layers, as far as they are costed.
     """
 
-    best: Found | None
-    ways: Mapping[int, Ways]
+    best: FoundPipeline | None
+    options: Mapping[int, OptionsByKind]
 
 
 @dataclass(eq=False)
-class Hunt:
-    """Searches one step on one cluster; prices that one search has asked for serve the next."""
+class InterOpSearch:
+    """The search of one step on one cluster. Costs of layers are kept from one call to the next."""
 
     graph: Graph
     avals: tuple[Any, ...]
@@ -210,14 +213,14 @@ class Hunt:
     per_microbatch: tuple[str, ...] = ()
     parts: Mapping[int, Microbatches] = field(default_factory=dict)
     layers: Layers = field(init=False)
-    kinds: Kinds = field(init=False)
+    kinds: LayerClasses = field(init=False)
     borders: tuple[Border, ...] = field(init=False)
     meshes: Mapping[int, LogicalMesh] = field(init=False)
     where: tuple[Placement, ...] = field(init=False)
     least: Mapping[int, float] = field(init=False)
-    known: dict[int, dict[int, Priced]] = field(default_factory=dict)
-    guesses: dict[int, Mapping[int, Ways]] = field(default_factory=dict)
-    pricings: dict[int, Pricing] = field(default_factory=dict)
+    known: dict[int, dict[int, SubmeshCosts]] = field(default_factory=dict)
+    guesses: dict[int, Mapping[int, OptionsByKind]] = field(default_factory=dict)
+    layer_costs: dict[int, LayerCosts] = field(default_factory=dict)
     transfers: dict[int, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -242,223 +245,241 @@ class Hunt:
                 meshes[p.submesh] = part.logical_mesh(shape_of(n, part.devices_per_host))
         self.meshes = meshes
 
-    def _kinds(self, count: int) -> Kinds:
+    def _kinds(self, count: int) -> LayerClasses:
         parts = self.parts.get(count) or split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
-        return cut_out(parts, self.layers, self.avals)
+        return layer_classes(parts, self.layers, self.avals)
 
-    def best(self, choice: Open) -> Found | None:
-        """The best pipeline; None if none fits."""
-        if not self.fits(choice):
+    def best(self, space: SearchSpace) -> FoundPipeline | None:
+        """The fastest pipeline; None if none fits."""
+        if not self.fits(space):
             return None
-        falling = sorted(choice.numbers, reverse=True)
-        start = self._start(falling, choice)
-        tried: dict[int, Tried] = {}
-        best, limit = None, choice.limit
-        turn = falling[start : start + parallel_map.WORKERS]
-        while turn:
-            some = parallel_map.in_step([partial(self.at, count, choice, limit) for count in turn])
-            tried.update(zip(turn, some, strict=True))
-            best = min((one.best for one in tried.values() if one.best is not None), key=rank, default=None)
-            limit = choice.limit if best is None else min(choice.limit, (1 + SLACK) * best.formula)
-            priced = {count: one.ways for count, one in tried.items()}
-            turn = self._next(falling, choice, priced, best)
-            self.guesses.update((count, ways_at(count, priced)) for count in turn)
+        falling = sorted(space.counts, reverse=True)
+        start = self._start(falling, space)
+        results: dict[int, CountResult] = {}
+        best, limit = None, space.limit
+        group = falling[start : start + parallel_map.WORKERS]
+        while group:
+            some = parallel_map.in_step([partial(self.at, count, space, limit) for count in group])
+            results.update(zip(group, some, strict=True))
+            best = min((one.best for one in results.values() if one.best is not None), key=rank, default=None)
+            limit = space.limit if best is None else min(space.limit, (1 + SLACK) * best.formula)
+            priced = {count: one.options for count, one in results.items()}
+            group = self._next(falling, space, priced, best)
+            self.guesses.update((count, options_at(count, priced)) for count in group)
         return best
 
     def _next(
-        self, falling: Sequence[int], choice: Open, priced: Mapping[int, Mapping[int, Ways]], best: Found | None
+        self,
+        falling: Sequence[int],
+        space: SearchSpace,
+        priced: Mapping[int, Mapping[int, OptionsByKind]],
+        best: FoundPipeline | None,
     ) -> Sequence[int]:
-        """The numbers that promise more than the best does, two at most: those that promise most.
+        """At most two further numbers of microbatches whose estimated step beats the incumbent, best first.
 
-        Looked for from the best on in both directions, as far as they do. Where none is known, what submeshes without
-        prices take is the least that it may be.
+        Numbers are visited from that of the incumbent in both directions, until an estimate does not beat it. Without
+        an incumbent, submeshes without costs count with their lower bounds.
         """
         from_ = falling.index(best.microbatches) if best else min(falling.index(count) for count in priced)
-        schedule = best.schedule if best and best.schedule in MADE_FOR else _made_for(choice)[-1]
+        schedule = best.schedule if best and best.schedule in MADE_FOR else _made_for(space)[-1]
 
-        def promised(count: int, limit: float = math.inf) -> float:
+        def estimated(count: int, limit: float = math.inf) -> float:
             if best:
-                known = {n: w for n, w in ways_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
+                known = {n: w for n, w in options_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
             else:
-                known = self.at_best(ways_wherever(count, priced))
-            prices = self._tables(choice, known)
-            return _seconds(search(self._asked(count, choice, prices, schedule), TOLERANCE, limit))
+                known = self.lower_bounds_of(options_anywhere(count, priced))
+            prices = self._tables(space, known)
+            return _seconds(search(self._asked(count, space, prices, schedule), TOLERANCE, limit))
 
-        limit = (1 - LITTLE) * promised(best.microbatches) if best else choice.limit
-        promises: dict[int, float] = {}
+        limit = (1 - LITTLE) * estimated(best.microbatches) if best else space.limit
+        estimates: dict[int, float] = {}
         for some in (falling[from_ + 1 :], falling[:from_][::-1]):
-            found = ((promised(count, limit), count) for count in some if count not in priced)
-            promises.update((count, s) for s, count in itertools.takewhile(lambda one: one[0] < math.inf, found))
-        return sorted(promises, key=lambda count: (promises[count], count))[: parallel_map.WORKERS]
+            found = ((estimated(count, limit), count) for count in some if count not in priced)
+            estimates.update((count, s) for s, count in itertools.takewhile(lambda one: one[0] < math.inf, found))
+        return sorted(estimates, key=lambda count: (estimates[count], count))[: parallel_map.WORKERS]
 
-    def _start(self, falling: Sequence[int], choice: Open) -> int:
-        """Position of the number in front of the least with which the step fits as written, in even pieces.
+    def _start(self, falling: Sequence[int], space: SearchSpace) -> int:
+        """Position, in descending numbers, of the number before the least one with which the step as written fits.
 
-        With a stage per host, as many microbatches at a time as 1F1B has in flight at a stage of them on average; so
-        many in all, at least, that such a pipeline waits for an eighth of the time that it works.
+        The step is cut into even pieces over all devices. Assumed are a stage per host, the mean number of microbatches
+        in flight under 1F1B, (hosts + 1) / 2, and a bubble of at most an eighth of the computation.
         """
-        hosts, room = self.cluster.hosts, self._most(choice) - self._held
+        hosts, capacity = self.cluster.hosts, self._capacity_bytes(space) - self._state_bytes
         activations = written_bytes(self.graph) - sum(self.graph.types[v].nbytes for v in self.graph.inputs)
         flying, full = activations * (hosts + 1) / 2, FULL * (hosts - 1)
-        fit = [i for i, count in enumerate(falling) if flying <= count * room and count >= full]
+        fit = [i for i, count in enumerate(falling) if flying <= count * capacity and count >= full]
         return max(fit[-1] - 1, 0) if fit else 0
 
-    def fits(self, choice: Open) -> bool:
-        """Whether what layers hold whatever is in flight fits into the memory of all devices, cut into even pieces."""
-        return self._held <= self._most(choice)
+    def fits(self, space: SearchSpace) -> bool:
+        """Whether state and gradient accumulators, in even pieces, fit into the memory of the cluster."""
+        return self._state_bytes <= self._capacity_bytes(space)
 
     @cached_property
-    def _held(self) -> float:
-        """Bytes of state and of sums of gradients, over all devices."""
+    def _state_bytes(self) -> float:
+        """Bytes of state and gradient accumulators, over all devices."""
         return sum(self.least[kind] for kind in self.kinds.of_layer)
 
-    def _most(self, choice: Open) -> float:
-        """Bytes that divisions may fill on all devices, if all had as many as those that have most."""
-        return self.cluster.num_devices * max(self.usable(choice))
+    def _capacity_bytes(self, space: SearchSpace) -> float:
+        """Usable bytes of the cluster, as if every device had those of the largest."""
+        return self.cluster.num_devices * max(self.usable(space))
 
-    def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, Priced]:
-        """The ways to run layers of every kind on these submeshes with this number of microbatches.
+    def priced(self, count: int, submeshes: Iterable[int]) -> dict[int, SubmeshCosts]:
+        """Options of the layers of every kind on these submeshes with this number of microbatches.
 
-        Ways that hold less than the cheapest are not priced before they are asked for, nor is what can be guessed.
+        Options with less memory than the fastest are costed on demand, as are options that have an estimate.
         """
         known = self.known.setdefault(count, {})
-        if count not in self.pricings:
+        if count not in self.layer_costs:
             same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
-            self.pricings[count] = Pricing(same or self._kinds(count), self.options)
+            self.layer_costs[count] = LayerCosts(same or self._kinds(count), self.options)
         for n in submeshes:
             if n not in known:
-                known[n] = self.pricings[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
+                known[n] = self.layer_costs[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
         return known
 
-    def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, Priced]:
-        """The same with all ways priced."""
+    def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, SubmeshCosts]:
+        """As `priced`, with all options costed."""
         some = tuple(submeshes)
         known = self.priced(count, some)
         known.update({n: known[n].whole() for n in some})
         return known
 
-    def at(self, count: int, choice: Open, limit: float = math.inf) -> Generator[float, Sequence[float], Tried]:
-        """The best pipeline with this number of microbatches, if one promises less than a limit in seconds.
+    def at(
+        self, count: int, space: SearchSpace, limit: float = math.inf
+    ) -> Generator[float, Sequence[float], CountResult]:
+        """The fastest pipeline with this number of microbatches below a step time of `limit` seconds.
 
-        A task of `parallel_map.in_step`, side by side with those of other numbers; stops as `divisions` does.
+        A task of `parallel_map.in_step`, which runs beside those of other numbers. It yields where `divisions` does.
         """
-        question, divisions = yield from self.divisions(count, choice, limit)
-        best: Found | None = None
+        question, divisions = yield from self.divisions(count, space, limit)
+        best: FoundPipeline | None = None
         for division in divisions:
-            best = self.played(division, question, choice, math.inf if best is None else best.seconds) or best
-        return Tried(best, self._priced(count, choice))
+            best = self.simulated(division, question, space, math.inf if best is None else best.seconds) or best
+        return CountResult(best, self._priced(count, space))
 
-    def _priced(self, count: int, choice: Open) -> Mapping[int, Ways]:
-        """The ways to run layers with this number on every submesh, of kinds that are priced, guessed or too large."""
-        usable, found = self.usable(choice), self.known[count]
+    def _priced(self, count: int, space: SearchSpace) -> Mapping[int, OptionsByKind]:
+        """Submesh -> options of the kinds of layers that are costed, estimated or too large there."""
+        usable, found = self.usable(space), self.known[count]
 
-        def ways_on(n: int, kind: int) -> tuple[Trade, ...]:
+        def options_on(n: int, kind: int) -> tuple[StageOption, ...]:
             least = self.least[kind] / self.meshes[n].size
             return found[n].found(kind) if least <= usable[n] else (too_large(least),)
 
-        return {n: {kind: some for kind in self.kinds.stage if (some := ways_on(n, kind))} for n in found}
+        return {n: {kind: some for kind in self.kinds.stage if (some := options_on(n, kind))} for n in found}
 
-    def played(self, division: Division, question: Question, choice: Open, limit: float = math.inf) -> Found | None:
-        """A division under the best schedule that its memory allows, if that takes less than a limit in seconds."""
-        kinds, room = self.kinds.of_layer, self.room(choice)
-        plays = Plays(self.cluster, self.meshes, kinds, self.borders, room, choice.schedules, choice.policies)
-        return plays.best(division, question, self.known[question.microbatches], limit)
+    def simulated(
+        self, division: Division, question: Question, space: SearchSpace, limit: float = math.inf
+    ) -> FoundPipeline | None:
+        """A division under the fastest schedule that fits; None if that takes `limit` seconds or more."""
+        kinds, capacity = self.kinds.of_layer, self.capacity(space)
+        simulator = Simulator(self.cluster, self.meshes, kinds, self.borders, capacity, space.schedules, space.policies)
+        return simulator.best(division, question, self.known[question.microbatches], limit)
 
-    def _plain(self, divisions: Sequence[Division], choice: Open) -> Sequence[Division]:
-        """Those without a stage that is recomputed behind one that is not, which hands back more than is priced."""
+    def _plain(self, divisions: Sequence[Division], space: SearchSpace) -> Sequence[Division]:
+        """Drops divisions in which a rematerialised stage follows one that is not.
+
+        The costs of layers underestimate the gradient that such a stage sends back. If nothing else is left, all stay.
+        """
 
         def is_plain(division: Division) -> bool:
-            policies = [ways(choice.policies)[part.option][0] for part in division.parts]
+            policies = [run_options(space.policies)[part.option][0] for part in division.parts]
             return not any(a == remat.NONE != b for a, b in itertools.pairwise(policies))
 
         return [d for d in divisions if is_plain(d)] or divisions
 
     def divisions(
-        self, count: int, choice: Open, limit: float = math.inf
+        self, count: int, space: SearchSpace, limit: float = math.inf
     ) -> Generator[float, Sequence[float], tuple[Question, tuple[Division, ...]]]:
-        """The best divisions with this number of microbatches below a limit in seconds, and what they answer.
+        """The fastest divisions with this number of microbatches below `limit` seconds, and the question they answer.
 
-        Stops with the seconds on the first submeshes, and goes on to others that may lead to less than any number has.
-        Where nothing fits, and nothing is known that does, no memory is left free.
+        Yields the step time on the first submeshes, and receives the best of all numbers of microbatches. Further
+        submeshes are costed only if they may beat it. If nothing fits and there is no incumbent, the search is repeated
+        without the reserve of memory.
         """
-        first, *others = self.turns(by_itself=math.isfinite(choice.limit))
-        question, found = self._settled(count, choice, first, limit)
+        first, *others = self.mesh_groups(by_itself=math.isfinite(space.limit))
+        question, found = self._best_divisions(count, space, first, limit)
         limit = min(limit, *(yield _seconds(found)))
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            if not self._promise(count, choice, known, some, limit * (1 - WORTH)):
+            if not self._may_improve(count, space, known, some, limit * (1 - WORTH)):
                 break
-            question, better = self._settled(count, choice, (*known, *some), limit * (1 - TOLERANCE))
+            question, better = self._best_divisions(count, space, (*known, *some), limit * (1 - TOLERANCE))
             found = (*better, *found)
             limit = min(limit, _seconds(found))
-        if choice.reserve and math.isinf(limit):
-            return parallel_map.here([partial(self.divisions, count, replace(choice, reserve=0.0))])[0]
+        if space.reserve and math.isinf(limit):
+            return parallel_map.here([partial(self.divisions, count, replace(space, reserve=0.0))])[0]
         return question, found
 
-    def _promise(self, count: int, choice: Open, known: Sequence[int], others: Sequence[int], limit: float) -> bool:
-        """Whether submeshes without prices may lead to less than a limit in seconds.
+    def _may_improve(
+        self, count: int, space: SearchSpace, known: Sequence[int], others: Sequence[int], limit: float
+    ) -> bool:
+        """Whether adding submeshes that are not costed yet could beat `limit` seconds, by their lower bounds.
 
-        Kinds of layers are priced on these others, those of the most layers first, ever more of them while they may.
+        Kinds of layers are costed on these submeshes one after the other, the most frequent first, until the bound
+        exceeds the limit.
         """
-        prices, holds_least = {n: self._ways(count, choice, n) for n in known}, _made_for(choice)[-1]
+        prices, holds_least = {n: self._options_on(count, space, n) for n in known}, _made_for(space)[-1]
         kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
-            some = {n: self._ways(count, choice, n, kinds[:done]) for n in others}
-            hoped = self.at_best({**prices, **some})
-            if not search(self._asked(count, choice, self._tables(choice, hoped), holds_least), TOLERANCE, limit):
+            some = {n: self._options_on(count, space, n, kinds[:done]) for n in others}
+            lower_bounds = self.lower_bounds_of({**prices, **some})
+            if not search(self._asked(count, space, self._tables(space, lower_bounds), holds_least), TOLERANCE, limit):
                 return False
         return True
 
-    def _settled(
-        self, count: int, choice: Open, submeshes: Sequence[int], limit: float = math.inf
+    def _best_divisions(
+        self, count: int, space: SearchSpace, submeshes: Sequence[int], limit: float = math.inf
     ) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions over these submeshes, below a limit in seconds, and what they answer.
+        """The fastest divisions over these submeshes below `limit` seconds, and the question they answer.
 
-        Made for the memory of one schedule after the other: those that have more in flight wait less for transfers,
-        so that with less in flight only divisions that hope for less time are of use.
+        Searched for the memory of one schedule after the other. A schedule with more microbatches in flight waits less
+        for transfers, so a schedule with fewer in flight is of use only with a faster division.
         """
         settled: list[tuple[Question, Sequence[Division]]] = []
-        for schedule in _made_for(choice):
-            question, divisions = self._settled_under(schedule, count, choice, submeshes, limit)
-            best = self._plain(divisions, choice)[:PLAYED]
+        for schedule in _made_for(space):
+            question, divisions = self._best_divisions_for(schedule, count, space, submeshes, limit)
+            best = self._plain(divisions, space)[:SIMULATED]
             settled.append((question, best))
             limit = min(limit, _seconds(best) * (1 - WORTH))
         return settled[-1][0], tuple(division for _, best in settled for division in best)
 
-    def _settled_under(
-        self, schedule: str, count: int, choice: Open, submeshes: Sequence[int], limit: float
+    def _best_divisions_for(
+        self, schedule: str, count: int, space: SearchSpace, submeshes: Sequence[int], limit: float
     ) -> tuple[Question, tuple[Division, ...]]:
-        """The best divisions for the memory of a schedule, of ways to run layers that are priced.
+        """The fastest divisions for the memory of one schedule that use costed options only.
 
-        While the best ones hope for ways that are not priced, the next ones of the layers of such stages are.
+        While near-best divisions use options without costs, the next option of the layers of such stages is costed.
         """
         while True:
-            priced = {n: self._ways(count, choice, n) for n in submeshes}
-            question = self._asked(count, choice, self._tables(choice, priced), schedule)
+            priced = {n: self._options_on(count, space, n) for n in submeshes}
+            question = self._asked(count, space, self._tables(space, priced), schedule)
             found = search(question, TOLERANCE, limit)
-            hopes = [self._hopes(count, choice, division) for division in found]
-            promising = [h for h, d in zip(hopes, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)]
-            missing = set[tuple[int, int]]().union(*promising)
+            without_costs = [self._without_costs(count, space, division) for division in found]
+            near_best = [
+                h for h, d in zip(without_costs, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)
+            ]
+            missing = set[tuple[int, int]]().union(*near_best)
             if not missing:
-                return question, tuple(d for h, d in zip(hopes, found, strict=True) if not h)
+                return question, tuple(d for h, d in zip(without_costs, found, strict=True) if not h)
             known = self.known[count]
             for n, some in itertools.groupby(sorted(missing), key=lambda pair: pair[0]):
                 known[n] = known[n].deeper(kind for _, kind in some)
 
-    def _hopes(self, count: int, choice: Open, division: Division) -> set[tuple[int, int]]:
-        """(submesh, kind of layers) that a division runs in ways that are not priced."""
-        options, known = ways(choice.policies), self.known[count]
+    def _without_costs(self, count: int, space: SearchSpace, division: Division) -> set[tuple[int, int]]:
+        """(submesh, kind of layer) pairs for which a division uses options without costs."""
+        options, known = run_options(space.policies), self.known[count]
         return {
             (part.placement.submesh, kind)
             for part in division.parts
             for kind in self.kinds.of_layer[part.first : part.last]
-            if known[part.placement.submesh].is_hoped(kind, options[part.option][1])
+            if known[part.placement.submesh].is_lower_bound(kind, options[part.option][1])
         }
 
-    def turns(self, *, by_itself: bool = False) -> tuple[tuple[int, ...], ...]:
-        """Submeshes in the order in which layers are priced on them, those of a turn together.
+    def mesh_groups(self, *, by_itself: bool = False) -> tuple[tuple[int, ...], ...]:
+        """Groups of submeshes, in the order in which layers are costed on them.
 
-        `by_itself`: one device comes first, which bounds all others.
+        `by_itself`: the submesh of one device is a group of its own and comes first. Its costs bound those of all
+        others.
         """
         if len(self.cluster.groups) > 1:
             return (tuple(self.meshes),)
@@ -466,50 +487,52 @@ class Hunt:
         sizes = {n: mesh.size for n, mesh in self.meshes.items()}
         even = [n for n, size in sizes.items() if total % size == 0]
         one = tuple(n for n in even if sizes[n] <= host)
-        odd = tuple(n for n in sizes if n not in even)  # together: 3 devices are of use where 5 are
+        odd = tuple(n for n in sizes if n not in even)  # one group: a stage on 3 devices needs another on 5
         single = tuple(n for n in one if sizes[n] == 1)
         several = tuple(n for n in one if sizes[n] > 1)
         within = (single, several) if by_itself and several else (one,)
         return (*within, *((n,) for n in even if n not in one), *((odd,) if odd else ()))
 
-    def at_best(self, known: Mapping[int, Ways]) -> Mapping[int, Ways]:
-        """The same with the least that layers take and hold on all other submeshes.
+    def lower_bounds_of(self, known: Mapping[int, OptionsByKind]) -> Mapping[int, OptionsByKind]:
+        """Known options, with lower bounds of time and memory for all other submeshes.
 
-        They take as much of all devices as on the largest known one that divides a submesh, or all devices where the
-        submesh does not: dimensions that three devices do not divide may well take less of four.
+        On more devices a layer takes no fewer device-seconds and no fewer bytes over all devices. The bound on a
+        submesh scales the costs on the largest known submesh whose size divides it, or, where the submesh does not
+        divide the cluster, that divides the cluster: dimensions that 3 devices do not divide may be faster on 4.
         """
         return {
-            n: {k: known.get(n, {}).get(k) or self._at_best(known, n, k) for k in self.kinds.stage} for n in self.meshes
+            n: {k: known.get(n, {}).get(k) or self._lower_bounds_of(known, n, k) for k in self.kinds.stage}
+            for n in self.meshes
         }
 
-    def _at_best(self, known: Mapping[int, Ways], n: int, kind: int) -> tuple[Trade, ...]:
+    def _lower_bounds_of(self, known: Mapping[int, OptionsByKind], n: int, kind: int) -> tuple[StageOption, ...]:
         sizes = {k: mesh.size for k, mesh in self.meshes.items()}
         whole = self.cluster.num_devices if self.cluster.num_devices % sizes[n] else sizes[n]
         smaller = [k for k in known if kind in known[k] and sizes[k] <= sizes[n] and whole % sizes[k] == 0]
         largest = max(smaller, key=lambda k: sizes[k])
         return tuple(one.scaled(sizes[largest] / sizes[n]) for one in known[largest][kind])
 
-    def question(self, count: int, choice: Open, schedule: str) -> Question:
-        """What the dynamic program is asked about a number of microbatches under a schedule: all submeshes and ways."""
+    def question(self, count: int, space: SearchSpace, schedule: str) -> Question:
+        """The input of the dynamic program for a number of microbatches and a schedule: all submeshes and options."""
         self.whole(count, self.meshes)
-        priced = {n: self._ways(count, choice, n) for n in self.meshes}
-        return self._asked(count, choice, self._tables(choice, priced), schedule)
+        priced = {n: self._options_on(count, space, n) for n in self.meshes}
+        return self._asked(count, space, self._tables(space, priced), schedule)
 
-    def _tables(self, choice: Open, known: Mapping[int, Ways]) -> Mapping[int, Table]:
-        """Prices of all runs of layers."""
-        return {n: table(found, self.kinds.of_layer, choice.policies) for n, found in known.items()}
+    def _tables(self, space: SearchSpace, known: Mapping[int, OptionsByKind]) -> Mapping[int, Table]:
+        """Costs of all runs of layers."""
+        return {n: table(found, self.kinds.of_layer, space.policies) for n, found in known.items()}
 
-    def _ways(self, count: int, choice: Open, n: int, kinds: Iterable[int] | None = None) -> Ways:
-        """The ways to run layers of these kinds, or all, on a submesh, as far as they are asked for.
+    def _options_on(self, count: int, space: SearchSpace, n: int, kinds: Iterable[int] | None = None) -> OptionsByKind:
+        """Options of these kinds of layers, or of all, on a submesh.
 
-        Those of kinds that a submesh cannot hold however they are run are not priced.
+        A kind whose state and gradient accumulators do not fit on the submesh is not costed.
         """
-        size, room, priced = self.meshes[n].size, self.usable(choice)[n], self.priced(count, (n,))[n]
+        size, capacity, priced = self.meshes[n].size, self.usable(space)[n], self.priced(count, (n,))[n]
         least = {kind: self.least[kind] / size for kind in (self.kinds.stage if kinds is None else kinds)}
-        return {k: priced.ways(k) if nbytes <= room else (too_large(nbytes),) for k, nbytes in least.items()}
+        return {k: priced.options(k) if nbytes <= capacity else (too_large(nbytes),) for k, nbytes in least.items()}
 
-    def _asked(self, count: int, choice: Open, prices: Mapping[int, Table], schedule: str) -> Question:
-        """The same about the submeshes that have prices."""
+    def _asked(self, count: int, space: SearchSpace, prices: Mapping[int, Table], schedule: str) -> Question:
+        """The input of the dynamic program over the submeshes that have costs."""
         unused = next(iter(prices.values()))
         stash = SCHEDULES[schedule].stash
         return Question(
@@ -517,24 +540,24 @@ class Hunt:
             devices=self.cluster.num_devices,
             placements=tuple(p for p in self.where if p.submesh in prices),
             prices=tuple(prices.get(n, unused) for n in self.meshes),
-            memory=self.usable(choice),
+            memory=self.usable(space),
             microbatches=count,
             in_flight=lambda stages: stash(Size(stages, count), 0),
             transfer=self._transfer(count),
-            stages=choice.stages,
-            fewest=choice.fewest,
+            stages=space.stages,
+            fewest=space.fewest,
         )
 
-    def room(self, choice: Open) -> tuple[float, ...]:
-        """Bytes that a device of each submesh may hold."""
-        return tuple(choice.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values())
+    def capacity(self, space: SearchSpace) -> tuple[float, ...]:
+        """Bytes available on a device of each submesh."""
+        return tuple(space.memory or m.device.memory_bytes * (1 - MARGIN) for m in self.meshes.values())
 
-    def usable(self, choice: Open) -> tuple[float, ...]:
-        """What of it divisions may fill."""
-        return tuple((1 - choice.reserve) * nbytes for nbytes in self.room(choice))
+    def usable(self, space: SearchSpace) -> tuple[float, ...]:
+        """`capacity` without the reserve."""
+        return tuple((1 - space.reserve) * nbytes for nbytes in self.capacity(space))
 
     def _transfer(self, count: int) -> Floats:
-        """Seconds per microbatch, both ways, over the border in front of a layer where a stage begins on a device.
+        """Seconds per microbatch, both options, over the border in front of a layer where a stage begins on a device.
 
         Every device of the stage in front sends, as if the next one had as many at least.
         """
@@ -549,7 +572,7 @@ class Hunt:
 
 
 def _is_part(cluster: Cluster, devices: int) -> bool:
-    """Whether the first so many devices are some with links of their own: five of two rows of four are not."""
+    """Whether the first `devices` devices form a part of the cluster; 5 of two hosts with 4 devices do not."""
     try:
         cluster.part(0, devices)
     except ClusterError:
@@ -557,11 +580,11 @@ def _is_part(cluster: Cluster, devices: int) -> bool:
     return True
 
 
-def _made_for(choice: Open) -> tuple[str, ...]:
-    """The schedules for whose memory divisions are made."""
-    return tuple(name for name in MADE_FOR if name in choice.schedules) or choice.schedules
+def _made_for(space: SearchSpace) -> tuple[str, ...]:
+    """The schedules for whose memory divisions are searched."""
+    return tuple(name for name in MADE_FOR if name in space.schedules) or space.schedules
 
 
 def _seconds(found: Sequence[Division]) -> float:
-    """Of the best of several divisions; infinite if there is none."""
+    """Step time (s) of the fastest of these divisions; inf without any."""
     return min((division.seconds for division in found), default=math.inf)

@@ -1,12 +1,13 @@
-"""What divisions into stages are worth: each played under the schedules that its memory allows.
+"""Step time of divisions into stages, each simulated under the schedules that fit into memory.
 
-    seconds of a pass     sums over the stage's layers                      passes/inter_op/layer_costs.py
-    transfers             of what crosses a border, over the link there     -> transfer_seconds
-    seconds of a step     the schedule's instruction lists, played          autopar/cost_models/pipeline.py
+    seconds of a pass     sums over the layers of the stage                 passes/inter_op/layer_costs.py
+    transfers             of values across a border, over its link          -> transfer_seconds
+    seconds of a step     simulation of the schedule's instruction lists    autopar/cost_models/pipeline.py
 
-A schedule of many microbatches is played for two numbers of them; from there on it repeats itself   -> played_seconds
-One that cannot be the best, for all that it may have in flight, is not played                       -> least_seconds
-One that has more in flight is left unless it is faster by `SAVED`: it holds more.
+A schedule of many microbatches is simulated for two smaller numbers, since it repeats itself from there on
+                                                                            -> simulated_seconds
+A schedule whose lower bound is no faster than the best is not simulated    -> least_seconds
+A schedule with more microbatches in flight has to be faster by `SAVED`, because it takes more memory.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from autopar.cost_models.pipeline import Prices, simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Part, Question
-from autopar.passes.inter_op.layer_costs import Border, Priced, ways
-from autopar.passes.inter_op.stage_options import Trade
+from autopar.passes.inter_op.layer_costs import Border, SubmeshCosts, run_options
+from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.stages.plan import Limit
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 
@@ -30,8 +31,8 @@ SAVED = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class StageOn:
-    """A stage that was found: layers first .. last - 1 on devices start .. start + count - 1, cut as `shape`."""
+class StagePlacement:
+    """A stage: layers first .. last - 1 on the devices from `start` on, a submesh of shape `shape`."""
 
     first: int
     last: int
@@ -44,7 +45,7 @@ class StageOn:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPipeline:
     """A pipeline.
 
     Attributes:
@@ -54,12 +55,12 @@ class Found:
         remat: what every layer recomputes.
         seconds: predicted, by playing the schedule.
         formula: s that the dynamic program took the division to need.
-        prices: what was played.
+        prices: what was simulated.
         peaks: bytes per device of every stage.
-        limits: what every stage may hold, and at which rate its memory was charged.
+        limits: what every stage may hold, and at which rate its memory was penalties.
     """
 
-    stages: tuple[StageOn, ...]
+    stages: tuple[StagePlacement, ...]
     microbatches: int
     schedule: str
     remat: tuple[str, ...]
@@ -71,15 +72,15 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Plays:
-    """Plays divisions of one step on one cluster.
+class Simulator:
+    """Simulates divisions of one step on one cluster.
 
     Attributes:
         cluster: the devices.
         meshes: every submesh.
         of_layer: the kind of every layer.
         borders: what is handed over in front of every layer but the first.
-        room: bytes that a device of each submesh may hold.
+        capacity: bytes that a device of each submesh may hold.
         schedules: those that are open, the more they have in flight the later.
         policies: of recomputation, those that are open.
     """
@@ -88,14 +89,14 @@ class Plays:
     meshes: Mapping[int, LogicalMesh]
     of_layer: tuple[int, ...]
     borders: tuple[Border, ...]
-    room: tuple[float, ...]
+    capacity: tuple[float, ...]
     schedules: tuple[str, ...]
     policies: tuple[str, ...]
 
     def best(
-        self, division: Division, question: Question, priced: Mapping[int, Priced], limit: float = math.inf
-    ) -> Found | None:
-        """A division under the best schedule that its memory allows; None if none takes less than a limit in seconds.
+        self, division: Division, question: Question, priced: Mapping[int, SubmeshCosts], limit: float = math.inf
+    ) -> FoundPipeline | None:
+        """A division under the fastest schedule that fits; None if that takes `limit` seconds or more.
 
         Args:
             division: what to play.
@@ -104,47 +105,47 @@ class Plays:
             limit: s.
         """
         run = [self._run(part, priced) for part in division.parts]
-        prices = self._prices(division, [trades for _, trades in run], question.microbatches)
+        prices = self._prices(division, [options for _, options in run], question.microbatches)
         size = Size(len(division.parts), question.microbatches)
         flights = {name: _in_flight(name, size) for name in self.schedules}
         peaks = {name: _peaks(division, question, flights[name]) for name in self.schedules}
-        played: dict[str, float] = {}
+        simulated: dict[str, float] = {}
         for name in reversed(self.schedules):
-            useful = min(limit, min(played.values(), default=math.inf) / (1 - SAVED))
-            room = (question.memory[p.placement.submesh] for p in division.parts)
-            fits = all(most <= nbytes for most, nbytes in zip(peaks[name], room, strict=True))
+            useful = min(limit, min(simulated.values(), default=math.inf) / (1 - SAVED))
+            capacity = (question.memory[p.placement.submesh] for p in division.parts)
+            fits = all(most <= nbytes for most, nbytes in zip(peaks[name], capacity, strict=True))
             if fits and least_seconds(prices, size.microbatches, flights[name]) < useful:
-                played[name] = played_seconds(name, size, prices)
-        good = min(limit, min(played.values(), default=math.inf) / (1 - SAVED))
-        name = next((name for name in self.schedules if played.get(name, math.inf) < good), None)
+                simulated[name] = simulated_seconds(name, size, prices)
+        good = min(limit, min(simulated.values(), default=math.inf) / (1 - SAVED))
+        name = next((name for name in self.schedules if simulated.get(name, math.inf) < good), None)
         if name is None:
             return None
-        return Found(
+        return FoundPipeline(
             stages=tuple(
-                StageOn(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes)
+                StagePlacement(p.first, p.last, p.placement.start, self.meshes[p.placement.submesh].sizes)
                 for p in division.parts
             ),
             microbatches=size.microbatches,
             schedule=name,
-            remat=tuple(policy for policy, trades in run for _ in trades),
-            seconds=played[name],
+            remat=tuple(policy for policy, options in run for _ in options),
+            seconds=simulated[name],
             formula=division.seconds,
             prices=prices,
             peaks=peaks[name],
             limits=tuple(
-                Limit(self.room[p.placement.submesh], n, max(trade.share for trade in trades))
-                for p, n, (_, trades) in zip(division.parts, flights[name], run, strict=True)
+                Limit(self.capacity[p.placement.submesh], n, max(option.share for option in options))
+                for p, n, (_, options) in zip(division.parts, flights[name], run, strict=True)
             ),
         )
 
-    def _run(self, part: Part, priced: Mapping[int, Priced]) -> tuple[str, list[Trade]]:
-        """What the layers of a stage recompute, and how each of them is run."""
-        policy, number = ways(self.policies)[part.option]
+    def _run(self, part: Part, priced: Mapping[int, SubmeshCosts]) -> tuple[str, list[StageOption]]:
+        """The rematerialisation policy of a stage, and the option of each of its layers."""
+        policy, number = run_options(self.policies)[part.option]
         one = priced[part.placement.submesh]
-        return policy, [one.way(kind, number, policy) for kind in self.of_layer[part.first : part.last]]
+        return policy, [one.option(kind, number, policy) for kind in self.of_layer[part.first : part.last]]
 
-    def _prices(self, division: Division, stages: Sequence[Sequence[Trade]], count: int) -> Prices:
-        found = [[trade.prices for trade in trades] for trades in stages]
+    def _prices(self, division: Division, stages: Sequence[Sequence[StageOption]], count: int) -> Prices:
+        found = [[option.prices for option in options] for options in stages]
         return Prices(
             forward=tuple(sum(t.forward for t in stage) for stage in found),
             backward=tuple(sum(t.backward + t.weight for t in stage) for stage in found),
@@ -163,8 +164,8 @@ class Plays:
         return found
 
 
-def played_seconds(name: str, size: Size, prices: Prices) -> float:
-    """Seconds of a schedule: played where it is short, else by what further microbatches add once it repeats itself.
+def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
+    """Step time (s) of a schedule: simulated if it is short, else extrapolated from where it repeats itself.
 
     Up to 2% less than eager 1F1B takes, which repeats itself once a slow stage has used up what was in flight early.
     """
@@ -176,7 +177,7 @@ def played_seconds(name: str, size: Size, prices: Prices) -> float:
 
 
 def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -> float:
-    """A bound on the seconds of schedules that hold no more microbatches than these between F and B at each stage.
+    """Lower bound (s) of schedules with at most these numbers of microbatches in flight, between F and B, per stage.
 
     A stage runs all passes of its own. From its F there to its B a microbatch goes to the last stage and back, and one
     more can begin for each that has come back.
@@ -191,12 +192,12 @@ def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -
 
 
 def _in_flight(name: str, size: Size) -> tuple[int, ...]:
-    """Microbatches that every stage holds under a schedule."""
+    """Microbatches in flight at every stage under a schedule."""
     return tuple(SCHEDULES[name].stash(size, s) for s in range(size.ranks))
 
 
 def _peaks(division: Division, question: Question, in_flight: Sequence[int]) -> tuple[float, ...]:
-    """Bytes per device of every stage with so many microbatches in flight."""
+    """Peak bytes per device of every stage, given its microbatches in flight."""
     return tuple(
         float(question.prices[p.placement.submesh].peaks(n)[p.option, p.first, p.last])
         for p, n in zip(division.parts, in_flight, strict=True)
@@ -213,6 +214,6 @@ def transfer_seconds(cluster: Cluster, nbytes: float | Floats, device: int, send
     return link.alpha + max(link.beta, link.pair) * nbytes / senders
 
 
-def rank(found: Found) -> tuple[float, int, int, str]:
+def rank(found: FoundPipeline) -> tuple[float, int, int, str]:
     """What the best of several is least in."""
     return found.seconds, len(found.stages), found.microbatches, found.schedule

@@ -2,7 +2,7 @@
 
     stage      -> one flat graph                            passes/stages/graph.py
     graph      -> groups, problem, solution, layouts      as for a whole step                  -> plan_stage
-    memory     within what a device has left, by charging for bytes ever more                    -> Charges
+    memory     within what a device has left, by charging for bytes ever more                    -> PenalisedPlans
     account    all that a plan needs to know of it         passes/stages/summary.py
 
 All stages of a step: `autopar.passes.stages.plan_all`.
@@ -120,7 +120,7 @@ def plan_stage(
 
 
 @dataclass(eq=False)
-class Charges:
+class PenalisedPlans:
     """Plans of one stage at rising rates for memory, each solved when it is first asked for.
 
     A rate is a share: so much more of the cheapest plan's seconds is worth as large a share less of its bytes.
@@ -130,7 +130,7 @@ class Charges:
         options: of planning; its pins and its budget are not looked at.
         arguments, results: as for `plan_stage`.
         layers: as for `memory_row`.
-        how: further keywords of `optimize`; `charged_how`: those with a charge alone.
+        how: further keywords of `optimize`; `penalised_how`: those with a charge alone.
         rough: whether what the cheapest plan takes and holds, which rates go by, may be what bounds alone find.
     """
 
@@ -142,7 +142,7 @@ class Charges:
     results: Mapping[int, Layout] | None = None
     layers: float = 1.0
     how: Mapping[str, Any] = field(default_factory=lambda: {"gap": ENOUGH, "rounds": 0})
-    charged_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    penalised_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rough: bool = False
     solved: dict[float, Solution] = field(default_factory=dict)
 
@@ -214,7 +214,7 @@ class Charges:
 
     def _solve(self, rate: float, further: Mapping[str, Any] | None = None) -> Solution:
         problem = penalised(self.model.problem, self.row, rate) if rate else self.model.problem
-        how = {**self.how, **(self.charged_how if rate else {}), **(further or {})}
+        how = {**self.how, **(self.penalised_how if rate else {}), **(further or {})}
         return optimize(problem, **{**self.options.keywords(), **how})
 
 

@@ -34,7 +34,7 @@ from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import Likeness, likeness, renamed
-from autopar.passes.stages.plan import Charges, Limit, StagePlan, plan_stage, planned
+from autopar.passes.stages.plan import Limit, PenalisedPlans, StagePlan, plan_stage, planned
 from autopar.passes.stages.summary import Account, Border, Kept, Recorded
 from autopar.plans.plan import Stage, graph_hash
 from autopar.rules import Reader, Rule
@@ -204,7 +204,7 @@ class _Planner:
     limits: tuple[Limit, ...] = ()
     programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     known: dict[Key, StagePlan] = field(default_factory=dict)
-    charges: dict[Key, Charges] = field(default_factory=dict)
+    charges: dict[Key, PenalisedPlans] = field(default_factory=dict)
 
     @cached_property
     def programs(self) -> Programs:
@@ -242,7 +242,7 @@ class _Planner:
         key = (program.hash, mesh, pinned)
         if self.limits:
             if key not in self.charges:
-                self.charges[key] = Charges(graph, mesh, rules, self.options, arguments, results, rough=True)
+                self.charges[key] = PenalisedPlans(graph, mesh, rules, self.options, arguments, results, rough=True)
             made = self.charges[key].within(graph, rules, self.limits[number])
         elif key not in self.known:
             made = self.known[key] = plan_stage(graph, mesh, rules, self.options, arguments, results)

@@ -16,7 +16,7 @@ from autopar.passes.inter_op.dynamic_program import Division, Options, Part, Pla
 
 
 def divisions(q: Question) -> Iterator[tuple[Part, ...]]:
-    """Every way to cut the layers, place the stages and choose options, by recursion."""
+    """Every option to cut the layers, place the stages and choose options, by recursion."""
 
     def rest(layer: int, device: int) -> Iterator[tuple[Part, ...]]:
         if layer == q.layers and device == q.devices:

@@ -511,7 +511,7 @@ def test_a_schedule_of_several_stages_per_submesh_is_not_searched(apart: Cluster
 
 
 def test_what_is_made_of_constants_in_many_steps_is_followed_once(model: zoo.Model, inputs: tuple[Any, Any]) -> None:
-    """Each of 64 values is made of the one before twice, as in the rounds of a hash: there are 2**64 ways back."""
+    """Each of 64 values is made of the one before twice, as in the rounds of a hash: there are 2**64 options back."""
 
     def noisy(state: Any, batch: Any) -> Any:
         state, metrics = model.step(state, batch)

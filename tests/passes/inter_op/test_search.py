@@ -22,11 +22,30 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced, trace
 from autopar.passes.inter_op.dynamic_program import search
-from autopar.passes.inter_op.extrapolate import ways_at
-from autopar.passes.inter_op.layer_costs import Border, Kinds, Pricing, border_bytes, cut_out, shape_of, table, ways
-from autopar.passes.inter_op.search import LITTLE, MADE_FOR, RESERVE, TOLERANCE, Hunt, Open, find, numbers, that_split
-from autopar.passes.inter_op.simulate import Found, least_seconds, played_seconds
-from autopar.passes.inter_op.stage_options import ENOUGH, Trade
+from autopar.passes.inter_op.extrapolate import options_at
+from autopar.passes.inter_op.layer_costs import (
+    Border,
+    LayerClasses,
+    LayerCosts,
+    border_bytes,
+    layer_classes,
+    run_options,
+    shape_of,
+    table,
+)
+from autopar.passes.inter_op.search import (
+    LITTLE,
+    MADE_FOR,
+    RESERVE,
+    TOLERANCE,
+    InterOpSearch,
+    SearchSpace,
+    find,
+    microbatch_counts,
+    splittable_counts,
+)
+from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simulated_seconds
+from autopar.passes.inter_op.stage_options import ENOUGH, StageOption
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import batch_leaves, split
@@ -42,9 +61,9 @@ def traced(name: str, **sizes: Any) -> Traced:
     return trace(model.step, *model.abstract_args())
 
 
-def kinds(step: Traced, count: int) -> Kinds:
+def kinds(step: Traced, count: int) -> LayerClasses:
     parts = split(step.graph, count, batch_leaves(step.graph, count))
-    return cut_out(parts, layers_pass.find(step.graph), step.in_avals)
+    return layer_classes(parts, layers_pass.find(step.graph), step.in_avals)
 
 
 def cluster(devices: int = 4, memory: float = 1e9) -> Cluster:
@@ -75,14 +94,14 @@ def test_layers_of_one_kind_are_cut_out_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def pricing() -> Pricing:
-    return Pricing(kinds(traced("gpt-toy", layers=4), 2), Options())
+def pricing() -> LayerCosts:
+    return LayerCosts(kinds(traced("gpt-toy", layers=4), 2), Options())
 
 
-def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: Pricing) -> None:
+def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: LayerCosts) -> None:
     mesh = cluster().logical_mesh((2, 2))
-    for kind, trades in pricing.on(mesh).trades.items():
-        found = trades.all
+    for kind, options in pricing.on(mesh).by_kind.items():
+        found = options.all
         model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
         best = optimize(model.problem)
         assert found[0].share == 0
@@ -93,8 +112,8 @@ def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(p
             assert cheap.prices.seconds(2) <= small.prices.seconds(2)
 
 
-def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: Pricing) -> None:
-    middle = pricing.on(cluster().logical_mesh((4,))).trades[1].cheapest
+def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: LayerCosts) -> None:
+    middle = pricing.on(cluster().logical_mesh((4,))).by_kind[1].cheapest
     again = middle.recomputed()
     assert again.prices.backward == middle.prices.backward + middle.prices.forward
     assert again.memory.stash == middle.entering > 0
@@ -103,13 +122,13 @@ def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: 
     )
 
 
-def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
+def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None:
     on = pricing.on(cluster().logical_mesh((4,)))
     priced = on.whole()
     of_layer = pricing.kinds.of_layer
-    found = table({kind: priced.ways(kind) for kind in of_layer}, of_layer, (NONE, FULL))
-    for option, (policy, number) in enumerate(ways((NONE, FULL))):
-        one = [priced.way(kind, number, policy) for kind in of_layer]
+    found = table({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
+    for option, (policy, number) in enumerate(run_options((NONE, FULL))):
+        one = [priced.option(kind, number, policy) for kind in of_layer]
         passes = [t.prices.forward + t.prices.backward + t.prices.weight for t in one]
         assert found.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
         assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
@@ -118,14 +137,14 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: Pricing) -> None:
         assert found.held[option, 2, 4] == pytest.approx(most + fixed)
 
 
-def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(hunt: Hunt) -> None:
+def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(searcher: InterOpSearch) -> None:
     """Whatever is in flight, with and without recomputation."""
-    for priced in hunt.priced(4, hunt.meshes).values():
-        for trades in priced.trades.values():
-            assert trades.ways(0)[0] == trades.cheapest
-            assert trades.ways(0)[-1].prices == trades.cheapest.prices
-            for least in (trades.ways(charged)[-1] for charged in range(len(trades.open))):
-                for one in (trades.cheapest, *trades.all):
+    for priced in searcher.priced(4, searcher.meshes).values():
+        for options in priced.by_kind.values():
+            assert options.up_to(0)[0] == options.cheapest
+            assert options.up_to(0)[-1].prices == options.cheapest.prices
+            for least in (options.up_to(penalties)[-1] for penalties in range(len(options.open))):
+                for one in (options.cheapest, *options.all):
                     for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
                         assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
 
@@ -174,71 +193,71 @@ def test_submeshes_have_the_axes_that_hold_most_layouts(devices: int, per_host: 
 
 
 @pytest.fixture(scope="module")
-def hunt() -> Hunt:
+def searcher() -> InterOpSearch:
     step = traced("gpt-toy", layers=4)
-    found = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    found = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
     assert found.priced(2, found.meshes).keys() == found.priced(4, found.meshes).keys() == {0, 1, 2, 3}
     return found
 
 
-def opened(hunt: Hunt, **chosen: Any) -> Open:
-    chosen.setdefault("numbers", (2, 4))
-    return Open(hunt.batch, **chosen)
+def opened(searcher: InterOpSearch, **chosen: Any) -> SearchSpace:
+    chosen.setdefault("counts", (2, 4))
+    return SearchSpace(searcher.batch, **chosen)
 
 
-def assert_whole(found: Found, layer_count: int, devices: int) -> None:
+def assert_whole(found: FoundPipeline, layer_count: int, devices: int) -> None:
     assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])]
     assert found.stages[-1].last == layer_count
     assert [s.start for s in found.stages] == [
         sum(s.devices for s in found.stages[:i]) for i in range(len(found.stages))
     ]
     assert sum(s.devices for s in found.stages) == devices
-    played = simulate(make(found.schedule, Size(len(found.stages), found.microbatches)), found.prices)
-    assert played.seconds == found.seconds
+    simulated = simulate(make(found.schedule, Size(len(found.stages), found.microbatches)), found.prices)
+    assert simulated.seconds == found.seconds
 
 
-def ways_of(hunt: Hunt, count: int) -> list[dict[int, tuple[Trade, ...]]]:
-    return [{kind: t.all for kind, t in p.trades.items()} for p in hunt.priced(count, hunt.meshes).values()]
+def ways_of(searcher: InterOpSearch, count: int) -> list[dict[int, tuple[StageOption, ...]]]:
+    return [{kind: t.all for kind, t in p.by_kind.items()} for p in searcher.priced(count, searcher.meshes).values()]
 
 
-def test_a_step_that_is_split_already_is_priced_the_same(hunt: Hunt) -> None:
-    parts = {4: split(hunt.graph, 4, hunt.batch)}
-    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options(), parts=parts)
+def test_a_step_that_is_split_already_is_priced_the_same(searcher: InterOpSearch) -> None:
+    parts = {4: split(searcher.graph, 4, searcher.batch)}
+    again = InterOpSearch(searcher.graph, searcher.avals, searcher.cluster, searcher.batch, Options(), parts=parts)
     for count in (2, 4):
-        assert ways_of(again, count) == ways_of(hunt, count)
+        assert ways_of(again, count) == ways_of(searcher, count)
 
 
-def test_the_search_uses_all_layers_and_devices_and_what_it_played(hunt: Hunt) -> None:
-    found = hunt.best(opened(hunt))
+def test_the_search_uses_all_layers_and_devices_and_what_it_played(searcher: InterOpSearch) -> None:
+    found = searcher.best(opened(searcher))
     assert found is not None
     assert_whole(found, 6, 4)
     assert found.remat == (NONE,) * 6
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_the_number_of_stages_can_be_asked_for(hunt: Hunt, stages: int) -> None:
-    found = hunt.best(opened(hunt, stages=stages))
+def test_the_number_of_stages_can_be_asked_for(searcher: InterOpSearch, stages: int) -> None:
+    found = searcher.best(opened(searcher, stages=stages))
     assert found is not None
     assert len(found.stages) == stages
     assert_whole(found, 6, 4)
 
 
-def test_no_choice_is_better_than_the_one_that_is_free(hunt: Hunt) -> None:
-    free = hunt.best(opened(hunt))
+def test_no_choice_is_better_than_the_one_that_is_free(searcher: InterOpSearch) -> None:
+    free = searcher.best(opened(searcher))
     assert free is not None
     for stages in (1, 2, 3, 4):
         for number in (2, 4):
-            fixed = hunt.best(opened(hunt, stages=stages, numbers=(number,)))
+            fixed = searcher.best(opened(searcher, stages=stages, counts=(number,)))
             assert fixed is None or fixed.seconds >= free.seconds * (1 - 2 * TOLERANCE)
 
 
-def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
-    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
-    free = hunt.best(opened(hunt, **fixed))
+def test_memory_forces_recomputation_and_then_nothing_fits(searcher: InterOpSearch) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "counts": (4,)}
+    free = searcher.best(opened(searcher, **fixed))
     assert free is not None
     budgets = [max(free.peaks) * share for share in np.linspace(0.9, 0.05, 18)]
-    plain = [hunt.best(opened(hunt, **fixed, policies=(NONE,), memory=budget)) for budget in budgets]
-    both = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    plain = [searcher.best(opened(searcher, **fixed, policies=(NONE,), memory=budget)) for budget in budgets]
+    both = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
     forced = [found for found, without in zip(both, plain, strict=True) if found is not None and without is None]
     assert forced
     assert all(FULL in found.remat and found.seconds > free.seconds for found in forced)
@@ -247,22 +266,22 @@ def test_memory_forces_recomputation_and_then_nothing_fits(hunt: Hunt) -> None:
         assert found is None or max(found.peaks) <= budget
 
 
-def test_no_memory_is_left_free_where_nothing_else_fits(hunt: Hunt) -> None:
-    fixed: dict[str, Any] = {"stages": 2, "numbers": (4,)}
-    free = hunt.best(opened(hunt, **fixed, reserve=0.0))
+def test_no_memory_is_left_free_where_nothing_else_fits(searcher: InterOpSearch) -> None:
+    fixed: dict[str, Any] = {"stages": 2, "counts": (4,)}
+    free = searcher.best(opened(searcher, **fixed, reserve=0.0))
     assert free is not None
     budgets = [max(free.peaks) * share for share in np.linspace(1.0, 0.05, 40)]
-    exact = [hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budget)) for budget in budgets]
-    found = [hunt.best(opened(hunt, **fixed, memory=budget)) for budget in budgets]
+    exact = [searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budget)) for budget in budgets]
+    found = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
     assert [one is None for one in found] == [one is None for one in exact]
     least = exact.index(None) - 1
-    assert hunt.best(opened(hunt, **fixed, reserve=0.0, memory=budgets[least] * (1 - RESERVE))) is None
+    assert searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budgets[least] * (1 - RESERVE))) is None
     assert found[least] == exact[least]
 
 
-def fresh(hunt: Hunt) -> Hunt:
+def fresh(searcher: InterOpSearch) -> InterOpSearch:
     """The same without prices."""
-    return Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+    return InterOpSearch(searcher.graph, searcher.avals, searcher.cluster, searcher.batch, Options())
 
 
 def alone(task: Generator[float, Sequence[float], Any]) -> Any:
@@ -271,59 +290,59 @@ def alone(task: Generator[float, Sequence[float], Any]) -> Any:
 
 
 @pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])
-def test_ways_that_hold_less_are_priced_where_they_are_wanted(hunt: Hunt, share: float | None) -> None:
+def test_ways_that_hold_less_are_priced_where_they_are_wanted(searcher: InterOpSearch, share: float | None) -> None:
     """As good a division as with all of them priced; without need of memory none of them is."""
-    free = hunt.best(opened(hunt, numbers=(4,)))
+    free = searcher.best(opened(searcher, counts=(4,)))
     assert free is not None
-    choice = opened(hunt, numbers=(4,), memory=None if share is None else share * max(free.peaks))
-    wanted, everything = fresh(hunt), fresh(hunt)
+    choice = opened(searcher, counts=(4,), memory=None if share is None else share * max(free.peaks))
+    wanted, everything = fresh(searcher), fresh(searcher)
     everything.whole(4, everything.meshes)
     found, best = wanted.best(choice), everything.best(choice)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.seconds <= best.seconds * (1 + ENOUGH)
-    asked = [any(p.charged.values()) for p in wanted.known[4].values()]
+    asked = [any(p.penalties.values()) for p in wanted.known[4].values()]
     assert any(asked) == (share is not None)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_what_is_guessed_is_priced_before_it_is_played(hunt: Hunt, share: float) -> None:
+def test_what_is_guessed_is_priced_before_it_is_played(searcher: InterOpSearch, share: float) -> None:
     """The best is found as without guesses that promise too much, and nothing that is guessed is in it."""
-    exact, again, choice = fresh(hunt), fresh(hunt), opened(hunt)
+    exact, again, choice = fresh(searcher), fresh(searcher), opened(searcher)
     best = alone(exact.at(4, choice)).best
-    at_two = hunt.priced(2, hunt.meshes)
-    priced = {n: {k: t.ways(0)[:1] for k, t in one.trades.items()} for n, one in at_two.items()}
-    guesses = ways_at(4, {2: priced})
-    again.guesses[4] = {n: {k: (w[0].scaled(share),) for k, w in ways.items()} for n, ways in guesses.items()}
+    at_two = searcher.priced(2, searcher.meshes)
+    priced = {n: {k: t.up_to(0)[:1] for k, t in one.by_kind.items()} for n, one in at_two.items()}
+    guesses = options_at(4, {2: priced})
+    again.guesses[4] = {n: {k: (w[0].scaled(share),) for k, w in options.items()} for n, options in guesses.items()}
     found = alone(again.at(4, choice)).best
     assert best is not None
     assert found is not None
     assert found.seconds == pytest.approx(best.seconds, rel=TOLERANCE)
     shapes = {stage.shape for stage in found.stages}
-    guessed = {n: one.guessed for n, one in again.known[4].items() if hunt.meshes[n].sizes in shapes}
+    guessed = {n: one.guessed for n, one in again.known[4].items() if searcher.meshes[n].sizes in shapes}
     assert guessed
-    assert not any(kind in some for some in guessed.values() for kind in hunt.kinds.of_layer)
+    assert not any(kind in some for some in guessed.values() for kind in searcher.kinds.of_layer)
 
 
-def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(hunt: Hunt) -> None:
-    again, least = fresh(hunt), hunt.kinds.least_bytes()
+def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(searcher: InterOpSearch) -> None:
+    again, least = fresh(searcher), searcher.kinds.least_bytes()
     choice = opened(again, memory=0.6 * max(least.values()))
     alone(again.divisions(4, choice))
-    on_one = again.known[4][0].trades
-    priced = {kind for kind, trades in on_one.items() if trades.found}
+    on_one = again.known[4][0].by_kind
+    priced = {kind for kind, options in on_one.items() if options.found}
     assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
     assert 0 < len(priced) < len(least)
 
 
-def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(hunt: Hunt) -> None:
-    """The bound is on every way to run a layer, and nothing is priced where it says no."""
-    least = hunt.kinds.least_bytes()
-    for n, priced in hunt.priced(4, hunt.meshes).items():
-        for kind, trades in priced.trades.items():
-            held = min(t.memory.state + t.memory.sums for t in trades.all)
-            assert 0 < least[kind] <= hunt.meshes[n].size * held * (1 + 1e-9)
-    total = sum(least[kind] for kind in hunt.kinds.of_layer)
-    again = Hunt(hunt.graph, hunt.avals, hunt.cluster, hunt.batch, Options())
+def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(searcher: InterOpSearch) -> None:
+    """The bound is on every option to run a layer, and nothing is priced where it says no."""
+    least = searcher.kinds.least_bytes()
+    for n, priced in searcher.priced(4, searcher.meshes).items():
+        for kind, options in priced.by_kind.items():
+            held = min(t.memory.state + t.memory.sums for t in options.all)
+            assert 0 < least[kind] <= searcher.meshes[n].size * held * (1 + 1e-9)
+    total = sum(least[kind] for kind in searcher.kinds.of_layer)
+    again = InterOpSearch(searcher.graph, searcher.avals, searcher.cluster, searcher.batch, Options())
     assert again.best(opened(again, memory=0.9 * total / 4)) is None
     assert not again.known
 
@@ -338,7 +357,7 @@ def test_a_schedule_repeats_itself_after_a_while(name: str, less: float) -> None
         prices = Prices(forward, backward, update=(1.0,) * 4, transfer=links)
         for count in (8, 64, 65, 300):
             exact = simulate(make(name, Size(4, count)), prices).seconds
-            assert (1 - less) * exact <= played_seconds(name, Size(4, count), prices) <= (1 + 2e-3) * exact
+            assert (1 - less) * exact <= simulated_seconds(name, Size(4, count), prices) <= (1 + 2e-3) * exact
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.sampled_from(("1f1b", "eager-1f1b", "gpipe", "zb-h1")), st.data())
@@ -363,9 +382,9 @@ def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: in
     """Eight hosts of one device: what is left would have made no better division."""
     step = traced("gpt-toy", layers=2)
     many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
-    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
-    _, found = alone(hunt.divisions(count, opened(hunt)))
-    whole = [one for name in MADE_FOR for one in search(hunt.question(count, opened(hunt), name), TOLERANCE)]
+    searcher = InterOpSearch(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    _, found = alone(searcher.divisions(count, opened(searcher)))
+    whole = [one for name in MADE_FOR for one in search(searcher.question(count, opened(searcher), name), TOLERANCE)]
     assert min(d.seconds for d in found) <= min(d.seconds for d in whole) * (1 + 2 * TOLERANCE)
 
 
@@ -374,25 +393,25 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     """What lets submeshes be left out before anything is priced there."""
     step = traced("gpt-toy", layers=2)
     many = replace(Cluster.custom((4,), 1e-6, beta, {"float32": 1e9}, 1e10, 10**9), hosts=4, devices_per_host=1)
-    hunt = Hunt(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
-    priced = hunt.priced(4, hunt.meshes)
-    sizes = {n: hunt.meshes[n].size for n in priced}
-    for kind in hunt.kinds.stage:
-        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].trades[kind].all) for n in priced}
+    searcher = InterOpSearch(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
+    priced = searcher.priced(4, searcher.meshes)
+    sizes = {n: searcher.meshes[n].size for n in priced}
+    for kind in searcher.kinds.stage:
+        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].by_kind[kind].all) for n in priced}
         assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
-    assert hunt.turns() == ((0,), (1,), (3,), (2,))
-    real = {n: {kind: trades.all for kind, trades in one.trades.items()} for n, one in priced.items()}
-    some = {n: {kind: ways for kind, ways in real[n].items() if kind == hunt.kinds.of_layer[1]} for n in real}
+    assert searcher.mesh_groups() == ((0,), (1,), (3,), (2,))
+    real = {n: {kind: options.all for kind, options in one.by_kind.items()} for n, one in priced.items()}
+    some = {n: {kind: options for kind, options in real[n].items() if kind == searcher.kinds.of_layer[1]} for n in real}
     for known in ((0,), (0, 1), (0, 1, 3)):
         for first in ({n: real[n] for n in known}, {**{n: real[n] for n in known[:-1]}, 0: real[0], 3: some[3]}):
-            for n, least in hunt.at_best(first).items():
-                bound, exact = (table(w, hunt.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n]))
+            for n, least in searcher.lower_bounds_of(first).items():
+                bound, exact = (table(w, searcher.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n]))
                 assert np.all(np.triu(bound, 1) <= np.triu(exact, 1) * (1 + 1e-9))
 
 
-def test_trying_every_number_of_microbatches_finds_little_more(hunt: Hunt) -> None:
-    best = hunt.best(opened(hunt, numbers=(1, 2, 4, 8)))
-    alone = [hunt.best(opened(hunt, numbers=(number,))) for number in (1, 2, 4, 8)]
+def test_trying_every_number_of_microbatches_finds_little_more(searcher: InterOpSearch) -> None:
+    best = searcher.best(opened(searcher, counts=(1, 2, 4, 8)))
+    alone = [searcher.best(opened(searcher, counts=(number,))) for number in (1, 2, 4, 8)]
     assert best is not None
     assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
 
@@ -402,21 +421,21 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
     """Down where memory is ample, up where only small microbatches fit."""
     step = traced("gpt-toy", layers=2, batch=32)
     counts = (1, 2, 4, 8, 16, 32)
-    hunt = Hunt(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
-    ample = [hunt.best(opened(hunt, numbers=(count,))) for count in counts]
+    searcher = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    ample = [searcher.best(opened(searcher, counts=(count,))) for count in counts]
     memory = share * max(max(found.peaks) for found in ample if found is not None)
-    alone = [hunt.best(opened(hunt, numbers=(count,), memory=memory)) for count in counts]
-    best = hunt.best(opened(hunt, numbers=counts, memory=memory))
+    alone = [searcher.best(opened(searcher, counts=(count,), memory=memory)) for count in counts]
+    best = searcher.best(opened(searcher, counts=counts, memory=memory))
     assert best is not None
     assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
 
 
-def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(hunt: Hunt) -> None:
-    choice = opened(hunt)
-    found = alone(hunt.at(4, choice)).best
+def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(searcher: InterOpSearch) -> None:
+    choice = opened(searcher)
+    found = alone(searcher.at(4, choice)).best
     assert found is not None
-    assert alone(hunt.at(4, choice, 0.9 * found.formula)).best is None
-    again = alone(hunt.at(4, choice, 1.1 * found.formula)).best
+    assert alone(searcher.at(4, choice, 0.9 * found.formula)).best is None
+    again = alone(searcher.at(4, choice, 1.1 * found.formula)).best
     assert again is not None
     assert (again.stages, again.seconds) == (found.stages, found.seconds)
 
@@ -426,7 +445,7 @@ def test_a_slow_network_between_hosts_makes_stages() -> None:
     step = traced("gpt-toy", layers=2)
     two = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
     apart = replace(two, hosts=2, devices_per_host=2)
-    found = find(step.graph, step.in_avals, apart, Open(batch_leaves(step.graph, 1), (4,)), Options())
+    found = find(step.graph, step.in_avals, apart, SearchSpace(batch_leaves(step.graph, 1), (4,)), Options())
     assert found is not None
     assert len(found.stages) >= 2
     assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in found.stages)
@@ -444,16 +463,16 @@ def test_a_slow_network_between_hosts_makes_stages() -> None:
     ],
 )
 def test_numbers_of_microbatches_are_divisors_an_octave_apart(extent: int, wanted: tuple[int, ...]) -> None:
-    assert numbers(extent) == wanted
+    assert microbatch_counts(extent) == wanted
     assert all(extent % m == 0 for m in wanted)
 
 
 def test_experts_that_choose_among_several_examples_take_fewer_microbatches() -> None:
     """Two examples form a group: microbatches of one example cannot be had, of two they can."""
     graph, batch = grouped(8)
-    assert that_split(graph, (1, 2, 4, 8), batch) == (1, 2, 4)
+    assert splittable_counts(graph, (1, 2, 4, 8), batch) == (1, 2, 4)
     with pytest.raises(MicrobatchError):
-        that_split(graph, (8,), batch)
+        splittable_counts(graph, (8,), batch)
 
 
 def grouped(examples: int) -> tuple[Graph, tuple[int, ...]]:

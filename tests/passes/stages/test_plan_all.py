@@ -12,7 +12,7 @@ from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.stages import plan_all as stage_runs
 from autopar.passes.stages.cost import stage_memory
-from autopar.passes.stages.plan import DEAR, ENOUGH, RATES, Charges, Limit, StagePlan
+from autopar.passes.stages.plan import DEAR, ENOUGH, RATES, Limit, PenalisedPlans, StagePlan
 from autopar.passes.stages.plan import planned as plan_at
 from autopar.passes.stages.plan_all import StagePlans, plan_stages, runs
 from autopar.rules import Reader
@@ -99,16 +99,16 @@ def test_the_plan_is_the_same_in_any_number_of_processes(monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="module")
-def slow() -> tuple[Charges, list[StagePlan]]:
+def slow() -> tuple[PenalisedPlans, list[StagePlan]]:
     """A stage on slow links, and its plans at every rate."""
     _, graphs, _ = staged("gpt-toy", 2, layers=4)
     on = Cluster.custom((4,), 1e-6, 1e-7, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
     graph, rules = graphs[0], Reader({}).of(graphs[0].graph)
-    charges = Charges(graph, on, rules, Options())
+    charges = PenalisedPlans(graph, on, rules, Options())
     return charges, [plan_at(graph, on, rules, charges.model, charges.liveness, charges.at(rate)) for rate in RATES]
 
 
-def test_a_stage_is_charged_no_more_than_it_has_to_be(slow: tuple[Charges, list[StagePlan]]) -> None:
+def test_a_stage_is_charged_no_more_than_it_has_to_be(slow: tuple[PenalisedPlans, list[StagePlan]]) -> None:
     """Whatever rate its layers were charged at by themselves: the lowest one of those at which the whole fits."""
     charges, at = slow
     graph, rules = charges.graph, charges.rules
@@ -121,25 +121,25 @@ def test_a_stage_is_charged_no_more_than_it_has_to_be(slow: tuple[Charges, list[
         assert max(p.solution.objective for p in found) <= (1 + ENOUGH) * min(p.solution.objective for p in found)
 
 
-def test_a_rate_between_is_tried_where_the_next_one_costs_much(slow: tuple[Charges, list[StagePlan]]) -> None:
+def test_a_rate_between_is_tried_where_the_next_one_costs_much(slow: tuple[PenalisedPlans, list[StagePlan]]) -> None:
     charges, at = slow
     graph, rules = charges.graph, charges.rules
     below, fits = (stage_memory(at[n]).peak(1) for n in (-2, -1))
     assert at[-1].solution.objective > (1 + DEAR) * at[-2].solution.objective
-    between = Charges(graph, charges.mesh, rules, Options())
+    between = PenalisedPlans(graph, charges.mesh, rules, Options())
     found = between.within(graph, rules, Limit(0.5 * (below + fits), 1))
     assert stage_memory(found).peak(1) <= 0.5 * (below + fits)
     assert found.solution.objective <= at[-1].solution.objective
     (share,) = {*between.solved} - {*RATES}
     assert RATES[-2] < share < RATES[-1]
-    enough = Charges(graph, charges.mesh, rules, Options())
+    enough = PenalisedPlans(graph, charges.mesh, rules, Options())
     enough.within(graph, rules, Limit(below, 1))
     assert {*enough.solved} <= {*RATES}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_rates_may_go_by_what_bounds_alone_find(slow: tuple[Charges, list[StagePlan]], share: float) -> None:
+def test_rates_may_go_by_what_bounds_alone_find(slow: tuple[PenalisedPlans, list[StagePlan]], share: float) -> None:
     charges, _ = slow
-    rough = Charges(charges.graph, charges.mesh, charges.rules, Options(), rough=True)
+    rough = PenalisedPlans(charges.graph, charges.mesh, charges.rules, Options(), rough=True)
     assert rough.at(share).objective == pytest.approx(charges.at(share).objective, rel=ENOUGH)
     assert rough.base.objective >= charges.free.objective * (1 - ENOUGH)
