@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TEXTS = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+TEXTS = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 PACKAGES = ("autopar", "passes", "cost_models")
 FILE = re.compile(r"`((?:autopar|passes|cost_models|tests|docs|examples)/[\w./-]+\.\w+)`")
 MODULE = re.compile(r"`(autopar(?:\.\w+)+)`")
@@ -37,7 +37,7 @@ def there(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_a_page_names_are_there(text: Path) -> None:
     named = FILE.findall(text.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []

@@ -1,1 +1,1 @@
-"""Measurements that back the figures in docs/benchmarks.md, one file each; `autopar bench` runs them."""
+"""Measurements that back the figures in docs/benchmarks, one file each; `autopar bench` runs them."""

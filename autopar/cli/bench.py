@@ -1,4 +1,4 @@
-"""`autopar bench MEASUREMENT`: the measurements that docs/benchmarks.md quotes, one command each."""
+"""`autopar bench MEASUREMENT`: the measurements of docs/benchmarks, one command each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from autopar.cli.options import (
     words,
 )
 
-app = typer.Typer(no_args_is_help=True, help="Measurements, as docs/benchmarks.md quotes them.")
+app = typer.Typer(no_args_is_help=True, help="Measurements, as docs/benchmarks quotes them.")
 
 
 @app.command("plan")

@@ -1,11 +1,11 @@
 """How the compilers of different devices use memory: what they fuse, in which order they run, what they copy.
 
 Each fact was read off buffer assignments and scheduled HLO of compiled train steps (XLA's --xla_dump_to; jaxlib 0.10.2
-for CPU, 0.12.0 and libtpu 0.0.52 for TPU v5e); docs/benchmarks.md holds predictions against the compilers. The numbers
-were fitted there: a heap of 1.05 times what lives (CPU) is the median, and 1.12 times (TPU) is as far from the lowest
-error that is allowed as from the highest: the heap itself is 1.0 to 1.05 times, the rest is kept longer than need be;
-temporaries of up to 32 MiB, a quarter of a v5e's vector memory, stayed there when they were read at once. GPU was not
-compared.
+for CPU, 0.12.0 and libtpu 0.0.52 for TPU v5e); docs/benchmarks/peak-memory.md has predictions against the compilers.
+The numbers were fitted there: a heap of 1.05 times what lives (CPU) is the median, and 1.12 times (TPU) is as far from
+the lowest error that is allowed as from the highest: the heap itself is 1.0 to 1.05 times, the rest is kept longer than
+need be; temporaries of up to 32 MiB, a quarter of a v5e's vector memory, stayed there when they were read at once. GPU
+was not compared.
 """
 
 from __future__ import annotations
