@@ -14,7 +14,7 @@ os.environ["AUTOPAR_CACHE_DIR"] = ""  # a test that kept plans would pass on yes
 
 import jax
 
-from autopar.bench.equal import quick_flags
+from autopar.bench.equal.run import quick_flags
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags()}".strip()  # read when a backend starts
 jax.config.update("jax_num_cpu_devices", 8)

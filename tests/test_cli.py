@@ -221,7 +221,7 @@ def test_bench_collectives_prints_a_table_or_json(autopar, tmp_path):
 
 def test_measurements_as_json_keep_their_rows(autopar, monkeypatch):
     rows = [{"model": "one", "error": 0.05}, {"model": "two", "error": -0.01}]
-    monkeypatch.setattr("autopar.bench.predictions.run", lambda *arguments: rows)
+    monkeypatch.setattr("autopar.bench.predictions.run.run", lambda *arguments: rows)
     status, out, _ = autopar("bench", "predictions", "--json")
     found = json.loads(out)
     assert (status, found["rows"], found["worst"]) == (0, rows, 0.05)

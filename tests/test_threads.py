@@ -14,7 +14,7 @@ import pytest
 
 from autopar import api
 from autopar.api import Executable, parallelize
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from tests.real_programs import array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal
 

@@ -316,6 +316,6 @@ def test_a_missing_library_names_the_extra(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "equinox", None)
-    monkeypatch.delitem(sys.modules, "autopar.zoo.equinox_mlp", raising=False)
+    monkeypatch.delitem(sys.modules, "autopar.zoo.libraries.equinox_mlp", raising=False)
     with pytest.raises(ArgumentError, match=r"autopar\[zoo\]"):
         build("equinox-toy", batch=7)  # no other test builds this one, so no model is remembered

@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.bench import corpus_program, worker
 from autopar.bench import rows as rows_kept
+from autopar.bench import worker
+from autopar.bench.corpus import program as corpus_program
 
 DEVICES = 8
 SIZES = ("small", "large")
@@ -85,7 +86,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     worker.cpu_devices(DEVICES)
     warnings.simplefilter("ignore")
     jax.devices()
-    from autopar.bench.corpus_case import Subject
+    from autopar.bench.corpus.case import Subject
 
     programs = corpus_program.corpus(spec["table"])
     program = programs.get(spec["program"]) or _Toy(spec["program"], "", "", (), 1)
@@ -125,7 +126,7 @@ class _Toy(corpus_program.Program):
 
 
 def _compiled_s(one: Any) -> float:
-    from autopar.bench.corpus_case import lowered
+    from autopar.bench.corpus.case import lowered
 
     begin = time.perf_counter()
     lowered(one).compile()

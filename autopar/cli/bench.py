@@ -85,7 +85,8 @@ def bench_equal(
     as_json: Json = False,
 ) -> None:
     """Three parallel steps against three single-device steps, over models and meshes of virtual devices."""
-    from autopar.bench import equal, equal_pipeline
+    from autopar.bench.equal import pipeline as equal_pipeline
+    from autopar.bench.equal import run as equal
 
     if pipeline:
         given = equal_pipeline.Product(
@@ -155,7 +156,7 @@ def bench_predictions(
     as_json: Json = False,
 ) -> None:
     """Predicted peak memory against the compiler's, over models and plans; programs are compiled, never run."""
-    from autopar.bench import predictions
+    from autopar.bench.predictions import run as predictions
 
     rows = predictions.run(target, None if models is None else words(models, ()), say)
     report(as_json, {**predictions.figures(rows), "rows": rows}, lambda: predictions.table(rows))
@@ -347,8 +348,8 @@ def bench_corpus(
     as_json: Json = False,
 ) -> None:
     """Train steps as other people write them: equality, collectives, memory, FLOPs and times, a program at a time."""
-    from autopar.bench import corpus as measure
-    from autopar.bench import corpus_program
+    from autopar.bench.corpus import program as corpus_program
+    from autopar.bench.corpus import run as measure
 
     every = (*measure.SMALL, *measure.LARGE)
     chosen = words(checks, every)
@@ -369,7 +370,8 @@ def bench_first_call(
     as_json: Json = False,
 ) -> None:
     """Seconds until a plan and until the first step, with nothing given, beside those of jax.jit."""
-    from autopar.bench import corpus_program, first_call
+    from autopar.bench import first_call
+    from autopar.bench.corpus import program as corpus_program
 
     chosen = words(sizes, first_call.SIZES)
     rows = first_call.run(words(programs, ()), chosen, corpus or corpus_program.TABLE, prove, resume, say)

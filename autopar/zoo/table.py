@@ -22,7 +22,6 @@ from autopar.zoo import (
     clip,
     ctc,
     gpt,
-    libraries,
     llama3,
     mlp,
     moe,
@@ -34,6 +33,7 @@ from autopar.zoo import (
     vit,
     wresnet,
 )
+from autopar.zoo.libraries import build as libraries
 from autopar.zoo.model import Model, Precision
 
 

@@ -214,7 +214,7 @@ def _by_ilp(
         if state.submit(plan):
             status = ENDS.get(answer.status, "fallback")
             symmetric = status == "optimal" and state.gap > CLOSED
-            return "optimal-symmetric" if symmetric else status, solver, answer.rows
+            return "optimal-tied" if symmetric else status, solver, answer.rows
         if len(state.rows) == known:
             over = max(row.value(state.problem, plan) for row in state.rows) - state.budget
             if over <= 0 or margin > TOLERATED * state.budget:

@@ -355,8 +355,9 @@ class _Analysis:
             value = waiting.pop()
             if value in cone or value in self.whole or self.facts[value][1] == 0:
                 continue
-            cone[value] = None
-            waiting.extend(a for a in self.producers[value].inputs if isinstance(a, int))
+            producer = self.producers[value]
+            cone.update(dict.fromkeys(producer.outputs))  # its other results are then known whole as well
+            waiting.extend(a for a in producer.inputs if isinstance(a, int))
         allowed = HOISTED_FREELY + HOISTED_BYTES * sum(self.graph.types[v].nbytes for v in self.batch)
         if sum(self.graph.types[v].nbytes for v in cone) > allowed:
             return False

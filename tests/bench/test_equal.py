@@ -12,7 +12,10 @@ import pytest
 
 import autopar
 from autopar import zoo
-from autopar.bench import equal, equal_case, equal_flops, worker
+from autopar.bench import worker
+from autopar.bench.equal import case as equal_case
+from autopar.bench.equal import flops as equal_flops
+from autopar.bench.equal import run as equal
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import Cluster
 from autopar.plans import imbalance

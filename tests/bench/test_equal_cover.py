@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from autopar import zoo
-from autopar.bench import equal
+from autopar.bench.equal import run as equal
 
 #: One model of every kind; all of them are the benchmark's.
 MODELS = (

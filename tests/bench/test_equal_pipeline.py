@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from autopar import zoo
-from autopar.bench import equal_pipeline, worker
-from autopar.bench.equal_pipeline_case import Row
+from autopar.bench import worker
+from autopar.bench.equal import pipeline as equal_pipeline
+from autopar.bench.equal.pipeline_case import Row
 from autopar.errors import ArgumentError
 
 #: One model of every kind; all of them are the benchmark's.

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import corpus_program, first_call
+from autopar.bench import first_call
+from autopar.bench.corpus import program as corpus_program
 from autopar.errors import ArgumentError
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import predictions
+from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
 

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import zoo
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, MemoryBudgetError, MicrobatchError
 
 pytestmark = pytest.mark.core

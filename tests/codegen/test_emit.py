@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
 from autopar.api import parallelize
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.codegen import emit as codegen
 from autopar.hardware.meshes import targets
 from autopar.ir.problem import Problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.bench.corpus_program import Program
+from autopar.bench.corpus.program import Program
 
 #: name, title, packages, large scale, carried, and fields of `Program` that are not the default.
 Row = tuple[str, str, str, int, int] | tuple[str, str, str, int, int, Mapping[str, Any]]

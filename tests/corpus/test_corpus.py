@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.bench import corpus, corpus_case, corpus_compare, corpus_program, equal_case, worker
+from autopar.bench import worker
+from autopar.bench.corpus import case as corpus_case
+from autopar.bench.corpus import compare as corpus_compare
+from autopar.bench.corpus import program as corpus_program
+from autopar.bench.corpus import run as corpus
+from autopar.bench.equal import case as equal_case
 from autopar.errors import ArgumentError
 from tests.corpus.table import PROGRAMS
 

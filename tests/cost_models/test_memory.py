@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from autopar import api, zoo
-from autopar.bench import predictions, worker
+from autopar.bench import worker
+from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import BACKENDS, CPU, GPU, TPU, Backend, backend_of
 from autopar.cost_models.compiler.compiled_program import Program
 from autopar.cost_models.compiler.cpu_kernels import kernels
@@ -583,7 +584,7 @@ def test_predictions_hold_for_the_compiler(model: str, sizes: dict[str, int], me
     """In a worker, as the benchmark does it: the suite's compiler is told to be quick, and fuses less."""
     kinds: list[str] = []
     spec = {"model": model, "sizes": sizes, "mesh": mesh, "target": "cpu"}
-    for row in worker.lines("autopar.bench.predictions", spec, {"XLA_FLAGS": ""}):
+    for row in worker.lines("autopar.bench.predictions.run", spec, {"XLA_FLAGS": ""}):
         kinds.append(row["plan"])
         assert row["predicted_arguments"] == pytest.approx(row["compiled_arguments"], rel=0.01)
         assert -predictions.BELOW <= row["error"] <= predictions.MOST, row["plan"]

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar import zoo
-from autopar.bench import predictions
+from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import GPU, TPU, Backend
 from autopar.cost_models.compiler.compiled_program import LOOP, Program, Step
 from autopar.cost_models.compiler.flatten import flatten

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import zoo
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.plans import imbalance

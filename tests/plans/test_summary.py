@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.ir.collective import Collective
 from autopar.ir.text import WIDTH, seconds, size
 from autopar.ir.trace import trace

@@ -13,7 +13,7 @@ from jax.scipy import linalg as scipy_linalg
 
 import autopar
 from autopar.api import parallelize
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from autopar.rules.inherent import REASONS, UNKNOWN

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 import autopar
 from autopar.api import parallelize
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.verification import differences

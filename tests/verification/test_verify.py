@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import cli
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.errors import ArgumentError, MeshError
 from autopar.hardware import gpu_topology, tpu_topology
 from autopar.hardware.cluster import Cluster

@@ -17,7 +17,7 @@ from typing import Any
 
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.bench.equal import quick_flags
+from autopar.bench.equal.run import quick_flags
 
 MODES = ("microbatches", "stages", "meshes")
 CHUNK = 100  # programs of one process: starting JAX takes as long as some five of them

@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import autopar
 from autopar import jax_compat
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.bench.fuzz import shrink
 from autopar.bench.fuzz.compare import Noise, difference, noise, unequal
 from autopar.bench.fuzz.generate import program
@@ -333,8 +333,10 @@ def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
         found = program(seed)
         row = run(found, modes, time.process_time() - begin)
     except Exception as error:
-        told = {"plain": failure(error)}
-        return Row(seed, True, refusals=told) if _is_refused_by_jit(seed) else Row(seed, False, told)
+        row = Row(seed, False, {"plain": failure(error)})
+    if row.failures and _is_refused_by_jit(seed):
+        told = next(iter(row.failures.values()))
+        return replace(row, ok=True, failures={}, refusals={**row.refusals, "plain": told})
     for variant, message in list(row.failures.items())[:1] if failures else ():
         faulthandler.cancel_dump_traceback_later()
         text = shrunk_file(found, variant, message)

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, Plan, zoo
-from autopar.bench.memory_programs import PROGRAMS
+from autopar.bench.predictions.programs import PROGRAMS
 from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, PinError, ScheduleError
 from autopar.hardware import meshes
 from autopar.hardware.meshes import factorisations

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autopar import jax_compat
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.codegen import emit as codegen
 from autopar.cost_models.compiler.backends import CPU
 from autopar.cost_models.memory.liveness import Liveness

@@ -307,6 +307,20 @@ def test_an_op_without_a_rule_may_read_what_only_the_loop_makes() -> None:
     assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
 
 
+def test_a_value_is_a_total_or_made_whole_and_never_both() -> None:
+    """Of two results of one operation, one is added up in the loop, and one is wanted whole before it."""
+
+    def step(b: Any) -> Any:
+        largest, where = jax.lax.top_k(b["x"], 2)
+        weights = jnp.arange(8.0)[:, None] * jnp.where(largest > 1, largest, 1)
+        return jnp.sum(weights.astype(jnp.float16), 0).astype(jnp.float32), where
+
+    found = split(trace(step, {"x": jnp.arange(32.0).reshape(8, 4)}).graph, 2, (0,))
+    totals = {total.value for sweep in found.sweeps for total in sweep.totals}
+    once = [placed.op for part in (found.prologue, *(sweep.after for sweep in found.sweeps)) for placed in part]
+    assert totals.isdisjoint(v for op in once for v in op.outputs)
+
+
 def test_users_own_loop_is_dealt_to_with_a_stride() -> None:
     assert set(placed("accumulated").batch.values()) == {Split(0, 2)}
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.bench.equal_case import dear
+from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.op_groups import merge as op_groups

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.bench.equal_case import NOISE, NOISE_ELSEWHERE, kind
+from autopar.bench.equal.case import NOISE, NOISE_ELSEWHERE, kind
 from autopar.verification.differences import absolute, is_inexact, magnitude
 from autopar.verification.differences import host as value
 

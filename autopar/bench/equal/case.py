@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import jax_compat, zoo
-from autopar.bench import equal_flops
+from autopar.bench.equal import flops as equal_flops
 from autopar.bench.worker import cpu_devices, serve
 from autopar.hardware.cluster import Cluster
 from autopar.runtime.executables import Executable

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 
-from autopar.zoo.libraries import Config
+from autopar.zoo.libraries.build import Config
 from autopar.zoo.model import Batch, Metrics, Model, image_batch
 
 IMAGE = 8

@@ -78,7 +78,7 @@ def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: st
     spec = {"model": model, "dtype": dtype, "meshes": meshes, "cluster": cluster}
     left = list(meshes)
     try:
-        for row in worker.lines("autopar.bench.equal_case", spec, {"XLA_FLAGS": quick_flags()}):
+        for row in worker.lines("autopar.bench.equal.case", spec, {"XLA_FLAGS": quick_flags()}):
             left.remove(tuple(row["mesh"]))
             yield {**row, "cluster": cluster}
     except worker.WorkerError as error:
@@ -87,7 +87,7 @@ def _rows(model: str, dtype: str, meshes: Sequence[tuple[int, ...]], cluster: st
 
 
 def _dead(model: str, mesh: tuple[int, ...], dtype: str, message: str) -> Row:
-    from autopar.bench.equal_case import Row as Case
+    from autopar.bench.equal.case import Row as Case
 
     return asdict(Case(model, mesh, dtype, ok=False, failures=(message,)))
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import optax
 
-from autopar.zoo.libraries import Config
+from autopar.zoo.libraries.build import Config
 from autopar.zoo.model import Batch, Metrics, Model, State, labels_from, normals
 
 

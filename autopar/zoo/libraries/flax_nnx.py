@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from autopar.zoo.libraries import SequenceConfig
+from autopar.zoo.libraries.build import SequenceConfig
 from autopar.zoo.model import Batch, Metrics, Model, State, token_batch
 
 HEADS = 8

@@ -38,11 +38,14 @@ SEQUENCE_TOY: Mapping[str, Config] = MappingProxyType({"toy": SequenceConfig()})
 
 
 def lazily(module: str, library: str) -> Callable[[str, Config], Model]:
-    """The `build` of `autopar.zoo.<module>`, imported when called; without `library` it raises ArgumentError."""
+    """The `build` of `autopar.zoo.libraries.<module>`, imported when called.
+
+    Without `library`, the call raises ArgumentError.
+    """
 
     def build(name: str, config: Config) -> Model:
         try:
-            found = importlib.import_module(f"autopar.zoo.{module}")
+            found = importlib.import_module(f"autopar.zoo.libraries.{module}")
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != library:
                 raise

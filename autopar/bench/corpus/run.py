@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.bench import corpus_program, worker
 from autopar.bench import rows as rows_kept
-from autopar.bench.corpus_program import Program
-from autopar.bench.equal import quick_flags
+from autopar.bench import worker
+from autopar.bench.corpus import program as corpus_program
+from autopar.bench.corpus.program import Program
+from autopar.bench.equal.run import quick_flags
 
 DEVICES = 8
 PATIENCE = 300.0  # seconds without a finding after which a worker is ended
@@ -70,7 +71,7 @@ def _worked(program: Program, table: str, large: bool, checks: Sequence[str]) ->
     env = {"AUTOPAR_TEST_JAX_CACHE": ""} if large else {"XLA_FLAGS": quick_flags()}
     left = list(checks)
     try:
-        for row in worker.lines("autopar.bench.corpus_case", spec, env, PATIENCE):
+        for row in worker.lines("autopar.bench.corpus.case", spec, env, PATIENCE):
             left.remove(row["check"])
             yield row
     except worker.WorkerError as error:

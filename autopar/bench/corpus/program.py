@@ -87,10 +87,10 @@ def corpus(table: str = TABLE) -> dict[str, Program]:
     except ModuleNotFoundError as error:
         raise ArgumentError(
             f"corpus {table!r} cannot be imported ({error}). Run from a checkout of autopar, or give the module of "
-            "your own corpus, one with a sequence PROGRAMS of autopar.bench.corpus_program.Program."
+            "your own corpus, one with a sequence PROGRAMS of autopar.bench.corpus.program.Program."
         ) from None
     if not hasattr(module, "PROGRAMS"):
-        raise ArgumentError(f"{table} has no PROGRAMS, a sequence of autopar.bench.corpus_program.Program")
+        raise ArgumentError(f"{table} has no PROGRAMS, a sequence of autopar.bench.corpus.program.Program")
     return {program.name: program for program in module.PROGRAMS}
 
 

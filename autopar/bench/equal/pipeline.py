@@ -17,7 +17,7 @@ from typing import Any
 from autopar import zoo
 from autopar.bench import rows as rows_kept
 from autopar.bench import worker
-from autopar.bench.equal import DTYPES, quick_flags
+from autopar.bench.equal.run import DTYPES, quick_flags
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 STAGES = (2, 4)
@@ -88,11 +88,11 @@ def _rows(model: str, dtype: str, keys: Sequence[Key]) -> Iterator[Row]:
     spec = {"model": model, "dtype": dtype, "cases": cases}
     left = list(keys)
     try:
-        for row in worker.lines("autopar.bench.equal_pipeline_case", spec, {"XLA_FLAGS": quick_flags()}):
+        for row in worker.lines("autopar.bench.equal.pipeline_case", spec, {"XLA_FLAGS": quick_flags()}):
             left.remove(_key(row))
             yield row
     except worker.WorkerError as error:
-        from autopar.bench.equal_pipeline_case import Row as Case
+        from autopar.bench.equal.pipeline_case import Row as Case
 
         for _, schedule, stages, inner, _ in left:
             yield asdict(Case(model, schedule, stages, inner, dtype, ok=False, failures=(str(error),)))

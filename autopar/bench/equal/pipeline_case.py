@@ -19,10 +19,10 @@ import jax
 
 import autopar
 from autopar import zoo
-from autopar.bench import equal_case
 from autopar.bench.compile_only import PLANS
-from autopar.bench.equal_case import Single
-from autopar.bench.equal_pipeline import COUPLED, DEVICES
+from autopar.bench.equal import case as equal_case
+from autopar.bench.equal.case import Single
+from autopar.bench.equal.pipeline import COUPLED, DEVICES
 from autopar.bench.worker import cpu_devices, serve
 from autopar.hardware import meshes
 from autopar.ir.trace import trace

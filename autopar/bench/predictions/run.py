@@ -1,5 +1,5 @@
 """`autopar bench predictions`: predicted peak memory against what the compiler reports, over the zoo
-and programs with dropout, batch norm in half floats and padding masks (`autopar.bench.memory_programs`).
+and programs with dropout, batch norm in half floats and padding masks (`autopar.bench.predictions.programs`).
 
     compiled   = arguments + results - aliased + temporaries of `memory_analysis()`, bytes per device
     predicted  = `Stage.peak_memory_bytes` of the plan on the target's backend
@@ -38,7 +38,7 @@ import numpy as np
 
 from autopar import jax_compat, zoo
 from autopar.bench import worker
-from autopar.bench.memory_programs import PROGRAMS
+from autopar.bench.predictions.programs import PROGRAMS
 from autopar.codegen import emit as codegen
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.errors import ArgumentError
@@ -130,7 +130,7 @@ def run(
             raise ArgumentError(f"{model!r} has no sizes for {target}. Available: {', '.join(cases)}")
         mesh, sizes = cases[model]
         specs.append({"target": target, "model": model, "mesh": mesh, "sizes": sizes})
-    return worker.collect("autopar.bench.predictions", specs, tell, line)
+    return worker.collect("autopar.bench.predictions.run", specs, tell, line)
 
 
 def line(row: Row) -> str:

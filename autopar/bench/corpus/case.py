@@ -35,9 +35,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import autopar
 from autopar import jax_compat
 from autopar.api import Executable
-from autopar.bench import corpus_compare, corpus_program, equal_case
-from autopar.bench.corpus import DEVICES, FAILED, OK, REFUSED
-from autopar.bench.corpus_program import Program
+from autopar.bench.corpus import compare as corpus_compare
+from autopar.bench.corpus import program as corpus_program
+from autopar.bench.corpus.program import Program
+from autopar.bench.corpus.run import DEVICES, FAILED, OK, REFUSED
+from autopar.bench.equal import case as equal_case
 from autopar.bench.worker import cpu_devices, serve
 from autopar.compile import executed
 from autopar.errors import AutoparError
