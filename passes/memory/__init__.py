@@ -1,7 +1,8 @@
-"""The intra-op problem within a memory budget: memory at program points as constraints that are added as they bind.
+"""The intra-op problem under a memory budget. Memory rows are constraints, added when a solution violates them.
 
-    in     Problem, rows (bytes at a program point under every choice), a budget
-    out    the cheapest solution that fits, with a bound; the smallest one; the Pareto front of both
+    in     a Problem, a RowSource (bytes per device at every program point, under every choice), a budget in bytes
+    out    the cheapest solution within the budget, with a lower bound; the solution with the least peak; the Pareto
+           front of seconds and peak
 
-Read `budget` first, then `search`; rows are `autopar.cost_models.memory.row`.
+Start with `budget`, then read `search`. `autopar.cost_models.memory.row` defines the rows.
 """

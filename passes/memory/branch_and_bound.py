@@ -1,12 +1,16 @@
-"""Branch and bound on decisions that stand for themselves.
+"""Branch and bound on nodes whose symmetry class has one member (A. H. Land, A. G. Doig, Econometrica 28, 1960).
 
-Where hub layouts differ between the plan that fits and the cheaper one that does not, no multipliers close the gap: the
-relaxation mixes the two. A node of the search tree allows some strategies at some decisions only; the others cost a
-penalty, which bounds from below what forbidding them would cost. Children inherit messages and multipliers (A. H. Land,
-A. G. Doig, Econometrica 28, 1960; the bound is the ascent's).
+A plan that fits and a cheaper plan that does not may differ in the layout of a hub, a node with edges to many layers.
+No multipliers close the gap between them, because the relaxation takes a convex combination of both -> Tree.
 
-In a folded problem only classes of one member are branched on: "all 32 layers do, or none does" is no partition of the
-plans of the unfolded problem, so a bound found that way would not hold there.
+    tree node   allows only some strategies at some nodes of the problem                            -> _Leaf
+    bound       dual ascent, where a forbidden strategy costs a penalty. The penalised problem is a relaxation of the
+                one without these strategies, so the bound is valid                                 -> Tree._bound
+    branch      on the node of the problem that contributes most to the difference of the two plans -> Tree._split
+
+Children inherit messages and multipliers from their parent. In a folded problem only classes of one member are branched
+on. A branch on a class of 32 layers, "all 32 layers take these strategies, or none does", does not cover the plans of
+the unfolded problem in which some layers do, so its bound would not hold for them.
 """
 
 from __future__ import annotations
@@ -24,21 +28,27 @@ from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Po
 from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.presolve import ConstrainedProblem
 
-CHANGES = 8  # changes of multipliers per tree node
-PENALTY = 4.0  # times the value of the best plan: dearer than any plan of interest
-MOST = 40  # tree nodes
-STALE, PROGRESS = 8, 0.1  # times that a leaf is split, within which the gap has to shrink by that share
-MATTERS = 0.02  # share of the gap below which a difference between plans is not worth branching on
-POOLED = 64  # plans of the pool, best first at the present multipliers, that a tree node starts its model from
+# Efforts are settled on the zoo.
+CHANGES = 8  # most changes of multipliers per tree node
+PENALTY = 4.0  # cost of a forbidden strategy, as a multiple of the best plan's cost: dearer than any plan of interest
+MOST = 40  # most tree nodes
+STALE = 8  # splits within which the gap has to shrink by the share PROGRESS, else the search ends
+PROGRESS = 0.1  # share of the gap
+MATTERS = 0.02  # least difference between two plans at a node that is branched on, as a share of the gap
+POOLED = 64  # plans of the pool, least penalised cost first, from which a tree node starts its cutting-plane model
 
 Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaf:
-    """allowed: strategies (masks) of the decisions branched on; messages and multipliers to go on from.
+    """A tree node that is not split yet.
 
-    decoded: what the last two passes, there and back, made of it.
+    Attributes:
+        allowed: node branched on -> mask of the strategies allowed there, shape (strategies,).
+        dual: lower bound (s), and multipliers to go on from.
+        messages: messages to go on from.
+        decoded: the plans of the last two passes, one in each direction; empty at the root.
     """
 
     allowed: dict[int, Mask]
@@ -47,14 +57,16 @@ class _Leaf:
     decoded: list[Ints]
 
     def admits(self, plan: Ints) -> bool:
+        """Whether all strategies of a plan are allowed."""
         return all(mask[plan[v]] for v, mask in self.allowed.items())
 
     def child(self, v: int, mask: Mask) -> _Leaf:
+        """This leaf with the strategies of node v restricted to a mask. Its bound still is that of the parent."""
         return replace(self, allowed={**self.allowed, v: mask})
 
 
 class _LeafPool(Pool):
-    """The plans that a leaf admits; what is decoded goes to the search's pool as well."""
+    """The plans that a leaf admits. All plans added, admitted or not, are added to the pool of the tree as well."""
 
     def __init__(self, constrained: ConstrainedProblem, leaf: _Leaf, every: Pool) -> None:
         super().__init__(constrained)
@@ -68,10 +80,17 @@ class _LeafPool(Pool):
 
 
 class Tree:
-    """The search on one problem with rows; plans found go to the pool.
+    """Branch and bound on one problem with rows.
 
-    `branchable` marks the decisions that may be branched on. `pairs` collects, leaf by leaf, a plan that fits and a
-    cheaper one that does not.
+    Args:
+        messages: of the problem, at the root.
+        pool: known plans; extended by the plans found.
+        budget: bytes.
+        branchable: the nodes that may be branched on, shape (nodes,).
+
+    Attributes:
+        pairs: for each leaf that was split, the best plan inside it that fits and the best that does not.
+        visited: tree nodes bounded so far.
     """
 
     def __init__(self, messages: Messages, pool: Pool, budget: float, branchable: Mask) -> None:
@@ -85,11 +104,19 @@ class Tree:
         self.visited = 0
 
     def run(self, root: Dual, upper: float, target: float, deadline: float, most: int = MOST) -> float:
-        """The bound (s) on all plans that fit: that of the worst leaf left, at most the best value.
+        """Split the leaf of least bound until the bound is within `target` of the best plan.
 
-        `upper` (s) is the value of a plan known elsewhere; the search ends when no leaf is further than `target`,
-        relative, below the best, after `most` tree nodes, or at the deadline.
+        Args:
+            root: bound and multipliers of the root.
+            upper: cost (s) of a known plan that need not be in the pool.
+            target: relative gap at which to stop.
+            deadline: on the clock of `time.monotonic()`.
+            most: most tree nodes.
+
+        Returns:
+            A lower bound (s) on all plans that fit: the least bound of the leaves, at most the cost of the best plan.
         """
+        # (bound, number, leaf); the number settles ties in the order in which leaves were made
         heap = [(root.lower, 0, _Leaf({}, root, self._messages.copy(), []))]
         closed, made, gaps = np.inf, 0, list[float]()
         while heap:
@@ -102,7 +129,7 @@ class Tree:
                 break
             _, _, leaf = heapq.heappop(heap)
             children = self._split(leaf, MATTERS * max(0.0, best - leaf.dual.lower) if np.isfinite(best) else 0.0)
-            if not children:
+            if not children:  # the leaf cannot be split further, so its bound limits that of the tree
                 closed = min(closed, leaf.dual.lower)
             for child in children:
                 found = self._bound(child, min(upper, self._best()), target, deadline)
@@ -111,11 +138,12 @@ class Tree:
         return min([closed, min(upper, self._best()), *(lower for lower, _, _ in heap)])
 
     def _best(self) -> float:
+        """Cost (s) of the cheapest plan of the pool that fits, inf without one."""
         fitting = self._pool.fitting(self._budget)
         return float(self._pool.seconds[fitting[0]]) if len(fitting) else np.inf
 
     def _bound(self, leaf: _Leaf, best: float, target: float, deadline: float) -> _Leaf:
-        """The leaf with its own bound, multipliers and messages."""
+        """Dual ascent at a leaf, from the multipliers and messages of its parent: the leaf with a bound of its own."""
         self.visited += 1
         finite = self._pool.seconds[np.isfinite(self._pool.seconds)]
         scale = PENALTY * (best if np.isfinite(best) else float(finite.max(initial=1.0)))
@@ -138,13 +166,16 @@ class Tree:
             adapt=True,
         )
         self._messages.set(dual.multipliers)
-        bound, decoded = self._messages.run(2)
+        bound, decoded = self._messages.run(2)  # two passes: one in each direction
         self._polish(inside, leaf)
         lower = max(dual.lower, leaf.dual.lower, objective.lower(bound, dual.multipliers))
         return _Leaf(leaf.allowed, Dual(lower, dual.multipliers), self._messages.copy(), decoded)
 
     def _forced(self, leaf: _Leaf) -> list[Ints]:
-        """The best plan that fits, and the best that does not, made to obey the leaf: its multipliers need both."""
+        """The best plan that fits and the best that does not, changed so that the leaf admits them.
+
+        The cutting-plane model of the leaf needs both kinds. A plan that the leaf admits unchanged is left out.
+        """
         found: list[Ints] = []
         for plan in self._pair(_Leaf({}, leaf.dual, leaf.messages, [])):
             if plan is None or leaf.admits(plan):
@@ -160,21 +191,22 @@ class Tree:
         return found
 
     def _near(self, multipliers: Floats) -> Ints:
-        """All plans, cheapest first when bytes are paid for."""
+        """Indices of all plans of the pool, least penalised cost first."""
         return np.argsort(self._pool.seconds + self._pool.usage @ multipliers, kind="stable")
 
     def _polish(self, inside: Pool, leaf: _Leaf) -> None:
-        """Descent from the best plan of the leaf that fits."""
+        """Local search inside the leaf, from its cheapest plan that fits."""
         fitting = inside.fitting(self._budget)
         if len(fitting):
             plan, usage = inside.plans[fitting[0]], inside.usage[fitting[0]]
             inside.add([self._local_search.descend(plan, usage, self._budget, 2, leaf.allowed)])
 
     def _split(self, leaf: _Leaf, least: float) -> list[_Leaf]:
-        """Two leaves that part the plan that fits from the one that does not, or what two passes make of the leaf.
+        """Two leaves that separate the best plan that fits from the best that does not.
 
-        None if those agree, up to `least` seconds, wherever may be branched: then the gap is between plans of classes
-        of several members.
+        If no node can be branched on between these two, the plans of the last two passes are separated. The list is
+        empty if these agree as well at every node that may be branched on, up to `least` seconds. The gap is then
+        between plans that differ in symmetry classes of several members.
         """
         a, b = self._pair(leaf)
         if a is not None and b is not None:
@@ -190,7 +222,7 @@ class Tree:
         return []
 
     def _pair(self, leaf: _Leaf) -> tuple[Ints | None, Ints | None]:
-        """The best plan inside the leaf that fits, and the best that does not, bytes paid for."""
+        """The plan inside the leaf that fits, and the one that does not, of least penalised cost each."""
         found: dict[bool, Ints] = {}
         fits: list[bool] = [bool((used <= self._budget).all()) for used in self._pool.usage]
         for i in self._near(leaf.dual.multipliers):
@@ -201,14 +233,18 @@ class Tree:
         return found.get(True), found.get(False)
 
     def _sides(self, v: int, a: Ints, b: Ints, leaf: _Leaf) -> tuple[float, Mask, Mask]:
-        """What it moves when v alone goes from one plan to the other, and the strategies that suit a or b better.
+        """How much node v contributes to the difference of plans a and b, and a partition of its allowed strategies.
 
-        Seconds and priced bytes count apart: at good multipliers they cancel, and that is where to branch.
+        Returns:
+            The change (s) when v alone moves from one plan to the other: absolute seconds plus absolute penalty. The
+            two do not cancel this way: at good multipliers their sum is about zero just where a branch is needed. Then
+            the strategies of v that are cheaper in the surroundings of a than of b, and the others.
         """
         side = np.zeros(len(self._constrained.problem.nodes[v].cost))
         moved = 0.0
         for sign, plan, other in ((1.0, a, b), (-1.0, b, a)):
             seconds, priced = self._local_search.scores(v, plan, leaf.dual.multipliers)
+            # a limit instead of inf, whose difference would be nan
             moved += sum(min(abs(float(s[other[v]] - s[plan[v]])), 1e300) for s in (seconds, priced))
             total = seconds + priced
             side += sign * np.minimum(total - total[plan[v]], 1e300)

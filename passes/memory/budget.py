@@ -1,12 +1,15 @@
-"""The cheapest plan that fits into memory.
+"""The cheapest plan within a memory budget.
 
-    free     the optimum without rows; if it fits, the search ends                             passes/solver/optimize.py
-    least    otherwise a plan that fits, if there is one                                     passes/memory/min_memory.py
-    search   multipliers, pools, bounds, branch and bound, until the gap is below the target     passes/memory/search.py
-    ilp      the problem without symmetry reduction, where it is small                              -> _by_ilp
+    minimise  seconds(x)     subject to  bytes_r(x) <= budget  at every program point r         -> optimize_within
+
+    free     the optimum without memory rows; if it fits, the search ends             -> solver.optimize.optimize
+    least    otherwise a plan that fits, if there is one                              -> _least, min_memory.least_memory
+    search   dual ascent, local search and branch and bound, to the target gap        -> search.search
+    ilp      the ILP without symmetry reduction, if the problem is small              -> _small, _by_ilp
 
 A problem with some of the rows is a relaxation, so its bounds are valid for the problem with all rows. A plan is
-accepted only if it fits by `RowSource.peak`, which evaluates all rows. Plans that do not fit add the rows they violate.
+accepted only if it fits by `RowSource.peak`, which evaluates all rows. A plan that does not fit adds the rows that it
+violates.
 """
 
 from __future__ import annotations
@@ -27,25 +30,30 @@ from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
 
-TARGET = 1e-3
-AGAIN = 4  # times that rows learnt by untied plans start everything anew
-SMALL, TINY, FEW = 4_000, 200, 2  # strategies that the ILP gets: at most; of many layers; times those of the folded
-FITTING = 60.0  # s that the search for a plan that fits may take, whatever the deadline
-AFTER = 15.0  # s that the ILP gets for a problem after everything else
-TOLERATED = 1e-6  # share of the budget that a solver's tolerance may cost
+TARGET = 1e-3  # default relative gap at which the search ends
+AGAIN = 4  # most rounds of `search`; a round after the first runs only if the one before it added rows
+SMALL = 4_000  # most strategies, without symmetry reduction, of a problem that the ILP solves; settled on the zoo
+TINY = 200  # strategies up to which the ILP solves a problem even with many equal layers; settled on the zoo
+FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
+FITTING = 60.0  # default for the time (s) in which the search for a plan that fits may ignore the deadline
+AFTER = 15.0  # most time (s) for the ILP after all other steps
+TOLERATED = 1e-6  # most that the solver's tolerance may take from the budget, as a share of it
+# Status of the ILP -> status of the solution. The ILP looks for a plan below the incumbent: where it is infeasible, the
+# incumbent is optimal.
 ENDS = {"optimal": "optimal", "infeasible": "optimal", "time-limit": "time-limit"}
-STATUS = {True: "certified", False: "near-optimal"}
+STATUS = {True: "certified", False: "near-optimal"}  # whether the gap is zero -> status
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BudgetedSolution(Solution):
-    """A `Solution` that fits.
+    """A `Solution` whose peak is within the budget.
 
     Attributes:
-        peak_bytes: exact, per device.
-        price: what one more byte of budget is worth, in seconds (s/byte); zero if the budget does not bind.
-        points: names of the program points that were needed.
-        multipliers: s/byte by program point, where positive; they add up to `price`.
+        peak_bytes: exact peak (bytes per device).
+        price: shadow price of the budget (s/byte): the time per step that one more byte saves, to first order; zero
+            if the budget does not bind.
+        points: names of the program points whose rows were added.
+        multipliers: name of a program point -> Lagrange multiplier (s/byte), positive ones only; their sum is `price`.
     """
 
     peak_bytes: float
@@ -55,7 +63,11 @@ class BudgetedSolution(Solution):
 
 
 class Infeasible(Exception):
-    """No plan fits. `least` is the plan with the least peak that was found, with a bound on all plans' peaks."""
+    """No plan fits, or none was found.
+
+    Attributes:
+        least: the plan with the least peak that was found, and a lower bound on the peak of every plan.
+    """
 
     def __init__(self, least: LeastMemory) -> None:
         super().__init__(f"no plan was found within the budget; the least peak found is {least.peak_bytes} bytes")
@@ -76,18 +88,28 @@ def optimize_within(
     cutoff: float = np.inf,
     patience: float = FITTING,
 ) -> BudgetedSolution:
-    """The cheapest plan whose peak is at most `budget` (bytes per device), to a relative gap of `gap`.
+    """The cheapest plan whose peak is at most `budget`, to a relative gap of `gap`.
 
-    `free` is the solution without a budget, where it is known. Where `cutoff` (s) is given, plans that take as long are
-    of no interest, and the search ends once there can be no others. The search for a plan that fits may take
-    `patience` (s), whatever the time limit. The gap is certified against the unfolded problem with all rows. "cbc" and
-    "highs" force the ILP, with rows added as they are needed.
+    The gap is certified against the problem without symmetry reduction and with all rows.
+
+    Args:
+        problem: the problem without symmetry reduction.
+        source: its memory rows.
+        budget: limit on the peak (bytes per device).
+        solver: "auto", or "cbc" or "highs" to solve by ILP alone, with rows added as solutions violate them.
+        time_limit: s.
+        gap: relative gap at which the search ends.
+        fold: share decisions among equal layers.
+        presolve: eliminate dominated strategies; otherwise only infeasible ones are removed.
+        free: the solution without a budget, if it is known already.
+        cutoff: s; plans that take as long are rejected, and the search ends once none below it can exist.
+        patience: s; the search for a plan that fits may take so long, whatever the time limit.
 
     Raises:
         Infeasible: no plan fits, or none was found.
-        Pruned: none below `cutoff` fits, or was found.
-        SolverError: no plan exists whatever its memory.
-        ArgumentError: an unknown solver, or a time limit that is not above zero, or a budget that is no number.
+        Pruned: no plan below `cutoff` fits, or none was found.
+        SolverError: no plan exists, whatever its memory.
+        ArgumentError: the solver is unknown, the time limit is not above zero, or the budget is nan.
     """
     if np.isnan(budget):
         raise ArgumentError(f"budget={budget!r} must be a number of bytes")
@@ -107,6 +129,7 @@ def optimize_within(
 
 
 def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReduction, *, full: bool) -> BudgetedSolution:
+    """All steps of the module docstring, after the free optimum turned out not to fit. Raises Infeasible."""
     least = _least(state, free)
     state.add_rows(least.rows)
     if least.peak_bytes > state.budget:
@@ -130,11 +153,12 @@ def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReducti
 def _under_cutoff(
     state: SearchState, free: Solution, cutoff: float, begin: float, how: SymmetryReduction, *, full: bool
 ) -> BudgetedSolution:
-    """The best plan that fits and takes less than `cutoff` (s); Pruned where none is found or there can be none.
+    """The best plan that fits and takes less than `cutoff` (s). Raises Pruned if none is found.
 
-    By multipliers alone at first: where all that fits takes longer, that is mostly enough to see it.
+    The search runs first without a plan that fits: if every such plan takes longer than the cutoff, the dual bound
+    alone mostly proves it, and the search for the least peak is saved.
     """
-    state.seconds = cutoff
+    state.seconds = cutoff  # an incumbent without a plan, so that bounds are compared with the cutoff
     few = free.variables_unfolded <= FEW * free.variables
     if not state.done:
         search(state, how, few, full=full)
@@ -150,21 +174,23 @@ def _under_cutoff(
 
 
 def _least(state: SearchState, free: Solution) -> LeastMemory:
-    """A plan that fits, or the one with the least peak.
+    """A plan that fits if one is found, else the plan with the least peak that is found.
 
-    The way there is the same for every budget, up to where it ends: so the least peak that is named is a budget that
-    plans. It may take longer than the deadline, for where it ended early a plan that fits would be refused.
+    Budgets differ in where this search ends but not in its steps, so a peak that `Infeasible` reports is a budget
+    that can be planned. The search may exceed the deadline by `state.patience`: if it ended at the deadline, a budget
+    that some plan fits could be rejected.
     """
     seeds, deadline = [free.assignment], max(state.deadline, time.monotonic() + state.patience)
     return least_memory(state.problem, state.source, seeds=seeds, deadline=deadline, asked=state.budget)
 
 
 def _small(free: Solution) -> bool:
-    """Whether the unfolded problem is one for the ILP: few variables, and few layers, which it would permute."""
+    """Whether the ILP solves the problem without symmetry reduction: few strategies, and few layers to permute."""
     return free.variables_unfolded <= min(SMALL, max(TINY, FEW * free.variables))
 
 
 def _status(state: SearchState) -> str:
+    """The status that the gap and the deadline imply."""
     if state.gap <= state.target:
         return STATUS[state.gap == 0.0]
     return "time-limit" if state.late else "open"
@@ -173,7 +199,7 @@ def _status(state: SearchState) -> str:
 def _forced(
     state: SearchState, free: Solution, solver: str, begin: float, how: SymmetryReduction, *, full: bool
 ) -> BudgetedSolution:
-    """The ILP and nothing else."""
+    """The solution of the ILP alone. Raises Infeasible."""
     status, used, rows = _by_ilp(state, solver, how, full=full)
     if state.plan is None:
         least = _least(state, free)
@@ -185,10 +211,17 @@ def _forced(
 def _by_ilp(
     state: SearchState, solver: str, how: SymmetryReduction, *, full: bool, longest: float = np.inf
 ) -> tuple[str, str, int]:
-    """The ILP with the rows known, until its plan truly fits: status, solver, and rows of the ILP.
+    """Solve the ILP with the rows added so far, again until its plan fits on all rows.
 
-    What a solver takes for fitting may be over the budget by its tolerance; then it gets less. The bound is only taken
-    where no plans are symmetric.
+    A plan within the solver's tolerance may exceed the budget. The budget of the ILP is then lowered by a margin. The
+    bound is recorded only without a margin and without symmetry reduction: otherwise it does not hold for all plans.
+
+    Args:
+        solver: "cbc" or "highs".
+        longest: most time (s) of one solve.
+
+    Returns:
+        Status, name of the solver, and number of rows of the last ILP.
     """
     margin = 0.0
     while True:
@@ -205,6 +238,7 @@ def _by_ilp(
             memory=memory,
         )
         if not presolved.alike and not margin:
+            # `cutoff` makes the ILP infeasible where no plan is better than the incumbent
             none_better = answer.status == "infeasible"
             state.bound(state.seconds if none_better else min(state.seconds, answer.lower + presolved.constant))
         if answer.assignment is None:
@@ -215,11 +249,11 @@ def _by_ilp(
             status = ENDS.get(answer.status, "fallback")
             symmetric = status == "optimal" and state.gap > CLOSED
             return "optimal-tied" if symmetric else status, solver, answer.rows
-        if len(state.rows) == known:
+        if len(state.rows) == known:  # no row is new, so the plan exceeds a row of the ILP by the solver's tolerance
             over = max(row.value(state.problem, plan) for row in state.rows) - state.budget
             if over <= 0 or margin > TOLERATED * state.budget:
                 return "fallback", solver, answer.rows
-            margin += 2 * over
+            margin += 2 * over  # twice the excess, so that the next plan does not exceed the budget by rounding again
 
 
 def _solution(free: Solution, state: SearchState, status: str, used: str, rows: int, begin: float) -> BudgetedSolution:

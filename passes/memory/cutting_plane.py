@@ -1,16 +1,17 @@
 """Multipliers of memory rows from known plans, by cutting planes.
 
-Plan k takes c_k seconds and exceeds the budget by g_kr, relative to it, at row r. The multipliers that the known plans
-allow are
+Plan k takes c_k seconds, and at row r it exceeds the budget by g_kr, as a share of the budget. The known plans give a
+piecewise linear model of the dual function, whose maximiser is the vector of multipliers
 
     max_(lambda >= 0)  min_k  c_k + sum_r lambda_r g_kr
 
-(J. E. Kelley, "The cutting-plane method for solving convex programs", SIAM J. 8, 1960). Its dual mixes plans,
+(J. E. Kelley, "The cutting-plane method for solving convex programs", SIAM J. 8, 1960). The dual of this linear program
+is the master problem, whose solution is a convex combination of plans,
 
     min_a  sum_k a_k c_k      sum_k a_k g_kr + s_r = 0,   sum_k a_k = 1,   a, s >= 0                       -> within
 
-with one column per plan and R + 1 rows. The simplex method keeps a basis of R + 1 columns, and the duals of the basis
-are the multipliers. A new plan is a new column, so the last basis starts the next solve.
+It has one column per plan and R + 1 rows. The simplex method keeps a basis of R + 1 columns, and the duals of the basis
+are the multipliers -> MasterProblem.solve. A new plan is a new column, so the last basis starts the next solve.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ import numpy as np
 
 from autopar.ir.problem import Floats, Ints
 
-PIVOTS = 500  # after half of them the first column that helps enters (Bland's rule), which cannot cycle
-TOLERANCE = 1e-9  # reduced cost, relative to the costs, that counts as none
+PIVOTS = 500  # most pivots of one solve; in the second half Bland's rule chooses columns, which cannot cycle
+TOLERANCE = 1e-9  # reduced cost, as a share of the largest cost, that counts as zero
 
 
 class MasterProblem:
-    """A linear program min costs @ a, columns @ a = (0, ..., 0, 1), a >= 0, that grows by columns."""
+    """A linear program min costs @ a, columns @ a = (0, ..., 0, 1), a >= 0, to which columns are added.
+
+    Args:
+        columns: shape (R + 1, n).
+        costs: shape (n,).
+        basis: indices of R + 1 columns that form a feasible basis.
+    """
 
     def __init__(self, columns: Floats, costs: Floats, basis: list[int]) -> None:
         self._columns = columns
@@ -32,12 +39,12 @@ class MasterProblem:
         self._basis = basis
 
     def add(self, costs: Floats, entries: Floats) -> None:
-        """More plans: their costs, shape (n,), and entries in the R rows, shape (n, R)."""
+        """Add plans: `costs` has shape (n,), `entries` in the R rows has shape (n, R)."""
         self._columns = np.column_stack([self._columns, np.vstack([entries.T, np.ones(len(costs))])])
         self._costs = np.append(self._costs, costs)
 
     def solve(self) -> tuple[Floats, float]:
-        """Prices of the rows, shape (R,), and the value of the model there."""
+        """Multipliers of the rows, shape (R,), and the value of the model at these multipliers."""
         right = np.append(np.zeros(len(self._basis) - 1), 1.0)
         scale = TOLERANCE * max(1e-300, float(np.abs(self._costs).max()))
         duals = np.zeros(len(self._basis))
@@ -50,14 +57,16 @@ class MasterProblem:
                 break
             leaving = _leaving(inverse @ right, inverse @ self._columns[:, entering], self._basis)
             self._basis[leaving] = entering
+        # the rows are "<= 0" with slack variables, so their duals are <= 0 in a minimisation, up to rounding
         return np.maximum(-duals[:-1], 0.0), float(duals[-1])
 
 
 def within(rows: int, ceiling: float, relief: float) -> MasterProblem:
-    """Cheapest mix of plans that fits. Costs are in seconds, entries are the excess over the budget, relative to it.
+    """The master problem of the cheapest convex combination of plans that fits on all rows.
 
-    An artificial plan fits every row by `relief` and costs `ceiling` seconds, so a feasible basis always exists. It
-    limits the multipliers to about ceiling / relief.
+    Its costs are in seconds; its entries are the excess over the budget as a share of the budget. An artificial plan
+    stays below the budget by the share `relief` on every row and costs `ceiling` seconds, so a feasible basis always
+    exists. This plan limits the sum of the multipliers to about ceiling / relief.
     """
     columns = np.vstack([np.eye(rows, rows + 1), np.zeros((1, rows + 1))])
     columns[:, rows] = np.append(np.full(rows, -relief), 1.0)
@@ -65,11 +74,12 @@ def within(rows: int, ceiling: float, relief: float) -> MasterProblem:
 
 
 def smallest(rows: int, ceiling: float) -> MasterProblem:
-    """Mix of plans with the least peak t: plans cost nothing, their entries are bytes; multipliers add up to one.
+    """The master problem of the convex combination of plans with the least peak t.
 
         min t      sum_k a_k m_kr + s_r = t,   sum_k a_k = 1
 
-    A made-up plan of `ceiling` bytes everywhere gives the first basis.
+    Plans cost nothing, and their entries m_kr are bytes (in any unit). The multipliers add up to one. An artificial
+    plan of `ceiling` bytes on every row gives the first basis.
     """
     columns = np.vstack([np.eye(rows, rows + 2), np.zeros((1, rows + 2))])
     columns[:rows, rows] = -1.0
@@ -80,7 +90,7 @@ def smallest(rows: int, ceiling: float) -> MasterProblem:
 
 
 def _entering(reduced: Floats, scale: float, first: bool) -> int:
-    """The column to enter: the most promising, or the first that helps; -1 if none does."""
+    """The column that enters the basis: of least reduced cost, or the first with a negative one; -1 if none has."""
     helps: Ints = np.flatnonzero(reduced < -scale)
     if not len(helps):
         return -1
@@ -88,7 +98,7 @@ def _entering(reduced: Floats, scale: float, first: bool) -> int:
 
 
 def _leaving(values: Floats, direction: Floats, basis: list[int]) -> int:
-    """The position that reaches zero first; of several the one with the lowest column."""
+    """The position in the basis that reaches zero first (ratio test); of several, the one with the lowest column."""
     ratios = np.full(len(values), np.inf)
     falls = direction > 1e-12 * max(1.0, float(np.abs(direction).max()))
     ratios[falls] = np.maximum(values[falls], 0.0) / direction[falls]

@@ -1,7 +1,11 @@
 """Seconds and bytes of many plans at once.
 
-Every quantity (seconds, then bytes at each program point) is a row over the concatenated strategies of all nodes and
-the concatenated tables of all edges, so a plan's totals are sums of looked-up columns -> Evaluator.totals.
+There are 1 + R quantities: seconds, then bytes at each of R program points. Each quantity is one row of a matrix whose
+columns are the strategies of all nodes, then the table entries of all edges. The total of a plan is a sum of columns:
+
+    total_q(x)  =  constant_q  +  sum_v nodes_q[v][x_v]  +  sum_e edges_q[e][gu(x_u), gv(x_v)]     -> Evaluator.totals
+
+Most edges have no bytes in any row. Their tables have one row, for seconds only.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from autopar.passes.memory.presolve import ConstrainedProblem
 
 
 class Evaluator:
-    """The totals of plans of one problem with rows."""
+    """Evaluates plans of one problem with memory rows."""
 
     def __init__(self, constrained: ConstrainedProblem) -> None:
         problem = constrained.problem
@@ -34,14 +38,14 @@ class Evaluator:
         self._usage = _Tables(usage, stacked, 1 + constrained.rows)
 
     def totals(self, plans: Ints) -> Floats:
-        """Seconds, then bytes at each point, of each plan: shape (plans, 1 + R) for plans of shape (plans, nodes)."""
+        """Seconds, then bytes at each program point, shape (plans, 1 + R), of plans of shape (plans, nodes)."""
         out = self._flat[:, self._start + plans].sum(axis=2) + self._constants[:, None]
         out[:1] += self._bare.totals(plans)
         return (out + self._usage.totals(plans)).T
 
 
 class _Tables:
-    """Tables of edges, flattened, with one row per quantity."""
+    """Tables of edges, flattened and concatenated, with one row per quantity."""
 
     def __init__(self, edges: Sequence[Edge], tables: Sequence[Floats], quantities: int) -> None:
         self._flat = np.concatenate([np.zeros((quantities, 0)), *(t.reshape(len(t), -1) for t in tables)], axis=1)
@@ -54,12 +58,13 @@ class _Tables:
         self._gv_start = _starts([len(e.gv) for e in edges])
 
     def totals(self, plans: Ints) -> Floats:
-        """Shape (quantities, plans)."""
+        """Sums over the edges of each quantity, shape (quantities, plans), of plans of shape (plans, nodes)."""
         u, v = self._ends
+        # `_gu` is multiplied by the number of columns, so the sum is the position in the flattened table
         pairs = self._gu[self._gu_start + plans[:, u]] + self._gv[self._gv_start + plans[:, v]]
         return self._flat[:, self._start + pairs].sum(axis=2)
 
 
 def _starts(sizes: Sequence[int]) -> Ints:
-    """Where each of the concatenated arrays begins."""
+    """Offset of each array in the concatenation of arrays of these sizes."""
     return np.cumsum([0, *sizes], dtype=np.int64)[:-1]

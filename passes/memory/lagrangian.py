@@ -1,13 +1,17 @@
-"""Dual ascent with multipliers: the bound under memory rows, and a pool of plans around the budget.
+"""Lagrangian relaxation of the memory rows: a lower bound by dual ascent, and a pool of plans around the budget.
 
     D(lambda)  =  min_x  seconds(x) + sum_r lambda_r (bytes_r(x) - budget)      <=   seconds of every plan that fits
 
-for any multipliers lambda >= 0 (s/byte). TRW-S bounds the minimum from below (`dual_ascent`). Its messages are kept
-when the multipliers change, because a pass makes a valid bound of any messages. Plans decoded on the way go to the
-pool, and the pool gives the next multipliers (`Objective.multipliers`). With several rows the cutting-plane model
-oscillates, so the next multipliers are between the model's and the best so far (A. Ruszczynski, "Nonlinear
-Optimization", 2006, chapter 7: stabilised cuts): halfway, or, in a long ascent, farther after a success and nearer
-after a failure.
+for any multipliers lambda >= 0 (s/byte) -> BudgetObjective.lower. The bound on the least peak has the same form
+
+    min_x  sum_r mu_r bytes_r(x)      <=   peak of every plan,      mu >= 0,   sum_r mu_r = 1    -> PeakObjective.lower
+
+TRW-S bounds the minimum over x from below (`dual_ascent`) -> Messages.run. When the multipliers change, its messages
+stay, because a pass gives a valid bound whatever the messages were before. The plans that the passes decode go to the
+pool, and the pool determines the next multipliers -> Objective.multipliers. With several rows the cutting-plane model
+oscillates, so the next multipliers are between those of the model and the best so far (A. Ruszczynski, "Nonlinear
+Optimization", 2006, chapter 7: stabilised cuts): halfway, or, in a long ascent, closer to the model's after a success
+and farther from them after a failure -> Objective.next, _step.
 """
 
 from __future__ import annotations
@@ -25,28 +29,29 @@ from autopar.passes.memory.evaluate import Evaluator
 from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, ends_of, initial, sweep
 
-FIRST, NEXT = 10, 4  # passes at the first multipliers, and after each change of multipliers
-CHANGES = 200  # most changes of multipliers
-CEILING, RELIEF = 10.0, 1e-3  # of the made-up plan of the model: seconds, of the dearest plan known; excess below zero
-STEP, GROWTH = (
-    0.1,
-    3.0,
-)  # multipliers at which a budget is worth a tenth of all seconds; multipliers grow to thrice at a time
-PATIENCE = 6  # changes of multipliers over which the gap has to shrink by PROGRESS, else the ascent stops
-PROGRESS = 0.15
-FARTHEST, NEAREST, BOLDER, SHYER = (
-    0.9,
-    0.05,
-    1.2,
-    0.8,
-)  # of the way to the model's multipliers: bounds, and what moves it
-SCANS, GAIN = 8, 0.03  # rounds of passes around the best multipliers, and the share of the gap that each has to close
-FACTORS = (0.5, 0.7, 1.0, 1.4)
-CLOSED = 1e-7  # relative distance between the bound and the model that no multipliers can better
+# Efforts and factors are settled on the zoo.
+FIRST = 10  # message passes at the first multipliers
+NEXT = 4  # message passes after each change of multipliers
+CHANGES = 200  # most changes of multipliers in one ascent
+CEILING = 10.0  # cost of the artificial plan of the master problem, as a multiple of the dearest plan of the pool
+RELIEF = 1e-3  # how far the artificial plan stays below the budget, as a share of the budget
+STEP = 0.1  # least scale of a multiplier: the whole budget, times the multiplier, costs this share of the fastest plan
+GROWTH = 3.0  # most factor by which a multiplier grows in one change, from its value or from the least scale
+PATIENCE = 6  # changes of multipliers over which the gap has to shrink by the share PROGRESS, else the ascent stops
+PROGRESS = 0.15  # share of the gap
+# The next multipliers are best + share * (those of the model - best).
+FARTHEST = 0.9  # upper limit of the share
+NEAREST = 0.05  # lower limit of the share
+BOLDER = 1.2  # factor of the share after the bound has risen
+SHYER = 0.8  # factor of the share after the bound has not risen
+SCANS = 8  # most rounds of `_scan`
+GAIN = 0.03  # share of the gap that a round of `_scan` has to close, else it is the last
+FACTORS = (0.5, 0.7, 1.0, 1.4)  # of the best multipliers, which one round of `_scan` tries
+CLOSED = 1e-7  # relative distance between bound and model that counts as zero
 
 
 class Pool:
-    """Distinct plans of one problem with rows, with their totals."""
+    """Distinct plans of one problem with memory rows, and their seconds and bytes."""
 
     def __init__(self, constrained: ConstrainedProblem) -> None:
         self._evaluator = Evaluator(constrained)
@@ -55,7 +60,7 @@ class Pool:
         self.totals = np.zeros((0, 1 + constrained.rows))
 
     def add(self, plans: Iterable[Ints]) -> None:
-        """Put plans in; known ones are left out."""
+        """Add and evaluate the plans, shape (nodes,) each, that the pool does not contain."""
         start = len(self.plans)
         for plan in plans:
             if self._known.setdefault(plan.tobytes(), len(self.plans)) == len(self.plans):
@@ -65,23 +70,30 @@ class Pool:
 
     @property
     def seconds(self) -> Floats:
-        """Shape (plans,)."""
+        """Seconds per step of each plan, without the constant of the presolved problem, shape (plans,)."""
         return self.totals[:, 0]
 
     @property
     def usage(self) -> Floats:
-        """Bytes at each point, shape (plans, R)."""
+        """Bytes at each program point, shape (plans, R)."""
         return self.totals[:, 1:]
 
     def fitting(self, budget: float) -> Ints:
-        """Indices of finite plans that fit on all rows, cheapest first."""
+        """Indices of the feasible plans within the budget (bytes) on all rows of the problem, cheapest first."""
         fits = (self.usage <= budget).all(axis=1) & np.isfinite(self.seconds)
         found = np.flatnonzero(fits)
         return found[np.argsort(self.seconds[found], kind="stable")]
 
 
 class Messages:
-    """TRW-S on seconds + multipliers x bytes, with messages that outlive the multipliers."""
+    """TRW-S on the penalised problem, seconds + sum_r multiplier_r * bytes_r.
+
+    Messages outlive a change of multipliers.
+
+    Args:
+        constrained: the problem and its R rows.
+        counts: members of each symmetry class, shape (nodes,), for strategy bounds that hold for the unfolded problem.
+    """
 
     def __init__(self, constrained: ConstrainedProblem, counts: Ints) -> None:
         self.constrained = constrained
@@ -94,7 +106,7 @@ class Messages:
         self._slots = _slots(constrained, self._ends)
 
     def set(self, multipliers: Floats) -> None:
-        """Prices (s/byte), shape (R,)."""
+        """Penalise bytes by these multipliers (s/byte), shape (R,). Strategy bounds are reset, messages stay."""
         if np.array_equal(multipliers, self._multipliers) and not self._stale:
             return
         self._multipliers, self._stale = multipliers, False
@@ -115,31 +127,31 @@ class Messages:
             bound.fill(-np.inf)
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
-        """The best bound (s) of these passes on the priced problem, and the plans that they decode."""
+        """The best lower bound (s) on the penalised cost from these passes, and the plans that they decode."""
         found = [sweep(self._priced, self._ends, self._state) for _ in range(passes)]
         return max(bound for bound, _ in found), [plan for _, plan in found]
 
     @property
     def bounds(self) -> tuple[Floats, ...]:
-        """Per node and strategy the bound (s) on the priced cost of plans with it, at the present multipliers."""
+        """Per node, for each strategy, a lower bound (s) on the penalised cost of the plans that take it."""
         return tuple(self._state.bounds)
 
     @property
     def pairs(self) -> tuple[tuple[Floats, Floats], ...]:
-        """The messages as in `dual_ascent.Ascent.messages`."""
+        """The messages, in the form of `dual_ascent.Ascent.messages`."""
         return tuple((low, high) for low, high in self._state.into)
 
     def copy(self) -> list[list[Floats]]:
-        """The messages, for `restore`."""
+        """The messages, for `restore`. Their arrays are shared: passes replace arrays and never write to them."""
         return [list(pair) for pair in self._state.into]
 
     def rewind(self, messages: list[list[Floats]], multipliers: Floats) -> None:
-        """Back to these messages and multipliers, with the penalty as it is."""
+        """Set these messages and multipliers. The penalty of `restore` stays."""
         self.restore(messages, self._penalty)
         self.set(multipliers)
 
     def restore(self, messages: list[list[Floats]], penalty: Mapping[int, Floats]) -> None:
-        """Go on from these messages, with these extra seconds per strategy of some nodes."""
+        """Set these messages, and add `penalty` to the costs: node -> seconds per strategy. `set` has to follow."""
         self._state.into = [list(pair) for pair in messages]
         self._penalty = penalty
         self._stale = True
@@ -148,7 +160,7 @@ class Messages:
 def _slots(
     constrained: ConstrainedProblem, ends: list[list[End]]
 ) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """Edge with bytes -> (node, position among its ends) of u and of v."""
+    """Edge with bytes -> (node, position in `ends` of that node) of its node u and of its node v."""
     at = {(x.edge, v): place for v, around in enumerate(ends) for place, x in enumerate(around)}
     found = {i: constrained.problem.edges[i] for i in constrained.edges}
     return {i: ((e.u, at[i, e.u]), (e.v, at[i, e.v])) for i, e in found.items()}
@@ -156,11 +168,11 @@ def _slots(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dual:
-    """A lower bound and where it was reached.
+    """A lower bound, and the multipliers that reach it.
 
     Attributes:
-        lower: bound on all plans (s; bytes for `PeakObjective`).
-        multipliers: shape (R,), s/byte.
+        lower: bound on all plans (s for `BudgetObjective`, bytes for `PeakObjective`).
+        multipliers: shape (R,); s/byte for `BudgetObjective`, without unit for `PeakObjective`.
     """
 
     lower: float
@@ -168,41 +180,48 @@ class Dual:
 
 
 class Objective(Protocol):
-    """What the multipliers are for: a cutting-plane model of the pool, and what it makes of bounds and plans."""
+    """The quantity that a dual ascent bounds, with a cutting-plane model of the pool that proposes multipliers."""
 
     def start(self) -> Floats:
-        """Prices to begin with."""
+        """The multipliers to start from, shape (R,)."""
         ...
 
     def multipliers(self, pool: Pool) -> tuple[Floats, float]:
-        """The best multipliers that the plans of the pool allow, and the model's value there."""
+        """The multipliers that maximise the model of the pool, shape (R,), and the value of the model there."""
         ...
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """The multipliers to try, this share of the way from the best so far to those that the model wants."""
+        """The multipliers to try next: best + share * (wanted - best), within the limits of the objective."""
         ...
 
     def around(self, multipliers: Floats) -> list[Floats]:
-        """Prices near these."""
+        """The multipliers that a round of `_scan` tries."""
         ...
 
     def lower(self, bound: float, multipliers: Floats) -> float:
-        """The bound on plans from that on the priced problem."""
+        """The lower bound on the objective of plans, from a bound on their penalised cost at these multipliers."""
         ...
 
     def known(self, pool: Pool) -> float:
-        """The value of the best plan in the pool, inf without one."""
+        """The objective of the best plan in the pool, inf without one."""
         ...
 
 
 class BudgetObjective:
-    """Fewest seconds under a budget (bytes). `upper` is the value of a plan known elsewhere (s)."""
+    """Fewest seconds under a budget (bytes).
+
+    Args:
+        constrained: the problem and its rows.
+        budget: bytes.
+        pool: gives the scale of costs for the master problem.
+        upper: cost (s) of a known plan that need not be in the pool.
+    """
 
     def __init__(self, constrained: ConstrainedProblem, budget: float, pool: Pool, upper: float = np.inf) -> None:
         self.budget = budget
         self.upper = upper
         self._constants = constrained.constants
-        self._unit = max(budget, 1.0)
+        self._unit = max(budget, 1.0)  # bytes; the master problem has shares of the budget
         finite = pool.seconds[np.isfinite(pool.seconds)]
         ceiling = CEILING * float(np.abs(finite).max(initial=0.0))
         self._master = within(constrained.rows, ceiling or 1.0, RELIEF)
@@ -221,7 +240,11 @@ class BudgetObjective:
         return multipliers / self._unit, value
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """As long as no plan fits the model wants multipliers without bound; so they grow in steps."""
+        """As in `Objective`, but at most `GROWTH` times the best.
+
+        As long as no plan of the pool fits, only the artificial plan limits the multipliers of the model. With one row
+        there is no oscillation to damp.
+        """
         most = GROWTH * np.maximum(best, self._floor)
         return np.minimum(wanted if len(best) == 1 else best + share * (wanted - best), most)
 
@@ -229,6 +252,7 @@ class BudgetObjective:
         return [multipliers * factor for factor in FACTORS] if multipliers.any() else [multipliers]
 
     def lower(self, bound: float, multipliers: Floats) -> float:
+        # penalised costs have neither the constant bytes nor the budget
         return bound + float(multipliers @ (self._constants - self.budget))
 
     def known(self, pool: Pool) -> float:
@@ -237,14 +261,14 @@ class BudgetObjective:
 
 
 class PeakObjective:
-    """The least peak (bytes) over the rows; seconds must be 0 or inf."""
+    """The least peak (bytes) over the rows. Its bound is valid only if all costs are 0 or inf."""
 
     def __init__(self, constrained: ConstrainedProblem, pool: Pool) -> None:
         self._constants = constrained.constants
         ceiling = constrained.constants.max() + sum(
             b.max() for b in (*constrained.nodes.values(), *constrained.edges.values())
         )
-        self._unit = max(float(ceiling), 1.0)
+        self._unit = max(float(ceiling), 1.0)  # bytes; no plan has a higher peak
         self._master = smallest(constrained.rows, 1.0)
         self._seen = 0
 
@@ -257,7 +281,7 @@ class PeakObjective:
         self._seen = len(pool.plans)
         self._master.add(np.zeros(len(new)), new[:, 1:] / self._unit)
         multipliers, value = self._master.solve()
-        total = float(multipliers.sum())  # zero where a plan holds nothing at all
+        total = float(multipliers.sum())  # zero if some plan has no bytes in any row
         return multipliers / total if total > 0 else self.start(), value * self._unit
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
@@ -289,25 +313,30 @@ def ascend(
     adapt: bool = False,
     passes: tuple[int, int] = (FIRST, NEXT),
 ) -> Dual:
-    """Prices and messages together, until bound and model meet, the bound stalls, or time is up.
+    """Dual ascent on multipliers and messages, until bound and model meet, the gap stalls, or the deadline passes.
 
     Args:
-        messages, pool: of the same problem; the pool grows.
-        objective: what the multipliers are for.
-        start: multipliers to begin with, shape (R,).
-        target: gap to the best plan known, relative to it, at which to stop.
-        deadline: of `time.monotonic()`.
+        messages: of the same problem as the pool; set to the messages and multipliers of the best bound at the end,
+            from which a scan goes on.
+        pool: the plans known; extended by those decoded.
+        objective: the quantity to bound.
+        start: multipliers to start from, shape (R,); those of the objective when absent.
+        target: gap to the best known plan, as a share of its value, at which to stop.
+        deadline: on the clock of `time.monotonic()`.
         changes: most changes of multipliers.
         scan: try multipliers around the best at the end.
-        patience: changes of multipliers within which the gap has to shrink.
-        enough: share of the gap at which to stop, once no multipliers can close more of it.
-        adapt: move farther towards the model after success.
-        passes: at the first multipliers, and after each change of multipliers.
+        patience: changes of multipliers within which the gap has to shrink by `PROGRESS`.
+        enough: stop when multipliers can close at most this share of the gap.
+        adapt: adapt the share of the way to the multipliers of the model -> _step.
+        passes: message passes at the first multipliers, and after each change of multipliers.
+
+    Returns:
+        The best bound and its multipliers.
     """
     share, done = 0.5, False
     multipliers = objective.start() if start is None else start
     best = Dual(-np.inf, multipliers)
-    objective.multipliers(pool)
+    objective.multipliers(pool)  # adds the plans of the pool to the model
     first, following = passes
     gaps: list[float] = []
     kept = messages.copy()
@@ -333,14 +362,16 @@ def ascend(
 
 
 def settled(value: float, known: float, lower: float, target: float, enough: float) -> bool:
-    """Whether no multipliers can raise a bound by much; all but shares in seconds, or in bytes for the least peak.
+    """Whether no multipliers can raise a bound by much, that is whether min(value, known) - lower is small.
+
+    `value`, `known` and `lower` have the unit of the objective: seconds, or bytes for the least peak.
 
     Args:
-        value: of the model, the most that a bound may reach by the plans of the pool.
-        known: of the best plan, inf without one.
+        value: the value of the model, which no bound exceeds.
+        known: objective of the best known plan, inf without one.
         lower: the bound.
-        target: a share of `known` that is little.
-        enough: a share of what lies between `known` and `lower` that is little.
+        target: share of `known` that counts as small.
+        enough: share of `known - lower` that counts as small.
     """
     slack = max(CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
     slack = max(slack, enough * (known - lower) if np.isfinite(known - lower) else 0.0)
@@ -348,14 +379,14 @@ def settled(value: float, known: float, lower: float, target: float, enough: flo
 
 
 def _step(share: float, better: bool) -> float:
-    """The next share of the way to the model's multipliers."""
+    """The next share of the way to the multipliers of the model, larger after a better bound."""
     return min(FARTHEST, share * BOLDER) if better else max(NEAREST, share * SHYER)
 
 
 def _scan(messages: Messages, pool: Pool, objective: Objective, best: Dual, gap: float, deadline: float) -> Dual:
-    """Passes at multipliers around the best, as long as a round closes a share of the gap.
+    """Rounds of passes at multipliers around the best, as long as a round closes the share `GAIN` of the gap.
 
-    Where the model stalls, messages are not at rest and the pool is thin: both get better here.
+    Where the model stalls, the messages have not converged and the pool has few plans. More passes improve both.
     """
     for _ in range(SCANS):
         before = best.lower

@@ -1,7 +1,11 @@
-"""Descent under a budget: change one node at a time.
+"""Local search (1-opt) under a budget: change the strategy of one node at a time.
 
-Of the strategies of a node, given all others, the best has the least excess over the budget, summed over the rows, and
-among those the fewest seconds. Plans that fit keep fitting and get cheaper; plans that do not get closer first.
+Given the strategies of all other nodes, the best strategy of a node minimises, in this order,
+
+    excess     sum_r max(0, bytes_r - budget)
+    seconds    the cost of the plan                                                            -> LocalSearch._improve
+
+A plan that fits stays within the budget and gets cheaper. A plan that does not fit first comes closer to the budget.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, end_of, ends_of
 
-SWEEPS = 6
-TOLERANCE = 1e-10  # relative gain that counts as one
-EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}
+SWEEPS = 6  # most sweeps over all nodes; settled on the zoo
+TOLERANCE = 1e-10  # gain, as a share of the cost, above which a change is an improvement and not rounding
+EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}  # no node is restricted
 
 
 class LocalSearch:
-    """One-swap descent on one problem with rows."""
+    """Local search on one problem with rows."""
 
     def __init__(self, constrained: ConstrainedProblem) -> None:
         self._constrained = constrained
@@ -40,7 +44,15 @@ class LocalSearch:
         sweeps: int = SWEEPS,
         allowed: Mapping[int, NDArray[np.bool_]] = EVERYTHING,
     ) -> Ints:
-        """A plan at least as good; `usage` are the plan's bytes in each row, shape (R,); `allowed` masks strategies."""
+        """A plan that is at least as good. No change of one node improves it, unless `sweeps` ended the search.
+
+        Args:
+            plan: strategy per node, shape (nodes,).
+            usage: bytes of the plan in each row, shape (R,).
+            budget: bytes.
+            sweeps: most sweeps over all nodes.
+            allowed: node -> mask of the strategies that may be chosen; all at absent nodes.
+        """
         plan, usage = plan.copy(), usage.copy()
         for _ in range(sweeps):
             if not sum([self._improve(v, plan, usage, budget, allowed.get(v)) for v in range(len(plan))]):
@@ -48,13 +60,13 @@ class LocalSearch:
         return plan
 
     def scores(self, v: int, plan: Ints, multipliers: Floats) -> tuple[Floats, Floats]:
-        """Seconds, and priced bytes (s), of each strategy of v given the others, up to constants."""
+        """Seconds and penalty (s) of each strategy of v, given the strategies of the other nodes, up to constants."""
         usage = self._bytes(v, plan)
         seconds = self._seconds(v, plan)
         return seconds, np.zeros_like(seconds) if usage is None else multipliers @ usage
 
     def _improve(self, v: int, plan: Ints, usage: Floats, budget: float, mask: NDArray[np.bool_] | None) -> bool:
-        """Change node v in place, if that helps."""
+        """Change `plan` and `usage` in place to the best strategy of v. Returns whether the plan changed."""
         seconds = self._seconds(v, plan)
         if mask is not None:
             seconds = np.where(mask, seconds, np.inf)
@@ -76,13 +88,14 @@ class LocalSearch:
         return best != now
 
     def _seconds(self, v: int, plan: Ints) -> Floats:
+        """Cost (s) of v and its edges for each strategy of v, given the strategies of the other nodes."""
         score = self._constrained.problem.nodes[v].cost
         for x in self._ends[v]:
             score = score + x.table[:, x.others[plan[x.other]]][x.classes]
         return score
 
     def _bytes(self, v: int, plan: Ints) -> Floats | None:
-        """Bytes per row and strategy, shape (R, strategies); None if the node has no say in them."""
+        """Bytes of v and its edges, shape (R, strategies); None if neither v nor an edge of v has bytes."""
         own = self._constrained.nodes.get(v)
         for x, table in self._usage[v]:
             part = table[:, :, x.others[plan[x.other]]][:, x.classes]

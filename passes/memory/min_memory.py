@@ -1,14 +1,16 @@
-"""The plan with the least peak.
+"""The plan with the least peak, and a lower bound on the peak of every plan.
 
-    t(x)  =  max_r bytes_r(x)            bound  =  max_mu  min_x  sum_r mu_r bytes_r(x),   mu >= 0, sum mu = 1
+    peak(x)  =  max_r bytes_r(x)         bound  =  max_mu  min_x  sum_r mu_r bytes_r(x),   mu >= 0, sum_r mu_r = 1
 
-Plans come from the problem with seconds at a tiny price, equal layers alike: bytes decide, and where they do not, what
-is fast stays as it is, so that no program point that is not yet a row runs away. The bound comes from the problem
-without seconds, folded with respect to the rows that have a price. Where the two do not meet and the problem is small,
-the ILP decides.
+    plans    from the problem with costs of bytes plus a tiny weight on seconds, with equal strategies for equal layers.
+             Where bytes do not decide, the fast strategy stays. Program points that are not rows yet would otherwise
+             grow unnoticed                                                                         -> _State.alike
+    bound    from the problem without seconds, in symmetry classes that respect the rows with a positive multiplier
+                                                                                                    -> _State.bound
+    ilp      if plan and bound differ and the problem is small                                      -> _State.by_ilp
 
-A problem that is presolved already, with bounds that hold for all plans, serves for both: what presolving took out is
-replaced by something that takes no more seconds and no more bytes in any row, so the least peak stays -> _usable.
+A presolved problem whose bounds are valid for all plans can serve for plans and bound both -> _State._usable. Presolve
+removes a strategy only for one with no more seconds and no more bytes in any row, so the least peak does not change.
 """
 
 from __future__ import annotations
@@ -29,23 +31,26 @@ from autopar.passes.memory.search_state import CLOSED
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import optimize
 
-ROUNDS = 20
-LIGHT = 1e-6  # of all bytes: what all seconds may weigh
-SMALL, TINY = 2_000, 200  # strategies up to which the ILP closes the gap; though nothing fits anyhow
-QUICK = 4, 2  # passes at the first multipliers, and after each change of multipliers, on a problem that is given
-DESCENTS = 4  # plans that descent starts from
+# Efforts are settled on the zoo.
+ROUNDS = 20  # most rounds that look for plans and add rows
+LIGHT = 1e-6  # weight of all seconds at stake, as a share of all bytes at stake
+SMALL = 2_000  # most strategies of a problem for which the ILP closes the gap
+TINY = 200  # the same if the bound already shows that no plan fits
+QUICK = 4, 2  # message passes at the first and at later multipliers, on a presolved problem that the caller gives
+DESCENTS = 4  # most plans from which local search starts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeastMemory:
-    """A plan with the least peak found.
+    """The plan with the least peak that was found.
 
     Attributes:
-        assignment: strategy per node.
-        seconds: its value, s.
-        peak_bytes: exact, per device.
-        lower_bytes: no plan's peak is below; -inf where the search ended early.
-        rows: program points met.
+        assignment: strategy per node, shape (nodes,).
+        seconds: cost of the plan (s per step).
+        peak_bytes: exact peak of the plan (bytes per device).
+        lower_bytes: lower bound on the peak of every plan (bytes per device); -inf if a plan below the bytes asked for
+            ended the search before a bound was computed.
+        rows: the memory rows added.
     """
 
     assignment: Ints
@@ -66,19 +71,21 @@ def least_memory(
     asked: float | None = None,
     presolved: PresolvedProblem | None = None,
 ) -> LeastMemory:
-    """The plan with the least peak, and a certified bound on every plan's.
+    """The plan with the least peak, and a certified lower bound on the peak of every plan.
 
     Args:
-        problem, source: unfolded.
-        rows: program points known; those of the source when empty.
-        seeds: feasible plans known; the fastest plan when empty.
-        deadline: of `time.monotonic()`.
-        exact: let the ILP decide small problems.
-        asked: bytes; a plan whose peak is no higher ends the search, without a bound, and a higher bound ends it but
-            for tiny problems.
-        presolved: the problem presolved with `rows`, where that is at hand; one whose bounds hold for all plans.
+        problem: the unfolded problem.
+        source: its memory rows.
+        rows: rows to start from, besides the first rows of the source.
+        seeds: known feasible plans; the fastest plan when empty.
+        deadline: on the clock of `time.monotonic()`.
+        exact: let the ILP close the gap of small problems.
+        asked: bytes; a plan with a peak of at most this ends the search without a bound. A bound above it ends the
+            search before the ILP, except on tiny problems.
+        presolved: the problem presolved with `rows`, if the caller has it; its bounds must be valid for all plans.
 
-    Raises SolverError when no plan exists at all.
+    Raises:
+        SolverError: no feasible plan exists.
     """
     state = _State(problem, source, deadline, presolved)
     state.add_rows([*rows, *source.rows()])
@@ -100,7 +107,7 @@ def least_memory(
 
 
 class _State:
-    """The best plan so far and the rows met."""
+    """The plan with the least peak so far, the rows added, and the plans to start from."""
 
     def __init__(
         self, problem: Problem, source: RowSource, deadline: float, presolved: PresolvedProblem | None
@@ -116,6 +123,7 @@ class _State:
         self._warm: tuple[list[list[Floats]], list[Ints]] = [], []
 
     def add_rows(self, rows: Sequence[Row]) -> None:
+        """Add the rows whose names are new."""
         names = {row.name for row in self.rows}
         for row in rows:
             if row.name not in names:
@@ -123,7 +131,7 @@ class _State:
                 self.rows.append(row)
 
     def submit(self, plan: Ints) -> None:
-        """Judge a feasible plan; where it peaks becomes a row."""
+        """Evaluate a feasible plan on all rows, and add the row of its peak."""
         peak, row = self.source.peak(plan)
         self.add_rows([row])
         self.seeds.append(plan)
@@ -131,25 +139,30 @@ class _State:
             self.plan, self.peak = plan, peak
 
     def suffices(self, asked: float | None) -> bool:
-        """Whether a plan is known whose peak is within the bytes asked for."""
+        """Whether the best plan has a peak of at most `asked` (bytes)."""
         return asked is not None and self.peak <= asked
 
     @property
     def _usable(self) -> PresolvedProblem | None:
-        """The presolved problem given, if it has all rows known."""
+        """The presolved problem of the caller, as long as no row has been added to its rows."""
         return self._core if self._core is not None and self._core.constrained.rows == len(self.rows) else None
 
     @property
     def _passes(self) -> tuple[int, int]:
-        """Fewer where a problem is given: many more ascents follow on it."""
+        """Message passes of an ascent; fewer on a presolved problem of the caller, who runs many more ascents on it."""
         return (FIRST, NEXT) if self._usable is None else QUICK
 
     def found(self, lower: float) -> LeastMemory:
+        """The result with this bound (bytes)."""
         assert self.plan is not None
         return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))
 
     def alike(self) -> Floats:
-        """A plan that treats equal layers alike; returns the multipliers of the rows."""
+        """Submit a plan of small peak with equal strategies for equal layers.
+
+        Returns:
+            The multipliers of the rows, shape (R,).
+        """
         presolved = self._with_light_seconds()
         pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
         pool.add(plan for plan in map(presolved.project, self.seeds) if plan is not None)
@@ -163,13 +176,14 @@ class _State:
         return dual.multipliers
 
     def _with_light_seconds(self) -> PresolvedProblem:
+        """The presolved problem with costs scaled to bytes, far below all bytes at stake."""
         light, presolved = self._light(), self._usable
         if presolved is not None:
             return _weighed(presolved, light)
         return presolve(_scaled(self.problem, light), self.rows, "tie")
 
     def _light(self) -> float:
-        """Bytes that a second may weigh."""
+        """Weight of a second, in bytes: all seconds at stake weigh the share `LIGHT` of all bytes at stake."""
         usage = sum(
             max((float(b.max()) for b in (*r.nodes.values(), *r.edges.values())), default=0.0) for r in self.rows
         )
@@ -178,17 +192,18 @@ class _State:
         return LIGHT * (usage or 1.0) / (stake or 1.0)
 
     def bound(self, multipliers: Floats) -> float:
-        """No plan's peak on the rows with a price is below this (bytes)."""
+        """A lower bound (bytes) on the peak of every plan, from the rows with a positive multiplier."""
         if not self.rows:
             return 0.0
         if self._usable is not None:
             return self._bound_again(_weighed(self._usable, 0.0), multipliers)
+        # not strict: rows may have been added since the multipliers were computed
         rows = [row for row, p in zip(self.rows, multipliers, strict=False) if p > 0] or self.rows[:1]
         presolved = presolve(_scaled(self.problem, 0.0), rows, "bound")
         return self._bound(presolved, Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts))
 
     def _bound_again(self, presolved: PresolvedProblem, multipliers: Floats) -> float:
-        """From the messages, the plan and the multipliers of `alike`, where seconds had almost no weight."""
+        """The bound from the messages, the plan and the multipliers of `alike`, where seconds had almost no weight."""
         pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
         sent, plans = self._warm
         pool.add(plans)
@@ -196,18 +211,19 @@ class _State:
         return self._bound(presolved, pool, messages, multipliers)
 
     def _bound(self, presolved: PresolvedProblem, pool: Pool, messages: Messages, start: Floats | None = None) -> float:
+        """The bound (bytes) of a dual ascent on a presolved problem without seconds."""
         objective = PeakObjective(presolved.constrained, pool)
         effort: Mapping[str, Any] = {"target": CLOSED, "deadline": self.deadline, "adapt": True, "passes": self._passes}
-        return ascend(messages, pool, objective, start=start, **effort).lower + 0.0
+        return ascend(messages, pool, objective, start=start, **effort).lower + 0.0  # makes 0.0 of -0.0
 
     def by_ilp(self) -> float:
-        """The bound that CBC proves; its plans are judged, and rows learnt until none is new."""
+        """The bound (bytes) that CBC proves, solved again until its plan adds no row. Its plans are submitted."""
         lower = -np.inf
         while time.monotonic() < self.deadline:
             presolved = presolve(_scaled(self.problem, 0.0), self.rows, "none")
             constrained = presolved.constrained
             memory = ilp.Memory(max(self.peak, 1.0), constrained.constants, constrained.nodes, constrained.edges)
-            limit = min(30.0, max(self.deadline - time.monotonic(), 0.1))
+            limit = min(30.0, max(self.deadline - time.monotonic(), 0.1))  # s
             answer = ilp.least(memory, constrained.problem, "cbc", time_limit=limit)
             lower = max(lower, answer.lower * (1 - ilp.ACCURACY))
             known = len(self.rows)
@@ -221,24 +237,26 @@ class _State:
 
 
 def _weighed(presolved: PresolvedProblem, factor: float) -> PresolvedProblem:
+    """The presolved problem with its finite costs times `factor`."""
     return replace(
         presolved, constrained=replace(presolved.constrained, problem=_scaled(presolved.constrained.problem, factor))
     )
 
 
 def _scaled(problem: Problem, factor: float) -> Problem:
-    """Finite costs times `factor`; what is forbidden stays so."""
+    """The problem with finite costs times `factor`; infinite costs stay infinite."""
     times = {id(a): _times(a, factor) for a in _distinct(problem)}
     nodes = tuple(replace(n, cost=times[id(n.cost)]) for n in problem.nodes)
     return Problem(nodes, tuple(replace(e, table=times[id(e.table)]) for e in problem.edges))
 
 
 def _distinct(problem: Problem) -> Iterable[Floats]:
-    """The arrays of costs; equal layers share theirs."""
+    """The distinct arrays of costs. Equal layers share their arrays, so that each is processed once."""
     return {id(a): a for a in (*(n.cost for n in problem.nodes), *(e.table for e in problem.edges))}.values()
 
 
 def _times(array: Floats, factor: float) -> Floats:
+    """The finite entries times `factor`. Infinite entries stay infinite even if `factor` is zero."""
     finite = np.isfinite(array)
     return np.where(finite, np.where(finite, array, 0.0) * factor, np.inf)
 
@@ -251,7 +269,7 @@ def _by_peak(pool: Pool) -> Ints:
 
 
 def _descend(constrained: ConstrainedProblem, pool: Pool) -> None:
-    """Descent to below any budget: less excess over nothing."""
+    """Local search from the plans of least peak, each with a budget just below its peak. Extends the pool."""
     local_search = LocalSearch(constrained)
     for i in _by_peak(pool)[:DESCENTS].tolist():
         peak = float(pool.usage[i].max(initial=0.0))

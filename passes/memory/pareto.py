@@ -1,16 +1,20 @@
-"""Time against memory: the plans that are best at some budget, with a bound on all others.
+"""The Pareto front of step time and peak memory: the best plan at each of several budgets, with a bound on all plans.
 
-Budgets range from the least peak to the peak of the memory-free optimum. A dual ascent at one budget bounds every other
-budget as well, because the dual function is affine in the budget:
+Budgets range from the least peak to the peak of the optimum without a budget. One dual ascent bounds the plans of every
+budget, because the dual function is affine in the budget. With D0(lambda) its value at budget 0,
 
-    seconds(x)  >=  D(lambda) - sum_r lambda_r B       for every plan x with peak <= B                    -> Front.lower
+    seconds(x)  >=  D0(lambda) - sum_r lambda_r B      for every plan x with peak <= B                    -> Front.lower
 
-so the certified envelope is the highest of these lines. Messages, plans and multipliers carry over from one budget to
-the next. A budget at which the known lines come near the known plans needs no ascent. The problem is presolved once for
-the known rows, and for the plan with the least peak (`least`) as well. The points are plans evaluated on all rows.
-Between neighbouring points, equal layers may take different strategies (`relink`), which fills the gaps that plans with
-equal layers leave. There is at most one ascent per budget, no branch and bound, and no ILP but for the memory-free
-optimum.
+so the certified lower envelope is the maximum of these lines.
+
+    presolve   once for the rows known, also for the plan with the least peak                    -> front, _presolved
+    sweep      at most one ascent per budget; messages, plans and multipliers carry over to the next budget. A budget at
+               which lines and plans are close already needs no ascent                                       -> _sweep
+    fill       between neighbouring points, equal layers may take different strategies. These plans are between those
+               with equal strategies for equal layers                                                         -> _fill
+
+All points are plans evaluated on all rows. There is no branch and bound, and the ILP runs at most for the optimum
+without a budget.
 """
 
 from __future__ import annotations
@@ -32,20 +36,28 @@ from autopar.passes.memory.presolve import PresolvedProblem, attach, presolve
 from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.optimize import optimize
 
-TURNS = 3  # with the rows learnt so far
-JUDGED = 4  # plans per budget that are judged exactly, at most
-TARGET = 3e-4  # relative gap at which a budget is left
-ENOUGH = 0.05  # share of the gap that multipliers might still close, at which it is left as well
+# Efforts and tolerances are settled on the zoo.
+TURNS = 3  # most sweeps over all budgets; a sweep after the first runs only if the one before it added rows
+JUDGED = 4  # most plans per budget and sweep that are evaluated on all rows
+TARGET = 3e-4  # relative gap at which a budget is finished
+ENOUGH = 0.05  # a budget is also finished if multipliers can close at most this share of its gap
+# Arguments of `lagrangian.ascend`: few passes, as messages carry over.
 EFFORT: Mapping[str, Any] = {"passes": (4, 2), "patience": 10, "enough": ENOUGH, "adapt": True, "scan": False}
-OTHERS = 3  # points over a budget that layers may follow
+OTHERS = 3  # points above a budget, the nearest ones, whose strategies `_fill` combines
 
 Cut = tuple[float, float]
-"""Seconds at budget 0 and s/byte: a line below all plans."""
+"""A line below all plans: its value at budget 0 (s), and its slope (s/byte), by which it falls with the budget."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A plan: seconds per step, exact peak in bytes per device, and strategy per node."""
+    """A plan of the front.
+
+    Attributes:
+        seconds: s per step.
+        peak_bytes: exact peak (bytes per device).
+        assignment: strategy per node, shape (nodes,).
+    """
 
     seconds: float
     peak_bytes: float
@@ -54,9 +66,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Front:
-    """Points in order of falling memory and rising time, none as good as another in both.
+    """A Pareto front and its certified bounds.
 
-    `cuts` are lines (seconds at budget 0, s/byte) below all plans; `least_bytes` bounds every plan's peak from below.
+    Attributes:
+        points: plans in order of falling peak and rising seconds; none is as good as another in both.
+        cuts: lines below all plans.
+        least_bytes: lower bound on the peak of every plan (bytes per device).
     """
 
     points: tuple[Point, ...]
@@ -64,7 +79,7 @@ class Front:
     least_bytes: float
 
     def lower(self, budget: float) -> float:
-        """No plan with a peak of at most `budget` (bytes) is faster than this (s); inf where no plan fits at all."""
+        """Lower bound (s) on all plans with a peak of at most `budget` (bytes); inf if provably none fits."""
         if budget < self.least_bytes:
             return np.inf
         return _lower(self.cuts, budget)
@@ -77,9 +92,17 @@ class Front:
 def front(
     problem: Problem, source: RowSource, points: int = 8, *, time_limit: float = 60.0, fold: bool = True
 ) -> Front:
-    """The front at `points` budgets, evenly spread from the least peak to that of the memory-free optimum.
+    """The front at `points` budgets, evenly spaced from the least peak to the peak of the optimum without a budget.
 
-    Raises SolverError when no plan exists.
+    Args:
+        problem: the unfolded problem.
+        source: its memory rows.
+        points: number of budgets.
+        time_limit: s.
+        fold: share decisions among equal layers.
+
+    Raises:
+        SolverError: no plan exists.
     """
     deadline = time.monotonic() + time_limit
     free = optimize(problem, time_limit=time_limit, fold=fold, rounds=0)
@@ -95,6 +118,7 @@ def front(
     judged.add(least.assignment)
     state.add_rows(least.rows)
     cuts = [(free.lower_bound, 0.0)]
+    # from the largest to the smallest; the peak of the free optimum itself is left out
     budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
     for _ in range(TURNS):
         known = len(state.rows)
@@ -107,11 +131,12 @@ def front(
 
 
 def _lower(cuts: Sequence[Cut], budget: float) -> float:
+    """The highest of the lines at a budget (bytes), in s."""
     return max(start - slope * budget for start, slope in cuts)
 
 
 class _Judged:
-    """Distinct plans with their exact peaks."""
+    """Distinct plans evaluated on all rows."""
 
     def __init__(self, state: SearchState) -> None:
         self._hunt = state
@@ -119,7 +144,7 @@ class _Judged:
         self.points: list[Point] = []
 
     def add(self, plan: Ints) -> None:
-        """Judge a plan, once; where it peaks becomes a row."""
+        """Evaluate a feasible plan that is new on all rows, and add the row of its peak."""
         seconds = self._hunt.problem.value(plan)
         if plan.tobytes() in self._known or not np.isfinite(seconds):
             return
@@ -129,7 +154,7 @@ class _Judged:
         self.points.append(Point(seconds, peak, plan))
 
     def nondominated(self) -> tuple[Point, ...]:
-        """Fastest first, each with less memory than all before."""
+        """The Pareto-optimal points, fastest first, each with a lower peak than all before it."""
         found: list[Point] = []
         for point in sorted(self.points, key=lambda p: (p.seconds, p.peak_bytes)):
             if not found or point.peak_bytes < found[-1].peak_bytes:
@@ -138,13 +163,20 @@ class _Judged:
 
 
 def _presolved(state: SearchState, fold: bool) -> PresolvedProblem:
+    """The problem presolved with the rows added so far; its bounds are valid for all plans."""
     return presolve(state.problem, state.rows, "bound" if fold else "none")
 
 
 def _sweep(
     state: SearchState, presolved: PresolvedProblem, judged: _Judged, budgets: list[float], cuts: list[Cut]
 ) -> None:
-    """One ascent per budget that is not closed, from the largest: its line, and its best plans judged."""
+    """Per budget, from the largest, run a dual ascent unless the gap is small, add its line, and evaluate its plans.
+
+    Args:
+        judged: extended by the best plans of each budget.
+        budgets: bytes, in descending order.
+        cuts: extended by the line of each ascent.
+    """
     pool, messages, local_search = (
         Pool(presolved.constrained),
         Messages(presolved.constrained, presolved.counts),
@@ -174,7 +206,7 @@ def _sweep(
 
 
 def _fill(state: SearchState, judged: _Judged, budgets: list[float]) -> None:
-    """At each budget, layers part ways between the points on either side of it."""
+    """At each budget, combine the nearest points below and above it, with different strategies for equal layers."""
     known = list(state.rows)
     constrained = attach(state.problem, known)
     points = judged.nondominated()

@@ -1,19 +1,22 @@
-"""Between plans that fit and cheaper ones that do not: equal layers part ways.
+"""Path relinking: plans between one that fits and cheaper ones that do not, where equal layers differ.
 
-Take a base plan and others, and let D be the nodes where any of them differs from the base. No edge joins two
-components of the graph on D, so each component can follow any of the plans on its own, and the changes in seconds and
-bytes add up exactly:
+Take a base plan and others, and let D be the set of nodes where any of them differs from the base. No edge joins two
+connected components of the graph on D. Each component can therefore take the strategies of any of the plans, whatever
+the other components take, and the changes of seconds and bytes add up exactly:
 
     seconds(mix)  =  seconds(base)  +  sum_c dt[c, k_c]          bytes_r(mix) likewise, with d_r[c, k_c]    -> _items
 
-Which plan k_c each component follows is a multiple-choice knapsack. Of 32 equal layers that every plan treats alike,
-each is a component, so that some may shard a weight and others not: the gap between plans with equal layers alike and
-the others closes without any search. Where the hub between the layers differs there is one component only, so such
-plans are left out by the caller.
+The choice of the plan k_c that each component follows is a multiple-choice knapsack problem. In plans with equal
+strategies for 32 equal layers, each layer is a component, so that some layers may shard a weight and others not. The
+gap between plans with equal strategies for equal layers and all others closes this way without a search. If the hub
+between the layers differs, there is only one component, so the caller leaves such plans out.
 
-The knapsack is solved by price: every component takes its cheapest option at a price of bytes, the price is bisected to
-the lowest that fits, and what is left of the budget is filled by the best gain per byte (P. Sinha, A. A. Zoltners, "The
-multiple-choice knapsack problem", Operations Research 27, 1979). Bytes are weighed by the multipliers of the rows.
+The knapsack problem is solved by Lagrangian relaxation and a greedy step (P. Sinha, A. A. Zoltners, "The
+multiple-choice knapsack problem", Operations Research 27, 1979). Bytes are weighted by the multipliers of the rows.
+
+    relax      every component takes its best option for seconds + rate * weighted bytes; bisection finds the lowest
+               rate at which the budget is kept                                                             -> _priced
+    greedy     the rest of the budget goes to single components, by the best gain per weighted byte         -> _filled
 """
 
 from __future__ import annotations
@@ -27,15 +30,18 @@ from numpy.typing import NDArray
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
 
-BISECTIONS = 60
-DEAREST = 1e6  # highest price, in units of all seconds at stake for the largest change of bytes
+BISECTIONS = 60  # number of bisections of the rate
+DEAREST = 1e6  # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Items:
-    """component[v]: that of node v, -1 where all plans agree; change of seconds (c, k), and of bytes (c, k, R).
+    """The knapsack problem. Option k of a component is to follow plan k; option 0 is the base plan.
 
-    Option 0 is the base plan, whose changes are zero.
+    Attributes:
+        component: component of each node, -1 where all plans agree, shape (nodes,).
+        seconds: change (s) from the base plan, shape (components, options).
+        usage: change (bytes) from the base plan, shape (components, options, R).
     """
 
     component: Ints
@@ -43,6 +49,7 @@ class _Items:
     usage: Floats
 
     def fits(self, chosen: Ints, usage: Floats, budget: float) -> bool:
+        """Whether options, shape (components,), fit; `usage` are the bytes of the base plan, shape (R,)."""
         return bool((usage + self.usage[np.arange(len(chosen)), chosen].sum(axis=0) <= budget).all())
 
 
@@ -54,14 +61,15 @@ def relink(
     budget: float,
     multipliers: Floats,
 ) -> Ints | None:
-    """The best mix found that fits on the rows of `constrained`; None if none does, or there is nothing to mix.
+    """The best combination found that fits on the rows of `constrained`; None if none fits or all plans are equal.
 
     Args:
         constrained: the unfolded problem and its rows.
-        base, others: feasible plans; one of them at least should fit.
+        base: a feasible plan, shape (nodes,).
+        others: feasible plans; at least one of all plans should fit.
         usage: bytes of `base` in each row, shape (R,).
         budget: bytes.
-        multipliers: s/byte of each row, shape (R,), as weights; equal if all are zero.
+        multipliers: weights of the bytes of each row (s/byte), shape (R,); equal weights if all are zero.
     """
     items = _items(constrained, base, others)
     if not len(items.seconds):
@@ -77,7 +85,7 @@ def relink(
 
 
 def _priced(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints | None:
-    """The cheapest options at the lowest price of weight that fits."""
+    """The best options, shape (components,), at the lowest rate at which they fit; None if they fit at no rate."""
 
     def at(price: float) -> Ints:
         score = items.seconds + price * weight
@@ -92,13 +100,14 @@ def _priced(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints
     if not items.fits(at(high), usage, budget):
         return None
     for _ in range(BISECTIONS):
+        # the geometric mean, as rates span many orders of magnitude
         middle = float(np.sqrt(max(low, 1e-12 * high) * high))
         low, high = (low, middle) if items.fits(at(middle), usage, budget) else (middle, high)
     return at(high)
 
 
 def _filled(items: _Items, weight: Floats, chosen: Ints, usage: Floats, budget: float) -> Ints:
-    """Single components change their option while that saves seconds and fits, best gain per weight first."""
+    """Change one option at a time, by the best gain per weighted byte, while that saves seconds and fits."""
     chosen = chosen.copy()
     every = np.arange(len(chosen))
     usage = usage + items.usage[every, chosen].sum(axis=0)
@@ -116,6 +125,7 @@ def _filled(items: _Items, weight: Floats, chosen: Ints, usage: Floats, budget: 
 
 
 def _items(constrained: ConstrainedProblem, base: Ints, others: Sequence[Ints]) -> _Items:
+    """The changes of seconds and bytes of every component under every plan."""
     differ = np.zeros(len(base), dtype=bool)
     for plan in others:
         differ |= plan != base
@@ -131,7 +141,7 @@ def _items(constrained: ConstrainedProblem, base: Ints, others: Sequence[Ints]) 
             usage[c] += own - own[0]
     of = component.tolist()
     for i, e in enumerate(constrained.problem.edges):
-        c = max(of[e.u], of[e.v])
+        c = max(of[e.u], of[e.v])  # both ends are in the same component, or at least one has -1
         if c < 0:
             continue
         pairs = e.gu[plans[:, e.u]], e.gv[plans[:, e.v]]
@@ -144,7 +154,7 @@ def _items(constrained: ConstrainedProblem, base: Ints, others: Sequence[Ints]) 
 
 
 def _components(constrained: ConstrainedProblem, inside: NDArray[np.bool_]) -> Ints:
-    """The connected components of the graph on the nodes `inside`, numbered by first node; -1 outside."""
+    """The connected component of each node of the graph on the nodes `inside`, by first node; -1 outside; (nodes,)."""
     parent = list(range(len(inside)))
 
     def root(v: int) -> int:

@@ -1,9 +1,10 @@
-"""Memory as a price: a problem in which every byte of a row costs time.
+"""The penalised problem: every byte of a memory row adds to the cost.
 
-    minimise  seconds(x) + rate bytes(x)
+    minimise  seconds(x) + rate * bytes(x)                                                              -> penalised
 
-The minimiser is on the lower convex hull of (bytes, seconds) over all plans (Everett, 1963, "Generalized Lagrange
-multiplier method"): no plan with as few bytes is faster. It is one more problem of the same form, with no memory rows.
+`rate` is a fixed Lagrange multiplier (s/byte). The minimiser is on the lower convex hull of (bytes, seconds) over all
+plans (Everett, 1963, "Generalized Lagrange multiplier method"): no plan with as few bytes is faster. The penalised
+problem has the form of the original problem and needs no memory rows.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from autopar.ir.problem import Edge, Floats, Node, Problem
 
 
 def together(one: Row, other: Row, weight: float) -> Row:
-    """A row and `weight` times another."""
+    """The row `one + weight * other`."""
     nodes, edges = _weighted(one.nodes, other.nodes, weight), _weighted(one.edges, other.edges, weight)
     return Row(f"{one.name} + {weight:g} {other.name}", one.constant + weight * other.constant, nodes, edges)
 
 
 def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
-    """Tables of two rows, added entry by entry."""
+    """The tables `one + weight * other` by index; an absent table counts as zero."""
     found = dict(one)
     for v, table in other.items():
         found[v] = found[v] + weight * table if v in found else weight * table
@@ -30,7 +31,10 @@ def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: fl
 
 
 def penalised(problem: Problem, row: Row, rate: float) -> Problem:
-    """The problem with `rate` seconds added for every byte of a row."""
+    """The problem with `rate` (s/byte) times the bytes of `row` added to its costs; `row.constant` is left out.
+
+    Signatures and keys include the bytes, so that equal ones still imply equal costs.
+    """
     kinds: dict[tuple[tuple[int, ...], bytes], int] = {}
 
     def node(i: int, n: Node) -> Node:

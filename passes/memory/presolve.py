@@ -1,14 +1,16 @@
-"""A problem with memory rows attached, and how rows follow it through the presolve.
+"""Presolve of a problem with memory rows: how each reduction treats the bytes of nodes and edges.
 
-    self edges     their bytes go to the node                                                             -> attach
-    folding        nodes and edges share a class only if they have equal bytes in every row; `mark` writes that into
-                   signatures and keys, so colour refinement sees it. The quotient's LP bound then still is that of the
-                   unfolded problem with the same rows. Liveness differs between equal layers, so a class comes apart
-                   into what lives at a row's point, what does not, and the layer around it           -> mark, fold_rows
-    elimination    a strategy goes only for one that needs no more bytes in any row                      -> restricted
-    contraction    only of nodes and edges without bytes: their best choice depends on no multiplier      -> contracted
+    self edges     their bytes are added to the node                                                      -> attach
+    folding        nodes and edges share a symmetry class only if they have equal bytes in every row. `mark` writes the
+                   bytes into signatures and keys, where colour refinement sees them. The LP bound of the quotient is
+                   then that of the unfolded problem with the same rows. Equal layers are live at different program
+                   points, so a class splits into the layers that are live at the point of a row, those that are not,
+                   and the layer around the point                                                 -> mark, fold_rows
+    elimination    a strategy is removed only if one that dominates it has no more bytes in any row      -> restricted
+    contraction    only nodes without bytes, whose edges have none either, are contracted: their best strategy does not
+                   depend on the multipliers                                                             -> contracted
 
-All of it holds for the rows attached and no others: a new row means a new presolve.
+A presolved problem is valid for the rows attached to it and for no others. A new row requires a new presolve.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ from autopar.passes.solver.dual_ascent import reparametrise
 
 Lift = Callable[[Ints], Ints]
 SymmetryReduction = Literal["none", "tie", "bound"]
-ROUNDS, LATER_ROUNDS = 4, 2  # sweeps of dead-end elimination at the start and after fixing
+ROUNDS = 4  # sweeps of dead-end elimination at the start; settled on the zoo
+LATER_ROUNDS = 2  # sweeps of dead-end elimination after strategies were fixed by bounds; settled on the zoo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstrainedProblem:
-    """A problem without self edges and what its plans hold at R program points.
+    """A problem without self edges, and the bytes that its plans need at R program points.
 
     Attributes:
-        problem: seconds.
+        problem: costs in seconds.
         constants: bytes that no decision changes, shape (R,).
         nodes: node index -> bytes, shape (R, strategies); nodes without bytes are absent.
-        edges: edge index -> bytes, shape (R, *table.shape); likewise.
+        edges: edge index -> bytes, shape (R, *table.shape); edges without bytes are absent.
     """
 
     problem: Problem
@@ -59,13 +62,14 @@ class PresolvedProblem:
     """A presolved problem with its rows.
 
     Attributes:
-        constrained: seconds and bytes are multiplied by class sizes.
-        counts, pairings: as in `Folded`.
-        constant: seconds already decided.
-        lift: strategies of all unfolded nodes from those of the presolved.
-        first: the first unfolded node of each class.
-        keep: the strategies of that node that each class still has.
-        alike: its plans treat several nodes alike, and its bounds are on such plans only.
+        constrained: the problem and its rows; seconds and bytes are multiplied by class sizes.
+        counts: members of each class, as in `symmetry.Folded`; ones if `alike`.
+        pairings: which members each edge joins, as in `symmetry.Folded`.
+        constant: seconds of the nodes that presolve has removed.
+        lift: plan of the presolved problem -> plan of the unfolded problem.
+        first: the first unfolded node of each class, shape (nodes,).
+        keep: per class, the strategies of its first unfolded node that are left, ascending.
+        alike: plans have equal strategies for equal layers, and bounds are valid for such plans only.
     """
 
     constrained: ConstrainedProblem
@@ -78,7 +82,10 @@ class PresolvedProblem:
     alike: bool = False
 
     def project(self, assignment: Ints) -> Ints | None:
-        """The plan that takes, in each class, the strategy of the class's first member; None if that one is removed."""
+        """The plan that takes in each class the strategy of its first member; None if presolve removed that strategy.
+
+        `lift` of the result differs from `assignment` where members of a class have different strategies.
+        """
         wanted = assignment[self.first]
         found = np.array([np.searchsorted(k, s) for k, s in zip(self.keep, wanted, strict=True)], dtype=np.int64)
         inside = all(i < len(k) and k[i] == s for i, k, s in zip(found, self.keep, wanted, strict=True))
@@ -86,7 +93,8 @@ class PresolvedProblem:
 
 
 def attach(problem: Problem, rows: Sequence[Row]) -> ConstrainedProblem:
-    """The problem, self edges absorbed, with these rows."""
+    """The problem with these rows, where the costs and bytes of self edges are added to their nodes."""
+    # index of each edge once self edges are gone
     place = np.cumsum([e.u != e.v for e in problem.edges], dtype=np.int64) - 1
     nodes: dict[int, Floats] = {}
     edges: dict[int, Floats] = {}
@@ -106,6 +114,7 @@ def attach(problem: Problem, rows: Sequence[Row]) -> ConstrainedProblem:
 
 
 def _add(into: dict[int, Floats], index: int, row: int, rows: int, usage: Floats) -> None:
+    """Add the bytes of one of `rows` rows to the array of a node or edge, which is created when it gets any."""
     if index not in into:
         if not usage.any():
             return
@@ -114,7 +123,7 @@ def _add(into: dict[int, Floats], index: int, row: int, rows: int, usage: Floats
 
 
 def mark(constrained: ConstrainedProblem) -> Problem:
-    """The problem with signatures and keys extended by a number for the bytes of each node and edge; 0 for none."""
+    """The problem with each signature and key extended by a number for the bytes; 0 stands for no bytes."""
     ids: dict[Hashable, int] = {}
 
     def number(usage: Floats | None) -> int:
@@ -131,10 +140,11 @@ def mark(constrained: ConstrainedProblem) -> Problem:
 
 
 def fold_rows(constrained: ConstrainedProblem, how: SymmetryReduction) -> PresolvedProblem:
-    """The quotient, its bytes those of all members.
+    """The quotient by symmetry classes, whose bytes are the sums over the members.
 
-    "bound" respects bytes, so bounds hold for the unfolded problem; "tie" does not, and gives plans that treat equal
-    layers alike, with bounds on such plans only; "none" leaves every node for itself.
+    "bound" refines the classes by bytes, so that bounds are valid for the unfolded problem. "tie" does not: its plans
+    have equal strategies for equal layers, and its bounds are valid for such plans only. "none" gives every node a
+    class of its own.
     """
     folded = {
         "none": lambda: folding.identity(constrained.problem),
@@ -147,8 +157,9 @@ def fold_rows(constrained: ConstrainedProblem, how: SymmetryReduction) -> Presol
     quotient = ConstrainedProblem(
         folded.problem, constrained.constants, nodes, _summed(constrained.edges, folded.edges)
     )
-    quotient = replace(quotient, problem=mark(quotient))  # elimination answers equal signatures once
-    if how == "tie":  # a problem of its own: nobody's bounds are at stake
+    # dead-end elimination works once per signature and key, so these have to include the bytes
+    quotient = replace(quotient, problem=mark(quotient))
+    if how == "tie":  # bounds need not hold for the unfolded problem, so every class counts as one node
         ones, one = np.ones_like(folded.counts), np.zeros((1, 2), dtype=np.int64)
         return PresolvedProblem(
             quotient, ones, (one,) * len(folded.pairings), 0.0, folded.lift, first, keep, folded.tied
@@ -157,7 +168,7 @@ def fold_rows(constrained: ConstrainedProblem, how: SymmetryReduction) -> Presol
 
 
 def _summed(usage: Mapping[int, Floats], into: Ints) -> dict[int, Floats]:
-    """Bytes of the members of each class, added up."""
+    """Class -> sum of the bytes of its members, where `into[i]` is the class of member i."""
     out: dict[int, Floats] = {}
     for i, array in usage.items():
         c = int(into[i])
@@ -166,7 +177,12 @@ def _summed(usage: Mapping[int, Floats], into: Ints) -> dict[int, Floats]:
 
 
 def restricted(presolved: PresolvedProblem, start: Sequence[Ints] | None, rounds: int) -> PresolvedProblem:
-    """Without dead ends, from the strategies `start`, and during `rounds` sweeps without unneeded ones."""
+    """The problem after dead-end elimination.
+
+    Args:
+        start: the strategies still allowed at each node, ascending; all when None.
+        rounds: sweeps that also remove dominated strategies; with 0 only infeasible ones are removed.
+    """
     old = presolved.constrained
     reduced = eliminate(old.problem, rounds, None if start is None else tuple(start), Footprints(old.nodes, old.edges))
     keep = reduced.keep
@@ -182,13 +198,13 @@ def restricted(presolved: PresolvedProblem, start: Sequence[Ints] | None, rounds
 
 
 def _cut(usage: Floats, problem: Problem, i: int, keep: Sequence[Ints]) -> Floats:
-    """Bytes of an edge over the classes that are left, as `problem.restrict` cuts its table."""
+    """Bytes of edge i over the classes that are left, in the order of the table that `problem.restrict` makes."""
     e = problem.edges[i]
     return usage[:, used(e.gu[keep[e.u]], usage.shape[1])[:, None], used(e.gv[keep[e.v]], usage.shape[2])]
 
 
 def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
-    """Without the nodes of degree <= 2 that hold nothing in any row, nor do their edges."""
+    """The problem without its nodes of degree <= 2 that have no bytes in any row and whose edges have none either."""
     constrained = presolved.constrained
     bare = contract(
         constrained.problem,
@@ -199,6 +215,7 @@ def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
     )
     edges: dict[int, Floats] = {}
     for new, old in bare.held.items():
+        # contraction may have swapped the ends of the edge
         turned = bare.nodes[bare.problem.edges[new].u] != constrained.problem.edges[old].u
         edges[new] = constrained.edges[old].transpose(0, 2, 1) if turned else constrained.edges[old]
     nodes = {i: constrained.nodes[v] for i, v in enumerate(bare.nodes) if v in constrained.nodes}
@@ -216,7 +233,7 @@ def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
 
 
 def ordered(presolved: PresolvedProblem) -> PresolvedProblem:
-    """With nodes in an order with a narrow frontier, in which ascents converge sooner."""
+    """The problem with its nodes in an order of narrow frontier, in which dual ascents converge sooner."""
     constrained, lift = presolved.constrained, presolved.lift
     problem, nodes, place = elimination.ordered(constrained.problem)
     usage = {i: constrained.nodes[v] for i, v in enumerate(nodes) if v in constrained.nodes}
@@ -233,7 +250,10 @@ def ordered(presolved: PresolvedProblem) -> PresolvedProblem:
 def fixed_by_bounds(
     presolved: PresolvedProblem, messages: Sequence[tuple[Floats, Floats]], keep: Sequence[Ints]
 ) -> PresolvedProblem:
-    """The problem over the strategies `keep`, with `dual_ascent.Ascent.messages` moved into the costs."""
+    """The problem over the strategies `keep`, presolved again, with `messages` moved from tables to node costs.
+
+    `messages` has the form of `dual_ascent.Ascent.messages`.
+    """
     moved = reparametrise(presolved.constrained.problem, messages)
     start = replace(presolved, constrained=replace(presolved.constrained, problem=moved))
     return restricted(contracted(restricted(start, keep, LATER_ROUNDS)), None, 0)
@@ -242,9 +262,17 @@ def fixed_by_bounds(
 def presolve(
     problem: Problem, rows: Sequence[Row], how: SymmetryReduction, *, full: bool = True, rounds: int = ROUNDS
 ) -> PresolvedProblem:
-    """Attach, fold, eliminate, contract. Unless `full` only infeasible strategies go, and nothing is contracted.
+    """Attach the rows, fold, eliminate, contract, and eliminate infeasible strategies again.
 
-    Raises SolverError when a node has no strategy left.
+    Args:
+        problem: the unfolded problem.
+        rows: the memory rows added so far.
+        how: the symmetry reduction -> fold_rows.
+        full: otherwise only infeasible strategies are removed, and nothing is contracted.
+        rounds: sweeps of dead-end elimination.
+
+    Raises:
+        SolverError: a node has no strategy left.
     """
     presolved = fold_rows(attach(problem, rows), how)
     if not full:

@@ -1,15 +1,18 @@
 """One round of the search for the cheapest plan within a memory budget.
 
-    symmetric  equal layers take equal strategies: multipliers, a pool of plans, descent; rows are added until the best
-               plan fits on all rows                                                               -> _symmetric
-    bound      the folding respects the rows whose multiplier is positive, so the bound is valid for all plans -> _bound
-    mix        combine plans that fit with cheaper ones that do not, layer by layer   passes/memory/symmetry_breaking.py
-    deepen     a longer ascent, where the short one left a gap                                         -> _deepen
-    explore    branch and bound over plans with equal layers, for its plans and not for its bound      -> _explore
-    branch     branch on nodes that are alone in their symmetry class        passes/memory/branch_and_bound.py
+    symmetric  dual ascent and local search over plans with equal strategies for equal layers; rows are added until the
+               best plan fits on all rows                                                              -> _symmetric
+    bound      dual ascent on a quotient that respects the rows with a positive multiplier, so that the bound is valid
+               for all plans                                                                           -> _bound
+    mix        combine plans that fit with cheaper plans that do not, layer by layer     -> symmetry_breaking.mix
+    explore    branch and bound over plans with equal strategies for equal layers. It serves to find plans: its bound
+               is not valid for other plans                                                            -> _explore
+    deepen     a longer dual ascent, where the short one left a gap                                    -> _deepen
+    branch     branch on nodes whose symmetry class has one member                       -> _branch_and_mix
 
-Each step runs only if the steps before it left a gap above the target. The effort of a step is counted in changes of
-multipliers and in tree nodes, never in seconds. Only the deadline can therefore make two runs differ.
+Programs with few equal layers run "explore" and a long "bound" without symmetry reduction in place of "deepen"
+-> search. Each step runs only if the steps before it left a gap above the target. The effort of a step is counted in
+changes of multipliers and in tree nodes, never in seconds. Only the deadline can therefore make two runs differ.
 """
 
 from __future__ import annotations
@@ -29,23 +32,27 @@ from autopar.passes.memory.presolve import PresolvedProblem, SymmetryReduction, 
 from autopar.passes.memory.search_state import CLOSED, SearchState
 from autopar.passes.memory.symmetry_breaking import hubs, mix, polish
 
-ROUNDS = 20  # of adding rows while equal layers take equal strategies
-DESCENTS = 6  # plans of the pool that descent starts from
-SUBMITTED = 4  # plans of one pool that are evaluated on all rows before the presolve runs again
+# All limits of effort are settled on the zoo.
+ROUNDS = 20  # most rounds of presolve and ascent that add rows, in `_symmetric`
+DESCENTS = 6  # most plans of a pool from which local search starts, besides the cheapest that fits
+SUBMITTED = 4  # most plans of one pool that are evaluated on all rows before the presolve runs again
 SETTLE = 4  # message passes at the best multipliers before strategies are fixed
 KEPT = 0.75  # fixing by bounds is repeated while it leaves at most this share of the strategies
-EXPLORED = 12  # tree nodes of a search among plans with equal layers
-WORK, PER_NODE, FEWEST = 100_000, 8, 10  # what all tree nodes visit: strategies, and a decision as some; tree nodes
+EXPLORED = 12  # most tree nodes of a search among plans with equal strategies for equal layers
+WORK = 100_000  # most strategies that one search tree visits, summed over its tree nodes
+PER_NODE = 8  # fixed cost of visiting one node of the problem, counted in strategies
+FEWEST = 10  # tree nodes that a search tree may visit whatever `WORK` says
+# Arguments of `lagrangian.ascend` for a long ascent.
 LONG: Mapping[str, Any] = {"changes": 150, "patience": 25, "enough": 0.05, "adapt": True, "scan": False}
 
 
 def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool) -> None:
-    """One round of everything but the ILP, with the rows known.
+    """Run one round of all steps of the module docstring, from the rows added so far.
 
     Args:
         state: updated with rows, plans and bounds.
-        how: the symmetry reduction to begin with.
-        few: the program has so few equal layers that each may get its own strategies in the end.
+        how: the symmetry reduction of the first step.
+        few: the program has so few equal layers that the last steps give each its own strategies.
         full: eliminate dominated strategies as well, not only infeasible ones.
     """
     presolved, pool, dual, messages = _symmetric(state, how, full=full)
@@ -80,7 +87,11 @@ def _branch_and_mix(
     rows: list[Row],
     apart: bool,
 ) -> None:
-    """Branch on nodes that are alone in their symmetry class, then mix the plans met on the way."""
+    """Branch on nodes whose symmetry class has one member, then mix the plans that the tree met, then polish.
+
+    With `apart`, every class of one member may be branched on. Otherwise only hubs may be, whose class has one member
+    even before memory rows split the classes.
+    """
     branchable = presolved.counts == 1 if apart else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
     lower, pairs = _branch(state, presolved, pool, dual, messages, branchable)
     state.bound(lower + presolved.constant, rows, dual.multipliers.tolist())
@@ -91,7 +102,7 @@ def _branch_and_mix(
 
 
 def _explore(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual, messages: Messages) -> None:
-    """Branch and bound among plans with equal layers. Its bounds hold for such plans only, and are not used."""
+    """Branch and bound over plans with equal strategies for equal layers. Its bound holds only for these plans."""
     dual = _deepen(state, presolved, pool, dual, messages)
     if not state.late:
         _branch(state, presolved, pool, dual, messages, presolved.counts > 0, EXPLORED)
@@ -106,7 +117,15 @@ def _branch(
     branchable: NDArray[np.bool_],
     most: int = MOST,
 ) -> tuple[float, list[tuple[Ints, Ints]]]:
-    """The lower bound (s) of a search tree, and the pairs of plans it met. Plans that fit are submitted."""
+    """Run a search tree and submit the plans that fit.
+
+    Args:
+        branchable: the nodes of the presolved problem that may be branched on, shape (nodes,).
+        most: most tree nodes.
+
+    Returns:
+        The lower bound of the tree (s, without `presolved.constant`), and the pairs of plans that it met.
+    """
     problem = presolved.constrained.problem
     able = WORK // (problem.variables + PER_NODE * len(problem.nodes))
     most = min(most, max(FEWEST, able))
@@ -117,7 +136,7 @@ def _branch(
 
 
 def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
-    """A pool of the known plans that the presolved problem still contains."""
+    """A pool of the incumbent and of `start_plans`, as far as the presolved problem contains them."""
     pool = Pool(presolved.constrained)
     plans = [presolved.project(a) for a in ([] if state.plan is None else [state.plan]) + state.start_plans]
     pool.add(plan for plan in plans if plan is not None)
@@ -127,7 +146,7 @@ def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
 def _symmetric(
     state: SearchState, how: SymmetryReduction, *, full: bool
 ) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
-    """Ascent, descent and exact evaluation, until no row is added."""
+    """Presolve, dual ascent, local search and exact evaluation, repeated until no row is added."""
     rounds = 0
     while True:
         presolved = presolve(state.problem, state.rows, how, full=full)
@@ -145,7 +164,19 @@ def _symmetric(
 def _bound(
     state: SearchState, rows: list[Row], dual: Dual, how: SymmetryReduction, *, full: bool, patient: bool = False
 ) -> tuple[PresolvedProblem, Pool, Dual, Messages, list[Row]]:
-    """A lower bound on all plans, from the rows with a positive multiplier."""
+    """A dual ascent whose bound is valid for all plans, on the rows with a positive multiplier only.
+
+    Fewer rows leave larger symmetry classes. A relaxation with fewer rows still bounds every plan.
+
+    Args:
+        rows: the rows of `dual.multipliers`, in the same order.
+        dual: gives the multipliers to start from.
+        how: "bound" or "none", the symmetry reductions with valid bounds.
+        patient: run long ascents.
+
+    Returns:
+        The presolved problem, its pool, the bound, the messages, and the rows used.
+    """
     priced = [r for r in range(len(dual.multipliers)) if dual.multipliers[r] > 0] or [0]
     rows, multipliers = [rows[r] for r in priced], dual.multipliers[priced]
     presolved = presolve(state.problem, rows, how, full=full)
@@ -161,7 +192,7 @@ def _fix_by_bounds(
     rows: list[Row],
     patient: bool = False,
 ) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
-    """Fix strategies by their lower bounds and ascend again, as long as that removes many of them."""
+    """Remove strategies whose lower bound exceeds the incumbent and ascend again, while that removes many of them."""
     while not state.done:
         keep = _within_bound(state, presolved, dual, messages)
         if sum(map(len, keep)) > KEPT * presolved.constrained.problem.variables:
@@ -174,7 +205,7 @@ def _fix_by_bounds(
 def _ascended(
     state: SearchState, presolved: PresolvedProblem, multipliers: Floats, rows: list[Row], patient: bool = False
 ) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
-    """Ascent from these multipliers, descent, and exact evaluation."""
+    """Dual ascent from these multipliers, local search, and exact evaluation. The bound is recorded."""
     pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
     dual = _ascend(state, messages, pool, objective, multipliers, patient)
@@ -192,7 +223,7 @@ def _deepen(
     messages: Messages,
     rows: list[Row] | None = None,
 ) -> Dual:
-    """A longer ascent and descent from its plans; with `rows`, the bound is recorded as well."""
+    """The better of `dual` and a long ascent from it, then local search. With `rows`, the bound is recorded."""
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
     found = _ascend(state, messages, pool, objective, dual.multipliers, True)
     dual = found if found.lower > dual.lower else dual
@@ -211,15 +242,20 @@ def _ascend(
     start: Floats | None = None,
     patient: bool = False,
 ) -> Dual:
-    """A dual ascent that stops at a quarter of the target gap."""
+    """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
     effort: Mapping[str, Any] = LONG if patient else {}
     return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, **effort)
 
 
 def _within_bound(state: SearchState, presolved: PresolvedProblem, dual: Dual, messages: Messages) -> list[Ints]:
-    """Per node of the presolved problem, the strategies that a plan better than the incumbent may take."""
+    """Per node of the presolved problem, the strategies that a plan better than the incumbent may take.
+
+    A strategy is kept if its bound on the penalised cost, plus the constant terms of the Lagrangian, is at most the
+    cost of the incumbent.
+    """
     messages.set(dual.multipliers)
     messages.run(SETTLE)
+    # lambda (constants - budget): `messages.bounds` has neither the constant bytes nor the budget
     spare = float(dual.multipliers @ (presolved.constrained.constants - state.budget))
     limit = state.seconds - presolved.constant - spare + CLOSED * abs(state.seconds)
     keep = [np.flatnonzero(bound <= limit) for bound in messages.bounds]
@@ -230,7 +266,7 @@ def _within_bound(state: SearchState, presolved: PresolvedProblem, dual: Dual, m
 
 
 def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual) -> None:
-    """Local search from the incumbent, and from the plans that are best when bytes are penalised."""
+    """Local search from the cheapest plan that fits, and from the plans of least penalised cost. Extends the pool."""
     local_search = LocalSearch(presolved.constrained)
     near = np.argsort(pool.seconds + pool.usage @ dual.multipliers, kind="stable")[:DESCENTS]
     first = pool.fitting(state.budget)[:1]
@@ -239,7 +275,7 @@ def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: 
 
 
 def _submit(state: SearchState, presolved: PresolvedProblem, pool: Pool) -> None:
-    """Evaluate the plans that fit on the known rows exactly, cheapest first, until one fits on all rows."""
+    """Submit the plans that fit on the known rows, cheapest first, until one fits on all or none can be better."""
     for i in pool.fitting(state.budget)[:SUBMITTED]:
         if pool.seconds[i] + presolved.constant >= state.seconds or state.submit(presolved.lift(pool.plans[i])):
             return

@@ -1,7 +1,7 @@
 """State of a search under a memory budget: the rows added so far, the incumbent, and the lower bound.
 
-Every submitted plan is evaluated exactly by `RowSource.peak`. A plan that does not fit adds the rows that it violates,
-which the next round of the search then knows.
+`RowSource.peak` evaluates every submitted plan on all rows. A plan that exceeds the budget adds the rows that it
+violates, and the next round of the search has these rows as constraints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from autopar.cost_models.memory.row import Row, RowSource
 from autopar.ir.problem import Ints, Problem
 
-CLOSED = 1e-9  # relative gap that counts as none
+CLOSED = 1e-9  # relative gap between incumbent and bound that is reported as 0
 
 
 @dataclass(slots=True, eq=False)
@@ -23,17 +23,19 @@ class SearchState:
     """The state of one search. Costs are in seconds per step, memory is in bytes per device.
 
     Attributes:
-        problem: before symmetry reduction.
+        problem: the problem before symmetry reduction.
         source: the memory rows of `problem`.
-        budget: bytes.
-        target: relative gap at which the search may end.
-        deadline: of `time.monotonic()`.
-        patience: seconds that the search for a first plan that fits may take beyond the deadline.
+        budget: limit on the peak (bytes).
+        target: relative gap at which the search ends.
+        deadline: time at which the search ends, on the clock of `time.monotonic()`.
         rows: the memory rows added so far, one per program point.
-        plan, seconds, peak: the incumbent, that is the best plan that fits.
-        lower: lower bound (s) on every plan that fits.
-        multipliers: name of a row -> s/byte, where the bound was reached.
-        start_plans: plans to start from.
+        plan: the incumbent, that is the best plan found that fits: strategy per node, shape (nodes,); or None.
+        seconds: cost of the incumbent, inf without one. A search for plans below a cutoff starts at the cutoff.
+        peak: exact peak of the incumbent (bytes), inf without one.
+        lower: lower bound (s) on the cost of every plan that fits.
+        multipliers: name of a row -> multiplier (s/byte), positive ones only, at which `lower` was reached.
+        start_plans: plans from which the pools of plans start.
+        patience: seconds that the search for a first plan that fits may take, even beyond the deadline.
     """
 
     problem: Problem
@@ -51,7 +53,7 @@ class SearchState:
     patience: float = 0.0
 
     def add_rows(self, rows: Iterable[Row]) -> bool:
-        """Add rows; whether any is new."""
+        """Add the rows whose names are new. Returns whether there was one."""
         names = {row.name for row in self.rows}
         before = len(self.rows)
         for row in rows:
@@ -61,9 +63,10 @@ class SearchState:
         return len(self.rows) > before
 
     def submit(self, assignment: Ints) -> bool:
-        """Evaluate a plan on all rows; whether it fits.
+        """Evaluate a plan on all rows. Returns whether it is feasible and fits.
 
-        A plan that fits and is cheaper becomes the incumbent. A plan that does not fit adds the rows that it violates.
+        A plan that fits and is cheaper than the incumbent replaces it. At equal cost, the smaller peak wins. A plan
+        that does not fit adds the rows that it violates.
         """
         seconds = self.problem.value(assignment)
         if not np.isfinite(seconds):
@@ -77,7 +80,7 @@ class SearchState:
         return True
 
     def bound(self, lower: float, rows: Sequence[Row] = (), multipliers: Sequence[float] = ()) -> None:
-        """Record a valid lower bound (s), and the multipliers on these rows at which it was reached."""
+        """Record a valid lower bound (s) if it is higher, with the multipliers (s/byte) of `rows` that reach it."""
         if lower > self.lower:
             self.lower = lower
             if rows:
@@ -85,7 +88,7 @@ class SearchState:
 
     @property
     def gap(self) -> float:
-        """Relative gap between the incumbent and the bound; inf without an incumbent."""
+        """(seconds - lower) / seconds; 0 if that is below `CLOSED`, inf without an incumbent."""
         if not np.isfinite(self.seconds):
             return np.inf
         gap = (self.seconds - self.lower) / max(abs(self.seconds), np.finfo(float).tiny)
@@ -93,13 +96,15 @@ class SearchState:
 
     @property
     def done(self) -> bool:
+        """Whether the gap is at most `target`, or the deadline has passed."""
         return self.gap <= self.target or self.late
 
     @property
     def late(self) -> bool:
+        """Whether the deadline has passed."""
         return time.monotonic() > self.deadline
 
     @property
     def left(self) -> float:
-        """Seconds until the deadline."""
+        """Seconds until the deadline, 0 after it."""
         return max(0.0, self.deadline - time.monotonic())

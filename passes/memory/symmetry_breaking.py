@@ -1,8 +1,10 @@
-"""From plans that treat equal layers alike to plans that do not.
+"""Symmetry breaking: from plans with equal strategies for equal layers to plans in which equal layers differ.
 
-Plans are grouped by what the hubs between the layers do: between plans with the same hubs layers can part ways one by
-one -> mix. What is left of the budget goes to single nodes of the unfolded problem ->
-polish.
+Hubs are the nodes that connect the layers, such as an embedding that all layers read.
+
+    mix       in a group of plans with equal strategies at the hubs, each layer can take its strategies from any of the
+              plans                                                                              -> mix, _groups
+    polish    local search on the unfolded problem spends the rest of the budget on single nodes        -> polish
 """
 
 from __future__ import annotations
@@ -21,19 +23,24 @@ from autopar.passes.memory.presolve import PresolvedProblem, attach
 from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.symmetry import fold
 
-PLANS = 40  # plans of the pool to mix, best first at the present multipliers
-GROUPS, OPTIONS = 6, 8  # groups of plans with equal hubs, and plans of each
-SWEEPS = 2  # over the unfolded problem
+# Efforts are settled on the zoo.
+PLANS = 40  # most plans of the pool that are mixed, least penalised cost first
+GROUPS = 6  # most groups of plans with equal hubs
+OPTIONS = 8  # most plans of one group
+SWEEPS = 2  # sweeps of local search over the unfolded problem
 
 
 def hubs(problem: Problem) -> NDArray[np.bool_]:
-    """The nodes that are alone of their kind, before any row is looked at; shape (nodes,)."""
+    """Whether each node is alone in its symmetry class without regard to memory rows, shape (nodes,)."""
     folded = fold(problem)
     return folded.counts[folded.classes] == 1
 
 
 def _joints(problem: Problem) -> NDArray[np.bool_]:
-    """The hubs with at least an edge for each of the equal layers: where they differ, no layer stands alone."""
+    """The hubs with at least one edge per equal layer, as a mask, shape (nodes,).
+
+    Layers are not independent of each other between plans in which these hubs differ.
+    """
     folded = fold(problem)
     degree = np.bincount([w for e in problem.edges for w in (e.u, e.v)], minlength=len(problem.nodes))
     return (folded.counts[folded.classes] == 1) & (degree >= folded.counts.max(initial=1))
@@ -47,7 +54,16 @@ def mix(
     multipliers: Floats,
     pairs: Sequence[tuple[Ints, Ints]] = (),
 ) -> None:
-    """Submit mixes of the incumbent, of the pool's best plans at these multipliers, and of `pairs` of plans."""
+    """Submit combinations of known plans in which equal layers may differ.
+
+    Args:
+        state: gives the incumbent; updated.
+        presolved: the problem of the pool.
+        pool: its plans of least penalised cost are combined.
+        rows: the rows of `multipliers`.
+        multipliers: s/byte, shape (len(rows),).
+        pairs: plans of the presolved problem to combine as well.
+    """
     near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:PLANS]
     plans = [pool.plans[i] for i in near if np.isfinite(pool.seconds[i])]
     plans += [plan for pair in pairs for plan in pair]
@@ -66,7 +82,7 @@ def mix(
 
 
 def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_]) -> list[list[Ints]]:
-    """Distinct plans with equal hubs, groups in order of their first plan."""
+    """Groups of at least two distinct plans that are equal on the mask `alone`, in order of their first plan."""
     found: dict[bytes, dict[bytes, Ints]] = {}
     for plan in plans:
         found.setdefault(plan[alone].tobytes(), {})[plan.tobytes()] = plan
@@ -75,7 +91,7 @@ def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_]) -> list[list[Ints]]
 
 
 def polish(state: SearchState) -> None:
-    """One-swap descent of the best plan, unfolded: single layers use what is left of the budget."""
+    """Local search from the incumbent on the unfolded problem: single layers spend the rest of the budget."""
     if state.plan is None:
         return
     usage = np.array([row.value(state.problem, state.plan) for row in state.rows])
