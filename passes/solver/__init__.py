@@ -1,1 +1,1 @@
-"""Exact methods for the discrete problem of the intra-op pass: see `autopar.passes.solver.optimize`."""
+"""Exact optimization of the discrete problem of the intra-op pass. Start with `autopar.passes.solver.optimize`."""

@@ -1,14 +1,15 @@
-"""The one place that knows PuLP's versions and the solvers.
+"""ILP solvers behind one interface, and the only module that depends on the version of PuLP.
 
-A model is built with PuLP 3 or 4 (`new_model`, `binary`, `continuous`, `equal`, `minimise`: coefficients are passed
-as dicts, which is several times faster than sums of products), written as an MPS file into a temporary folder, and
-solved by a child process, so that a solver that crashes, is killed or hangs takes nothing along:
+A model is built with PuLP 3 or 4 (`new_model`, `binary`, `continuous`, `equal`, `at_most`, `minimise`). Coefficients
+are passed as dicts, which is several times faster than sums of products. `solve` writes the model as an MPS file into a
+temporary folder and runs a solver as a child process. A solver that crashes, is killed or hangs does not affect this
+process:
 
-    cbc     the binary that PuLP 3 carries, or that `pulp[cbc]` brings along for PuLP 4, or `cbc` on the PATH
-    highs   `highs_child.py` under this Python
+    cbc     the binary of PuLP 3, or that of `pulp[cbc]` for PuLP 4, or `cbc` on the PATH                -> _cbc_path
+    highs   `highs_child.py` under this Python                                                      -> _highs_command
 
-Both run on one thread with a gap of zero, and their output goes to the folder. `solve` answers every mishap with a
-status.
+Both solvers run on one thread, by default with a gap of zero, and write their output to the folder. `solve` reports
+every failure of a solver as a status and never raises for it.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from typing import Any
 
 import pulp
 
-# CBC's options: one thread, and none of its cuts, heuristics and preprocessing. The relaxation is tight and a
-# good plan is known, so branching alone ends 3 to 10 times sooner.
+# CBC's options: a relative gap of zero, one thread, and no cuts, heuristics or preprocessing. The relaxation is tight
+# and a good plan is known, so branching alone is 3 to 10 times faster.
 PLAIN = ["-ratio", "0", "-threads", "0", "-cuts", "off", "-heuristicsOnOff", "off", "-preprocess", "off"]
-GRACE = 1.0  # seconds that a solver may take beyond its time limit before it is killed
+GRACE = 1.0  # time (s) beyond its time limit after which a solver is killed
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a solver said.
+    """The result of a solver.
 
-    status: "optimal", "near-optimal" (within the gap), "infeasible", "time-limit" or "failed".
-    values: name -> value, empty without a solution.
-    bound is the solver's proven lower bound in its own units, None if it proved none.
+    Attributes:
+        status: "optimal", "near-optimal" (within the gap), "infeasible", "time-limit" or "failed".
+        bound: proven lower bound in the units of the model, None if none is proven.
+        values: name of a variable -> value, nonzero ones only; empty without a solution.
+        message: text for people.
     """
 
     status: str
@@ -64,17 +67,17 @@ def continuous(model: Any, name: str) -> Any:
 
 
 def equal(model: Any, coefficients: dict[Any, float], rhs: float, name: str) -> None:
-    """Add the row sum coefficients == rhs."""
+    """Add the constraint sum of coefficient * variable == rhs."""
     model.addConstraint(_expression(coefficients) == rhs, name)
 
 
 def at_most(model: Any, coefficients: dict[Any, float], rhs: float, name: str) -> None:
-    """Add the row sum coefficients <= rhs."""
+    """Add the constraint sum of coefficient * variable <= rhs."""
     model.addConstraint(_expression(coefficients) <= rhs, name)
 
 
 def minimise(model: Any, coefficients: dict[Any, float]) -> None:
-    """Set the objective."""
+    """Set the objective to the sum of coefficient * variable."""
     model.setObjective(_expression(coefficients))
 
 
@@ -85,19 +88,27 @@ def _expression(coefficients: dict[Any, float]) -> Any:
 
 
 def available() -> tuple[str, ...]:
-    """Names of the solvers that can be run here."""
+    """Names of the solvers that are installed."""
     return tuple(name for name, command in COMMANDS.items() if command(Path(), 1.0, None, 0.0))
 
 
 def quickest() -> str:
-    """The solver that takes least time where it is installed: HiGHS, else CBC."""
+    """The fastest installed solver: HiGHS, else CBC."""
     return "highs" if "highs" in available() else "cbc"
 
 
 def solve(model: Any, solver: str, *, time_limit: float, cutoff: float | None = None, gap: float = 0.0) -> Result:
-    """Solve within `time_limit` seconds; plans above `cutoff` (in the model's units) need not be found.
+    """Solve a model in a child process.
 
-    `gap`: how far from the optimum, in the model's units, the solver may stop.
+    Args:
+        model: from `new_model`.
+        solver: a key of `COMMANDS`.
+        time_limit: s.
+        cutoff: solutions above this value (units of the model) need not be found; HiGHS ignores it.
+        gap: absolute gap (units of the model) at which the solver may stop.
+
+    Returns:
+        The result, with status "failed" if the solver is not installed, crashes or writes no solution.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-") as name:
         folder = Path(name)
@@ -112,7 +123,7 @@ def solve(model: Any, solver: str, *, time_limit: float, cutoff: float | None = 
 
 
 def _run(command: list[str], folder: Path, time_limit: float) -> str:
-    """Run the child to its end; what went wrong, or the empty string."""
+    """Run the child until it ends or is killed. Returns a description of the failure, or the empty string."""
     with open(folder / "log", "wb") as log:
         try:
             child = start(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder)
@@ -128,10 +139,11 @@ def _run(command: list[str], folder: Path, time_limit: float) -> str:
     return "" if code == 0 else f"{Path(command[0]).name} ended with exit code {code}"
 
 
-start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # tests put a child in here that dies
+start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen  # replaced by tests with a child that crashes
 
 
 def _cbc_command(folder: Path, time_limit: float, cutoff: float | None, gap: float) -> list[str]:
+    """The command line of CBC; empty if it is not installed."""
     path = _cbc_path()
     if not path:
         return []
@@ -152,12 +164,14 @@ def _cbc_command(folder: Path, time_limit: float, cutoff: float | None, gap: flo
 
 
 def _cbc_path() -> str | None:
+    """The path of CBC, None if it is not installed."""
     carried = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)  # PuLP 3
     candidates = [carried or pulp.COIN_CMD(msg=False).path, "cbc"]
     return next((found for c in candidates if c and (found := shutil.which(c))), None)
 
 
 def _highs_command(folder: Path, time_limit: float, cutoff: float | None, gap: float) -> list[str]:
+    """The command line of the HiGHS child; empty if HiGHS is not installed."""
     if importlib.util.find_spec("highspy") is None:
         return []
     script = Path(__file__).with_name("highs_child.py")
@@ -167,7 +181,11 @@ def _highs_command(folder: Path, time_limit: float, cutoff: float | None, gap: f
 
 
 def _read_cbc(folder: Path) -> Result:
-    """First line: "Optimal - objective value 12.3"; then index, name, value, reduced cost of each nonzero column."""
+    """Read CBC's solution file, and its log for the bound.
+
+    The first line of the file is, for example, "Optimal - objective value 12.3". Each further line has index, name,
+    value and reduced cost of a nonzero column; "**" marks infeasible ones.
+    """
     head, *lines = (folder / "solution").read_text().splitlines() or [""]
     values = {name: float(value) for _, name, value, *_ in (line.replace("**", "").split() for line in lines)}
     log = (folder / "log").read_text(errors="replace")
@@ -183,10 +201,12 @@ def _read_cbc(folder: Path) -> Result:
 
 
 def _read_highs(folder: Path) -> Result:
+    """Read the JSON that `highs_child.py` wrote."""
     answer = json.loads((folder / "solution").read_text())
     return Result(answer["status"], answer["bound"], answer["values"], answer["message"])
 
 
+# Command lines from folder, time limit (s), cutoff and gap (units of the model).
 COMMANDS: Mapping[str, Callable[[Path, float, float | None, float], list[str]]] = {
     "cbc": _cbc_command,
     "highs": _highs_command,

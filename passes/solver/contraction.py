@@ -1,18 +1,19 @@
-"""Contraction: nodes with at most two neighbours are solved by min-plus and leave the problem.
+"""Contraction: eliminates nodes with at most two neighbours by min-plus products of their tables.
 
     degree 0    constant  +=  min_s cost(s)                                                 -> _drop_alone
     degree 1    cost_a(x) +=  min_s (T_a[x, s] + cost(s))                                   -> _fold_leaf
     degree 2    T_ab[x,y] +=  min_s (T_a[x, s] + cost(s) + T_b[s, y])                       -> _bridge
 
-Rows and columns of a table are layout classes, so the new tables stay as small as the old ones. `Contracted.lift`
-replays the log backwards: a contracted strategy is the first argmin given its neighbours. (Bucket elimination,
-R. Dechter, "Bucket elimination: a unifying framework for reasoning", AI 113, 1999, stopped at width two.)
+This is bucket elimination (R. Dechter, "Bucket elimination: a unifying framework for reasoning", AI 113, 1999),
+stopped at width two. Rows and columns of a table are layout classes, so the new tables are as small as the old ones.
+`Contracted.lift` replays the log backwards: an eliminated node takes the first argmin given its neighbours.
 
-In a folded problem the lower bound must hold for the unfolded one as well. Degrees 0 and 1, and a bridge between
-nodes without an edge, keep the LP bound as it is: local marginals along a path glue together. Closing a triangle, or
-adding up two edges between the same nodes, raises the bound, and the unfolded problem only follows if the same
-members face each other along both; that is what `pairings` tells (class A may meet class B shifted by a layer).
-Otherwise edges stay apart -> _Contraction.add, _allowed.
+In a folded problem the lower bound must be valid for the unfolded problem as well. Degree 0, degree 1, and a bridge
+between nodes without an edge do not change the LP bound, because local marginals along a path can be combined into a
+joint distribution. A bridge that closes a triangle, or the sum of two edges between the same nodes, raises the bound.
+The raised bound is valid for the unfolded problem only if both edges join the same members: class A may be joined to
+class B shifted by one layer. `pairings` lists the joined members. If they differ, or are unknown, the two edges are not
+added up, and the node is not eliminated -> _Contraction.add, _Contraction._allowed.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ import numpy as np
 
 from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
 
-WORK = 2e8  # additions that one contraction may cost; above it the node stays for the dual ascent
-CHUNK = 1 << 21  # entries of a broadcast
+WORK = 2e8  # most additions to eliminate one node; above it the node stays in the problem
+CHUNK = 1 << 21  # most entries of an intermediate array of `min_plus`: 16 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Link:
-    """An edge seen from one end: rows are classes of this end, columns of the other. pairs: (member here, there).
+    """An edge seen from one of its ends.
 
-    held: the number of the edge if it has to stay as it is, else -1.
+    Attributes:
+        other: the node at the other end.
+        here: class of each strategy of this node.
+        there: class of each strategy of the other node.
+        table: seconds, rows for the classes of this node, columns for those of the other node.
+        pairs: joined members (here, there), as rows of `Folded.pairings`; None if unknown.
+        held: index of the edge in the problem if it must not be changed, else -1.
     """
 
     other: int
@@ -44,13 +51,14 @@ class _Link:
     held: int = -1
 
     def flipped(self, other: int) -> _Link:
+        """The edge seen from its other end; `other` is the node at this end."""
         pairs = self.pairs if self.pairs is None or len(self.pairs) == 1 else _sorted(self.pairs[:, ::-1])
         return _Link(other, self.there, self.here, self.table.T, pairs, self.held)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """One contracted node: its cost and its links at that moment."""
+    """One eliminated node, with its costs and links at the time of its elimination."""
 
     node: int
     cost: Floats
@@ -59,10 +67,16 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contracted:
-    """What is left. `nodes[i]` is the original index of core node i; `constant` (s) is the cost already decided.
+    """The contracted problem.
 
-    `counts` and `pairings` are those of the core's nodes and edges, as in `Folded`. `held` maps core edges to the
-    original ones that had to stay as they are.
+    Attributes:
+        problem: the nodes and edges that remain.
+        counts: class sizes of its nodes, as in `Folded`.
+        pairings: joined members of its edges, as in `Folded`.
+        nodes: original index of each of its nodes.
+        constant: cost (s) of the eliminated nodes that does not depend on the others.
+        log: eliminated nodes in order.
+        held: index of an edge -> original index, for the edges that must not be changed.
     """
 
     problem: Problem
@@ -74,7 +88,7 @@ class Contracted:
     held: Mapping[int, int]
 
     def lift(self, assignment: Ints) -> Ints:
-        """Strategies of all nodes, shape (len(nodes) + len(log),), from those of the core."""
+        """Strategies of all original nodes, shape (len(nodes) + len(log),), from those of the nodes that remain."""
         full = np.zeros(len(self.nodes) + len(self.log), dtype=np.int64)
         full[list(self.nodes)] = assignment
         for step in reversed(self.log):
@@ -92,10 +106,14 @@ def contract(
     nodes: frozenset[int] = frozenset(),
     edges: frozenset[int] = frozenset(),
 ) -> Contracted:
-    """Contract all nodes of degree 0, 1 and 2 whose new table is worth it; no edge may join a node to itself.
+    """Eliminate all nodes of degree 0, 1 and 2, except where the new table costs more than `WORK` or is not valid.
 
-    `pairings` and `counts` are those of `Folded`; without them every edge joins one member to one member. `nodes` and
-    `edges`, with their ends, are left as they are.
+    Args:
+        problem: a problem without self edges.
+        pairings: as in `Folded`; when absent, every edge joins one member to one member.
+        counts: class sizes as in `Folded`; ones when absent.
+        nodes: nodes that must not be eliminated.
+        edges: edges that must not be changed; their ends are not eliminated either.
     """
     one = np.zeros((1, 2), dtype=np.int64)
     ends = {w for i in sorted(edges) for w in (problem.edges[i].u, problem.edges[i].v)}
@@ -109,7 +127,18 @@ def contract(
 
 
 class _Contraction:
-    """The problem while it shrinks: links[v] maps a link number to v's view of it, the same number at both ends."""
+    """The problem during contraction.
+
+    Attributes:
+        costs: seconds per strategy of each node.
+        held: nodes that must not be eliminated.
+        counts: class size of each node.
+        links: per node, number of a link -> the link seen from that node; a link has one number at both ends.
+        made: number of links made so far, which is the number of the next.
+        log: eliminated nodes in order.
+        gone: whether each node is eliminated.
+        constant: seconds.
+    """
 
     def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, held: frozenset[int]) -> None:
         self.costs = costs
@@ -122,7 +151,11 @@ class _Contraction:
         self.constant = 0.0
 
     def add(self, u: int, link: _Link) -> None:
-        """Put a link in at u and its other end, merged with an equal-paired one, or absorbed when one-sided."""
+        """Add a link at u and at its other end.
+
+        Links between the same nodes with equal pairs are merged. A link with one class at one end depends on the other
+        end alone, and its costs are added to that node.
+        """
         v = link.other
         for number, old in list(self.links[u].items()):
             if old.other == v and old.held == link.held == -1 and _same_pairs(old.pairs, link.pairs):
@@ -138,15 +171,18 @@ class _Contraction:
             self.made += 1
 
     def remove(self, u: int, number: int) -> None:
+        """Remove a link of u at both ends."""
         other = self.links[u].pop(number).other
         del self.links[other][number]
 
     def run(self) -> None:
+        """Eliminate nodes in the order of `rank` until none can be eliminated."""
         queue = [self.rank(v) for v in range(len(self.costs)) if len(self.links[v]) <= 2]
         heapq.heapify(queue)
         while queue:
             rank = heapq.heappop(queue)
             v = rank[-1]
+            # an entry whose rank has changed is stale: a later entry replaces it
             if self.gone[v] or rank != self.rank(v) or not self._allowed(v):
                 continue
             around = [link.other for link in self.links[v].values()]
@@ -156,10 +192,14 @@ class _Contraction:
                     heapq.heappush(queue, self.rank(w))
 
     def rank(self, v: int) -> tuple[int, int, int, int]:
-        """Low degree first; then large classes, as a hub between them would go with the knowledge of who faces whom."""
+        """Key of the order of elimination: low degree first, then large classes, few strategies, low index.
+
+        A hub of one member between two large classes comes last: its elimination loses the pairs of their members.
+        """
         return len(self.links[v]), -int(self.counts[v]), len(self.costs[v]), v
 
     def _allowed(self, v: int) -> bool:
+        """Whether eliminating v is possible, costs at most `WORK`, and keeps bounds valid for the unfolded problem."""
         links = list(self.links[v].values())
         if v in self.held:
             return False
@@ -176,6 +216,7 @@ class _Contraction:
         return not facing or any(_same_pairs(link.pairs, pairs) for link in facing)
 
     def _contract(self, v: int) -> None:
+        """Eliminate v, by the case of its degree."""
         links = dict(self.links[v])
         self.gone[v] = True
         self.log.append(_Step(v, self.costs[v], tuple(links.values())))
@@ -199,6 +240,7 @@ class _Contraction:
         self.add(a.other, _Link(b.other, a.there, b.there, min_plus(reached, b.table), pairs))
 
     def result(self, problem: Problem) -> Contracted:
+        """The problem of the nodes and links that remain."""
         nodes = tuple(v for v, gone in enumerate(self.gone) if not gone)
         new = {v: i for i, v in enumerate(nodes)}
         left = tuple(Node(problem.nodes[v].name, self.costs[v], ("core", v)) for v in nodes)
@@ -214,7 +256,7 @@ class _Contraction:
 
 
 def _class_min(values: Floats, classes: Ints, size: int) -> Floats:
-    """out[r, k] = min of values[r, s] over strategies s in class k; an empty class gets inf."""
+    """out[r, k] = min of values[r, s] over the strategies s in class k; inf for an empty class."""
     order = np.argsort(classes, kind="stable")
     present, starts = np.unique(classes[order], return_index=True)
     out = np.full((len(values), size), np.inf)
@@ -223,7 +265,7 @@ def _class_min(values: Floats, classes: Ints, size: int) -> Floats:
 
 
 def min_plus(a: Floats, b: Floats) -> Floats:
-    """out[x, y] = min_k a[x, k] + b[k, y], in chunks of bounded memory."""
+    """The min-plus product out[x, y] = min_k a[x, k] + b[k, y], in chunks of at most about `CHUNK` entries."""
     out = np.empty((len(a), b.shape[1]))
     step = max(1, CHUNK // max(1, b.size))
     for i in range(0, len(a), step):
@@ -232,7 +274,7 @@ def min_plus(a: Floats, b: Floats) -> Floats:
 
 
 def _merge(a: _Link, b: _Link) -> _Link:
-    """Two links between the same nodes as one, over the pairs of classes that strategies have."""
+    """The sum of two links between the same nodes; its classes are the pairs of classes that strategies have."""
     here, rows_a, rows_b = _product(a.here, b.here)
     there, cols_a, cols_b = _product(a.there, b.there)
     table = a.table[np.ix_(rows_a, cols_a)] + b.table[np.ix_(rows_b, cols_b)]
@@ -240,22 +282,27 @@ def _merge(a: _Link, b: _Link) -> _Link:
 
 
 def _product(a: Ints, b: Ints) -> tuple[Ints, Ints, Ints]:
-    """Classes of the pair (a, b): the new projection, and of each new class its old ones."""
+    """Classes of the pair (a, b): the new class of each strategy, then the classes in a and in b of each new class."""
     step = int(b.max()) + 1
     codes, both = np.unique(a * step + b, return_inverse=True)
     return both, *np.divmod(codes, step)
 
 
 def _sorted(pairs: Ints) -> Ints:
+    """The rows of `pairs` in lexicographic order."""
     return pairs if len(pairs) == 1 else pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
 
 def _same_pairs(a: Ints | None, b: Ints | None) -> bool:
+    """Whether two edges are known to join the same members."""
     return a is not None and b is not None and (a is b or np.array_equal(a, b))
 
 
 def _joined(a: Ints | None, b: Ints | None, count: int) -> Ints | None:
-    """Who meets whom when the middle node goes: known if each of its `count` members has one partner on each side."""
+    """The pairs of members that a bridge joins, from the pairs (middle, end) of its two links.
+
+    They are known if each of the `count` members of the middle node has one partner on each side. Otherwise None.
+    """
     if a is b and count == 1:
         return a
     if a is None or b is None or len(a) != count or len(b) != count:

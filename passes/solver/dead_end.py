@@ -1,18 +1,19 @@
-"""Dead-end elimination: strategies that no optimal plan needs.
+"""Dead-end elimination: removes strategies that at least one optimal plan does not use.
 
-Strategy a of node v goes when
+Strategy a of node v is removed if it is
 
-    infeasible    cost(a) = inf, or some edge forbids a with every live class of its other end    -> _feasible
-    equivalent    some b lies in the same class on every edge and costs no more                    -> problem.cheapest
+    infeasible    cost(a) = inf, or some edge forbids a with every live class of its other end     -> _feasible
+    equivalent    some b has the same class on every edge and costs no more                        -> problem.cheapest
     dominated     cost(a) - cost(b) + sum_e min_t (T_e[a,t] - T_e[b,t]) >= 0 for some b            -> _undominated
 
-The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994); t runs
-over the live classes of the neighbour, so a drop may enable others and nodes are visited until nothing changes. Of
-two strategies that dominate each other the later index goes. Everything works on class tables, and the answer is kept
-per (node kind, edge kinds, live classes around), so that equal layers are solved once.
+The last is Goldstein's criterion (R. F. Goldstein, "Efficient rotamer elimination", Biophys. J. 66, 1994). There t runs
+over the live classes of the neighbour, those of the strategies it still has. A removal may therefore enable others, and
+nodes are visited until nothing changes -> eliminate. Of two strategies that dominate each other, the one with the
+higher index is removed. All criteria work on class tables. Results are cached by (signature of the node, keys of its
+edges, live classes of its neighbours), so that equal layers are solved once -> _State._answer.
 
-Where plans have to fit into memory, b must not need more of it either: `Footprints` hold bytes that bound what a
-strategy and a pair of classes can hold at any program point, and a goes for b only if none of them grows -> _thriftier.
+Under a memory budget, b must not need more memory than a either. `Footprints` gives the bytes of each strategy and of
+each pair of classes at several program points, and b dominates a only if none of them is larger -> _thriftier.
 """
 
 from __future__ import annotations
@@ -26,33 +27,34 @@ from numpy.typing import NDArray
 from autopar.errors import SolverError
 from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest, renumber, restrict, used
 
-FULL = 160  # strategies up to which every pair is compared; above it only with the most promising dominators
-LEADERS = 64  # how many of those
-PRICES = (
-    0.01,
-    0.1,
-    1.0,
-    10.0,
-)  # of bytes, for choosing leaders: 1 where all bytes at stake weigh as much as all seconds
+# Efforts are settled on the zoo.
+FULL = 160  # most strategies of a node for which every pair is compared; larger nodes compare with leaders only
+LEADERS = 64  # every score gives half as many leaders; without bytes there are two scores
+# Weights of bytes in the scores of leaders; at 1 the spread of all bytes weighs as much as that of all seconds.
+PRICES = (0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """`problem` over the strategies `keep[v]` of each node."""
+    """`problem` has the strategies `keep[v]` (ascending) of each node v of the problem before elimination."""
 
     problem: Problem
     keep: tuple[Ints, ...]
 
     def lift(self, assignment: Ints) -> Ints:
-        """Strategy indices of the problem before elimination, shape (nodes,)."""
+        """Strategy indices in the problem before elimination, shape (nodes,)."""
         return np.array([k[s] for k, s in zip(self.keep, assignment, strict=True)], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Footprints:
-    """Bytes to compare, componentwise: `nodes[v]` of shape (k, strategies), `edges[e]` of shape (k, *table.shape).
+    """Bytes of strategies and of pairs of classes at k program points, compared point by point.
 
-    What never holds any is absent. Nodes with equal signatures and edges with equal keys must have equal ones.
+    Nodes with equal signatures and edges with equal keys must have equal bytes.
+
+    Attributes:
+        nodes: node -> bytes, shape (k, strategies); nodes without bytes are absent.
+        edges: edge -> bytes, shape (k, *table.shape); edges without bytes are absent.
     """
 
     nodes: Mapping[int, Floats] = field(default_factory=dict)
@@ -61,9 +63,16 @@ class Footprints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """One end of an edge, seen from its own node: rows are this node's classes, columns the neighbour's.
+    """An edge seen from one of its nodes.
 
-    held: bytes of shape (k, *table.shape), None if the edge never holds any.
+    Attributes:
+        edge: the edge.
+        other: the neighbour.
+        classes: class of each strategy of this node.
+        others: class of each strategy of the neighbour.
+        table: seconds, rows for the classes of this node, columns for those of the neighbour.
+        label: key of the edge, and 0 or 1 for the end.
+        held: bytes, shape (k, *table.shape); None if the edge has none.
     """
 
     edge: Edge
@@ -75,11 +84,11 @@ class _Side:
     held: Floats | None = None
 
     def live(self, keep: Ints) -> Ints:
-        """Classes of the strategies `keep` of this node."""
+        """Classes of the strategies `keep` of this node, ascending."""
         return used(self.classes[keep], len(self.table))
 
     def columns(self, keep: Ints) -> Ints:
-        """Classes of the strategies `keep` of the neighbour."""
+        """Classes of the strategies `keep` of the neighbour, ascending."""
         return used(self.others[keep], self.table.shape[1])
 
 
@@ -89,11 +98,16 @@ NONE = Footprints()
 def eliminate(
     problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None = None, footprints: Footprints = NONE
 ) -> Reduced:
-    """Drop infeasible strategies to the fixpoint, and unneeded ones during the first `rounds` sweeps.
+    """Remove infeasible strategies to the fixpoint, and dominated ones during the first `rounds` sweeps.
 
-    `rounds=0` only drops infeasible ones. `start` holds the strategies still allowed (ascending), all when absent.
-    With `footprints` a strategy is only unneeded if another does as well with no more bytes.
-    Raises SolverError, naming the node or edge, when a node has nothing left.
+    Args:
+        problem: the problem.
+        rounds: sweeps that remove equivalent and dominated strategies; with 0 only infeasible ones are removed.
+        start: strategies still allowed at each node, ascending; all when absent.
+        footprints: a strategy dominates another only if it has no more of these bytes.
+
+    Raises:
+        SolverError: a node has no strategy left; the message names the node and its neighbours.
     """
     state = _State(problem, start, footprints)
     dirty = list(range(len(problem.nodes)))
@@ -104,7 +118,18 @@ def eliminate(
 
 
 class _State:
-    """What is still alive, and what has been answered already."""
+    """The live strategies, and the caches.
+
+    Attributes:
+        keep: live strategies of each node, ascending.
+        sides: per node, its edges.
+        held: node -> bytes, shape (k, strategies).
+        answers: (signature, edges, live classes) -> positions that stay, None if there is none.
+        gaps: (edge, classes) -> result of `_differences`.
+        seen: (node, position of an edge) -> result of `_seen`.
+        kinds: numbers of hashable keys, so that long keys are hashed once.
+        costs: number of the signature of each node.
+    """
 
     def __init__(self, problem: Problem, start: tuple[Ints, ...] | None, footprints: Footprints) -> None:
         self.problem = problem
@@ -118,7 +143,7 @@ class _State:
         self.costs = [self._kind(n.signature) for n in problem.nodes]
 
     def sweep(self, nodes: list[int], full: bool) -> list[int]:
-        """Visit nodes; the sorted neighbours whose live classes around changed."""
+        """Visit nodes. Returns, sorted, the nodes with a neighbour that lost a live class."""
         dirty: dict[int, None] = {}
         for v in nodes:
             live = self._answer(v, full)
@@ -132,6 +157,7 @@ class _State:
         return sorted(dirty)
 
     def _answer(self, v: int, full: bool) -> Ints:
+        """Positions in keep[v] that stay, from the cache if an equal node has been solved. Raises SolverError."""
         seen = [self._seen(v, i, s) for i, s in enumerate(self.sides[v])]
         columns = [c for _, c, _ in seen]
         kind = self._kind((self.costs[v], self.keep[v].tobytes()))
@@ -144,7 +170,7 @@ class _State:
         return live
 
     def _seen(self, v: int, place: int, side: _Side) -> tuple[Ints, Ints, int]:
-        """The neighbour's live strategies, their classes, and a number for these at such a side, until some go."""
+        """The neighbour's live strategies, their classes, and a number for (side, classes); cached."""
         keep = self.keep[side.other]
         known = self.seen.get((v, place))
         if known is None or known[0] is not keep:
@@ -153,10 +179,11 @@ class _State:
         return known
 
     def _kind(self, key: Hashable) -> int:
+        """A number for a key, equal for equal keys."""
         return self.kinds.setdefault(key, len(self.kinds))
 
     def _live(self, v: int, columns: list[Ints], full: bool) -> Ints | None:
-        """Positions in keep[v] that stay; None when there is none."""
+        """Positions in keep[v] that stay; None if there is none. `columns`: the neighbours' live classes by edge."""
         keep = self.keep[v]
         sides = self.sides[v]
         cost = self.problem.nodes[v].cost[keep]
@@ -166,6 +193,7 @@ class _State:
         if not full or len(live) == 1:
             return live
         held = self.held[v][:, keep] if v in self.held else np.zeros((0, len(keep)))
+        # equivalent strategies need equal bytes as well, so each row of bytes counts as one more edge
         equal = [np.unique(row[live], return_inverse=True)[1].ravel() for row in held]
         live = live[cheapest(cost[live], [s.classes[keep[live]] for s in sides] + equal)]
         parts: list[Part] = []
@@ -175,6 +203,7 @@ class _State:
         return live[_undominated(cost[live], parts, self.gaps, held[:, live])]
 
     def _complaint(self, v: int) -> str:
+        """The message of the error that node v has no strategy left."""
         node = self.problem.nodes[v]
         keep = self.keep[v]
         keep = keep[np.isfinite(node.cost[keep])]
@@ -188,6 +217,7 @@ class _State:
 
 
 def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:
+    """Per node, its edges as seen from it."""
     sides: list[list[_Side]] = [[] for _ in problem.nodes]
     for i, e in enumerate(problem.edges):
         held = footprints.edges.get(i)
@@ -198,17 +228,18 @@ def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:
 
 
 def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints) -> NDArray[np.bool_]:
+    """Whether each strategy of `keep`, of these costs, is finite with some live class of every neighbour."""
     live = np.isfinite(cost)
     for side, cols in zip(sides, columns, strict=True):
         live &= np.logical_or.reduce(np.isfinite(side.table[:, cols]), axis=1)[side.classes[keep]]
     return live
 
 
-Part = tuple[_Side, Ints, Ints, Ints]  # side, live rows (classes), row of each strategy, live columns
+Part = tuple[_Side, Ints, Ints, Ints]  # edge, live classes of the node, row of each strategy, live classes opposite
 
 
 def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], held: Floats) -> Ints:
-    """Strategies that no other dominates, ascending; `held` are their own bytes, shape (k, strategies)."""
+    """Strategies that no leader dominates, ascending; `held` are the bytes of the node, shape (k, strategies)."""
     leaders = _leaders(cost, parts, held)
     gap = cost[:, None] - cost[leaders][None, :]
     for side, rows, row_of, cols in parts:
@@ -220,15 +251,17 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], 
         gap += gaps[key][row_of[:, None], lead_of]
     if len(held) or any(side.held is not None for side, *_ in parts):
         gap[~_thriftier(held, leaders, parts)] = -1.0
+    # no strategy dominates itself
     gap[leaders, np.arange(len(leaders))] = -1.0
     live = np.ones(len(cost), dtype=bool)
+    # from the highest index down, so that of two strategies that dominate each other the lower index stays
     for a in np.flatnonzero((gap >= 0).any(axis=1))[::-1]:
         live[a] = not (gap[a] >= 0)[live[leaders]].any()
     return np.flatnonzero(live)
 
 
 def _thriftier(held: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bool_]:
-    """ok[a, j]: leader j holds no more than a, at the node and, whatever the neighbour does, on its edges."""
+    """ok[a, j]: leader j has no more bytes than a, at the node and, for every class of the neighbours, on its edges."""
     ok = np.ones((held.shape[1], len(leaders)), dtype=bool)
     for row in held:
         ok &= row[leaders][None, :] <= row[:, None]
@@ -243,9 +276,10 @@ def _thriftier(held: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.boo
 
 
 def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
-    """Candidates for dominating others: all of a small domain, else those cheapest at their best and on average.
+    """Candidates for dominating others, ascending: all strategies, or the cheapest if there are more than `FULL`.
 
-    Where bytes count, the cheapest at several prices of them.
+    The scores are the cost with the best and with the average classes of the neighbours, and, where the node has
+    bytes, the best cost plus bytes at several weights.
     """
     if len(cost) <= FULL:
         return np.arange(len(cost))
@@ -265,11 +299,11 @@ def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
 
 
 def _differences(table: Floats, lead: Ints) -> Floats:
-    """D[a, j] = min_t (table[a,t] - table[lead[j],t]); where both are forbidden t says nothing."""
+    """D[a, j] = min_t (table[a,t] - table[lead[j],t]), without the t that both forbid."""
     out = np.full((len(table), len(lead)), np.inf)
     diff = np.empty_like(out)
     with np.errstate(invalid="ignore"):
         for column in np.ascontiguousarray(table.T):
             np.subtract(column[:, None], column[lead], out=diff)
-            np.fmin(out, diff, out=out)  # the difference of two forbidden ones is no number
+            np.fmin(out, diff, out=out)  # inf - inf is nan, which fmin ignores
     return out

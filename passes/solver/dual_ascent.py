@@ -1,32 +1,35 @@
 """Dual ascent: sequential tree-reweighted message passing (TRW-S) for a lower bound and good plans.
 
 V. Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 28, 2006, in message form over
-layout classes. With nodes in index order, a pass visits each node v, takes what its neighbours sent,
+layout classes. A pass visits the nodes in index order, or in reverse. At node v it adds the messages of all neighbours,
 
     theta_v(s)  =  cost_v(s) + sum_e m_{e->v}(class_e(s))
 
-and sends a share of it over each edge e = (v, w) to a node still to come:
+and sends a share of the sum over each edge e = (v, w) to a node not visited yet:
 
     p_e(k)       =  min_{s in class k} gamma_v theta_v(s)  -  m_{e->v}(k)        gamma_v = 1 / max(#before, #after)
     m_{e->w}(l)  =  min_k T_e(k, l) + p_e(k)                                     -> _send
 
-Every edge visited has T + p - m >= 0, so after a pass, whatever the messages were before,
+Here #before and #after are the numbers of edges of v to nodes visited before and after v. Every visited edge has
+T + p - m >= 0, so after a pass, whatever the messages were before it,
 
-    bound  =  sum_v min_s (1 - #after_v gamma_v) theta_v(s)                       -> sweep
+    bound  =  sum_v rest_v,     rest_v  =  min_s (1 - #after_v gamma_v) theta_v(s)                  -> sweep
 
-and it never falls from pass to pass. When the pass is at v, nodes before v are in this pass's state and nodes after v
-in that of the pass before, which went the other way; edges that jump over v hold both sides' shares, and are worth at
-least min_l m_{e->w}(l) + p'_e(l). With those pending edges
+is a lower bound, which never falls from pass to pass. While the pass is at v, the nodes before v have the rest_u of
+this pass. The nodes after v have the rest'_w of the previous pass, which ran in the other direction. An edge between
+the two sets is pending: both its shares, p of this pass and p' of the previous one, are in force, and it costs at least
+min_l m_{e->w}(l) + p'_e(l). The sum
 
     bound_v(a)  =  sum_{u<v} rest_u + sum_{w>v} rest'_w + sum_pending min_l (m + p')  +  theta_v(a)
 
-bounds every plan that uses strategy a at v. Leaving the pending edges out gives wrong bounds. In a folded problem a
-plan of the unfolded one may use a at a single member of a class of n, and only pays the n-th part of a's excess:
+is a lower bound on every plan that uses strategy a at v. Without the pending edges it would not be valid. In a folded
+problem, a plan of the unfolded problem may use a at only one of the n members of a class, and then has 1/n of the
+excess cost of a:
 
     bound_v(a)  =  (as above with min theta_v)  +  (theta_v(a) - min theta_v) / n_v     -> sweep, `counts`
 
-Each pass decodes a plan: the best strategy given the nodes already decided and the messages of the others. The best
-plan is improved by changing one node at a time -> descend.
+Each pass decodes a plan: v takes its best strategy given the nodes decided before and the messages of the others
+-> _decode. Better plans are improved by changing one node at a time -> descend.
 """
 
 from __future__ import annotations
@@ -39,33 +42,42 @@ import numpy as np
 
 from autopar.ir.problem import Edge, Floats, Ints, Problem
 
-PASSES = 400
-PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS or the bound to rise by RISE, else it stops
-PROGRESS, RISE = 0.15, 1e-3  # shares of the gap and of the bound
-TOLERANCE = 1e-10  # relative gap that counts as closed
-REVIEW = 8  # passes between looks at how many strategies their bounds rule out
-SHRINK = 0.4  # share of strategies ruled out at which it pays to stop and go on without them
-SMALL = 100  # strategies below which it never does
+# Efforts are settled on the zoo.
+PASSES = 400  # most passes of one ascent
+PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS or the bound to rise by RISE, else the ascent stops
+PROGRESS = 0.15  # share of the gap
+RISE = 1e-3  # share of the bound
+TOLERANCE = 1e-10  # relative gap that counts as zero
+REVIEW = 8  # every so many passes, the strategies ruled out by their bounds are counted
+SHRINK = 0.4  # the ascent stops to remove the strategies that are ruled out if they exceed this share of all
+SMALL = 100  # most strategies of a problem that the ascent does not stop for
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A share of a plan's value, `constant` (s) included, at which the gap is small enough."""
+    """A gap that is small enough: `share` of the cost of a plan, to which `constant` (s) is added."""
 
     share: float = 0.0
     constant: float = 0.0
 
     def closed(self, gap: float, value: float) -> bool:
+        """Whether a gap (s) below a plan of cost `value` (s, without the constant) is small enough."""
         return gap <= max(TOLERANCE * abs(value), self.share * abs(value + self.constant))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ascent:
-    """lower and value in seconds; value is inf and assignment None if no feasible plan was met.
+    """The result of a dual ascent.
 
-    strategy_bounds[v][a] (s) bounds from below every plan that takes strategy a at node v. messages[e] are those into
-    the lower and the higher node of edge e, per class (s), after a pass towards the first node, and rest[v] is what
-    that pass kept at v (s).
+    Attributes:
+        lower: lower bound on all plans (s).
+        value: cost of the best plan (s), inf if no feasible plan was found.
+        assignment: the best plan, shape (nodes,), or None.
+        strategy_bounds: [v][a] is a lower bound (s) on every plan that takes strategy a at node v.
+        messages: [e] has the messages (s per class) into the lower and into the higher node of edge e, after a pass
+            towards the first node.
+        rest: rest_v of that pass (s), shape (nodes,).
+        passes: number of passes.
     """
 
     lower: float
@@ -79,20 +91,40 @@ class Ascent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class End:
-    """An edge seen from one of its nodes; sizes are class counts, table[k, l] with k this node's class."""
+    """An edge seen from one of its nodes.
+
+    Attributes:
+        edge: index of the edge.
+        other: the node at the other end.
+        classes: class of each strategy of this node.
+        others: class of each strategy of the other node.
+        order: strategies of this node sorted by class; None if strategy i has class i.
+        starts: position in `order` of the first strategy of each class.
+        table: seconds, rows for the classes of this node, columns for those of the other node.
+    """
 
     edge: int
     other: int
     classes: Ints
-    others: Ints  # the classes of the other node
-    order: Ints | None  # strategies sorted by class, None when every strategy is its own class in order
+    others: Ints
+    order: Ints | None
     starts: Ints
     table: Floats
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """Messages into the ends of each edge (lower index first), the shares they last sent, what nodes kept (s)."""
+    """The state of an ascent. The two ends of an edge are in the order of their nodes, lower index first.
+
+    Attributes:
+        into: [e][end] is the message m into that end of edge e (s per class).
+        shares: [e][end] is the share p that this end last sent (s per class).
+        rest: rest_v of the last visit of each node (s), shape (nodes,).
+        bounds: [v][a] is the best lower bound so far (s) on plans with strategy a at node v.
+        counts: class size of each node, shape (nodes,).
+        passes: number of passes so far; even before a forward pass.
+        settled: whether the last pass ran on the present costs. Strategy bounds need its rests and shares.
+    """
 
     into: list[list[Floats]]
     shares: list[list[Floats]]
@@ -100,7 +132,7 @@ class State:
     bounds: list[Floats]
     counts: Ints
     passes: int = 0
-    settled: bool = False  # the last pass ran on the present costs, so strategies can be bounded
+    settled: bool = False
 
 
 def ascend(
@@ -113,12 +145,20 @@ def ascend(
     enough: Gap = Gap(),
     limit: float = np.inf,
 ) -> Ascent:
-    """Passes in both directions until the bounds meet or stall, or `time.monotonic()` reaches `deadline`.
+    """Run passes in both directions until the gap closes or stalls.
 
-    Needs a problem from `eliminate`: every class in use, every strategy feasible with its neighbours. `counts` are the
-    sizes of folded classes, for strategy bounds that hold unfolded; `upper` (s) is the value of a plan known elsewhere.
-    The ascent also stops when it pays to go on without the strategies whose bounds exceed the best value, at a gap
-    that is `enough`, and once the bound reaches `limit` (s).
+    The ascent also stops when so many strategies have bounds above the best plan that a problem without them is better
+    solved anew.
+
+    Args:
+        problem: a problem from `dead_end.eliminate`: each class has a strategy, and each strategy is feasible with some
+            strategy of every neighbour.
+        counts: class sizes, for strategy bounds that are valid for the unfolded problem; ones when absent.
+        upper: cost (s) of a plan known to the caller.
+        deadline: on the clock of `time.monotonic()`; at least two passes run.
+        passes: most passes.
+        enough: gap at which to stop.
+        limit: bound (s) at which to stop.
     """
     ends = ends_of(problem)
     state = initial(problem, counts)
@@ -140,14 +180,17 @@ def ascend(
                 best, value = plan, found
         gaps.append(min(value, upper) - lower)
         lowers.append(lower)
-    if state.passes % 2:
+    if state.passes % 2:  # the messages of `Ascent` are those after a backward pass
         lower = max(lower, sweep(problem, ends, state)[0])
     messages = tuple((low, high) for low, high in state.into)
     return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes)
 
 
 def _finished(gaps: list[float], lowers: list[float], value: float, state: State, enough: Gap) -> bool:
-    """Bounds met, or no progress, or enough strategies ruled out; never before both directions were gone."""
+    """Whether the gap is closed or stalls, or many strategies are ruled out; never before a pass in each direction.
+
+    `gaps` (s) and `lowers` (s) have one entry per pass; `value` (s) is the cost of the best plan.
+    """
     if len(gaps) < 2:
         return False
     if np.isfinite(value) and enough.closed(gaps[-1], value):
@@ -163,7 +206,7 @@ def _finished(gaps: list[float], lowers: list[float], value: float, state: State
 
 
 def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -> Problem:
-    """The same costs of plans, with `Ascent.messages` moved from tables to nodes, for another ascent to go on from."""
+    """A problem with the same costs of plans, in which messages are moved from tables to nodes, to resume an ascent."""
     costs = [n.cost.copy() for n in problem.nodes]
     edges: list[Edge] = []
     for e, (low, high) in zip(problem.edges, messages, strict=True):
@@ -176,7 +219,7 @@ def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -
 
 
 def ends_of(problem: Problem) -> list[list[End]]:
-    """Per node the edges seen from it."""
+    """Per node, its edges as seen from it."""
     ends: list[list[End]] = [[] for _ in problem.nodes]
     for i, e in enumerate(problem.edges):
         ends[e.u].append(end_of(i, e.v, e.gu, e.gv, np.ascontiguousarray(e.table)))
@@ -185,7 +228,7 @@ def ends_of(problem: Problem) -> list[list[End]]:
 
 
 def end_of(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> End:
-    """An edge seen from the node with these classes, the rows of `table`."""
+    """An edge as seen from the node with the classes `classes`, which are the rows of `table`."""
     order = np.argsort(classes, kind="stable")
     starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
     plain = len(starts) == len(classes) and bool((order == np.arange(len(order))).all())
@@ -193,7 +236,7 @@ def end_of(edge: int, other: int, classes: Ints, others: Ints, table: Floats) ->
 
 
 def initial(problem: Problem, counts: Ints | None) -> State:
-    """No messages yet; `counts` as in `ascend`."""
+    """The state before the first pass, with zero messages; `counts` as in `ascend`."""
     shapes = [e.table.shape if e.u < e.v else e.table.shape[::-1] for e in problem.edges]
     into = [[np.zeros(low), np.zeros(high)] for low, high in shapes]
     bounds = [np.full(len(n.cost), -np.inf) for n in problem.nodes]
@@ -203,12 +246,20 @@ def initial(problem: Problem, counts: Ints | None) -> State:
 
 
 def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float, Ints]:
-    """One pass, forward when state.passes is even: the lower bound (s) and a decoded plan. Updates state."""
+    """Run one pass, forward if `state.passes` is even, and update the state.
+
+    Args:
+        ends: from `ends_of(problem)`.
+
+    Returns:
+        The lower bound (s), and the decoded plan, shape (nodes,).
+    """
     forward = state.passes % 2 == 0
     nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
     plan = np.full(len(problem.nodes), -1, dtype=np.int64)
+    # sums (s) over all nodes but v, and over the pending edges
     held, pending = float(state.rest.sum()), 0.0
-    jump: dict[int, float] = {}
+    jump: dict[int, float] = {}  # pending edge -> least cost (s)
     for v in nodes:
         before: list[End] = []
         after: list[End] = []
@@ -219,7 +270,7 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
         plan[v] = _decode(theta, v, before, plan, state)
         held -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
-        least = float(theta[theta.argmin()])  # a good deal cheaper than min() on arrays as short as these
+        least = float(theta[theta.argmin()])  # faster than min() on such short arrays
         if state.settled:
             bound = (theta - least) / state.counts[v] + (held + pending + least)
             np.maximum(state.bounds[v], bound, out=state.bounds[v])
@@ -236,7 +287,7 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
 
 
 def _decode(theta: Floats, v: int, before: list[End], plan: Ints, state: State) -> int:
-    """First best strategy of v when the nodes before it are decided; their messages give way to their tables."""
+    """The first best strategy of v, given the nodes visited before it: their table entries replace their messages."""
     score = theta
     for x in before:
         decided = x.table[:, x.others[plan[x.other]]] - state.into[x.edge][v > x.other]
@@ -245,7 +296,7 @@ def _decode(theta: Floats, v: int, before: list[End], plan: Ints, state: State) 
 
 
 def _send(x: End, v: int, share: Floats, state: State) -> float:
-    """Send v's share over x; returns what the edge is worth until its other end is visited."""
+    """Send the share of v over edge x. Returns the least cost (s) of the edge while it is pending."""
     side = int(v > x.other)
     least = share if x.order is None else np.minimum.reduceat(share[x.order], x.starts)
     mine = least - state.into[x.edge][side]
@@ -253,14 +304,14 @@ def _send(x: End, v: int, share: Floats, state: State) -> float:
     theirs = state.shares[x.edge][1 - side]
     state.shares[x.edge][side] = mine
     state.into[x.edge][1 - side] = message
-    if not state.settled:
+    if not state.settled:  # the share of the other end is not that of the present costs
         return 0.0
     worth = message + theirs
     return float(worth[worth.argmin()])
 
 
 def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:
-    """Change one node at a time to its best strategy given the others, until none gets better."""
+    """The plan after changing one node at a time to its best strategy given the others, until no change improves it."""
     plan = plan.copy()
     improved = True
     while improved:

@@ -1,22 +1,26 @@
-"""Dynamic programming along an order of the nodes, bounded by the messages of a dual ascent.
+"""Elimination: dynamic programming along an order of the nodes, bounded by the messages of a dual ascent.
 
-    order      nodes one after another, so that few of those behind have edges to those ahead (the frontier)   -> order
-    state      strategies of the frontier, up to what edges ahead tell apart; the seconds spent on the nodes behind
-    step       every state with every strategy of the next node; of equal states the cheapest stays            -> _step
-    bound      seconds spent + what the nodes ahead cost at least; states above the limit go
-    width      of those left as many of the least bounds; the best bound that goes is a bound on all plans lost
+Processed nodes are behind, the others ahead. The frontier is the set of nodes behind with an edge to a node ahead.
 
-A pass of TRW-S towards the first node (`dual_ascent`) leaves at every node w ahead, with p_e the shares that it sent,
+    order      the nodes in an order with a narrow frontier                                                    -> order
+    state      strategies of the frontier, up to the classes on edges to nodes ahead; the cost of the nodes behind
+    step       every state is combined with every strategy of the next node                                    -> _step
+    bound      cost of the nodes behind + lower bound on the cost ahead; states above the limit are dropped    -> search
+    merge      of states with equal classes, the cheapest is kept                                  -> problem.cheapest
+    width      at most so many states of least bound are kept; the least bound dropped bounds all lost plans   -> _least
+
+This is bucket elimination (R. Dechter, AI 113, 1999) along a path decomposition, with bounds as in mini-bucket
+heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised messages. After a pass of TRW-S towards the first
+node (`dual_ascent`), with p_e the shares that the pass sent, every node w ahead satisfies
 
     cost_w(s)  >=  rest_w + sum_{e to lower} p_e(s) - sum_{e to higher} m_{e->w}(s)         T_e + p_e - m_e >= 0
 
-and summed over the nodes ahead, for whatever strategies the frontier has,
+The sum over the nodes ahead is a bound for any strategies of the frontier,
 
     seconds ahead  >=  sum_{w ahead} rest_w  +  sum_{e = (u, w), u behind} m_{e->u}(class_u)
 
-which begins with the bound of the ascent and only rises. Where nothing but states above the limit is lost, the plan is
-the optimum. This is bucket elimination (R. Dechter, AI 113, 1999) along a path decomposition, with bounds as in
-mini-bucket heuristics (K. Kask, R. Dechter, AI 129, 2001) from reparametrised messages.
+A state's bound starts as the bound of the ascent and never falls. If only states above the limit are dropped, the plan
+found is optimal.
 """
 
 from __future__ import annotations
@@ -31,13 +35,19 @@ import numpy as np
 from autopar.ir.problem import Floats, Ints, Problem, cheapest
 from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
 
-STARTS = 8  # nodes that an order is tried from
-SPARE = 4  # times the width that is looked at for equal states
+STARTS = 8  # orders that are compared, each from another first node; settled on the zoo
+SPARE = 4  # states in which equal ones are searched for, as a multiple of the width; settled on the zoo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """The best plan among the states kept, None if all went; lower (s) bounds all plans below the limit."""
+    """The result of a search.
+
+    Attributes:
+        plan: the best plan among the states kept, shape (nodes,); None if all were dropped.
+        value: its cost (s), inf without a plan.
+        lower: lower bound (s) on all plans whose cost is at most the limit.
+    """
 
     plan: Ints | None
     value: float
@@ -45,10 +55,10 @@ class Found:
 
 
 def order(problem: Problem) -> list[int]:
-    """An order of the nodes with a narrow frontier: each time the neighbour that opens fewest combinations.
+    """An order of the nodes with a narrow frontier, by a greedy rule: next is the node that widens it least.
 
-    The frontier is measured in bits: log2 of the strategies of its nodes. Orders from several nodes are compared, those
-    of least degree first.
+    The width of a frontier is log2 of the number of combinations of its nodes' strategies (bits). The best of several
+    orders is returned, which start from the nodes of least degree.
     """
     around: list[set[int]] = [set() for _ in problem.nodes]
     for e in problem.edges:
@@ -61,7 +71,7 @@ def order(problem: Problem) -> list[int]:
 
 
 def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
-    """The problem with its nodes in `order`, that order, and the place of each node in it."""
+    """The problem with its nodes in `order`, the order, and the place of each node in it; shape (nodes,) each."""
     nodes = np.array(order(problem), dtype=np.int64)
     place = np.argsort(nodes)
     edges = tuple(replace(e, u=int(place[e.u]), v=int(place[e.v])) for e in problem.edges)
@@ -69,14 +79,17 @@ def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
 
 
 def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -> tuple[tuple[float, float], list[int]]:
-    """(widest frontier, sum of frontiers) in bits, and the order."""
-    ahead = [len(a) for a in around]  # neighbours that are not behind
+    """((widest frontier, sum of all frontiers) in bits, order) of the greedy order from a first node."""
+    ahead = [len(a) for a in around]  # number of neighbours of each node that are ahead
     done = [False] * len(around)
     taken: list[int] = []
     now = widest = total = 0.0
 
     def opened(v: int) -> float:
-        """Bits that the frontier gains."""
+        """Bits by which v widens the frontier.
+
+        Node v is added unless no neighbour is ahead. A neighbour behind leaves if v is its last neighbour ahead.
+        """
         own = bits[v] if ahead[v] else 0.0
         return own - sum(bits[u] for u in around[v] if done[u] and ahead[u] == 1)
 
@@ -84,10 +97,10 @@ def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -
         return opened(v), ahead[v] - len(around[v]), v
 
     rest = iter(range(len(around)))
-    keys = {start: key(start)}  # of the nodes near what is taken
-    heap = [keys[start]]  # with keys that are no longer so
+    keys = {start: key(start)}  # of the nodes ahead with a neighbour behind
+    heap = [keys[start]]  # may contain stale keys, which are skipped
     while len(taken) < len(around):
-        if not keys:
+        if not keys:  # the next connected component
             first = next(v for v in rest if not done[v])
             keys[first] = key(first)
             heapq.heappush(heap, keys[first])
@@ -113,16 +126,22 @@ def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -
 
 
 def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline: float = np.inf) -> Found:
-    """The best plan of at most `limit` (s) that so many states per node find.
+    """Search for the best plan that costs at most `limit`.
 
-    Nothing is found, and nothing proven, once `time.monotonic()` is at the deadline.
+    Args:
+        problem: the problem of the ascent.
+        ascent: gives messages and rests.
+        limit: s.
+        width: most states kept per node.
+        deadline: on the clock of `time.monotonic()`; at it, the search ends without a plan and with a bound of -inf.
     """
     ends = ends_of(problem)
+    # the last neighbour of each node: the node is in the frontier until that one is processed
     last = [max((x.other for x in around), default=v) for v, around in enumerate(ends)]
     bounds = np.array([float(ascent.rest.sum())])
     frontier: dict[int, Ints] = {}
-    steps: list[tuple[Ints, Ints]] = []
-    lost = np.inf
+    steps: list[tuple[Ints, Ints]] = []  # per node: parent and strategy of each state kept
+    lost = np.inf  # least bound (s) of the states dropped below the limit
     for v in range(len(problem.nodes)):
         if time.monotonic() >= deadline:
             return Found(None, np.inf, -np.inf)
@@ -148,7 +167,7 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline:
 def _step(
     problem: Problem, ascent: Ascent, ends: Sequence[End], v: int, bounds: Floats, frontier: dict[int, Ints]
 ) -> Floats:
-    """Bounds of every state with every strategy of v, flat."""
+    """Bounds (s) of every state combined with every strategy of v, shape (states * strategies,)."""
     own = problem.nodes[v].cost - ascent.rest[v]
     for x in ends:
         if x.other > v:
@@ -163,7 +182,7 @@ def _step(
 
 
 def _least(values: Floats, indices: Ints, most: int) -> tuple[Ints, float]:
-    """The indices of at most so many least values, ascending, and the least of the others (inf if there are none)."""
+    """The indices of at most `most` least values, ascending, and the least other value (inf if there is none)."""
     if len(indices) <= most:
         return indices, np.inf
     parted = indices[np.argpartition(values[indices], most)]
@@ -171,7 +190,7 @@ def _least(values: Floats, indices: Ints, most: int) -> tuple[Ints, float]:
 
 
 def _traced(steps: Sequence[tuple[Ints, Ints]], last: int) -> Ints:
-    """The strategies that led to a state of the last step."""
+    """The plan, shape (nodes,), that leads to state `last` of the last step."""
     plan = np.zeros(len(steps), dtype=np.int64)
     for v in range(len(steps) - 1, -1, -1):
         parent, strategy = steps[v]

@@ -1,7 +1,9 @@
-"""Child process: solve an MPS file with HiGHS. Arguments: model file, solution file, time limit in seconds, gap.
+"""Child process that solves an MPS file with HiGHS.
 
-The LP relaxation comes first (dual simplex without presolve): it is integral more often than not, and then nothing is
-left to branch on. The solution file is JSON: status, bound, values of the nonzero columns, message.
+Arguments of the command line: model file, solution file, time limit (s), absolute gap (units of the objective).
+
+The LP relaxation is solved first, by dual simplex without presolve. Its solution is integral more often than not, and
+then no branch and bound is needed. The solution file is JSON: status, bound, values of the nonzero columns, message.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ import time
 
 import highspy
 
-INTEGRAL = 1e-7  # distance from an integer that still counts as one
-PROVEN = 1e-9  # relative distance of the objective from its bound that counts as none
+INTEGRAL = 1e-7  # largest distance from an integer at which a value counts as integral
+PROVEN = 1e-9  # largest relative distance between objective and bound at which the objective counts as optimal
 
 
 def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
-    """Solve, to a gap in the objective's units, and write the solution."""
+    """Solve the model to the absolute gap and write the solution file."""
     deadline = time.monotonic() + float(limit)
     solver = highspy.Highs()
     for option, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0), ("mip_abs_gap", float(gap))):
@@ -33,8 +35,10 @@ def main(model_path: str, solution_path: str, limit: str, gap: str) -> None:
 
 
 def _run(solver: highspy.Highs, deadline: float, *, relaxed: bool) -> str:
+    """Solve the model or its LP relaxation. Returns "optimal", "infeasible", "time-limit" or "failed"."""
     solver.setOptionValue("solve_relaxation", relaxed)
     solver.setOptionValue("presolve", "off" if relaxed else "on")
+    # HiGHS counts the time of earlier runs towards the limit
     solver.setOptionValue("time_limit", max(solver.getRunTime() + deadline - time.monotonic(), 0.1))
     solver.run()
     kinds = {
@@ -46,6 +50,8 @@ def _run(solver: highspy.Highs, deadline: float, *, relaxed: bool) -> str:
 
 
 def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]:
+    """The content of the solution file."""
+    # the node count is -1 if only the relaxation was solved; primal status 2 is "feasible"
     info, mip = solver.getInfo(), solver.getInfo().mip_node_count >= 0
     solved = status == "optimal" or (status == "time-limit" and mip and info.primal_solution_status == 2)
     names = solver.getLp().col_names_

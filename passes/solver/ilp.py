@@ -1,16 +1,15 @@
-"""The problem as an integer linear program, written with PuLP.
+"""The problem as an integer linear program.
 
     minimise   sum_v sum_s  cost_v(s) x_vs   +   sum_e sum_kl  table_e(k, l) y_ekl                     -> _build
     one strategy per node          sum_s x_vs = 1,  x binary                                           -> _build
-    transport from class to class  sum_l y_ekl = sum_{s in k} x_us,   sum_k y_ekl = sum_{s in l} x_vs   -> _transport
-                                   y >= 0, no y where the table forbids
+    flow between classes           sum_l y_ekl = sum_{s in k} x_us,   sum_k y_ekl = sum_{s in l} x_vs   -> _transport
+                                   y >= 0, and no y for pairs of classes that the table forbids         -> _flows
+    memory, at every row           constant + sum_vs bytes_v(s) x_vs + sum_ekl bytes_e(k, l) y_ekl  <=  budget   -> _fit
 
-    memory, where a plan has to fit  sum_v bytes_v(s) x_vs + sum_e bytes_e(k, l) y_ekl <= budget - constant  -> _fit
-
-y is continuous: once x is integral each edge has one class at either end and the whole unit flows between them. This
+y is continuous: if x is integral, each edge has one class at either end, and one unit flows between these classes. This
 is the ILP of Alpa (Zheng et al., OSDI 2022, section 4.2) with edge variables over layout classes instead of pairs of
-strategies. Costs may lie anywhere between 1e-9 and 1e3 s, so the objective is shifted by each node's and edge's
-cheapest entry and scaled: what is left to decide is worth SCALE in the solver's units -> scaling.
+strategies. Costs range from 1e-9 to 1e3 s. The least entry of each node and edge is therefore subtracted from the
+objective, which is then scaled so that the largest cost still to be decided is about SCALE units -> scaling.
 """
 
 from __future__ import annotations
@@ -24,18 +23,23 @@ import numpy as np
 from autopar.ir.problem import Edge, Floats, Ints, Problem
 from autopar.passes.solver import backends as solvers
 
-SCALE = 1e4  # solver units of the largest cost at stake; solvers decide to about 1e-7
-FINE = 1e4  # solver units of the budget: their tolerance of 1e-7 is 1e-11 of it
+SCALE = 1e4  # largest cost at stake in units of the solver, whose tolerance is about 1e-7 units
+FINE = 1e4  # memory budget in units of the solver, whose tolerance of 1e-7 units is 1e-11 of the budget
 ACCURACY = 1e-9  # relative difference between a plan and its bound that a solver cannot resolve
 
 
-Binaries = list[list[tuple[int, Any]]]  # per node the (strategy, variable) pairs
-Flows = dict[tuple[int, int], Any]  # pair of classes -> variable
+Binaries = list[list[tuple[int, Any]]]  # per node, pairs of (strategy, variable)
+Flows = dict[tuple[int, int], Any]  # (class at u, class at v) -> variable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Bytes at R program points, in the arrays of `loaded.Loaded`, and the budget (bytes) that holds at all of them."""
+    """The memory rows of a problem.
+
+    Attributes:
+        budget: bytes, the limit at each of R program points.
+        constants, nodes, edges: bytes, as in `autopar.passes.memory.presolve.ConstrainedProblem`.
+    """
 
     budget: float
     constants: Floats
@@ -45,7 +49,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What a solver said. value and lower in seconds; status as in solvers.Result, message for people."""
+    """The result of an ILP.
+
+    Attributes:
+        status: as in `backends.Result`.
+        assignment: the plan, shape (nodes,), or None.
+        lower: proven lower bound (s; bytes for `least`), -inf if none is proven.
+        rows: number of rows of the ILP.
+        columns: number of its variables.
+        message: text for people.
+    """
 
     status: str
     assignment: Ints | None
@@ -65,11 +78,16 @@ def solve(
     memory: Memory | None = None,
     gap: float = 0.0,
 ) -> Answer:
-    """Solve to proven optimality with "cbc" or "highs", within a budget where `memory` is given.
+    """Solve to proven optimality. A failure of the solver is a status, never an exception.
 
-    `upper` (s) is the value of a known plan: it scales the objective, forbids what alone costs more, and is told to the
-    solver as a bound if `cutoff`; `gap` (s) is how far from the optimum it may stop. Never raises for what happens to
-    the solver: see `Answer.status`.
+    Args:
+        problem: the problem.
+        solver: "cbc" or "highs".
+        time_limit: s.
+        upper: cost (s) of a known plan; it scales the objective, and strategies that alone exceed it are left out.
+        cutoff: tell the solver that plans above `upper` need not be found.
+        memory: rows to satisfy.
+        gap: absolute gap (s) at which the solver may stop.
     """
     if not all(np.isfinite(a.min()) for a in _arrays(problem)):
         return Answer("infeasible", None, np.inf, 0, 0, "a node or an edge is forbidden altogether")
@@ -80,6 +98,7 @@ def solve(
     binaries, flows, rows, columns = _build(model, trimmed, unit)
     if memory is not None:
         rows += _fit(model, memory, binaries, flows)
+    # slightly above `upper`, so that the solver's tolerance does not cut off the known plan
     limit = (upper - shift) / unit * (1 + 1e-6) + 1e-3 if cutoff and np.isfinite(upper) else None
     result = solvers.solve(model, solver, time_limit=time_limit, cutoff=limit, gap=gap / unit)
     lower = -np.inf if result.bound is None else shift + unit * result.bound
@@ -87,7 +106,7 @@ def solve(
 
 
 def least(memory: Memory, problem: Problem, solver: str, *, time_limit: float) -> Answer:
-    """The plan with the least peak over the rows; `lower` is in bytes, and `memory.budget` only sets the scale."""
+    """The plan with the least peak over the rows. `lower` is in bytes; `memory.budget` (bytes) only sets the scale."""
     if not all(np.isfinite(a.min()) for a in _arrays(problem)):
         return Answer("infeasible", None, np.inf, 0, 0, "a node or an edge is forbidden altogether")
     model = solvers.new_model("autopar")
@@ -101,7 +120,7 @@ def least(memory: Memory, problem: Problem, solver: str, *, time_limit: float) -
 
 
 def _fit(model: Any, memory: Memory, binaries: Binaries, flows: Sequence[Flows], peak: Any = None) -> int:
-    """One row per program point: bytes held <= budget, or <= the variable `peak`. Returns the number of rows."""
+    """Add a row per program point: bytes <= budget, or bytes <= the variable `peak`. Returns the number of rows."""
     unit = memory.budget / FINE if memory.budget > 0 else 1.0
     for r, constant in enumerate(memory.constants):
         held: dict[Any, float] = {} if peak is None else {peak: -1.0}
@@ -115,7 +134,7 @@ def _fit(model: Any, memory: Memory, binaries: Binaries, flows: Sequence[Flows],
 
 
 def scaling(problem: Problem, upper: float = np.inf) -> tuple[float, float]:
-    """(shift, stake) in seconds: every plan costs at least shift, and what is to be decided is worth about stake."""
+    """(shift, stake) in seconds: every plan costs at least `shift`; the largest cost to be decided is about `stake`."""
     arrays = _arrays(problem)
     shift = float(sum(a.min() for a in arrays))
     if np.isfinite(upper) and upper > shift:
@@ -125,11 +144,12 @@ def scaling(problem: Problem, upper: float = np.inf) -> tuple[float, float]:
 
 
 def _arrays(problem: Problem) -> list[Floats]:
+    """The costs of all nodes, then the tables of all edges."""
     return [n.cost for n in problem.nodes] + [e.table for e in problem.edges]
 
 
 def _trimmed(problem: Problem, stake: float) -> Problem:
-    """Entries that alone exceed their array's minimum by more than `stake` (s) become forbidden."""
+    """The problem in which entries that exceed the minimum of their array by more than `stake` (s) are forbidden."""
     if not np.isfinite(stake):
         return problem
     most = stake + 1e-6 * abs(stake)
@@ -142,7 +162,7 @@ def _capped(array: Floats, most: float) -> Floats:
 
 
 def _build(model: Any, problem: Problem, unit: float) -> tuple[Binaries, list[Flows], int, int]:
-    """Variables, objective and rows; returns the variables of nodes and edges, and how many rows and columns."""
+    """Add variables, objective and rows. Returns the variables of nodes and edges, and the row and column counts."""
     objective: dict[Any, float] = {}
     binaries: Binaries = []
     every: list[Flows] = []
@@ -165,13 +185,13 @@ def _build(model: Any, problem: Problem, unit: float) -> tuple[Binaries, list[Fl
 
 
 def _flows(model: Any, i: int, edge: Edge) -> Flows:
-    """One continuous variable per pair of classes that the table allows."""
+    """Add a continuous variable per pair of classes that the table allows."""
     pairs = np.argwhere(np.isfinite(edge.table)).tolist()
     return {(k, l): solvers.continuous(model, f"y{i}_{k}_{l}") for k, l in pairs}
 
 
 def _transport(model: Any, i: int, side: int, classes: Ints, own: list[tuple[int, Any]], flows: Flows) -> int:
-    """Per class of one end: flow out of it = sum of the binaries in it. Returns the number of rows."""
+    """Add a row per class of one end: flow out of it = sum of the binaries in it. Returns the number of rows."""
     rows: dict[int, dict[Any, float]] = {}
     for pair, y in flows.items():
         rows.setdefault(pair[side], {})[y] = 1.0

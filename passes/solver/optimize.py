@@ -1,24 +1,24 @@
-"""The exact optimizer: fold, presolve, bound, and only then search.
+"""The exact optimizer: reduce the problem and bound its optimum, and solve an ILP only if a gap is left.
 
-    fold        equal layers share one decision                          passes/solver/symmetry.py
-    presolve    dead ends go, nodes of degree <= 2 are contracted    dead_end.py, contraction.py
-    bound       lower and upper bound by dual ascent                     passes/solver/dual_ascent.py
-    eliminate   plans, and proofs, by elimination with bounds            passes/solver/elimination.py
-    fix         strategies whose bound exceeds the best plan go, then
-                presolve, bound and eliminate again                      passes/solver/reduced_problem.py
-    ilp         what is left is an integer program                       passes/solver/ilp.py
+    fold        equal layers share one decision                                     -> symmetry.fold
+    presolve    dead-end elimination; nodes of degree <= 2 are contracted           -> reduced_problem.presolve
+    bound       lower bound and plans by dual ascent                                -> dual_ascent.ascend
+    eliminate   plans and proofs by dynamic programming with bounds                 -> elimination.search
+    fix         strategies whose bound exceeds the best plan are removed; then
+                presolve, bound and eliminate again                                 -> reduced_problem.narrow
+    ilp         the rest is an integer linear program                               -> ilp.solve
 
-What a `Solution.status` proves, weakest last:
+The meaning of `Solution.status`, from the strongest proof to the weakest:
 
-    certified       the lower bound of the dual ascent, which holds for the unfolded problem, meets the plan's value
+    certified       the lower bound of dual ascent or elimination, valid for the unfolded problem, is the plan's cost
     optimal         the ILP proved the optimum of the unfolded problem
-    optimal-tied    no plan that treats equal layers equally is better; `gap` is against all plans
-    near-optimal    the bounds leave at most `NEAR`, and too much is left for an ILP to gain that in reasonable time; or
-                    at most the gap that was asked for
-    open            more is left than the ILP was to be asked for
-    cutoff          every plan costs as much as one that is known elsewhere, or more
-    time-limit      the time was up; the best plan so far and its gap
-    fallback        the ILP solver failed (`warnings` says how); the best plan of the dual ascent and its gap
+    optimal-tied    the optimum among plans with equal strategies for equal layers; `gap` is relative to all plans
+    near-optimal    the gap is at most the gap asked for; or it is at most `NEAR`, and the problem has more than `LARGE`
+                    strategies, too many for an ILP to close the gap in reasonable time
+    open            a gap is left, and the problem has more strategies than `largest` allows for an ILP
+    cutoff          no plan costs less than the cutoff
+    time-limit      the best plan within the time limit, with its gap
+    fallback        the ILP solver failed, and `warnings` says how; the best plan without it, with its gap
 """
 
 from __future__ import annotations
@@ -41,18 +41,29 @@ from autopar.passes.solver.reduced_problem import presolve as presolved
 from autopar.passes.solver.symmetry import Folded
 
 SOLVERS = ("auto", "cbc", "highs")
-FEW = 2  # how many times the folded strategies still count as few layers
-NEAR, LARGE = 1e-3, 4_000  # relative gap, and strategies left, from which "auto" leaves it at the bounds
-UNFOLDED_CORE = 4_000  # strategies left, unfolded, up to which the unfolded problem is tried after a tied optimum
+FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
+NEAR = 1e-3  # relative gap at which a problem with more than LARGE strategies is not given to the ILP
+LARGE = 4_000  # strategies; settled on the zoo
+UNFOLDED_CORE = 4_000  # most strategies left, unfolded, to solve the unfolded problem after a tied optimum; likewise
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """assignment: strategy per node of the given problem; objective, lower_bound: s; gap: relative, 0 when closed.
+    """The result of the optimizer.
 
-    phases: seconds in fold, presolve, bound, ilp. variables: strategies after folding, variables_unfolded: before; rows
-    of the ILP, 0 where none was needed.
+    Attributes:
+        assignment: strategy per node of the given problem, shape (nodes,).
+        objective: cost of the plan (s per step).
+        lower_bound: lower bound on the cost of every plan (s per step).
+        gap: (objective - lower_bound) / objective, 0 if closed.
+        status: see the module docstring.
+        solver_used: "dual ascent", or the ILP solver.
+        warnings: what kept the optimizer from a proof.
+        phases: phase of `reduced_problem.PHASES` -> seconds.
+        variables: number of strategies after folding.
+        variables_unfolded: number of strategies before folding.
+        rows: number of rows of the ILP, 0 if none was solved.
     """
 
     assignment: Ints
@@ -72,8 +83,8 @@ class Pruned(Exception):
     """No plan costs less than the cutoff, or none was found.
 
     Attributes:
-        lower_bound: of all plans, s.
-        phases: seconds spent, by phase.
+        lower_bound: lower bound on the cost of every plan (s).
+        phases: phase -> seconds.
     """
 
     def __init__(self, lower_bound: float, phases: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -84,9 +95,17 @@ class Pruned(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bounded:
-    """What is known of a problem before the ILP: a plan, a bound, and what is left of it.
+    """The state of a problem before the ILP.
 
-    `solution`: as it is, "open" where an ILP could gain something; None where no plan is known.
+    Attributes:
+        problem: the unfolded problem.
+        folded: its quotient.
+        presolved: the quotient after the first presolve, before strategies were fixed by bounds.
+        core: the reduced problem.
+        ascent: the last dual ascent on `core`.
+        outcome: the best plan of the quotient, and the bound.
+        phases: phase -> seconds.
+        solution: the solution without an ILP, "open" if an ILP may improve plan or bound; None without a plan.
     """
 
     problem: Problem
@@ -112,15 +131,23 @@ def optimize(
     until: float = 0.0,
     cutoff: float = np.inf,
 ) -> Solution:
-    """The cheapest plan. Only where bounds and elimination leave a gap does "auto" run the ILP; the others always do.
+    """The cheapest plan.
 
-    `gap`: a relative gap at which "auto" is content, "near-optimal"; `largest`: strategies left above which it does not
-    run the ILP, and leaves the plan "open"; `rounds`: sweeps of dead-end elimination at the start, 0 where bounds are
-    soon near enough without; `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much
-    are of no interest, and the search ends, "cutoff", once it is proven that there are no others.
+    Args:
+        problem: the unfolded problem.
+        solver: "auto" solves an ILP only if bounds and elimination leave a gap; "cbc" and "highs" always solve one.
+        time_limit: s.
+        fold: share decisions among equal layers.
+        presolve: eliminate dominated strategies and contract nodes; otherwise only infeasible strategies are removed.
+        gap: relative gap at which "auto" ends with status "near-optimal".
+        largest: most strategies left for which "auto" solves an ILP; above it the status is "open".
+        rounds: sweeps of dead-end elimination at the start; 0 saves them where bounds soon suffice without.
+        until: relative gap at which a dual ascent ends.
+        cutoff: s; the search ends with status "cutoff" once it is proven that no plan costs less.
 
-    Raises SolverError, naming nodes, when no plan is feasible; ArgumentError for an unknown solver or a time limit that
-    is not above zero.
+    Raises:
+        SolverError: no plan is feasible; the message names nodes.
+        ArgumentError: the solver is unknown, or the time limit is not above zero.
     """
     begin = time.monotonic()
     found = bound(
@@ -154,7 +181,11 @@ def bound(
     cutoff: float = np.inf,
     once: bool = False,
 ) -> Bounded:
-    """All of `optimize` but the ILP; arguments and errors are the same. `once`: one ascent and one elimination."""
+    """All phases of `optimize` before the ILP.
+
+    Arguments and errors are those of `optimize`. With `once`, there is one dual ascent and one elimination, and
+    strategies are not fixed by bounds.
+    """
     if solver not in SOLVERS:
         raise ArgumentError(f"solver={solver!r} is not known. Available: {', '.join(map(repr, SOLVERS))}")
     if not time_limit > 0:
@@ -179,12 +210,12 @@ def finish(
     time_limit: float = 60.0,
     gap: float = 0.0,
 ) -> Solution:
-    """What the ILP makes of a problem that is bounded; as it is where "auto" has nothing to gain. See `optimize`."""
+    """The solution of a bounded problem, by ILP if it is "open" or a solver is named. Arguments as in `optimize`."""
     if solver == "auto" and known.solution is not None and known.solution.status != "open":
         return known.solution
     problem, folded, outcome = known.problem, known.folded, known.outcome
     clock = Clock(time.monotonic() + time_limit, dict(known.phases))
-    if solver != "auto":  # on the core before fixing, with no cutoff: a check of the bounds
+    if solver != "auto":  # before fixing and without a cutoff, which makes the ILP a check of the bounds
         outcome = _by_ilp(folded, known.presolved, solver, outcome, clock, cutoff=False)
     elif not folded.tied:
         outcome = _search(folded, known.core, outcome, clock, gap)
@@ -195,17 +226,18 @@ def finish(
 
 
 def _proven(outcome: Outcome, gap: float) -> str:
-    """What the bounds say of the plan, if they are near enough."""
+    """The status that the bounds prove, empty if the gap is above `gap`."""
     return "certified" if outcome.closed else "near-optimal" if outcome.within(gap) else ""
 
 
 def _untie(
     problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float
 ) -> Outcome:
-    """Where the bounds of the folded problem leave a gap: the tied optimum, then the unfolded problem.
+    """Solve the folded problem to its optimum, then the unfolded problem, if bounds leave a gap in the folded problem.
 
-    A tied optimum is no optimum of the unfolded problem, but a good start for it. Few layers are solved unfolded at
-    once, many only if few strategies are left.
+    The optimum of the folded problem, in which equal layers are tied to equal strategies, need not be that of the
+    unfolded problem, but is a good start for it. A program with few equal layers is solved unfolded at once. One with
+    many is solved unfolded only if few strategies are left.
     """
     if problem.variables <= FEW * folded.problem.variables:
         return _unfolded(problem, _lifted(folded, outcome), clock, gap)
@@ -222,7 +254,7 @@ def _untie(
 
 
 def _unfolded(problem: Problem, known: Outcome, clock: Clock, gap: float) -> Outcome:
-    """The whole problem, every node on its own, from a known plan."""
+    """Solve the unfolded problem, from a known plan."""
     whole = folding.identity(problem)
     small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, gap)
     if status := _proven(found, gap):
@@ -231,7 +263,8 @@ def _unfolded(problem: Problem, known: Outcome, clock: Clock, gap: float) -> Out
 
 
 def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float) -> Outcome:
-    """The optimum of the folded problem; the lower bound stays that of the unfolded one."""
+    """The optimum of the folded problem. The lower bound stays that of the unfolded problem."""
+    # with class sizes of one, bounds need hold only for plans with equal strategies for equal layers
     start = fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
     small, _, inner = narrow(folded.problem, start, outcome, clock)
     inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, gap)
@@ -239,11 +272,12 @@ def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: C
 
 
 def _lifted(folded: Folded, outcome: Outcome) -> Outcome:
+    """The outcome with its plan lifted to the unfolded problem."""
     return replace(outcome, plan=None if outcome.plan is None else folded.lift(outcome.plan))
 
 
 def _search(folded: Folded, core: Core, outcome: Outcome, clock: Clock, gap: float = 0.0) -> Outcome:
-    """The ILP on the narrowed core, unless little can be gained there, to a relative gap that is enough."""
+    """Solve the reduced problem by ILP to a relative gap, unless it is large and its gap is small already."""
     if clock.left <= 0:
         return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
     if core.problem.variables > LARGE and outcome.value - outcome.lower <= NEAR * abs(outcome.value):
@@ -255,7 +289,18 @@ def _search(folded: Folded, core: Core, outcome: Outcome, clock: Clock, gap: flo
 def _by_ilp(
     folded: Folded, core: Core, solver: str, outcome: Outcome, clock: Clock, *, cutoff: bool, gap: float = 0.0
 ) -> Outcome:
-    """The ILP over the core, to a gap in seconds; the outcome so far, with a warning, when the solver fails."""
+    """Solve the reduced problem by ILP.
+
+    Args:
+        cutoff: tell the solver the cost of the best plan so far.
+        gap: absolute gap (s) at which the solver may stop.
+
+    Returns:
+        The better of `outcome` and the solver's plan; with a warning if the solver fails.
+
+    Raises:
+        SolverError: no plan is known.
+    """
     with clock.phase("ilp"):
         upper = outcome.value - core.constant
         answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=upper, cutoff=cutoff, gap=gap)
@@ -263,6 +308,7 @@ def _by_ilp(
     if answer.assignment is not None:
         found = core.lift(answer.assignment)
         cost = folded.problem.value(found)
+        # at equal cost up to rounding the plan of the ILP is taken, to which its proof belongs
         if plan is None or cost <= value + SLACK * abs(value):
             plan, value = found, cost
     if plan is None:
@@ -281,6 +327,7 @@ def _by_ilp(
 
 
 def _nothing(problem: Problem, answer: ilp.Answer) -> str:
+    """The message of the error that no plan was found."""
     names = ", ".join(repr(n.name) for n in problem.nodes[:5])
     more = f" and {len(problem.nodes) - 5} more" if len(problem.nodes) > 5 else ""
     if answer.status == "infeasible":
@@ -289,11 +336,13 @@ def _nothing(problem: Problem, answer: ilp.Answer) -> str:
 
 
 def _shortfall(solver: str, answer: ilp.Answer, outcome: Outcome) -> str:
+    """The warning that the ILP solver ended without a proof."""
     gap = (outcome.value - outcome.lower) / max(abs(outcome.value), np.finfo(float).tiny)
     return f"{solver} ended with {answer.status} ({answer.message}); the plan is within {gap:.2%} of the optimum"
 
 
 def _solution(problem: Problem, folded: Folded, outcome: Outcome, clock: Clock) -> Solution:
+    """The solution of an outcome whose plan is one of the unfolded problem."""
     assignment = outcome.plan
     assert assignment is not None
     value = problem.value(assignment)

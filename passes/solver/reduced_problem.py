@@ -1,11 +1,14 @@
-"""What is left of a problem while bounds close in on its optimum.
+"""The reduced problem, which shrinks as bounds remove strategies from it.
 
-    core        the problem without what presolving took out; `lift` brings its plans back               -> presolve
-    outcome     the best plan so far, and the bound below all plans
-    narrow      bound, look for plans from the bound's messages, take out strategies whose bound exceeds the best
-                plan, presolve, and so on                                                                -> narrow
+    core        the reduced problem; `Core.lift` maps its plans to plans of the original problem         -> presolve
+    outcome     the best plan so far, and the lower bound on all plans                                   -> Outcome
+    bound       lower bound and plans by dual ascent                                                     -> _bound
+    eliminate   plans and bounds by elimination, from the messages of the ascent                         -> _eliminated
+    fix         remove the strategies whose bound exceeds the cost of the best plan, and presolve again  -> fixed
+    narrow      bound, eliminate and fix in turn, while that shrinks the core                            -> narrow
 
-A plan outside the core costs more than the best one, so that the core's lower bound holds for all plans, up to that.
+For every plan that the core lacks, either the core has a plan that costs no more, or the best plan costs less. The
+minimum of the core's lower bound and the cost of the best plan is therefore a lower bound on all plans.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from autopar.passes.solver.dual_ascent import Ascent, Gap, ascend, reparametrise
 from autopar.passes.solver.symmetry import Folded
 
 CLOSED = 1e-9  # relative gap that is reported as zero
-SLACK = 1e-9  # relative excess over the best plan below which a strategy is kept
-FIRST_ROUNDS, LATER_ROUNDS = 8, 2  # sweeps of dead-end elimination at the start and after fixing
-KEPT = 0.75  # share of its strategies that a core may keep when fixing is to be tried again
-NARROW, WIDE = 256, 8192  # beam widths of an elimination: after each ascent, and after the last
+SLACK = 1e-9  # share of the best plan's cost by which a bound has to exceed it before its strategy is removed
+FIRST_ROUNDS = 8  # sweeps of dead-end elimination at the start; settled on the zoo
+LATER_ROUNDS = 2  # sweeps of dead-end elimination after strategies were fixed by bounds; settled on the zoo
+KEPT = 0.75  # fixing is repeated while it leaves at most this share of the strategies; settled on the zoo
+NARROW = 256  # most states per node of the elimination after each ascent; settled on the zoo
+WIDE = 8192  # most states per node of the elimination after the last ascent; settled on the zoo
 
 PHASES = ("fold", "presolve", "bound", "eliminate", "ilp")
 
@@ -37,7 +42,15 @@ Lift = Callable[[Ints], Ints]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Core:
-    """A presolved problem; `lift` turns its plans into plans of the (folded) one, which cost `constant` (s) more."""
+    """The reduced problem.
+
+    Attributes:
+        problem: its nodes and edges.
+        counts: class sizes of its nodes, as in `Folded`.
+        pairings: joined members of its edges, as in `Folded`.
+        constant: cost (s) of the nodes that are no longer in the problem.
+        lift: plan of the reduced problem -> plan of the folded problem.
+    """
 
     problem: Problem
     counts: Ints
@@ -48,7 +61,17 @@ class Core:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """The best plan of one (folded) problem, with a lower bound (s)."""
+    """The best plan so far, of the folded or the unfolded problem.
+
+    Attributes:
+        plan: strategy per node, shape (nodes,), or None.
+        value: cost of the plan (s), inf without one.
+        lower: lower bound (s) on all plans of the unfolded problem.
+        status: as in `optimize.Solution`.
+        solver: "dual ascent", or the ILP solver.
+        rows: number of rows of the ILP.
+        warnings: what kept the optimizer from a proof.
+    """
 
     plan: Ints | None
     value: float
@@ -59,27 +82,29 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
     def within(self, gap: float) -> bool:
-        """Whether the plan is proven to be within a relative gap of the optimum."""
+        """Whether the plan is proven to be within this relative gap of the optimum."""
         return bool(np.isfinite(self.value)) and self.value - self.lower <= gap * abs(self.value)
 
     def reaches(self, cutoff: float) -> bool:
-        """Whether all plans are proven to cost about `cutoff` (s) or more."""
+        """Whether it is proven that all plans cost at least `cutoff` (s), up to rounding."""
         return bool(np.isfinite(cutoff)) and self.lower >= cutoff - CLOSED * abs(cutoff)
 
     @property
     def closed(self) -> bool:
+        """Whether the plan is proven to be optimal, up to rounding."""
         return self.within(CLOSED)
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds by phase, and those left until `deadline` (`time.monotonic()`)."""
+    """Measures seconds by phase, and the time left until `deadline`, on the clock of `time.monotonic()`."""
 
     deadline: float
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent in the context to a phase."""
         begin = time.perf_counter()
         try:
             yield
@@ -88,13 +113,21 @@ class Clock:
 
     @property
     def left(self) -> float:
+        """Seconds until the deadline, negative after it."""
         return self.deadline - time.monotonic()
 
 
 def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: bool = False) -> Core:
-    """The core of a folded problem, after so many sweeps of dead-end elimination; `raw`: only what is infeasible goes.
+    """The reduced problem of a folded problem.
 
-    Raises SolverError, naming nodes, where no plan is feasible.
+    Args:
+        folded: the folded problem.
+        clock: charged for the phase "presolve".
+        rounds: sweeps of dead-end elimination.
+        raw: remove only infeasible strategies, and contract nothing.
+
+    Raises:
+        SolverError: no plan is feasible; the message names nodes.
     """
     whole = Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
@@ -105,7 +138,7 @@ def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: b
 
 
 def _reduced(core: Core, start: tuple[Ints, ...] | None, rounds: int) -> Core:
-    """Dead ends out, low degrees contracted, infeasible strategies out again."""
+    """Eliminate dead ends, contract nodes of low degree, and eliminate infeasible strategies again."""
     reduced = eliminate(core.problem, rounds, start)
     smaller = contract(reduced.problem, core.pairings, core.counts)
     left = eliminate(smaller.problem, rounds=0)
@@ -117,7 +150,7 @@ def _reduced(core: Core, start: tuple[Ints, ...] | None, rounds: int) -> Core:
 
 
 def _ordered(core: Core) -> Core:
-    """The same with its nodes in an order with a narrow frontier, in which ascents converge sooner as well."""
+    """The core with its nodes in an order with a narrow frontier, in which ascents converge sooner as well."""
     problem, nodes, place = elimination.ordered(core.problem)
     return replace(core, problem=problem, counts=core.counts[nodes], lift=lambda plan: core.lift(plan[place]))
 
@@ -133,13 +166,22 @@ def narrow(
     *,
     once: bool = False,
 ) -> tuple[Core, Ascent, Outcome]:
-    """Bound, eliminate, fix and presolve again while that shrinks the core, until the bounds meet or are near enough.
+    """Bound, eliminate and fix in turn, while that shrinks the core and the gap is too large.
 
-    A plan outside the core costs more than the best one, so the core's lower bound holds for all plans, up to that.
-    `until`: the relative gap at which an ascent ends; `cutoff` (s): plans that cost as much are of no interest; `once`:
-    bound and eliminate, and leave it at that.
+    Args:
+        problem: the folded problem.
+        core: its reduced problem.
+        outcome: the best plan of `problem` so far, and the bound.
+        clock: ends the loop.
+        gap: relative gap at which to stop.
+        until: relative gap at which a dual ascent ends.
+        cutoff: s; stop once it is proven that no plan costs less.
+        once: bound and eliminate only once, and fix nothing.
+
+    Returns:
+        The core, the last ascent on it, and the outcome.
     """
-    size = 2 * core.problem.variables
+    size = 2 * core.problem.variables  # so that the first core counts as shrunk
     while True:
         ascent, outcome = _bound(problem, core, outcome, clock, until, cutoff)
         outcome = _eliminated(problem, core, ascent, outcome, clock, cutoff, NARROW)
@@ -154,7 +196,7 @@ def narrow(
 def _bound(
     problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: float, cutoff: float
 ) -> tuple[Ascent, Outcome]:
-    """Dual ascent on the core: a better plan, if found, and a better lower bound."""
+    """A dual ascent on the core, and the outcome with its plan, if better, and its lower bound."""
     with clock.phase("bound"):
         known = outcome.value - core.constant
         gap = Gap(until, core.constant)
@@ -178,10 +220,15 @@ def _bound(
 def _eliminated(
     problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, cutoff: float, width: int
 ) -> Outcome:
-    """A better plan by elimination with so many states, and a better bound where no plans are tied."""
+    """The outcome after elimination with at most `width` states per node.
+
+    The bound of the elimination is used only if no class has several members: otherwise it holds for plans with equal
+    strategies for equal layers only.
+    """
     if outcome.closed or not np.isfinite(outcome.value) or outcome.reaches(cutoff) or clock.left <= 0:
         return outcome
     with clock.phase("eliminate"):
+        # slightly below the cost of the best plan, so that equal plans are dropped
         limit = min(cutoff, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
         found = elimination.search(core.problem, ascent, limit, width, clock.deadline)
     if found.plan is not None:
@@ -194,7 +241,7 @@ def _eliminated(
 
 
 def fixed(core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Core:
-    """The core without strategies whose bound exceeds the value of the best plan."""
+    """The core without the strategies whose bound exceeds the cost of the best plan, presolved again."""
     limit = outcome.value - core.constant + SLACK * abs(outcome.value)
     keep = tuple(np.flatnonzero(b <= limit) for b in ascent.strategy_bounds)
     if ascent.assignment is not None and ascent.value <= limit:

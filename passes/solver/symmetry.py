@@ -1,22 +1,24 @@
-"""Folding: equal layers share one decision.
+"""Symmetry reduction (folding): the members of a symmetry class, such as equal layers, share one decision.
 
-Colour refinement (the Weisfeiler-Leman fixpoint) on
+Colour refinement (the Weisfeiler-Leman fixpoint)
 
     colour_0(v)      =  signature of v
-    colour_{k+1}(v)  =  (colour_k(v), multiset of (edge key, direction, colour_k(neighbour)))
+    colour_{k+1}(v)  =  (colour_k(v), multiset of (edge key, direction, colour_k(neighbour)))          -> _refine
 
-ends in an equitable partition: every member of a class sees the same number of edges of each kind into each other
-class. Then (Grohe, Kersting, Mladenov, Selman, "Dimension Reduction via Colour Refinement", ESA 2014) averaging an LP
-solution over the classes keeps it feasible and at the same cost, so the LP bound of the folded problem, in which a
-class has one variable and costs multiply by its size, is the LP bound of the unfolded one. Three constraints keep
-that true:
+ends in an equitable partition: every member of a class has the same number of edges of each key into each other class.
+The average of an LP solution over the classes is then feasible and has the same cost (Grohe, Kersting, Mladenov,
+Selman, "Dimension Reduction via Colour Refinement", ESA 2014). In the folded problem, the quotient, a class has one
+variable, and its costs are multiplied by its size -> _quotient. The LP bound of the folded problem is therefore the LP
+bound of the unfolded problem, under three conditions:
 
-    edges inside a class  -> _split_inner    (one variable would tie both ends; such classes are taken apart)
-    stopping early        -> never           (a coarser partition than the fixpoint has no valid bound)
-    who faces whom        -> Folded.pairings (two edges between the same classes may join other members: `contract`)
+    no edge joins two members of one class, since one variable would decide both ends; such classes are split
+                                                                                                     -> _split_inner
+    refinement runs to the fixpoint, since a coarser partition gives no valid bound                  -> _refine
+    reductions know which members an edge joins, since two edges between the same classes may join different members
+                                                                                     -> Folded.pairings, contraction
 
-Colours are refined with a worklist: when a class splits, its largest part keeps the colour, and only neighbours of
-nodes with a new colour are looked at again, O(edges log nodes) label sorts in all.
+Refinement uses a worklist: when a class splits, its largest part keeps the colour, and only neighbours of nodes with a
+new colour are visited again, with O(edges log nodes) label sorts in all.
 """
 
 from __future__ import annotations
@@ -31,11 +33,15 @@ from autopar.ir.problem import Edge, Ints, Node, Problem, absorb_loops
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Folded:
-    """The quotient problem. `classes[v]` is the folded node of unfolded node v, `counts[c]` the size of class c.
+    """The quotient of a problem by its symmetry classes.
 
-    `pairings[i]` lists, for folded edge i, the joined (member of u, member of v) as sorted rows of ranks inside their
-    classes, each once; None where some members are joined more often than others. `edges[i]` is the folded edge of
-    unfolded edge i, self edges left out.
+    Attributes:
+        problem: the folded problem, one node per class.
+        classes: folded node of each unfolded node, shape (unfolded nodes,).
+        counts: number of members of each class, shape (classes,).
+        pairings: per folded edge, the pairs (member of u, member of v) that it joins: sorted rows of ranks inside the
+            classes, each once. None if some pairs are joined more often than others.
+        edges: folded edge of each unfolded edge, self edges left out.
     """
 
     problem: Problem
@@ -45,17 +51,17 @@ class Folded:
     edges: Ints
 
     def lift(self, assignment: Ints) -> Ints:
-        """Strategy per unfolded node, shape (len(classes),), from one per class."""
+        """Strategy per unfolded node, shape (unfolded nodes,), from one per class."""
         return np.asarray(assignment, dtype=np.int64)[self.classes]
 
     @property
     def tied(self) -> bool:
-        """Whether any class has more than one member, so that folding may lose plans."""
+        """Whether any class has more than one member. The folded problem then lacks plans in which members differ."""
         return bool((self.counts > 1).any())
 
 
 def fold(problem: Problem) -> Folded:
-    """Quotient of the problem by the coarsest equitable partition without edges inside a class."""
+    """The quotient of the problem by an equitable partition without edges inside a class; self edges are absorbed."""
     problem = absorb_loops(problem)
     incident = _incident(problem)
     ids: dict[object, int] = {}
@@ -69,7 +75,7 @@ def fold(problem: Problem) -> Folded:
 
 
 def identity(problem: Problem) -> Folded:
-    """The problem as it is, every node its own class (self edges absorbed)."""
+    """The problem without symmetry reduction: every node is a class of its own; self edges are absorbed."""
     problem = absorb_loops(problem)
     n = len(problem.nodes)
     one = np.zeros((1, 2), dtype=np.int64)
@@ -78,7 +84,10 @@ def identity(problem: Problem) -> Folded:
 
 
 def _incident(problem: Problem) -> list[list[tuple[int, int]]]:
-    """Per node the (label, neighbour) of its edges; labels number (edge key, direction), in steps no colour reaches."""
+    """Per node, (label, neighbour) for each of its edges. Labels number the pairs (edge key, direction).
+
+    Labels are multiples of a step above every colour, so that label + colour identifies both.
+    """
     step = 2 * len(problem.nodes) + 2
     labels: dict[tuple[int, ...], int] = {}
     incident: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
@@ -90,7 +99,7 @@ def _incident(problem: Problem) -> list[list[tuple[int, int]]]:
 
 
 def _refine(colours: list[int], incident: list[list[tuple[int, int]]]) -> list[int]:
-    """Colours at the fixpoint; new colours are numbered in order of their first member."""
+    """The colours at the fixpoint, per node. New colours are numbered in the order of their first member."""
     colours = list(colours)
     members: dict[int, list[int]] = {}
     for v, c in enumerate(colours):
@@ -113,7 +122,7 @@ def _refine(colours: list[int], incident: list[list[tuple[int, int]]]) -> list[i
 def _signatures(
     dirty: Iterable[int], colours: list[int], incident: list[list[tuple[int, int]]]
 ) -> dict[int, dict[tuple[int, ...], list[int]]]:
-    """Colour -> multiset of (label, neighbour colour) -> the dirty nodes that have it."""
+    """Colour -> sorted multiset of label + neighbour's colour -> the dirty nodes with this colour and multiset."""
     found: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for v in dirty:
         around = tuple(sorted([label + colours[w] for label, w in incident[v]]))
@@ -122,9 +131,9 @@ def _signatures(
 
 
 def _new_parts(members: dict[int, list[int]], colour: int, parts: dict[tuple[int, ...], list[int]]) -> list[list[int]]:
-    """The parts of class `colour` that get a colour of their own: all but the largest. Shrinks `members[colour]`.
+    """The parts of class `colour` that get a new colour: all but the largest, to which `members[colour]` is reduced.
 
-    Nodes of the class that are not dirty saw no change around them, so they form one part, unlike every dirty part.
+    The nodes of the class that are not dirty have no neighbour whose colour changed. They form one part.
     """
     touched = sum(map(len, parts.values()))
     whole = members[colour]
@@ -141,15 +150,17 @@ def _new_parts(members: dict[int, list[int]], colour: int, parts: dict[tuple[int
 
 
 def _split_inner(colours: list[int], inner: set[int]) -> list[int]:
-    """Every member of a class in `inner` gets a colour of its own; the next refinement spreads that."""
+    """Colours in which every member of a class in `inner` has its own. The next refinement propagates the split."""
     ids: dict[tuple[int, int], int] = {}
     return [ids.setdefault((c, v if c in inner else -1), len(ids)) for v, c in enumerate(colours)]
 
 
 def _quotient(problem: Problem, colours: list[int]) -> Folded:
+    """The quotient by these colours. Classes are numbered in the order of their first member."""
     ids: dict[int, int] = {}
     classes = np.array([ids.setdefault(c, len(ids)) for c in colours], dtype=np.int64)
     counts = np.bincount(classes, minlength=len(ids))
+    # rank of each node inside its class
     rank = np.zeros(len(classes), dtype=np.int64)
     order = np.argsort(classes, kind="stable")
     rank[order] = np.arange(len(classes)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -172,11 +183,13 @@ def _quotient(problem: Problem, colours: list[int]) -> Folded:
 
 
 def _multiply(u: int, v: int, group: list[Edge]) -> Edge:
+    """The folded edge of equal edges between two classes, with their costs added up."""
     first, n = group[0], len(group)
     return Edge(u, v, first.gu, first.gv, first.table * n if n > 1 else first.table, (*first.key, n))
 
 
 def _pairing(group: list[Edge], rank: Ints) -> Ints | None:
+    """The pairs of members that the edges of a group join, as in `Folded.pairings`."""
     pairs = np.array([(rank[e.u], rank[e.v]) for e in group], dtype=np.int64)
     if len(pairs) == 1:
         return pairs
