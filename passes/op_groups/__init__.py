@@ -1,7 +1,7 @@
-"""Operations that share one strategy variable, and which values follow them.
+"""Op groups: operations that share one strategy variable, and the bindings of values to groups.
 
     in     Graph, sharding rules, mesh
-    out    Grouping: groups with their strategies, bindings of values to groups, uses where values change sharding
+    out    Grouping: groups with their strategies, bindings of values to groups, uses where values may be resharded
 
-Read `strategies` first, then `bindings` and `merge`.
+Start with `strategies`, then read `bindings` and `merge`.
 """

@@ -1,8 +1,11 @@
-"""Where the layout of every value is decided, and who reads it how: the vocabulary of the grouping.
+"""Bindings and uses: the group that decides the layout of a value, and the layouts in which groups read it.
 
-A *binding* ties a value's dimensions to factors of a group; a *use* ties the dimensions of an operand to factors of the
-group that reads it. `projection` turns either into classes of strategies that mean the same layout, which is what the
-edges of the optimization problem are made of.
+    binding    maps the dimensions of a value to factors of the group that decides its layout          -> Binding
+    use        maps the dimensions of an operand to factors of the group that reads it                 -> Use
+    class      strategies of a group that give a value the same layout                                 -> projection
+
+An edge of the optimization problem joins the classes of a binding to the classes of a use. `Builder` collects groups,
+bindings and uses while `merge.group` visits the operations.
 """
 
 from __future__ import annotations
@@ -21,24 +24,25 @@ from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, layou
 from autopar.passes.op_groups.unreduced import Deferral
 from autopar.rules import Rule
 
-#: A dimension of a view along which any layout costs nothing.
+#: A dimension of a view that may be cut in any way at no cost.
 FREE = -3
-#: A dimension that its group never cuts.
+#: A dimension that the group never cuts.
 WHOLE = -1
 
-#: A group's factors for the dimensions of each operand, and of each result, of an operation that follows an operand.
+#: For an operation that follows an operand: the group's factors for the dimensions of each operand and of each result.
 Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Where a value's layout is decided.
+    """The group that decides the layout of a value.
 
     Attributes:
         group: index of the group.
-        value: the value itself, or the one that a view looks at.
+        value: the value itself, or the value of which it is a view.
         dims: for each dimension of `value`, the group's factor, or WHOLE.
-        view: for each dimension of this value, the dimension of `value` behind it, or FREE; None if it is no view.
+        view: for each dimension of the view, the dimension of `value` that it broadcasts, or FREE; None if the value is
+            not a view.
     """
 
     group: int
@@ -49,16 +53,17 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A value read at a site, in the layout that a group's strategy wants there.
+    """A read of a value, in the layout that the strategy of a group requires.
 
     Attributes:
-        site: "op12.in0", "op12.body.out1" or "out3".
+        site: the place of the read: "op12.in0", "op12.body.out1" or "out3".
         value: the value read.
         consumer: the group that decides the layout.
         dims: for each dimension of the value, the consumer's factor, or WHOLE.
-        assigned: the layout follows what the strategy cuts while running, not what its result holds.
+        assigned: the layout is given by `StrategySet.assigned`, the factors cut during execution; otherwise by
+            `StrategySet.held`, those of the result.
         weight: executions per step.
-        op: index of the operation it belongs to, -1 for results of the graph.
+        op: index of the operation that reads, -1 for results of the graph.
     """
 
     site: str
@@ -72,15 +77,15 @@ class Use:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpGroup:
-    """A decision: its strategies, how often it runs, and the light operations that follow it.
+    """Operations that share one strategy variable.
 
     Attributes:
-        name: for people and for breaking ties.
-        strategies: what may be chosen.
+        name: text for people, which also breaks ties.
+        strategies: the strategies to choose from.
         weight: executions per step.
         op: index of the operation that has the strategies, -1 for arguments, copies and region borders.
-        value: the value whose layout it decides (the operation's largest result).
-        light: bytes moved by followers: group factors of the value -> bytes per execution.
+        value: the value whose layout the group decides: the largest result of the operation.
+        light: HBM traffic of the operations that follow: group factors of a value -> bytes per execution, uncut.
     """
 
     name: str
@@ -92,9 +97,13 @@ class OpGroup:
 
 
 class Charge(NamedTuple):
-    """Light traffic on a group: `nbytes` of the whole per step, of which its cuts of `dims` leave a share.
+    """HBM traffic of a light operation, which depends on the strategy of a group.
 
-    `op` is the operation that moves them, -1 for what the batch is written with.
+    Attributes:
+        group: index of the group.
+        dims: factors of the group that cut the value; each device moves its share of the bytes.
+        nbytes: bytes of the uncut value per step.
+        op: index of the operation that moves the bytes; -1 for writing the batch.
     """
 
     group: int
@@ -105,9 +114,15 @@ class Charge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """The whole program's decisions: which groups, where every value lives, who reads what how.
+    """The groups of a program, and the bindings and uses of its values.
 
-    `charges` are the light traffic of the groups one by one.
+    Attributes:
+        groups: all groups.
+        bindings: value -> its binding; free values are absent.
+        uses: all reads at which a value may be resharded.
+        rules: signature of an operation -> sharding rule.
+        slack: the communication that can overlap with computation.
+        charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
     """
 
     groups: tuple[OpGroup, ...]
@@ -119,17 +134,25 @@ class Grouping:
 
 
 def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(class of each strategy, layouts of the classes) of a value whose dimensions are these group factors.
+    """The classes of strategies that give a value the same layout.
 
-    Shapes (n,) and (classes, axes); classes are ordered by first appearance in the sorted codes.
+    Args:
+        strategies: n strategies.
+        dims: the group's factor for each dimension of the value, or WHOLE.
+        assigned: take the layout during execution instead of that of the result.
+
+    Returns:
+        The class of each strategy, shape (n,), and the layout of each class, shape (classes, axes). Classes are ordered
+        by the code of their layout.
     """
     factors = strategies.assigned if assigned else strategies.held
     dim_of = np.full(len(strategies.sizes) + 2, -1, np.int8)
-    dim_of[-2] = -2
+    dim_of[-2] = -2  # PARTIAL stays PARTIAL
     for dim, factor in enumerate(dims):
         if factor >= 0:
             dim_of[factor] = dim
     layouts = dim_of[factors]
+    # base 16: entries are from -2 (PARTIAL) to 13
     codes = ((layouts.astype(np.int64) + 2) * (16 ** np.arange(layouts.shape[1]))).sum(1)
     _, first, classes = np.unique(codes, return_index=True, return_inverse=True)
     return classes.astype(np.int64), layouts[first]
@@ -137,7 +160,10 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
 
 @dataclass
 class Draft:
-    """A group whose followers are still being charged."""
+    """An `OpGroup` under construction, to which the traffic of its followers is still added.
+
+    `repeats` is the number of executions per step of the top-level operation at which it was made.
+    """
 
     name: str
     strategies: StrategySet
@@ -150,10 +176,23 @@ class Draft:
 
 @dataclass
 class Builder:
-    """The growing grouping; local to one `group` call.
+    """The state of one `merge.group` call.
 
-    `repeats`: executions per step of the top-level operation that is being visited; `pace`: of those visited, by index.
-    `loose`: groups of arguments that nothing follows -> the most padding of what would follow them.
+    Attributes:
+        graph, rules, mesh: the arguments of `merge.group`.
+        deferral: operations that may have partial sums as operands or results.
+        slack: the communication that can overlap.
+        drafts, bindings, uses, charges: the grouping so far.
+        kinds: signature of an operation -> what all operations of that signature share.
+        sets: key -> strategy set, so that equal operations share one.
+        followers: light operations, whose HBM traffic is charged to their groups.
+        reads: value -> number of reads.
+        heavy_reads: values that operations with strategies of their own, or the caller, read.
+        loose: groups of arguments whose sharding is not propagated to their readers -> largest padding of the
+            readers' own layouts, as a factor.
+        repeats: executions per step of the top-level operation that is being visited.
+        pace: index of a visited operation -> executions per step of its top-level operation.
+        followed: cache of `merge._followed`.
     """
 
     graph: Graph
@@ -173,27 +212,31 @@ class Builder:
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)
-    followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)  # see `groups._followed`
+    followed: dict[tuple[int, int, tuple[int, ...]], Followed] = field(default_factory=dict)
 
     def new(self, name: str, strategies: StrategySet, weight: float, op: int, value: int) -> int:
+        """Add a group. Returns its index."""
         self.drafts.append(Draft(name, strategies, weight, op, value, repeats=self.repeats))
         return len(self.drafts) - 1
 
     def strategy_set(self, key: object, make: Callable[[int], StrategySet]) -> StrategySet:
+        """The strategy set of a key; `make` makes it from its index when the key is new."""
         found = self.sets.get(key)
         if found is None:
             found = self.sets[key] = make(len(self.sets))
         return found
 
     def layouts(self, shape: tuple[int, ...], most_padding: float = MOST_PADDING) -> StrategySet:
+        """All layouts of a shape whose padding lengthens no dimension by more than this factor."""
         key = ("layouts", shape, most_padding)
         return self.strategy_set(key, lambda index: layouts_of(shape, self.mesh, index, most_padding))
 
     def is_free(self, atom: Atom) -> bool:
+        """Whether no group decides the layout of an atom: constants, scalars, and values made from such alone."""
         return not isinstance(atom, int) or not self.graph.types[atom].shape or atom not in self.bindings
 
     def pinned(self, shape: tuple[int, ...], layout: Layout, open_dims: tuple[int, ...] = ()) -> StrategySet:
-        """The layouts of this shape, restricted to one; axes it leaves out may cut the open dimensions."""
+        """The layouts that equal `layout`, except that axes which cut nothing there may cut `open_dims`."""
         every = self.layouts(shape, 1.0)
         wanted = np.array(layout, every.held.dtype)
         rows = ((every.held == wanted) | ((wanted == WHOLE) & np.isin(every.held, open_dims))).all(1)
@@ -201,11 +244,11 @@ class Builder:
         return self.strategy_set(("pinned", shape, layout, open_dims), lambda index: StrategySet(index, *parts))
 
     def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:
-        """A group for a value that comes from outside: the border of a region."""
+        """Add a group for a value that enters a region. Returns its index."""
         return self.enter_as(name, value, weight, self.layouts(self.graph.types[value].shape, most_padding))
 
     def enter_as(self, name: str, value: int, weight: float, strategies: StrategySet) -> int:
-        """A group for a value that comes from outside, with these layouts."""
+        """Add a group with these layouts for an argument, or for a value that enters a region. Returns its index."""
         shape = self.graph.types[value].shape
         group = self.new(name, strategies, weight, -1, value)
         self.bindings[value] = Binding(group, value, tuple(range(len(shape))))
@@ -214,7 +257,15 @@ class Builder:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What all operations of one signature share."""
+    """The properties that all operations of one signature share.
+
+    Attributes:
+        rule: the sharding rule.
+        main: position of the largest result.
+        candidates: positions of the operands that the operation can follow.
+        may_be_free: the operation is computed wherever its result is used if all its operands are free.
+        broadcast: it is a broadcast.
+    """
 
     rule: Rule
     main: int
@@ -224,7 +275,7 @@ class Kind:
 
 
 def alias(b: Builder, atom: Atom, value: int, name: str, site: str, weight: float, op: int) -> None:
-    """`value` is what is read at `site` and lies where that lives; if it lives nowhere, it gets a border group."""
+    """Bind `value` as `atom`, which is read at `site`, is bound; if `atom` is free or a view, to a new group."""
     binding = b.bindings.get(atom) if isinstance(atom, int) else None
     if binding is not None and binding.view is None:
         b.bindings[value] = Binding(binding.group, value, binding.dims)
@@ -237,7 +288,7 @@ def alias(b: Builder, atom: Atom, value: int, name: str, site: str, weight: floa
 def use(
     b: Builder, site: str, value: int, consumer: int, dims: tuple[int, ...], assigned: bool, weight: float, op: int
 ) -> None:
-    """Record a `Use`, unless the value already lies as the consumer wants it because it lives there."""
+    """Record a `Use`, unless the consumer itself decides the layout of the value, with equal dimensions."""
     if not dims:
         return
     binding = b.bindings.get(value)
@@ -247,5 +298,5 @@ def use(
 
 
 def assumed_trips(graph: Graph) -> Mapping[str, int]:
-    """Tags of the loops whose trips are only known at run time -> the trips that prices assume for them."""
+    """Tag of each loop whose number of iterations is known only at run time -> the number that costs assume."""
     return {op.tag: UNKNOWN_TRIPS for op in graph.walk() if op.regions and op.trips is None}

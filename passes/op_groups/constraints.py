@@ -1,8 +1,11 @@
-"""Layouts that the user fixes: by path glob, "arg:i", "out:i", `with_sharding_constraint` inside the function, and the
-types of arguments that lie on an Explicit mesh.
+"""Pins: layouts that the user fixes.
 
-A pin restricts the strategies of an argument's group to one layout, or adds a border group with one layout to a
-result; the optimizer then works around it. A pin that fits nothing is an error, never ignored.
+    path glob, "arg:i", "out:i"          the `pins` argument                                       -> resolve
+    type of an argument                  its sharding on an Explicit mesh                          -> resolve
+    with_sharding_constraint             inside the user's function                                -> constraint
+
+A pin restricts the strategies of an argument's group to one layout, or adds a group with one layout for a result. The
+optimizer chooses the other layouts. A pin that matches nothing is an error and is never ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ Pins = Mapping[str, PartitionSpec]
 
 @dataclass(frozen=True)
 class Pinned:
-    """Positions of argument and result leaves -> the layout they are fixed to."""
+    """Positions of argument leaves and of result leaves -> the layout to which they are fixed."""
 
     arguments: Mapping[int, Layout]
     results: Mapping[int, Layout]
@@ -37,17 +40,17 @@ def resolve(
     typed: Mapping[int, PartitionSpec] | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> Pinned:
-    """Which leaves the pins fix.
+    """The leaves that pins fix, and their layouts.
 
-    A glob matches a whole path ("state/params/w1"), or its part below the argument's name ("params/w1"). Later pins
-    win over earlier ones; a pin and the type of an argument must agree.
+    A glob matches a whole path ("state/params/w1"), or its part below the argument's name ("params/w1"). A later pin
+    overrides an earlier one. A pin and the type of an argument must agree.
 
     Args:
-        pins: the user's.
+        pins: glob or position -> spec.
         graph: the program.
-        mesh: the mesh that is planned for.
-        typed: positions of argument leaves -> the cut that their types carry.
-        axes: the axes of the Explicit mesh that those types are of, and their sizes.
+        mesh: the mesh to plan for.
+        typed: position of an argument leaf -> spec of its type.
+        axes: axis -> size of the Explicit mesh to which those types refer.
 
     Raises:
         PinError: a pin matches no leaf, names an unknown mesh axis, has more dimensions than the leaf, cuts a
@@ -85,7 +88,7 @@ def _typed(
     arguments: Mapping[int, Layout],
     said: Mapping[int, str],
 ) -> Layout:
-    """The layout that the type of an argument carries."""
+    """The layout that the type of an argument prescribes. Raises PinError."""
     what = f"'{graph.input_paths[position]}', which lies on the Explicit mesh {dict(axes)}"
     layout = checked_layout(spec, graph.types[graph.inputs[position]], mesh, what)
     for name, dim in zip(mesh.names, layout, strict=True):
@@ -99,6 +102,7 @@ def _typed(
 
 
 def _spec(pattern: str, partition: Any) -> PartitionSpec:
+    """The spec of a pin. Raises PinError if it is neither a PartitionSpec nor a NamedSharding."""
     if isinstance(partition, NamedSharding):
         return partition.spec
     if isinstance(partition, PartitionSpec):
@@ -107,6 +111,7 @@ def _spec(pattern: str, partition: Any) -> PartitionSpec:
 
 
 def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
+    """("arg" or "out", position) of each leaf that a pin matches. Raises PinError for a position out of range."""
     kind, _, number = pattern.partition(":")
     if kind in ("arg", "out") and number.isdigit():
         count = len(graph.inputs if kind == "arg" else graph.outputs)
@@ -120,10 +125,10 @@ def _matches(pattern: str, graph: Graph) -> Iterator[tuple[str, int]]:
 
 
 def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[int, ...]]:
-    """What a `with_sharding_constraint` in the user's function demands: a layout, and the dimensions it leaves open.
+    """The layout that a `with_sharding_constraint` in the user's function requires, and the dimensions it leaves open.
 
     Raises:
-        PinError: its sharding has no spec, or the spec does not fit the value or the mesh.
+        PinError: the sharding has no spec, or the spec is not valid for the value or the mesh.
     """
     where = f"with_sharding_constraint{f' at {op.source}' if op.source else ''}"
     sharding = op.params["sharding"]
@@ -135,7 +140,14 @@ def constraint(op: Op, type_: Type, mesh: LogicalMesh) -> tuple[Layout, tuple[in
 
 
 def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, what: str) -> Layout:
-    """The layout of a spec on a leaf of this type; PinError saying what does not fit."""
+    """The layout of a spec on a value of this type.
+
+    Args:
+        what: names the pin in messages.
+
+    Raises:
+        PinError: the spec is not valid for the value or the mesh.
+    """
     if getattr(partition, "unreduced", None):
         raise PinError(f"{what}: {partition} is a partial sum, which cannot be pinned")
     if len(partition) > type_.rank:
@@ -156,7 +168,7 @@ def checked_layout(partition: PartitionSpec, type_: Type, mesh: LogicalMesh, wha
 
 
 def _check_order(partition: PartitionSpec, mesh: LogicalMesh, what: str) -> None:
-    """Layouts cut a dimension over its axes in the order of the mesh; PinError for another order."""
+    """Raise PinError if a dimension is cut over several axes in another order than that of the mesh."""
     for entry in partition:
         if isinstance(entry, tuple) and (ordered := tuple(sorted(entry, key=mesh.names.index))) != entry:
             first = next(i for i, name in enumerate(entry) if name != ordered[i])
@@ -164,4 +176,5 @@ def _check_order(partition: PartitionSpec, mesh: LogicalMesh, what: str) -> None
 
 
 def _some(names: tuple[str, ...], most: int = 8) -> str:
+    """The first names, separated by commas, and the number of all if there are more."""
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")

@@ -1,19 +1,26 @@
-"""Groups operations whose layouts go together, so that one decision serves many operations.
+"""Merging: groups the operations of a program, so that one strategy variable decides the layouts of many operations.
 
-Three kinds of value:
+A value is
 
-- *bound*: its layout is decided by a group: arguments, heavy operations, meeting points, and what follows them;
-- *a view*: a bound value broadcast to more dimensions; along the new ones any layout is free;
-- *free*: made from constants, iotas, scalars and random keys alone; every use gets it in the layout it wants.
+    bound     a group decides its layout: arguments, results of heavy operations, and results of the light operations
+              that follow these                                                                    -> _follow, _anchor
+    a view    a bound value broadcast to more dimensions; the new dimensions may be cut in any way at no cost
+                                                                                               -> _view_of_broadcast
+    free      computed from constants, iotas, scalars and random keys alone; every use gets it in the layout that it
+              requires                                                                             -> Builder.is_free
 
-An operation follows an operand if all factors of its result live in that operand and none is reduced or kept: it then
-runs in whatever layout the operand has. Of several candidates the oldest group leads, which makes a residual stream
-one group, and the groups of equal layers symmetric around it. Any other operation gets strategies of its own.
-Nothing follows an argument that does not divide, nor one that others hand over in a layout of theirs: a residual stream
-would be bound to it from end to end, where one conversion may do.
+An operation can follow an operand if the operand has all factors of the result and none of them is reduced or kept. The
+operation then runs in any layout of the operand -> _candidates. Of several such operands it follows that of the oldest
+group -> _leader. A residual stream thus becomes one group, to which the groups of equal layers are symmetric. All other
+operations have strategies of their own -> _anchor.
 
-Regions are planned in place: a loop's body counts as often as it runs. What enters a loop gets a group of its own
-(entering may reshard once); a carry leaves an iteration in the layout it entered with.
+The sharding of two kinds of arguments is not propagated: of those that a mesh axis can only cut unevenly, and of those
+received from elsewhere in a given layout. A residual stream would otherwise be bound to such an argument from end to
+end, where one reshard may be cheaper -> _apart.
+
+Regions are planned in place: the body of a loop counts as often as it runs. A value that enters a loop gets a group of
+its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it entered
+-> regions.
 """
 
 from __future__ import annotations
@@ -48,13 +55,13 @@ from autopar.passes.op_groups.regions import REGIONS, region_kind
 from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
 from autopar.rules import LOCAL, Rule
 
-#: Operations that always have strategies of their own, however their factors lie.
+#: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
-#: Operations that are not repeated for every layout that wants their result.
+#: Operations that are not computed once per layout in which their result is read, even if their operands are free.
 NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
-#: Operations of (operand, indices, updates), uneven pieces of which XLA only knows along the windows.
+#: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
 SCATTERS = ("scatter-add", "scatter")
-#: Reductions that are sums, whose partial results may be scattered.
+#: Operations whose reduction is a sum, so that partial results may be reduce-scattered.
 SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
 
 
@@ -66,14 +73,18 @@ def group(
     pinned_results: Mapping[int, Layout] | None = None,
     handed: Collection[int] = (),
 ) -> Grouping:
-    """Groups, bindings and uses of a whole program.
+    """Groups, bindings and uses of a program.
 
     Args:
         graph: the program.
-        rules: rule of every leaf operation by signature.
+        rules: signature of a leaf operation -> sharding rule.
         mesh: the mesh to plan for.
-        pinned_arguments, pinned_results: position -> the one layout that the argument or result may have.
-        handed: positions of those pinned arguments that what reads them need not follow.
+        pinned_arguments: position -> the only layout of the argument.
+        pinned_results: position -> the only layout of the result.
+        handed: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
+
+    Raises:
+        PinError: a `with_sharding_constraint` is not valid for its value or the mesh.
     """
     b = Builder(graph, rules, mesh, unreduced.find(graph), overlap.find(graph))
     often = graph.repeats or Repeats({}, {}, {})
@@ -101,12 +112,13 @@ def group(
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
-    """Some mesh axis can only cut this shape unevenly, as an argument may not lie."""
+    """Whether some mesh axis can cut this shape only unevenly, which an argument does not allow."""
     even, uneven = ((b.layouts(shape, most).held >= 0).any(0) for most in (1.0, MOST_PADDING))
     return bool((uneven & ~even).any())
 
 
 def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
+    """Group these operations in order; `weight` is their number of executions per step."""
     for op in ops:
         if op.regions:
             REGIONS[region_kind(op)](b, op, weight, _visit)
@@ -118,6 +130,7 @@ def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
 
 
 def _kind(b: Builder, op: Op) -> Kind:
+    """The properties of the signature of an operation, cached."""
     kind = b.kinds.get(op.signature)
     if kind is None:
         rule = b.rules[op.signature]
@@ -134,11 +147,12 @@ def _kind(b: Builder, op: Op) -> Kind:
 
 
 def _big(rule: Rule, dims: Sequence[int]) -> list[int]:
+    """The factors of more than one element, ascending."""
     return sorted(f for f in dims if rule.sizes[f] > 1)
 
 
 def _candidates(rule: Rule, main: int) -> tuple[int, ...]:
-    """Operands whose cuttable dimensions are exactly those of the main result, one to one."""
+    """Positions of the operands whose factors of more than one element are exactly those of the main result."""
     wanted = _big(rule, rule.results[main])
     stuck = {*rule.reduced, *rule.kept}
     if len(set(wanted)) != len(wanted) or stuck & set(wanted):
@@ -149,6 +163,7 @@ def _candidates(rule: Rule, main: int) -> tuple[int, ...]:
 
 
 def _leaf(b: Builder, op: Op, weight: float) -> None:
+    """Group an operation without regions: by the first of the cases in the module docstring that applies."""
     kind = _kind(b, op)
     b.pace[op.index] = b.repeats
     for atom in op.inputs:
@@ -173,13 +188,13 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
 
 
 def _pass_through(b: Builder, op: Op, weight: float) -> None:
-    """Result i is operand i, in the operand's layout."""
+    """Bind result i to the binding of operand i."""
     for i, (atom, result) in enumerate(zip(op.inputs, op.outputs, strict=True)):
         alias(b, atom, result, f"{op.tag} %{result}", f"{op.tag}.in{i}", weight, op.index)
 
 
 def _constrained(b: Builder, op: Op, weight: float) -> None:
-    """The user's `with_sharding_constraint`: a group with the layouts that it allows."""
+    """Add a group with the layouts that the user's `with_sharding_constraint` allows."""
     (result,) = op.outputs
     type_ = b.graph.types[result]
     if not type_.shape:
@@ -190,12 +205,15 @@ def _constrained(b: Builder, op: Op, weight: float) -> None:
         use(b, f"{op.tag}.in0", op.inputs[0], group, tuple(range(type_.rank)), False, weight, op.index)
 
 
-#: Operations whose result lies where the user or the operand says.
+#: Operations whose result has the layout of the operand, or one that the user prescribes.
 _BORDERS = {"optimization_barrier": _pass_through, "sharding_constraint": _constrained}
 
 
 def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
-    """The candidate of the oldest group, of an argument that nothing follows only if there is no other."""
+    """Position of the operand to follow, None if there is none.
+
+    It is the candidate of the oldest group. An argument whose sharding is not propagated comes last.
+    """
     best: tuple[bool, int, int] | None = None
     for k in kind.candidates:
         atom = op.inputs[k]
@@ -207,6 +225,7 @@ def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
 
 
 def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
+    """Bind the results of an operation to the group of the operand `leader`."""
     binding = b.bindings[_value(op.inputs[leader])]
     operands, results = _followed(b, op.signature, kind.rule, leader, binding.dims)
     for value, dims in zip(op.outputs, results, strict=True):
@@ -218,14 +237,17 @@ def _follow(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
 
 
 def _reads(op: Op, rule: Rule) -> Iterator[tuple[int, int]]:
-    """Positions and values of the operands that are read."""
+    """(position, value) of each operand that the operation reads and that is a value."""
     for k, atom in enumerate(op.inputs):
         if isinstance(atom, int) and k not in rule.unread:
             yield k, atom
 
 
 def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tuple[int, ...]) -> Followed:
-    """The group's factor for each dimension of the operands and results of what follows an operand."""
+    """The factors of the group for each dimension of operands and results, if the operation follows operand `leader`.
+
+    `binding` has the group's factor for each dimension of that operand.
+    """
     key = signature, leader, binding
     found = b.followed.get(key)
     if found is None:
@@ -238,7 +260,10 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tupl
 
 
 def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
-    """What would follow an argument that nothing follows gets layouts of its own, uneven ones if it does not divide."""
+    """Give an operation whose leading operand must not propagate its sharding a strategy variable of its own.
+
+    Its strategies are the layouts of the main result, uneven ones included if the argument does not divide.
+    """
     rule, main = kind.rule, op.outputs[kind.main]
     most = b.loose[b.bindings[_value(op.inputs[leader])].group]
     group = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
@@ -252,6 +277,7 @@ def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
 
 
 def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
+    """Add a group with strategies of its own for an operation."""
     rule = kind.rule
     role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.slack.sums(op))
     strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
@@ -259,7 +285,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     for value, dims in zip(op.outputs, rule.results, strict=True):
         if b.graph.types[value].shape:
             b.bindings[value] = Binding(group, value, tuple(dims))
-    light = op.index in b.deferral.sums
+    light = op.index in b.deferral.sums  # an elementwise sum; its strategies do not include its HBM traffic
     if light:
         b.followers.append(op)
     for k, value in _reads(op, rule):
@@ -269,6 +295,7 @@ def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
 
 
 def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
+    """The strategies of an operation that has its own, as number `index` of the strategy sets."""
     operands = tuple(b.graph.type_of(a) for a in op.inputs)
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
@@ -285,7 +312,10 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
 
 
 def _even(rule: Rule) -> tuple[int, ...]:
-    """All factors of a scatter but its windows': cut unevenly along others, XLA gathers the indices."""
+    """The factors of a scatter that must be cut evenly: all but those of its windows.
+
+    XLA gathers the indices of a scatter that is cut unevenly along another factor.
+    """
     _, indices, updates = rule.operands
     return tuple(f for f in rule.free if f in indices or f not in updates)
 
@@ -294,7 +324,7 @@ def _even(rule: Rule) -> tuple[int, ...]:
 
 
 def _view_of_broadcast(b: Builder, op: Op, kind: Kind) -> bool:
-    """A broadcast of a bound value looks at its operand; False if it is a mere reshape."""
+    """Bind a broadcast as a view of its operand. Returns False if the operand is free or it is a mere reshape."""
     atom = op.inputs[0]
     binding = b.bindings.get(atom) if isinstance(atom, int) else None
     if binding is None or 0 in kind.candidates:
@@ -308,7 +338,7 @@ def _view_of_broadcast(b: Builder, op: Op, kind: Kind) -> bool:
 
 
 def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
-    """An elementwise operation whose only bound operand is a view is a view as well."""
+    """Bind an elementwise operation as a view if its only bound operand is one. Returns whether it is bound."""
     bound = [k for k, a in enumerate(op.inputs) if isinstance(a, int) and not b.is_free(a)]
     if len(bound) != 1 or bound[0] not in kind.candidates or len(op.outputs) != 1:
         return False
@@ -325,9 +355,13 @@ def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
 
 
 def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -> None:
-    """State comes back in the layout it was given in, a pinned result in its own, and any result in even pieces.
+    """Add the uses by the caller.
 
-    `often`: position -> how often a result is handed out, if not once.
+    The next state has the layout of the state, a pinned result has its pin, and all other results have even layouts.
+
+    Args:
+        pinned: position of a result -> layout.
+        often: position of a result -> times per step that it is returned, if not once.
     """
     for out, layout in pinned.items():
         atom = b.graph.outputs[out]
@@ -355,7 +389,7 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -
 
 
 def _may_be_uneven(b: Builder, value: int) -> bool:
-    """A result that is a view, or that its group may leave in pieces that JAX does not hand out."""
+    """Whether a result is a view, or its group has layouts that do not divide it, which JAX does not return."""
     binding = b.bindings.get(value)
     if binding is None or binding.view is not None:
         return binding is not None
@@ -364,10 +398,11 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 
 
 def _charge_followers(b: Builder) -> None:
-    """Memory traffic of light operations: what is written for a heavy reader or for several, and arguments read.
+    """Charge the HBM traffic of light operations to the groups they follow.
 
-    What is no state (the batch) arrives anew in every step and is written to memory first. An argument that nothing
-    follows is read in the pieces of its reader.
+    A result is charged if a heavy operation or several operations read it; the compiler fuses all others. Every read of
+    an argument by a light operation is charged. The batch, that is every argument that is no state, is new in each step
+    and is charged once more for being written.
     """
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
@@ -383,7 +418,10 @@ def _charge_followers(b: Builder) -> None:
 
 
 def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:
-    """Where a light operation's read of an argument is charged."""
+    """The binding to which the read of an argument by a light operation is charged.
+
+    An argument whose sharding is not propagated is read in the layout of its reader.
+    """
     binding, reader = b.bindings[value], b.bindings.get(op.outputs[0])
     if binding.group not in b.loose or reader is None:
         return binding
@@ -393,9 +431,10 @@ def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:
 
 
 def _charge(b: Builder, binding: Binding, value: int, op: int) -> None:
-    """Add the bytes of a value, which an operation moves (-1: they come from outside), per execution of the group."""
+    """Charge a group with the bytes of a value that operation `op` moves (-1: the batch, written from outside)."""
     draft = b.drafts[binding.group]
     key = tuple(sorted(d for d in binding.dims if d >= 0))
+    # per execution of the group, which may run at another rate than the operation
     nbytes = b.graph.types[value].nbytes * (b.pace.get(op, draft.repeats) / draft.repeats)
     draft.light[key] = draft.light.get(key, 0.0) + nbytes
     b.charges.append(Charge(binding.group, key, nbytes * draft.weight, op))

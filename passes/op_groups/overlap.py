@@ -1,15 +1,15 @@
-"""Which communication has time: what is moved long before it is read, or read long after it was made.
+"""Overlap: the collectives that can run beside computation.
 
-Two kinds of collectives need not be waited for where they stand in the program:
+Two kinds of collectives need not be waited for at their place in the program:
 
-    early   values that depend on no batch, such as weights and their casts: they can be gathered while earlier
-            layers compute (prefetching, as in FSDP: Zhao et al., 2023, section 3.3)                     -> _early
-    late    results that only the update reads, such as gradients: they can be reduced while the backward pass goes
-            on (Li et al., 2020, "PyTorch Distributed", section 3.2)                                     -> _late
+    early   all-gathers of values that do not depend on the batch, such as weights and their casts, can be prefetched
+            while earlier layers compute (FSDP: Zhao et al., 2023, section 3.3)                          -> _early
+    late    reductions of results that only the update reads, such as gradients, can be deferred while the backward
+            pass continues (Li et al., 2020, "PyTorch Distributed", section 3.2)                         -> _late
 
-How much of the time of such a collective is hidden, and how many share one latency, the device says
-(`Device.overlap`, `Device.bucket_bytes`); here is only who has the time. What a loop carries is never early.
-Where passes repeat (`Graph.repeats`) nothing is late: the next pass of the stage waits for the sum of each.
+This module only finds these collectives. The device determines how much of their time is hidden and how many share one
+latency (`Device.overlap`, `Device.bucket_bytes`). A value that a loop carries is never early. If passes of the program
+repeat (`Graph.repeats`), no reduction is late, because the next pass of the stage waits for the sum of each pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from autopar.ir.train_state import match_state
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """Attributes:
-    early: values that depend on no batch.
-    late: indices of operations whose results only the update or the caller reads.
-    update: indices of operations of the update.
+    """The values and operations whose communication can overlap with computation.
+
+    Attributes:
+        early: values that do not depend on the batch.
+        late: indices of operations whose results only the update or the caller reads.
+        update: indices of operations of the update.
     """
 
     early: frozenset[int]
@@ -36,23 +38,24 @@ class Slack:
     update: frozenset[int]
 
     def moves(self, value: int, reader: int) -> bool:
-        """Moving `value` to the operation `reader` (-1: the caller) has time."""
+        """Whether resharding `value` for the operation `reader` (-1: the caller) can overlap."""
         return reader < 0 or value in self.early or reader in self.update
 
     def sums(self, op: Op) -> bool:
-        """Summing the partial results of `op` has time."""
+        """Whether reducing the partial results of `op` can overlap."""
         return op.index in self.late
 
 
 @lru_cache(maxsize=4)  # the same for every mesh
 def find(graph: Graph) -> Slack:
-    """Who has time in this program."""
+    """The collectives of a program that can overlap: all-gathers to prefetch and reductions to defer."""
     update = frozenset(op.index for op in graph.walk() if op.phase == "update")
     late = frozenset[int]() if graph.repeats is not None else frozenset(_late(graph, update))
     return Slack(frozenset(_early(graph)), late, update)
 
 
 def _early(graph: Graph) -> set[int]:
+    """The values that depend on the train state and on constants only, but not on what a loop carries."""
     early = {graph.inputs[position] for position in match_state(graph).values()}
     early |= {value for value, _ in graph.constants}
     for op, inputs in _leaves(graph.ops, early):
@@ -62,7 +65,7 @@ def _early(graph: Graph) -> set[int]:
 
 
 def _leaves(ops: Sequence[Op], early: set[int]) -> Iterator[tuple[Op, Sequence[object]]]:
-    """Operations without regions, in order; on the way what enters a region early is early inside."""
+    """Operations without regions, in program order. Adds to `early` the region inputs that are early outside."""
     for op in ops:
         if not op.regions:
             yield op, op.inputs
@@ -79,7 +82,7 @@ def _leaves(ops: Sequence[Op], early: set[int]) -> Iterator[tuple[Op, Sequence[o
 
 
 def _carried(op: Op) -> range:
-    """Positions among a loop body's inputs that change from one iteration to the next."""
+    """Positions of the inputs of a loop body that change from one iteration to the next."""
     if op.name == "scan":
         first, count = jax_compat.scan_counts(op.params)
         return range(first, first + count)
@@ -87,8 +90,9 @@ def _carried(op: Op) -> range:
 
 
 def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
+    """Indices of the operations whose results only the update or the caller reads, directly or through regions."""
     readers: dict[int, list[int]] = {}
-    leaves: dict[int, list[int]] = {}  # what a body returns -> the results that it becomes
+    leaves: dict[int, list[int]] = {}  # output of a region -> results of its operation
     for op in graph.walk():
         for atom in op.inputs:
             if isinstance(atom, int):

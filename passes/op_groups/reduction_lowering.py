@@ -1,16 +1,18 @@
-"""How compilers add up the partial sums of one operation that end on several mesh axes.
+"""Reduction lowering: the collectives that compilers emit for partial sums over several mesh axes.
 
-XLA's partitioner does the same on CPU, GPU and TPU (on CPU a reduce-scatter stays an all-reduce and a slice):
+XLA's partitioner does the same on CPU, GPU and TPU (on CPU a reduce-scatter is an all-reduce and a slice):
 
-    one axis                an all-reduce; a reduce-scatter where the sum ends cut along the axis
-    several, none cut       one all-reduce over all of them
-    several, some cut       of a dot: a reduce-scatter along the first that is cut, then the others together: another
-                            reduce-scatter if that is one axis and cut, else one all-reduce and a slice
-                            of anything else: one all-reduce over all of them and a slice
+    axes of the sum            collectives                                                             -> emitted
+    one                        an all-reduce, or a reduce-scatter if the result is cut along the axis
+    several, result not cut    one all-reduce over all of them
+    several, result cut        for a dot: a reduce-scatter along the first axis that cuts the result, then the other
+                               axes together: another reduce-scatter if they are one axis that cuts the result, else
+                               one all-reduce and a slice
+                               for all other operations: one all-reduce over all axes and a slice
 
-A dot is added up in stages only where every mesh axis takes part (XLA puts an idle one to use in its own way) and no
-other axis cuts the dimension that is scattered onto first; codegen has to ask for the first stage by a constraint
-(-> `first_stage`). Measured for all layouts of a matrix on meshes of 8 devices: docs/design.md, "Partial sums".
+A dot is reduced in these stages only if every mesh axis takes part (XLA uses an idle axis in its own way) and no other
+axis cuts the dimension that is scattered onto first -> _in_stages. Codegen has to request the first stage by a
+constraint -> first_stage. Measured for all layouts of a matrix on meshes of 8 devices: docs/design.md, "Partial sums".
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout
 
+# The treatment of a partial sum along an axis; NOTHING, the least code, where there is none.
 NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
 
 Factors = NDArray[np.int16]
@@ -29,10 +32,14 @@ Factors = NDArray[np.int16]
 
 
 def emitted(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[int], *, dot: bool) -> Factors:
-    """`after` (see `autopar.passes.op_groups.strategies`) as it is carried out: what is not scattered is summed and
-    sliced.
+    """`after` as compilers lower it: a reduce-scatter that is not emitted becomes ALL_REDUCE, followed by a slice.
 
-    The reduce-scatters run in the order of the axes, then the all-reduce.
+    The reduce-scatters run first, in the order of the axes, then the all-reduce.
+
+    Args:
+        after, assigned, held: as in `autopar.passes.op_groups.strategies.StrategySet`, shape (n, axes).
+        sizes: of the mesh axes.
+        dot: the operation is a dot.
     """
     scatters = after == REDUCE_SCATTER
     ending = scatters | (after == ALL_REDUCE)
@@ -45,7 +52,7 @@ def emitted(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[in
 
 
 def _in_stages(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[int]) -> NDArray[np.bool_]:
-    """Rows of which a dot is summed in stages, should they end on several axes."""
+    """Whether a dot is reduced in stages, per row, if its partial sum is over several axes; shape (n,)."""
     onto = np.take_along_axis(held, (after == REDUCE_SCATTER).argmax(1)[:, None], 1)
     others = (after == NOTHING) & (np.array(sizes) > 1)
     unfit = others & ((assigned == REPLICATED) | (assigned == onto))
@@ -53,9 +60,12 @@ def _in_stages(after: Factors, assigned: Factors, held: Factors, sizes: Sequence
 
 
 def first_stage(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[Layout, ...]:
-    """The layout that a dot's result is to be constrained to first, on its way from partial sums to its own layout.
+    """The layout to which the result of a dot has to be constrained before its own; empty if not reduced in stages.
 
-    Empty where its sums are not added up in stages.
+    Args:
+        source: layout of the result before the reduction, with partial sums.
+        target: its layout after the reduction.
+        sizes: of the mesh axes.
     """
     ending = [s == PARTIAL != t for s, t in zip(source, target, strict=True)]
     codes = [

@@ -1,14 +1,15 @@
-"""How loops, branches and rematerialised bodies are planned in place.
+"""Regions: how the bodies of loops, branches and rematerialised parts are grouped in place.
 
-A body counts as often as it runs. What enters a loop gets a group of its own, so that entering may reshard once and
-not in every iteration; a carry leaves an iteration in the layout it entered with; a stacked operand or result is never
-cut along the dimension that the loop runs over. Bodies that run once (branches, rematerialisation) read outer values
-where they live.
+A body counts as often as it runs. A value that enters a loop gets a group of its own, so that it is resharded once
+before the loop and not in every iteration. A carry leaves an iteration in the layout in which it entered. A stacked
+operand or result is never cut along the dimension over which the loop iterates. In a body that runs once, inputs have
+the bindings of the outer values.
 
-    scan     constants, carries, slices of stacked operands  ->  carries, stacked results      -> _scan
-    while    constants of test and body, carries             ->  carries                       -> _while
-    cond     operands of every branch                        ->  one binding for all branches     -> _cond
-    remat    operands                                        ->  bindings of the body's results   -> _remat
+    region   inputs of the body                              results of the operation
+    scan     constants, carries, slices of stacked operands  carries, stacked results               -> _scan
+    while    constants of condition and body, carries        carries                                -> _while
+    cond     operands of every branch                        one binding for all branches           -> _cond
+    remat    operands                                        bindings of the body's results         -> _remat
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from autopar import jax_compat
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Op, Region
 from autopar.passes.op_groups.bindings import WHOLE, Binding, Builder, alias, use
 
-#: Plans a list of operations with a weight (executions per step).
+#: Groups a list of operations of a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]
 
 
 def region_kind(op: Op) -> str:
+    """The key of an operation in `REGIONS`."""
     return "remat" if op.name in jax_compat.REMAT else op.name
 
 
 def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
-    """Inputs of bodies that are the same in every iteration, and the operands that they are."""
+    """(input of a region, operand) for each input that is the same in every iteration."""
     if op.name == "scan":
         constants, _ = jax_compat.scan_counts(op.params)
         yield from zip(op.regions[0].inputs[:constants], op.inputs, strict=False)
@@ -43,7 +45,17 @@ def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
 
 
 def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, outer: float, inner: float) -> list[int]:
-    """Groups for region inputs from position `first` on; input i reads operand i + offset. -1 for scalars."""
+    """Add groups for the inputs of a region.
+
+    Args:
+        first: position of the first input.
+        offset: input i reads operand i + offset.
+        outer: executions per step of the operation.
+        inner: executions per step of the region.
+
+    Returns:
+        The group of each input from `first` on, -1 for scalars.
+    """
     found: list[int] = []
     for i in range(first, len(region.inputs)):
         value, atom = region.inputs[i], op.inputs[i + offset]
@@ -53,6 +65,7 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
         group = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
         found.append(group)
         if isinstance(atom, int):
+            # a stacked operand has one more dimension than its slice, which is never cut
             shift = b.graph.types[atom].rank - b.graph.types[value].rank
             dims = (WHOLE,) * shift + tuple(range(b.graph.types[value].rank))
             use(b, f"{op.tag}.in{i + offset}", atom, group, dims, False, outer, op.index)
@@ -60,12 +73,14 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
 
 
 def _enter_constants(b: Builder, region: Region, weight: float) -> None:
+    """Add groups for the constants of a region."""
     for value, _ in region.constants:
         if b.graph.types[value].shape:
             b.enter(f"constant%{value}", value, weight)
 
 
 def _return_carry(b: Builder, op: Op, region: Region, position: int, group: int, weight: float) -> None:
+    """Add the use of a region's output in the layout of `group`; none for scalars (-1)."""
     atom = region.outputs[position]
     if group >= 0 and isinstance(atom, int):
         dims = tuple(range(b.graph.types[atom].rank))
@@ -73,7 +88,7 @@ def _return_carry(b: Builder, op: Op, region: Region, position: int, group: int,
 
 
 def _leave_region(b: Builder, op: Op, region: Region, position: int, result: int, weight: float, stacked: bool) -> None:
-    """Binding of a result that a region's output becomes, with a new leading dimension if it is stacked."""
+    """Bind a result as the region's output is bound, after a leading dimension that is never cut if it is stacked."""
     if not b.graph.types[result].rank - stacked:
         if stacked:
             b.enter(f"{op.tag} %{result}", result, weight)
@@ -93,6 +108,7 @@ def _leave_region(b: Builder, op: Op, region: Region, position: int, result: int
 
 
 def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    """Group a scan: inputs are constants, carries and slices, results are carries and stacks."""
     region = op.regions[0]
     constants, carries = jax_compat.scan_counts(op.params)
     inner = weight * (op.trips or UNKNOWN_TRIPS)
@@ -109,6 +125,7 @@ def _scan(b: Builder, op: Op, weight: float, visit: Visit) -> None:
 
 
 def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    """Group a while loop: condition and body share the groups of the carries."""
     condition, body = op.regions
     n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
     inner = weight * (op.trips or UNKNOWN_TRIPS)
@@ -129,13 +146,14 @@ def _while(b: Builder, op: Op, weight: float, visit: Visit) -> None:
 
 
 def _alias_inputs(b: Builder, op: Op, region: Region, offset: int, weight: float) -> None:
-    """Inputs of a body that runs once read the outer values where they live; free ones get a border group."""
+    """Bind the inputs of a body that runs once as the outer values are bound; free ones get groups."""
     for i, value in enumerate(region.inputs):
         name, site = f"{op.tag}.{region.name} %{value}", f"{op.tag}.in{i + offset}"
         alias(b, op.inputs[i + offset], value, name, site, weight, op.index)
 
 
 def _cond(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    """Group the branches; each result has a group, in whose layout every branch returns it."""
     for region in op.regions:
         _alias_inputs(b, op, region, 1, weight)
         _enter_constants(b, region, weight)
@@ -149,6 +167,7 @@ def _cond(b: Builder, op: Op, weight: float, visit: Visit) -> None:
 
 
 def _remat(b: Builder, op: Op, weight: float, visit: Visit) -> None:
+    """Group a rematerialised body as if it were part of the surrounding program."""
     region = op.regions[0]
     _alias_inputs(b, op, region, 0, weight)
     _enter_constants(b, region, weight)

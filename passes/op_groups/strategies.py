@@ -1,16 +1,16 @@
-"""The strategies of one operation on one mesh: every map of mesh axes to factors that divides.
+"""The strategies of one operation on one mesh: all valid maps from mesh axes to factors.
 
-Each mesh axis takes one factor of the operation's rule or none; axes are chosen jointly. An axis on a reduced factor
-also says what becomes of its partial sum:
+Each mesh axis cuts one factor of the operation's rule, or none -> _options, _expand. If the factor is reduced, the
+strategy also determines what happens to the partial sums along the axis:
 
-    ALL_REDUCE      summed at once, the result replicated along the axis
-    REDUCE_SCATTER  summed and left cut along a dimension of the result
-    DEFERRED        left partial for its consumers (only where something linear can use it)
+    ALL_REDUCE      they are summed at once, and the result is replicated along the axis
+    REDUCE_SCATTER  they are summed, and the axis cuts a dimension of the result
+    DEFERRED        they are left to the consumers, if a linear operation can use them
 
-Two layouts follow: `assigned`, the factor each axis cuts while the operation runs (what its operands must have), and
-`held`, the factor its results are cut along afterwards (a factor, REPLICATED, or PARTIAL).
+Every strategy has two layouts: `assigned`, the factor that each axis cuts during execution, which is the layout that
+the operands must have, and `held`, that of the results afterwards (a factor, REPLICATED, or PARTIAL).
 
-    seconds = roofline(flops / parts, local bytes) + sum of the collectives that sum the partials          -> _cost
+    seconds = roofline(flops / parts, local bytes) + sum of the collectives that reduce partial sums       -> _cost
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from autopar.ir.layout import PARTIAL, REPLICATED
 from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER, Factors, emitted
 from autopar.rules import Rule
 
-#: A dimension may be cut into pieces that do not divide it if padding makes it at most this much longer. The padding is
-#: paid for: every price below counts the padded piece.
+#: Largest extent of a dimension after padding to even pieces, as a multiple of its extent. All costs below are those of
+#: the padded pieces.
 MOST_PADDING = 1.5
 
 
 Layouts = NDArray[np.integer[Any]]
-"""Factors or dimensions that each mesh axis cuts, shape (n, axes)."""
+"""Factor or dimension that each mesh axis cuts, shape (n, axes)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +47,9 @@ class StrategySet:
 
     Attributes:
         index: identity within one planning run; equal sets share it.
-        assigned, held, after: shape (n, axes); see the module's text.
+        assigned: factor that each axis cuts during execution, shape (n, axes).
+        held: factor of the results that each axis cuts, shape (n, axes).
+        after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
         cost: seconds of one execution, shape (n,).
         sizes: extent of each factor.
     """
@@ -65,19 +67,20 @@ class StrategySet:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one execution of an operation costs before it is cut.
+    """The work of one execution of an operation that is not cut.
 
     Attributes:
-        flops: floating-point operations of the whole operation.
-        operands, results: types of what it reads and writes.
-        dtype: type that sets the peak rate.
-        combined: the backend can combine its partial results; otherwise what it reduces is not cut.
+        flops: FLOPs of the whole operation.
+        operands, results: types of operands and results.
+        dtype: data type that determines the peak rate.
+        combined: the backend can combine its partial results; otherwise reduced factors are not cut.
         linear_sum: its reduction is a sum, so that partial results may be scattered or deferred.
-        deferrable: leaving partial sums to the consumers is of use.
-        even: factors whose pieces must be even.
-        product: it is a dot or a convolution, whose rate depends on its extents.
-        behind: nothing waits for its partial sums, so that summing them may hide behind computation.
-        dot: it is a dot, whose partial sums may end in stages (`autopar.passes.op_groups.reduction_lowering`).
+        deferrable: consumers can use its partial sums.
+        even: factors that must be cut evenly.
+        product: it is a dot or a convolution, whose efficiency depends on its extents.
+        behind: its reductions can overlap with computation.
+        dot: it is a dot, whose partial sums may be reduced in stages
+            (`autopar.passes.op_groups.reduction_lowering`).
     """
 
     flops: float
@@ -94,10 +97,14 @@ class Work:
 
 
 def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding: float = MOST_PADDING) -> StrategySet:
-    """Every layout of a value of this shape: the strategies of a copy or of a region's border.
+    """All layouts of a value of this shape, as the strategies of an argument, a copy or a region's input or output.
 
-    Arguments and results of the program must divide: `most_padding` 1. An empty value is whole everywhere: it costs
-    nothing, and jaxlib 0.10 hands out pieces of the wrong shape of one that is cut.
+    Args:
+        shape: of the value. An empty value is replicated only: it costs nothing, and jaxlib 0.10 returns pieces of the
+            wrong shape if it is cut.
+        mesh: the mesh to plan for.
+        index: of the strategy set.
+        most_padding: as in `MOST_PADDING`; 1 for arguments and results of the program, which must divide.
     """
     dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
     held = _product([REPLICATED, *dims], len(mesh.sizes))
@@ -106,15 +113,16 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding
 
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
-    """Every strategy of an operation with this rule on this mesh."""
+    """All strategies of an operation with this rule on this mesh, as strategy set number `index`."""
     assigned, held, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
     return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
 
 
 def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
-    """How much longer padding may make each factor.
+    """Largest extent of each factor after padding, as a multiple of its extent, shape (factors,).
 
-    A factor that is part of a dimension (of a reshape) must divide: a third of 16 is 6, of 4 x 4 it is 2 x 4.
+    A factor that is only part of a dimension, as in a reshape, must be cut evenly: a padded third of 16 is 6 elements,
+    but a padded third of 4 x 4 is 2 x 4.
     """
     most = np.full(len(rule.sizes), MOST_PADDING)
     most[list(work.even)] = 1.0
@@ -126,7 +134,7 @@ def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
 def _expand(
     options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float | NDArray[np.float64]
 ) -> tuple[Factors, Factors, NDArray[np.int16]]:
-    """(assigned, held, after) of every valid choice of one option per axis."""
+    """(assigned, held, after), shape (n, axes) each, of all valid choices of one of `_options` per axis."""
     picks = _product(list(range(len(options))), len(mesh.sizes))
     table = np.array(options, np.int16)
     assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
@@ -138,10 +146,11 @@ def _expand(
 
 
 def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> StrategySet:
-    """Strategies of an elementwise sum of two values that may be partial.
+    """Strategies of an elementwise sum of two values that may be partial sums.
 
-    Each axis cuts a dimension, nothing, or finds both operands partial along it: then the sum is all-reduced, scattered
-    onto a dimension, or (if `stays`) left partial. Its memory traffic is charged like that of any light operation.
+    Each axis cuts a dimension or nothing, or both operands are partial along it. In the last case the sum is
+    all-reduced, scattered onto a dimension, or, if `stays`, left partial. The cost includes collectives only: the HBM
+    traffic is charged as for all light operations.
     """
     result = work.results[0]
     dims = [d for d, n in enumerate(result.shape) if n > 1]
@@ -157,20 +166,20 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
 
 
 def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
-    """(factor, what becomes of partial sums, factor scattered onto) that one axis may take."""
+    """The choices of one axis: (factor cut, treatment of the partial sum, factor that a reduce-scatter cuts)."""
     produced = sorted({f for dims in rule.results for f in dims})
     scatter = [f for f in (rule.results[0] if rule.results else ()) if rule.sizes[f] > 1 and f not in rule.kept]
     options = [(REPLICATED, NOTHING, REPLICATED)]
     for factor in rule.free:
         if factor not in rule.reduced:
-            # A factor that results lack and that is not summed over cannot be cut: the result would be unknown.
+            # A factor that is neither in a result nor reduced cannot be cut: devices would have different results.
             if factor in produced or not rule.results:
                 options.append((factor, NOTHING, REPLICATED))
             continue
         if not work.combined:
             continue
         options.append((factor, ALL_REDUCE, REPLICATED))
-        # A vector's reduce-scatter stays an all-reduce in the compilers, so it is not offered.
+        # Compilers lower the reduce-scatter of a vector as an all-reduce, so it is no option.
         if work.linear_sum and len(rule.results) == 1 and work.results[0].rank > 1:
             options.extend((factor, REDUCE_SCATTER, onto) for onto in scatter)
         if work.linear_sum and work.deferrable:
@@ -179,14 +188,15 @@ def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
 
 
 def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
+    """All choices of one option per axis, shape (n, axes)."""
     return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
 
 
 def _parts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
-    """Into how many pieces each of `count` factors is cut, shape (n, count)."""
+    """Number of pieces into which each of `count` factors is cut, shape (n, count)."""
     parts = np.ones((len(factors), count + 1), np.int64)
     rows = np.arange(len(factors))
-    held = np.where(factors >= 0, factors, count)  # the last column is of what is cut by no factor
+    held = np.where(factors >= 0, factors, count)  # the last column collects axes that cut no factor
     for axis, size in enumerate(sizes):
         parts[rows, held[:, axis]] *= size
     return parts[:, :count]
@@ -195,31 +205,32 @@ def _parts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int
 def _fits(
     factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float | NDArray[np.float64]
 ) -> NDArray[np.bool_]:
-    """Rows that cut no factor into more pieces than it has elements, nor pad any to more than `most` times its extent.
+    """Whether each row is valid, shape (n,).
 
-    Only one axis may cut a factor unevenly: two would make the compiler gather it whole at the next change of layout.
+    A row must not cut a factor into more pieces than it has elements, nor pad it to more than `most` times its extent.
+    Only one axis may cut a factor unevenly: with two axes, the compiler gathers the value at the next reshard.
     """
     extent = np.array(extents, np.int64)
     parts = _parts(factors, len(extents), sizes)
-    padded = -(-extent // parts) * parts
+    padded = -(-extent // parts) * parts  # -(-a // b) rounds up
     alone = (factors[:, :, None] == np.arange(len(extents))).sum(1) <= 1
     fits = (parts <= np.maximum(extent, 1)) & (padded <= most * extent) & (alone | (padded == extent))
     return fits.all(1)
 
 
 def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """The share of every factor that one device holds, padding included; shape (n, factors)."""
+    """The share of every factor that is on one device, padding included; shape (n, factors)."""
     extent = np.array([max(n, 1) for n in extents], np.int64)
     return -(-extent // _parts(factors, len(extents), sizes)) / extent
 
 
 def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
-    """The share of a value, whose dimensions are factors with these `shares`, that one device holds; shape (n,)."""
+    """The share of a value that is on one device, from the shares of its factors, `each`; shape (n,)."""
     return each[:, [d for d in dims if d >= 0]].prod(1)
 
 
 def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """How much more resharding moves because pieces are uneven, as a factor >= 1; shape (sources, targets)."""
+    """Factor >= 1 by which uneven pieces increase the bytes that a reshard moves, shape (sources, targets)."""
     if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
         return np.ones((len(sources), len(targets)))
     extent = np.array([max(n, 1) for n in shape], np.int64)
@@ -228,7 +239,11 @@ def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Seq
 
 
 def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bool_]:
-    """A reduce-scatter onto a dimension that other axes cut is right in major-to-minor order only, one axis each."""
+    """Whether reduce-scatters are valid, shape (n,).
+
+    A reduce-scatter onto a dimension that other axes cut as well must run along the last of these axes: pieces are in
+    major-to-minor order of the axes. Only one axis may scatter onto a dimension.
+    """
     ok = np.ones(len(after), bool)
     for axis in range(after.shape[1]):
         scatter = after[:, axis] == REDUCE_SCATTER
@@ -243,7 +258,10 @@ def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bo
 def _defers_evenly(
     after: NDArray[np.int16], assigned: Factors, extents: Sequence[int], sizes: Sequence[int]
 ) -> NDArray[np.bool_]:
-    """Where an axis is left partial, every cut of a contracted factor becomes a dimension: they must divide."""
+    """Whether deferred sums are valid, shape (n,).
+
+    With a deferred sum, each cut of a contracted factor becomes a dimension of its own, so the cuts must be even.
+    """
     uneven = (np.array(extents, np.int64) % _parts(assigned, len(extents), sizes) > 0)[:, None]
     split = (after != NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
     return ~((after == DEFERRED).any(1) & (split & uneven).any((1, 2)))
@@ -252,6 +270,7 @@ def _defers_evenly(
 def _cost(
     rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
+    """Seconds of one execution under each strategy, shape (n,)."""
     each = shares(assigned, rule.sizes, mesh.sizes)
     local = np.zeros(len(assigned))
     for type_, dims in zip((*work.operands, *work.results), (*rule.operands, *rule.results), strict=True):
@@ -263,7 +282,10 @@ def _cost(
 
 
 def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
-    """Efficiency of a device's piece of a product: its rows come from the left operand, its columns from the right."""
+    """Efficiency of a device's piece of a product, shape (n,).
+
+    Its rows are the factors of the left operand, batch factors included; its columns are those of the right operand.
+    """
     (left, right), (result,) = (map(set, rule.operands[:2]), map(set, rule.results))
     everything = range(len(rule.sizes))
     rows = [f for f in everything if f in result - right]
@@ -279,7 +301,7 @@ def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh
 def _sum_cost(
     rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
-    """Seconds of the collectives that resolve partial sums."""
+    """Seconds of the collectives that reduce partial sums, shape (n,)."""
     cost = np.zeros(len(assigned))
     if not (after > NOTHING).any():
         return cost
@@ -301,4 +323,5 @@ def _sum_cost(
 
 
 def _axis_sets(axes: int) -> list[tuple[int, ...]]:
+    """All nonempty sets of axes, as ascending positions."""
     return [s for n in range(1, axes + 1) for s in itertools.combinations(range(axes), n)]

@@ -1,20 +1,22 @@
-"""Where it pays to leave partial sums partial.
+"""Unreduced values: the operations whose partial sums may be left to their consumers.
 
-A product cut along its contracted dimension leaves a partial sum on every device. Summing two such products locally
-before communicating turns two all-reduces into one:
+A product that is cut along its contracted dimension has a partial sum on every device. If two such products are added
+on each device before communication, one all-reduce is needed instead of two:
 
-    all_reduce(A) + all_reduce(B)  =  all_reduce(A + B)
+    all_reduce(A) + all_reduce(B)  =  all_reduce(A + B)                                                       -> _find
 
-So partial sums may stay where a *sum* (add, add_any, sub) joins values that are all partial: products, sums of such,
-and what is linear in one of them (transpose, negation, widening conversion, scaling by a scalar), each read by nothing
-else. This is what makes Megatron's backward pass need one all-reduce for the inputs of q, k and v together.
+Partial sums may therefore be operands of a sum (add, add_any, sub) if both operands can be partial. An operand can be
+partial if nothing else reads it and it is a dot, another such sum, or linear in such a value: a transpose, a negation,
+a widening conversion, a scaling by a scalar -> _partial, linear_operand. Megatron's backward pass thus needs only one
+all-reduce for the inputs of q, k and v.
 
-Where passes repeat (`Graph.repeats`), what they leave to operations that run once is added up over all executions, and
-so may stay partial until then: gradients are summed over devices once per step. That holds for products, for sums over
-dimensions, for scatters that add to zeros, and through rematerialised bodies and the stacked results of scans -> _left
-Not for convolutions: split by parts they are grouped convolutions, of which XLA gathers both operands.
+If passes of the program repeat (`Graph.repeats`), the values that they leave to operations that run once are summed
+over all executions, and may be partial until then: gradients are reduced over devices once per step. This applies to
+dots, to sums over dimensions, and to scatters that add to zeros. It applies through rematerialised bodies and stacked
+results of scans as well -> _left. It does not apply to convolutions: split into the parts of each device they are
+grouped convolutions, for which XLA gathers both operands.
 
-Everything else resolves partial sums at once; what scans carry is whole.
+All other operations reduce partial sums at once. The carries of scans are never partial.
 """
 
 from __future__ import annotations
@@ -29,20 +31,23 @@ import numpy as np
 from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats
 from autopar.jax_compat import REMAT, scan_counts
 
+#: Elementwise sums of two operands.
 SUMS = ("add", "add_any", "sub")
+#: Products whose partial sums a sum may take.
 DOTS = ("dot_general",)
 #: Operations whose results can be split into the parts of each device.
 SPLIT = (*DOTS, "reduce_sum", "scatter-add")
+#: Operations that are linear in one operand if all others are scalars.
 LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """Operations that may handle partial sums, by index.
+    """The operations that may have partial sums as results or operands, by index.
 
     Attributes:
-        products: may leave their partial sums.
-        sums: may take partial operands; True if their result may stay partial as well.
+        products: operations whose results may be partial.
+        sums: elementwise sums whose operands may be partial -> whether the result may be partial as well.
     """
 
     products: frozenset[int]
@@ -51,7 +56,14 @@ class Deferral:
 
 @dataclass
 class _Body:
-    """Producers and numbers of reads of the values of one body."""
+    """The values of one body.
+
+    Attributes:
+        graph: the program.
+        producer: value -> the operation of the body that computes it.
+        reads: value -> number of reads in the body, as an operand or an output.
+        known: cache of `_partial`.
+    """
 
     graph: Graph
     producer: dict[int, Op] = field(default_factory=dict)
@@ -60,6 +72,7 @@ class _Body:
 
     @staticmethod
     def of(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> _Body:
+        """The body of these operations and outputs."""
         body = _Body(graph)
         body.producer.update((value, op) for op in ops for value in op.outputs)
         body.reads.update(Counter(atom for atoms in (*(op.inputs for op in ops), outputs) for atom in atoms))
@@ -68,7 +81,7 @@ class _Body:
 
 @lru_cache(maxsize=4)  # the same for every mesh
 def find(graph: Graph) -> Deferral:
-    """The sums and products of a program between which partial sums may travel."""
+    """The operations of a program that may have partial sums as results or operands."""
     products: set[int] = set()
     sums: dict[int, bool] = {}
     _find(graph, graph.ops, graph.outputs, products, sums)
@@ -78,7 +91,11 @@ def find(graph: Graph) -> Deferral:
 
 
 def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bool]) -> None:
-    """Mark what makes values that passes leave to be read once, through constraints, or handed out once."""
+    """Mark the producers of values that repeated passes leave to operations that run once.
+
+    A value that a repeated operation reads must be whole. So must a value that an operation other than a sharding
+    constraint reads, or that is returned more than once per step.
+    """
     body = _Body.of(graph, graph.ops, graph.outputs)
     kept = {atom for out, atom in enumerate(graph.outputs) if out in repeats.results}
     for op in graph.ops:
@@ -90,7 +107,7 @@ def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bo
 
 
 def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) -> None:
-    """Mark what makes a value that may leave its body as a partial sum."""
+    """Mark the producers of a value that may be partial where it leaves its body."""
     op = body.producer.get(value) if isinstance(value, int) else None
     if op is None:
         return
@@ -109,7 +126,7 @@ def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) 
 
 
 def _splits(body: _Body, op: Op) -> bool:
-    """True if an operation can give the parts of every device; a scatter if it adds to zeros."""
+    """Whether an operation can return the part of each device; a scatter can if it adds to zeros."""
     if op.name != "scatter-add":
         return op.name in SPLIT
     zeros = body.producer.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
@@ -118,6 +135,7 @@ def _splits(body: _Body, op: Op) -> bool:
 
 
 def _find(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom], products: set[int], sums: dict[int, bool]) -> None:
+    """Add the sums of partial values in a body and its regions to `sums`, and their producers to `products`."""
     body = _Body.of(graph, ops, outputs)
     for op in ops:
         for region in op.regions:
@@ -130,7 +148,7 @@ def _find(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom], products: se
 
 
 def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) -> None:
-    """Follow an operand of a sum back to where its partial sums come from."""
+    """Mark the operation from which the partial operand of a sum comes."""
     assert isinstance(atom, int)
     op = body.producer[atom]
     if op.name in DOTS:
@@ -142,6 +160,7 @@ def _mark(body: _Body, atom: Atom, products: set[int], sums: dict[int, bool]) ->
 
 
 def _is_sum(body: _Body, op: Op) -> bool:
+    """Whether an operation is a sum of two distinct values of one shape that may both be partial."""
     if op.name not in SUMS or len(op.inputs) != 2 or op.inputs[0] is op.inputs[1]:
         return False
     shapes = {body.graph.type_of(a).shape for a in op.inputs}
@@ -149,7 +168,7 @@ def _is_sum(body: _Body, op: Op) -> bool:
 
 
 def _partial(body: _Body, atom: Atom) -> bool:
-    """True if the value may be a partial sum: read once, and made by something that allows it."""
+    """Whether a value may be a partial sum: it is read once, and its producer allows it."""
     if not isinstance(atom, int) or body.reads.get(atom, 0) != 1 or atom not in body.producer:
         return False
     if atom not in body.known:
@@ -162,7 +181,7 @@ def _partial(body: _Body, atom: Atom) -> bool:
 
 
 def linear_operand(graph: Graph, op: Op) -> int | None:
-    """The operand in which an operation is linear, all others being scalars; None if there is no such."""
+    """The position of the operand in which an operation is linear, all others being scalars; None if there is none."""
     if op.name not in LINEAR or len(op.outputs) != 1:
         return None
     big = [k for k, a in enumerate(op.inputs) if graph.type_of(a).rank]
