@@ -1,7 +1,8 @@
-"""One strategy per group of operations on one mesh, and the plan that it makes.
+"""The intra-operator pass: chooses one strategy per op group on one mesh, and makes a plan from the choice.
 
     in     Graph, Grouping, LogicalMesh, memory budget
     out    Problem (the ILP); its solution as shardings and collectives; Plan
 
-Read `build` for the equations, `extract` for what a solution means, `plan` for the way from a graph to a plan.
+`build` has the equations, `extract` turns a solution into layouts and collectives, `plan` runs all steps from a graph
+to a plan on one mesh, and `mesh_search` chooses among meshes.
 """

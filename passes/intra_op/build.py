@@ -1,15 +1,16 @@
-"""The intra-op pass: one layout for every tensor, chosen by integer linear programming.
+"""The intra-op problem: one strategy per op group, and with it a layout for every tensor.
 
-    minimise  sum_c  weight_c (roofline_c[s] + partial sums_c[s] + light_c[s])                    -> _node
-            + sum_e  weight_e reshard(layout the producer leaves[s], layout the consumer wants[t]) -> _Edges
-    over one strategy s per group
+    minimise  sum_c  weight_c (roofline_c[s_c] + partial sums_c[s_c] + light_c[s_c])              -> _node
+            + sum_e  weight_e reshard(layout after the producer[s_u], layout of the consumer[s_v]) -> _Edges
+    over one strategy s_c per group c
 
-A value that several groups read through edges gets a *copy*: a layout of its own between its binding and its readers,
-so that a reshard which several readers want, or one reader several times, is paid once. The readers then reshard from
-the copy where they want yet another layout. Copies are decisions like any other, so the optimizer weighs sharing
-against not sharing.
+Weights are executions per step, all other terms are in seconds. A value that several groups read through edges gets a
+*copy*, a node whose strategies are the layouts of that value. It is between the binding of the value and its readers: a
+reshard that several readers need, or one reader in several iterations, then costs once. Readers that need another
+layout reshard from the copy. The layout of a copy is a decision like any other, so the optimizer decides whether a
+reshard is shared.
 
-Source: Zheng et al. (2022), "Alpa", section 4 (strategies, resharding matrices, one-hot linearisation); the linear
+Source: Zheng et al. (2022), "Alpa", section 4 (strategies, resharding matrices, one-hot linearisation). The linear
 terms e[s,t] with marginals equal to both sides are the local polytope of Wainwright and Jordan (2008), section 4.
 """
 
@@ -33,12 +34,13 @@ from autopar.passes.op_groups.strategies import StrategySet, layouts_of, padding
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """The problem of one graph on one mesh, with what is needed to read an assignment.
+    """The problem of one graph on one mesh, and the meaning of its nodes.
 
     Attributes:
-        problem: nodes are the groups, then the copies.
-        grouping: what the nodes stand for.
-        copies: binding value -> node of its copy.
+        problem: its nodes are the groups, then the copies.
+        grouping: the groups, bindings and uses.
+        copies: bound value -> node of its copy.
+        copy_sets: bound value -> layouts of its copy.
     """
 
     problem: Problem
@@ -49,7 +51,13 @@ class Model:
 
 @dataclass(frozen=True)
 class _Side:
-    """One end of an edge: classes of the node's strategies and their layouts; `index` identifies equal ones."""
+    """One end of an edge.
+
+    Attributes:
+        index: identity; equal ends share it.
+        classes: class of each strategy of the node, shape (n,).
+        layouts: layout of each class, shape (classes, axes).
+    """
 
     index: int
     classes: NDArray[np.int64]
@@ -57,11 +65,13 @@ class _Side:
 
 
 Moved = tuple[Type, float, bool]
-"""What is moved, how often per step, and whether behind computation."""
+"""Type of the value moved, moves per step, and whether moves overlap with computation."""
 
 
 @dataclass
 class _Builder:
+    """Caches of one `build` call; `behind` has the reshard costs of collectives that overlap with computation."""
+
     graph: Graph
     mesh: LogicalMesh
     resharding: Resharding
@@ -72,6 +82,7 @@ class _Builder:
     sets: dict[tuple[int, ...], StrategySet] = field(default_factory=dict)
 
     def side(self, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
+        """The end of an edge at a group, for a value whose dimensions are these factors. See `projection`."""
         key = (strategies.index, dims, assigned)
         found = self.sides.get(key)
         if found is None:
@@ -79,7 +90,7 @@ class _Builder:
         return found
 
     def table(self, u: _Side, v: _Side, moved: Moved) -> NDArray[np.float64]:
-        """Seconds per step between the classes of two ends, what uneven pieces move in excess included."""
+        """Seconds per step to reshard, shape (classes of u, classes of v); padding of uneven pieces counts."""
         type_, weight, behind = moved
         resharding = self.behind if behind else self.resharding
         key = (u.index, v.index, moved)
@@ -94,6 +105,7 @@ class _Builder:
         return found
 
     def layouts(self, shape: tuple[int, ...], first_index: int) -> StrategySet:
+        """The layouts of a copy of this shape; indices of these sets start at `first_index`."""
         found = self.sets.get(shape)
         if found is None:
             found = self.sets[shape] = layouts_of(shape, self.mesh, first_index + len(self.sets))
@@ -108,9 +120,11 @@ def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resha
     readers = _readers(graph, grouping, mesh.device.rounds_operands)
     copies: dict[int, int] = {}
     copy_sets: dict[int, StrategySet] = {}
+    # indices of strategy sets from `base` on are those of copies
     base = 1 + max((c.strategies.index for c in grouping.groups), default=0)
     for value, ends in readers.items():
         binding = grouping.bindings[value]
+        # a single reader that runs no more often than the producer needs no copy
         if len(ends) == 1 and ends[0].weight <= grouping.groups[binding.group].weight:
             edges.add_home(binding, ends[0])
             continue
@@ -122,6 +136,7 @@ def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resha
 
 
 def _node(b: _Builder, c: OpGroup) -> Node:
+    """The node of a group: seconds per step of its operation and of the HBM traffic of light operations."""
     key = (c.strategies.index, c.weight, c.light)
     cost = b.costs.get(key)
     if cost is None:
@@ -137,8 +152,13 @@ def _node(b: _Builder, c: OpGroup) -> Node:
 class _End:
     """The reader's end of an edge.
 
-    Nothing waits for a move `behind` computation; `narrow`: what is moved may be rounded before
-    (`autopar.cost_models.compiler.precision`).
+    Attributes:
+        consumer: the group that reads.
+        dims: the consumer's factor for each dimension of the value.
+        assigned: as in `Use`.
+        weight: reads per step.
+        behind: the reshard can overlap with computation.
+        narrow: the value may be rounded before the reshard (`autopar.cost_models.compiler.precision`).
     """
 
     consumer: int
@@ -150,7 +170,7 @@ class _End:
 
 
 def source_dims(binding: Binding, use: Use) -> tuple[int, ...]:
-    """The consumer's factor for each dimension of the value behind a use (`Binding.value`)."""
+    """The consumer's factor for each dimension of `Binding.value`, which differs from the value read for a view."""
     if binding.view is None:
         return use.dims
     dims = [-1] * len(binding.dims)
@@ -161,7 +181,11 @@ def source_dims(binding: Binding, use: Use) -> tuple[int, ...]:
 
 
 def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, list[_End]]:
-    """Distinct readers of every bound value, in program order; what a group reads from itself as it is, is none."""
+    """Distinct readers of every bound value, in program order.
+
+    A group that reads its own value in the layout that it decides is no reader. Several uses by one reader count as
+    one: it reads as often as the most frequent of them, and overlaps or rounds only if all of them do.
+    """
     found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
     for use in grouping.uses:
         binding = grouping.bindings.get(use.value)
@@ -179,7 +203,7 @@ def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, l
 
 
 class _Edges:
-    """Collects edges, merging those between the same nodes with the same projections."""
+    """Collects edges, and merges those between the same nodes with the same projections."""
 
     def __init__(self, b: _Builder, grouping: Grouping) -> None:
         self._b = b
@@ -188,12 +212,14 @@ class _Edges:
         self._sides: dict[int, _Side] = {}
 
     def add_home(self, binding: Binding, end: _End) -> None:
+        """Add the edge from the group of a binding to a reader."""
         source = self._grouping.groups[binding.group].strategies
         self._add(binding.group, self._b.side(source, binding.dims, False), end, binding.value)
 
     def add_copy(self, binding: Binding, copy: int, strategies: StrategySet, ends: list[_End]) -> None:
+        """Add the edge from the group of a binding to a copy, and those from the copy to its readers."""
         identity = tuple(range(len(binding.dims)))
-        # What lies outside loops is copied once, however often the loops inside read it.
+        # A value outside a loop is copied once per step, however often the loop reads it.
         weight = min(end.weight for end in ends)
         weight = min(weight, self._grouping.groups[binding.group].weight) if weight else weight
         side = self._b.side(strategies, identity, False)
@@ -205,19 +231,23 @@ class _Edges:
             self._add(copy, side, end, binding.value)
 
     def _add(self, u: int, side: _Side, end: _End, value: int) -> None:
+        """Add an edge from node u to a reader."""
         reader = self._grouping.groups[end.consumer].strategies
         other = self._b.side(reader, end.dims, end.assigned)
         self._record(u, side, end.consumer, other, self._moved(value, end.weight, end.behind, end.narrow))
 
     def _moved(self, value: int, weight: float, behind: bool, narrow: bool) -> Moved:
+        """The properties of a move on which its cost depends."""
         type_ = self._b.graph.types[value]
         return (rounded(type_) if narrow else type_, weight, behind)
 
     def _record(self, u: int, su: _Side, v: int, sv: _Side, moved: Moved) -> None:
+        """Record a move between two ends."""
         self._sides[su.index], self._sides[sv.index] = su, sv
         self._found.setdefault((u, v, su.index, sv.index), []).append(moved)
 
     def merged(self) -> tuple[Edge, ...]:
+        """All edges; equal ends and equal moves give equal keys and share a table."""
         kinds: dict[object, tuple[int, NDArray[np.float64]]] = {}
         out: list[Edge] = []
         for (u, v, iu, iv), parts in self._found.items():
@@ -231,7 +261,8 @@ class _Edges:
 
 
 def layout_at(strategies: StrategySet, choice: int, dims: tuple[int, ...], assigned: bool) -> Layout:
-    """The layout of a value whose dimensions are these factors, under one strategy."""
+    """The layout, under strategy number `choice`, of a value whose dimensions are these factors."""
     factors = (strategies.assigned if assigned else strategies.held)[choice]
     position = {f: d for d, f in enumerate(dims) if f >= 0}
+    # -2 is PARTIAL, -1 is REPLICATED, as is a factor that no dimension has
     return tuple(int(f) if f == -2 else position.get(int(f), -1) for f in factors)

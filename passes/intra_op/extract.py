@@ -1,9 +1,11 @@
-"""Reads a solved model back: the layout of every value and use, and the collectives that follow from them.
+"""Extracts a plan from a solution: the layout of every value and use, and the collectives between them.
 
-layout of a value       = its dimensions under the strategy of its group              -> layouts.values
-layout at a site        = what the reader's strategy wants there                        -> layouts.uses
-reshards                = steps from binding to copy, from copy to each other layout       -> _reshards
-partial sums            = reduce-scatters or one joint all-reduce, per operation        -> _sums
+The four parts are
+
+    layout of a value    its dimensions under the strategy of its group                               -> Layouts.values
+    layout at a use      its dimensions under the strategy of the reader's group                      -> Layouts.uses
+    reshards             steps from the layout of a value to that of its copy, and from there to each use  -> _reshards
+    partial sums         reduce-scatters, then one joint all-reduce, per operation                    -> _sums
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Layouts:
 
     Attributes:
         values: bound value -> its layout.
-        uses: site -> layout, where it is not that of the value.
-        copies: bound value -> layout of the copy that its readers share, where it is not that of the value.
+        uses: site -> layout, if it differs from that of the value.
+        copies: bound value -> layout of the copy that its readers share, if it differs from that of the value.
     """
 
     values: Mapping[int, Layout]
@@ -41,7 +43,7 @@ class Layouts:
 
 
 def layouts(model: Model, assignment: Ints) -> Layouts:
-    """Layouts under one assignment."""
+    """The layouts under an assignment: strategy per node, shape (nodes,)."""
     groups, bindings = model.grouping.groups, model.grouping.bindings
     known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
     choices: list[int] = assignment.tolist()
@@ -64,7 +66,7 @@ def layouts(model: Model, assignment: Ints) -> Layouts:
         wanted = of(use.consumer, use.dims, use.assigned)
         binding = bindings.get(use.value)
         if binding is None or binding.view is not None:
-            if any(d >= 0 for d in wanted):
+            if any(d >= 0 for d in wanted):  # a free value or a view has no layout of its own to compare with
                 uses[use.site] = wanted
         elif wanted != values[use.value]:
             uses[use.site] = wanted
@@ -72,7 +74,7 @@ def layouts(model: Model, assignment: Ints) -> Layouts:
 
 
 def through(binding: Binding, wanted: Layout) -> Layout:
-    """The layout of the value behind a view that shows `wanted`."""
+    """The layout of a value whose view has the layout `wanted`. Axes that cut new dimensions cut nothing."""
     if binding.view is None:
         return wanted
     view = binding.view
@@ -82,13 +84,13 @@ def through(binding: Binding, wanted: Layout) -> Layout:
 def collectives(
     graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
-    """Every communication step the plan asks for, in program order of the operation that needs it."""
+    """All collectives of a plan, in program order of the operations that need them."""
     parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
 def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
-    """Seconds per step of these collectives that the plan's price leaves out because they hide behind computation."""
+    """Seconds per step of these collectives that the cost of the plan excludes, as computation hides them."""
     slack, behind = model.grouping.slack, mesh.behind_computation()
     reads = {use.site: use for use in model.grouping.uses}
     total = 0.0
@@ -103,22 +105,22 @@ def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], me
 
 
 def collective_seconds(c: Collective, mesh: LogicalMesh) -> float:
-    """s per step of all runs of a planned collective."""
+    """Seconds per step of all executions of a planned collective, without overlap."""
     return c.count * collective_time(c.kind, c.bytes, tuple(mesh.axis(name) for name in c.axes), mesh)
 
 
-_Placed = tuple[tuple[int, int], Collective]
+_Placed = tuple[tuple[int, int], Collective]  # key of the program order, collective
 
 
 def operation_seconds(model: Model, assignment: Ints) -> Iterator[tuple[int, float]]:
-    """Operation and s per step of its work, with the collectives that end its sums, of all that have strategies."""
+    """(operation, seconds per step) of all operations with strategies, including the reduction of partial sums."""
     for c, choice in zip(model.grouping.groups, assignment.tolist(), strict=False):  # copies come after groups
         if c.op >= 0:
             yield c.op, c.weight * float(c.strategies.cost[choice])
 
 
 def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[tuple[Charge, float]]:
-    """Charge and s per step of the light traffic that it stands for."""
+    """(charge, seconds per step) of the HBM traffic of light operations."""
     bandwidth = mesh.device.memory_bandwidth
     for charge in model.grouping.charges:
         strategies = model.grouping.groups[charge.group].strategies
@@ -128,11 +130,12 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
 
 
 def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:
-    """The communication steps between layouts that the uses of the grouping ask for."""
+    """The collectives of all reshards, in the order of the uses."""
     return (c for _, c in _reshards(graph, model, found, mesh))
 
 
 def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
+    """The collectives of all reshards. A value is resharded to each layout once, however many uses have it."""
     seen: set[tuple[int, Layout]] = set()
     bindings = model.grouping.bindings
     for use in model.grouping.uses:
@@ -153,24 +156,26 @@ def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> 
 
 
 def _emit(graph: Graph, use: Use, value: int, source: Layout, target: Layout, mesh: LogicalMesh) -> Iterator[_Placed]:
+    """The collectives of one reshard. Slices need no communication."""
     nbytes = _padded(graph.types[value], source, target, mesh)
     line = graph.by_index[use.op].source if use.op >= 0 else ""
     for i, step in enumerate(steps(source, target, mesh.sizes) or ()):
         if step.kind != "slice":
             names = tuple(mesh.names[a] for a in step.axes)
             size = max(1, round(step.fraction * nbytes))
-            order = (use.op if use.op >= 0 else 1 << 60, i)
+            order = (use.op if use.op >= 0 else 1 << 60, i)  # uses by the caller come last
             yield order, Collective(step.kind, names, size, max(1, round(use.weight)), use.site, line)
 
 
 def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> float:
-    """Bytes of a value whose dimensions are padded to what both layouts cut them into."""
+    """Bytes of a value whose dimensions are padded to even pieces in both layouts."""
     if divides(source, type_.shape, mesh.sizes) and divides(target, type_.shape, mesh.sizes):
         return float(type_.nbytes)
     return type_.nbytes * float(padding(np.array([source]), np.array([target]), type_.shape, mesh.sizes)[0, 0])
 
 
 def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
+    """The collectives that reduce partial sums, of all operations."""
     known: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
     for index, c in enumerate(model.grouping.groups):
         choice = int(assignment[index])
@@ -182,13 +187,14 @@ def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> It
             known[key] = tuple(sums_of(graph, op, c, choice, model, mesh))
         for i, (kind, axes, nbytes) in enumerate(known[key]):
             names = tuple(mesh.names[a] for a in axes)
+            # 100: after the reshards of the operands
             yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)
 
 
 def sums_of(
     graph: Graph, op: Op, c: OpGroup, choice: int, model: Model, mesh: LogicalMesh
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """(kind, axes, bytes) of the collectives that sum one operation's partial results, one per result."""
+    """(kind, axes, bytes per device) of the collectives that reduce the partial results of one operation, by result."""
     row = slice(choice, choice + 1)
     chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]

@@ -1,19 +1,20 @@
-"""The best plan among candidate meshes: all are bounded, then planned, the most promising first.
+"""The best plan among candidate meshes: branch and bound over meshes.
 
-    bound    the program as written on every mesh: a plan, and a lower bound on all of them, without the ILP. Coarse
-             meshes come first: one with more axes has every plan of a coarser one and many more, so that its problem is
-             the harder, and is left as soon as its bound is within the tolerance of the best plan  -> MeshSearch.bound
-    plan     mesh by mesh, the shortest of these plans first, each left where its bound is within the tolerance of the
-             best plan that fits. What has to be recomputed to fit adds to all bounds, as on the first mesh that was
-             left for it. Once the time is over no other mesh is planned, if there is a plan that fits
-                                                                                                     -> MeshSearch.best
+    bound    per mesh, a plan of the program as written and a lower bound on all such plans, without the ILP. Meshes
+             with fewer axes come first. A mesh with more axes has all plans of a coarser mesh and many more, so its
+             problem is harder. It is pruned as soon as its bound is within the tolerance of the best plan
+                                                                                                    -> MeshSearch.bound
+    plan     the meshes in the order of these plans' step times. A mesh is pruned if its bound, plus a surcharge, is
+             within the tolerance of the best plan that fits. The surcharge is the time of the rematerialisation that
+             plans need to fit; it is taken from the first mesh pruned for it. After the time limit no other mesh is
+             planned, if there is a plan that fits                                                   -> MeshSearch.best
 
-What the answer may lack is measured against the bounds of all meshes,
+The gap is relative to the bounds of all candidates, not only to that of the mesh chosen:
 
-    gap  =  (seconds of the plan - least lower bound of all candidates) / seconds of the plan
+    gap  =  (seconds of the plan - least lower bound of all candidates) / seconds of the plan        -> _Best.answer
 
-and not against its own alone. Plans that fit into memory come first, whatever they take. Where the first mesh has none,
-those that plainly have none either are left, and their bounds do not count.
+A plan that fits into memory is preferred to one that does not, whatever their times. If the first mesh has no plan that
+fits, other meshes on which a simple bound excludes such a plan are dropped, and their bounds do not count.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED
 from autopar.plans.plan import Plan
 
-SHOWN = 0.01  # s of a phase that is told of
+SHOWN = 0.01  # least time (s) of a phase that a report mentions
 
 
 @dataclass(eq=False)
 class _Candidate:
-    """A mesh, its planner, and what is known of the program as written there."""
+    """A mesh and its planner; `quick` is the solution of the program as written, once bounded."""
 
     target: Target
     planner: Planner
@@ -49,29 +50,34 @@ class _Candidate:
 
     @property
     def title(self) -> str:
-        """Such as "2x4"."""
+        """The sizes of the mesh, such as "2x4"."""
         return "x".join(map(str, self.target.logical.sizes))
 
     @property
     def seconds(self) -> float:
-        """Of the plan that is known, inf where there is none of interest."""
+        """Step time (s) of the quick solution, inf without one below the cutoff."""
         return math.inf if self.quick is None or self.quick.status == "cutoff" else self.quick.objective
 
     @property
     def fits(self) -> bool:
-        """Whether that plan keeps within the memory."""
+        """Whether the quick solution fits into memory."""
         return self.quick is not None and math.isfinite(self.seconds) and self.planner.fits(self.quick)
 
     @property
     def lower(self) -> float:
-        """Bound on all plans."""
+        """Lower bound (s) on all plans of the mesh, 0 if it is not bounded yet."""
         return 0.0 if self.quick is None else self.quick.lower_bound
 
 
 class MeshSearch:
-    """Plans one program on candidate meshes, within `options.time_limit` seconds.
+    """Plans one program on candidate meshes, within `options.time_limit` seconds in all.
 
-    `report` is called before and after every mesh.
+    Args:
+        traced: the program.
+        candidates: the meshes.
+        options: as in `autopar.parallelize`.
+        parts: the step of which the program runs microbatches.
+        report: called with a line of text before and after every mesh.
     """
 
     def __init__(
@@ -86,21 +92,25 @@ class MeshSearch:
         self._candidates = [_Candidate(one, Planner(traced, one.logical, options, parts)) for one in coarse_first]
         self._options, self._report = options, report
         self._left = options.time_limit
-        self._surcharge = 0.0  # s, of a mesh that was left
+        self._surcharge = 0.0  # s; `Planner.surcharge` of the first mesh pruned
 
     def expected(self) -> tuple[float, bool]:
-        """About the seconds of the best plan on the coarsest mesh; and whether that is of the program as written.
+        """An estimate of the step time (s) on the coarsest mesh, and whether the program as written fits there.
 
-        Where that does not fit it is what recomputing enough of it is forecast to take.
+        If it does not fit, the estimate includes the rematerialisation that is forecast to suffice.
         """
         self.bound(most=1)
         first = self._candidates[0]
         return (math.inf if first.quick is None else first.planner.expected(first.quick)), first.fits
 
     def bound(self, cutoff: float = math.inf, most: int | None = None) -> None:
-        """Bound the program as written on every mesh that is not yet; what takes `cutoff` (s) is of no interest.
+        """Bound the program as written on the meshes that are not bounded yet.
 
-        The coarsest mesh first, the others side by side where there are several processors; so `most` of them.
+        The coarsest mesh comes first. The others run in parallel if there are several processors.
+
+        Args:
+            cutoff: s; plans that take as long need not be found.
+            most: most meshes to bound now; all when absent.
         """
         deadline = self._begin()
         waiting = [one for one in self._candidates if one.quick is None][:most]
@@ -113,7 +123,8 @@ class MeshSearch:
             tasks, begin = [partial(_bounded, one.planner, least) for one in some], time.perf_counter()
             found = [task() for task in tasks] if first else parallel_map.results(tasks)
             together = sum(sum(laps.values()) for _, laps in found)
-            share = min(1.0, (time.perf_counter() - begin) / (together or 1.0))  # of what each took, as if alone
+            # wall-clock time per second of work: less than 1 if tasks run in parallel
+            share = min(1.0, (time.perf_counter() - begin) / (together or 1.0))
             for one, (quick, laps) in zip(some, found, strict=True):
                 if quick is not None:
                     one.quick = quick
@@ -121,11 +132,11 @@ class MeshSearch:
         self._left = deadline - time.monotonic()
 
     def best(self, cutoff: float = math.inf) -> Planned | None:
-        """The plan with the shortest step, None if none takes less than `cutoff` (s) by more than the gap.
+        """The plan with the shortest step; None if no plan is below `cutoff` (s) by more than the gap asked for.
 
         Raises:
             PinError: a pin names axes that none of the meshes has.
-            MemoryBudgetError: none has a plan that fits; the one with the smallest plan.
+            MemoryBudgetError: no mesh has a plan that fits; the error is that of the mesh with the smallest plan.
         """
         found = _Best(self._options, cutoff)
         if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
@@ -161,21 +172,21 @@ class MeshSearch:
         return found.answer(deadline)
 
     def _planned(self, one: _Candidate, found: _Best) -> Planned:
-        """The plan of one mesh; Pruned where its bound is enough to leave it."""
+        """The plan of one mesh. Raises Pruned if its bound, plus the surcharge, exceeds the step time to beat."""
         beat = found.step_to_beat
         if one.lower + self._surcharge >= beat * (1 - self._options.gap):
             raise Pruned(one.lower)
         return one.planner.plan(one.target.cluster.name, beat)
 
     def _that_may_fit(self, planned: _Candidate, others: Sequence[_Candidate]) -> list[_Candidate]:
-        """Other meshes that may have a plan that fits, where the one that is planned has none."""
+        """The other meshes that may have a plan that fits, given that the planned mesh has none."""
         if planned.planner.cannot_fit(anywhere=True):
             return []
         hopeless = parallel_map.results([partial(_cannot_fit, one.planner) for one in others])
         return [one for one, cannot in zip(others, hopeless, strict=True) if not cannot]
 
     def _begin(self) -> float:
-        """Give all planners what is left of the time; when it ends."""
+        """Give all planners the time left. Returns the deadline, on the clock of `time.monotonic()`."""
         deadline = time.monotonic() + self._left
         for one in self._candidates:
             one.planner.options = replace(one.planner.options, deadline=deadline)
@@ -183,30 +194,40 @@ class MeshSearch:
 
 
 def _bounded(planner: Planner, cutoff: float) -> tuple[Solution | None, Mapping[str, float]]:
-    """What is quickly known of a mesh, and the seconds of each phase; no solution where a pin does not fit it."""
+    """The quick solution of a mesh, None if a pin is not valid there, and the seconds of each phase."""
     try:
         found = planner.bound(cutoff)
-    except PinError:  # said when the mesh is planned
+    except PinError:  # reported when the mesh is planned
         found = None
     return found, dict(planner.laps)
 
 
 def _cannot_fit(planner: Planner) -> bool:
-    """Whether a mesh plainly has no plan that fits."""
-    with contextlib.suppress(PinError):  # said when the mesh is planned
+    """Whether a simple bound shows that a mesh has no plan that fits; False if a pin is not valid there."""
+    with contextlib.suppress(PinError):  # reported when the mesh is planned
         return planner.cannot_fit()
     return False
 
 
 def _described(plan: Plan) -> str:
-    """A plan in one line."""
+    """A plan in one line of text."""
     laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in plan.phases.items() if lap >= SHOWN)
     return f"{text.seconds(plan.step_time_s)} per step, gap {plan.gap:.2%} ({laps})"
 
 
 @dataclass
 class _Best:
-    """The best plan so far, and what is known of all meshes."""
+    """The best plan so far, and the results of all meshes.
+
+    Attributes:
+        options: as in `autopar.parallelize`.
+        cutoff: s; plans that take as long are of no use to the caller.
+        planned: the best plan.
+        fits: whether it fits into memory.
+        lower: least lower bound (s) of the meshes planned or pruned.
+        phases: phase -> seconds, summed over all meshes.
+        errors: errors of meshes without a plan.
+    """
 
     options: Options
     cutoff: float
@@ -218,29 +239,29 @@ class _Best:
 
     @property
     def step_to_beat(self) -> float:
-        """Seconds that a plan of another mesh has to stay below; inf where it may be of interest all the same."""
+        """Step time (s) that a plan of another mesh has to beat; inf if memory matters more than time."""
         if isinstance(self.options.memory_budget, str):
             return math.inf
         return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.cutoff
 
     @property
     def must_fit(self) -> bool:
-        """Whether a plan that does not fit is known already, so that no other such is of interest."""
+        """Whether the best plan does not fit, so that only plans that fit can be better."""
         return self.planned is not None and not self.fits and self.options.memory_budget is None
 
     def summary(self) -> str:
-        """The best step so far, for people."""
+        """The best step time so far, as text for people."""
         return "" if self.planned is None else f"; best so far {text.seconds(self.planned.plan.step_time_s)} per step"
 
     def choose(self, target: Target, made: Planned) -> None:
-        """Keep the better of the best plan and this one."""
+        """Replace the best plan if the new one is better: it fits and the other does not, or it is faster."""
         fits = memory_policy.fits(made.plan.stages[0].peak_memory_bytes, target.logical, self.options.memory_budget)
         shorter = self.planned is None or made.plan.step_time_s < self.planned.plan.step_time_s * (1 - CLOSED)
         if (fits and not self.fits) or (fits == self.fits and shorter):
             self.planned, self.fits = made, fits
 
     def answer(self, deadline: float) -> Planned | None:
-        """The best plan, with its gap against all candidates and the seconds of all of them."""
+        """The best plan, with the gap and the phases of all candidates. Raises as `MeshSearch.best`."""
         if self.planned is None and math.isfinite(self.lower):
             return None
         if self.planned is None:
@@ -253,7 +274,7 @@ class _Best:
         return replace(self.planned, plan=plan)
 
     def _status(self, plan: Plan, gap: float, deadline: float) -> str:
-        """What is proven of the choice, where the bounds of other meshes leave a wider gap than the plan's own."""
+        """The status of the best plan if the bounds of other meshes leave a wider gap than its own."""
         enough = self.options.gap + CLOSED
         if gap <= enough:
             return "near-optimal"

@@ -1,8 +1,13 @@
-"""The way from a traced function to a plan, one mesh, no pipeline:
+"""Planning of a traced function on one mesh, without a pipeline.
 
     Graph -> rules -> op groups -> problem -> fold, presolve, bound, solve -> layouts -> Plan
 
-Everything here is composition; the ideas are in the passes.
+    rules, op groups, problem     -> _model
+    fold, presolve, bound, solve  -> Planner._bounded, Planner._finished; under a memory budget Planner._fitting
+    layouts, Plan                 -> _export
+
+This module composes passes. `Planner` repeats the steps with some layers rematerialised, or with some optimizer state
+in the host's memory, as `autopar.passes.remat` asks for.
 """
 
 from __future__ import annotations
@@ -44,13 +49,13 @@ from autopar.rules import Rule, rules_of
 from autopar.rules.inherent import reason
 from autopar.verification import hbm_traffic
 
-#: Relative gap at which the bounds of a mesh tell enough to compare it with others. Chosen on T5-large and U-Net-470M.
+#: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.
 ROUGH = 0.02
 
 
 @dataclass(frozen=True)
 class Options(memory_policy.Search):
-    """What the user chose; see `autopar.parallelize`."""
+    """The options of the user that concern one mesh; see `autopar.parallelize`."""
 
     pins: Pins | None = None
     donate: tuple[int, ...] | str = "auto"
@@ -62,7 +67,15 @@ class Options(memory_policy.Search):
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan with the graph as it is executed, recomputation included, and the rules that codegen needs."""
+    """A plan, and its origin.
+
+    Attributes:
+        plan: the plan.
+        graph: the graph as executed, with rematerialisation.
+        rules: signature of an operation of `graph` -> sharding rule.
+        model: the problem.
+        solution: the solution of the problem.
+    """
 
     plan: Plan
     graph: Graph
@@ -72,7 +85,7 @@ class Planned:
 
 
 def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
-    """The problem whose solutions are the plans of one traced function on one mesh."""
+    """The problem whose solutions are the plans of one traced function on one mesh. Raises PinError."""
     clock = _Clock()
     return _model(traced, mesh, options, rules_of(traced.graph, options.rules), clock)[0]
 
@@ -80,6 +93,7 @@ def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.
 def _model(
     traced: Traced, mesh: LogicalMesh, options: Options, rules: Mapping[int, Rule], clock: _Clock
 ) -> tuple[intra_op.Model, Pinned]:
+    """The problem and the resolved pins. Raises PinError."""
     axes = None if traced.mesh is None else dict(traced.mesh.shape)
     pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
     clock.lap("rules")
@@ -91,14 +105,14 @@ def _model(
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The step as written of a program that runs it in microbatches, and how such programs are made.
+    """The step of a program that runs it in microbatches, and the function that makes such programs.
 
-    What is recomputed is a matter of the step's layers, so it is decided there, and microbatches come after it.
+    Rematerialisation is chosen by layer of the step, so a step is rewritten first and split into microbatches then.
 
     Attributes:
         step: the step.
-        split: a step -> the program that runs it in microbatches; itself for one microbatch.
-        count: how many.
+        split: step -> the program that runs it in microbatches; the step itself for one microbatch.
+        count: number of microbatches.
     """
 
     step: Traced
@@ -115,14 +129,34 @@ def make_plan(
     parts: Parts | None = None,
     cutoff: float = math.inf,
 ) -> Planned:
-    """Plan one traced function on one mesh; `parts` if that runs a step in microbatches. For the rest see `Planner`."""
+    """Plan one traced function on one mesh.
+
+    Args:
+        traced: the program.
+        mesh: the mesh to plan for.
+        cluster_name: recorded in the plan.
+        options: the options of the user.
+        trace_s: s of the tracing, recorded in the plan.
+        parts: the step, if the program runs it in microbatches.
+        cutoff: s; see `Planner.plan`, also for errors.
+    """
     planned = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
     return replace(planned, plan=replace(planned.plan, phases={"trace": trace_s, **planned.plan.phases}))
 
 
 @dataclass(frozen=True, eq=False)
 class _Draft:
-    """The problem of planning a program with some layers recomputed and some state in the host's memory."""
+    """The problem of a program with some layers rematerialised and some state in the host's memory.
+
+    Attributes:
+        policies: rematerialisation policy of each layer; empty if none is rematerialised.
+        hosted: positions of the arguments in the host's memory.
+        graph: the rewritten program.
+        rules: signature of an operation of `graph` -> sharding rule.
+        model: the problem; its costs include copies between device and host.
+        pinned: the pins.
+        alive: makes the liveness model.
+    """
 
     policies: tuple[str, ...]
     hosted: tuple[int, ...]
@@ -134,17 +168,17 @@ class _Draft:
 
     @cached_property
     def liveness(self) -> Liveness:
-        """What is in memory when; not asked for where a mesh is pruned."""
+        """The memory model of the problem. It is made on demand, as a mesh that is pruned does not need it."""
         return self.alive()
 
     def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
-        """Bytes per device in the host's memory."""
+        """Bytes per device in the host's memory under a solution."""
         return offload.held(self.model, self.graph, mesh, self.hosted, solution.assignment)
 
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A program with some layers recomputed, and its problem where memory is not asked about."""
+    """A program with some layers rematerialised, and its problem before any state is moved to the host's memory."""
 
     graph: Graph
     rules: Mapping[int, Rule]
@@ -154,7 +188,28 @@ class _Program:
 
 @dataclass(eq=False)
 class Planner:
-    """Plans one program on one mesh again and again, with more or less of it recomputed or in the host's memory."""
+    """Plans one program on one mesh, with varying rematerialisation and state in the host's memory.
+
+    Results are cached by (policy of each layer, positions of the arguments in the host's memory).
+
+    Attributes:
+        traced: the program as written.
+        mesh: the mesh to plan for.
+        options: the options of the user.
+        parts: the step, and how it is split into microbatches.
+        attempts: number of plans tried.
+        laps: phase -> seconds.
+        drafts: problems.
+        programs: rewritten programs by policies.
+        solved: problems and solutions that `attempt` returned.
+        fastest: solutions without a memory budget.
+        bounds: states before the ILP of the problems in `fastest` whose solution is "open".
+        forecast: solution -> forecasts of rematerialisation.
+        given: positions of the donated arguments.
+        allowed: bytes per device, or "min" for the least peak.
+        always: positions of the arguments that the user wants in the host's memory.
+        leaves: the arguments that may be there.
+    """
 
     traced: Traced
     mesh: LogicalMesh
@@ -166,7 +221,7 @@ class Planner:
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
     solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
     fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
-    bounds: dict[tuple[tuple[str, ...], tuple[int, ...]], Bounded] = field(default_factory=dict)  # of those "open"
+    bounds: dict[tuple[tuple[str, ...], tuple[int, ...]], Bounded] = field(default_factory=dict)
     forecast: dict[Solution, Mapping[str, Forecast]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -179,10 +234,14 @@ class Planner:
     def plan(self, cluster_name: str, cutoff: float = math.inf) -> Planned:
         """The best plan.
 
+        Args:
+            cluster_name: recorded in the plan.
+            cutoff: s; plans that take as long are of no use to the caller. It is compared first with the bound of the
+                program as written, which bounds all plans: rematerialisation and offload only add time to a step.
+
         Raises:
-            Pruned: no plan takes less than `cutoff` (s) by more than the gap. That is mostly plain from the program as
-                written: what is recomputed or kept in the host's memory adds to a step.
-            MemoryBudgetError: none fits into a budget that was given.
+            Pruned: no plan is below `cutoff` by more than the gap.
+            MemoryBudgetError: no plan fits into the budget of the user.
         """
         begin, counted = time.perf_counter(), sum(self.laps.values())
         if math.isfinite(cutoff):
@@ -204,28 +263,28 @@ class Planner:
         return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
 
     def bound(self, cutoff: float = math.inf) -> Solution:
-        """What is quickly known of the program as written: a plan, whatever it holds, and a bound on all of them.
+        """A solution of the program as written without a memory budget and without an ILP, with a bound on all plans.
 
-        Plans that take `cutoff` (s) or longer are of no interest.
+        Plans that take `cutoff` (s) or longer need not be found.
         """
         draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
         return self._bounded(draft, cutoff * (1 - self.options.gap), gap, once=True)
 
     def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:
-        """Take over what `bound` has found, maybe in another process, and the seconds of each phase so far."""
+        """Add a result of `bound`, which may be from another process, and replace the seconds of each phase."""
         if bound.status == "cutoff" or bound.gap <= self.options.gap:
             self.fastest[self.as_written] = bound
-        self.laps.clear()  # drafts hold it
+        self.laps.clear()  # drafts refer to this dict, so it cannot be replaced
         self.laps.update(laps)
 
     def fits(self, solution: Solution) -> bool:
-        """Whether a plan of the program as written keeps within the memory."""
+        """Whether a plan of the program as written fits into memory."""
         return self.outcome((self._draft(*self.as_written), solution)).fits
 
     def expected(self, solution: Solution) -> float:
-        """About the seconds of the best plan that fits, read off one of the program as written; inf if nothing tells.
+        """An estimate of the step time (s) of the best plan that fits, from a plan of the program as written.
 
-        What may be kept in the host's memory is not looked at.
+        It is inf if no forecast suffices. Offload is not taken into account.
         """
         free = self.outcome((self._draft(*self.as_written), solution))
         if free.fits or isinstance(self.allowed, str) or not any(layers := self.open_to()):
@@ -233,9 +292,9 @@ class Planner:
         return recomputation.expected(free, layers, self.allowed, self.forecasts(free))
 
     def surcharge(self) -> float:
-        """About the seconds that a plan that fits takes more than the program as written; 0 if that may fit.
+        """An estimate of the time (s) that a plan needs to fit, beyond the program as written; 0 if that may fit.
 
-        What no plan can do without is about the same on every mesh: a device's even share.
+        The estimate serves for other meshes too: the least memory, a device's even share, is similar on every mesh.
         """
         found = self.solved.get(self.as_written)
         if found is None or isinstance(self.allowed, str):
@@ -249,7 +308,7 @@ class Planner:
         return recomputation.surcharge([free, *others], self.open_to(), room, self.forecasts(free))
 
     def outcome(self, made: tuple[_Draft, Solution]) -> Outcome[tuple[_Draft, Solution]]:
-        """What a plan comes to."""
+        """The outcome of a plan: seconds, peak, and whether it fits."""
         draft, solution = made
         peak, _ = draft.liveness.peak(solution.assignment)
         fits = memory_policy.fits(peak, self.mesh, self.options.memory_budget)
@@ -257,31 +316,33 @@ class Planner:
         return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
 
     def open_to(self) -> tuple[bool, ...]:
-        """For each layer whether recomputing it is free to choose, and frees anything."""
+        """For each layer, whether rematerialising it saves memory; empty if the user has decided."""
         return self._recomputable if self.options.remat == recomputation.AUTO else ()
 
     @cached_property
     def _recomputable(self) -> tuple[bool, ...]:
+        """For each layer of the step, whether rematerialising it saves memory."""
         return remat.recomputable(self.parts.step.graph)
 
     def forecasts(self, as_written: Outcome[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
-        """Policy -> what recomputing layers costs and frees, read off this plan; empty where that is not known."""
+        """Policy -> forecast of the time and memory of rematerialised layers, from this plan; empty if not known."""
         if as_written.made is None:
             return {}
         draft, solution = as_written.made
-        if solution not in self.forecast:  # asked again with state in the host's memory, and for other meshes
+        if solution not in self.forecast:  # cached, as offload and other meshes need it again
             layered = draft.graph if self.parts.step.graph is self.traced.graph else one_microbatch(draft.graph)
-            known = layered is not None and remat.recomputable(layered) == self._recomputable  # the step's layers
+            # forecasts need the layers of the step
+            known = layered is not None and remat.recomputable(layered) == self._recomputable
             plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
             self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
         return self.forecast[solution]
 
     def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
-        """The best outcome within the memory that is allowed; see `offloading.choose`."""
+        """The best outcome within the memory allowed. See `autopar.passes.remat.choose_offload.choose`."""
         return choose_offload.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecasts)
 
     def check(self, cutoff: float) -> None:
-        """Raise Pruned where the program as written has no plan of less than the cutoff; see `plan`."""
+        """Raise Pruned if the program as written has no plan below `cutoff` (s) by more than the gap. See `plan`."""
         draft, least = self._draft(*self.as_written), cutoff * (1 - self.options.gap)
         found = self._quick(draft, least)
         if found.status == "open" and found.objective >= cutoff:
@@ -290,9 +351,10 @@ class Planner:
             raise Pruned(found.lower_bound, self.laps)
 
     def cannot_fit(self, *, anywhere: bool = False) -> bool:
-        """Whether there is not enough memory with all that may be in the host's memory, and all recomputed or nothing.
+        """Whether memory is too small for all plans, by bounds that need no solution.
 
-        `anywhere`: on no mesh of as many devices, for a device's even share is too much.
+        All state that may be in the host's memory is there, and all layers are rematerialised or none is. With
+        `anywhere`, the bound is a device's even share, which is valid for every mesh of as many devices.
         """
         layers = self.open_to()
         if not any(layers) or isinstance(self.allowed, str):
@@ -303,9 +365,10 @@ class Planner:
         return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.allowed for some in ends)
 
     def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
-        """What lives where a program's plans peak: the one that is known, or else those that are likely to.
+        """The memory row of the peak of a known plan of a program; otherwise rows of its likely peaks.
 
-        State in the host's memory is left out where the plan is of the program without it: it is there at times.
+        If the known plan has less state in the host's memory, that state is left out of the row. It can be on the
+        device at other times.
         """
         known = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
         if known is None:
@@ -316,11 +379,11 @@ class Planner:
 
     @property
     def as_written(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """What is recomputed and kept in the host's memory if nothing is but what the user asks for."""
+        """The policies and the positions in the host's memory that the user asks for, and no others."""
         return self._policies(()), self.always
 
     def _policies(self, policies: Sequence[str]) -> tuple[str, ...]:
-        """These, unless the user has given one for all layers."""
+        """These policies, unless the user has given one for all layers."""
         if self.options.remat not in (recomputation.AUTO, remat.NONE):
             policies = recomputation.uniform(self.options.remat, self._recomputable)
         return tuple(policies)
@@ -328,14 +391,19 @@ class Planner:
     def attempt(
         self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
     ) -> Outcome[tuple[_Draft, Solution]]:
-        """A plan with a policy for each layer, and state at these positions in the host's memory.
+        """The outcome of planning with these policies and this state in the host's memory.
 
-        Plans that fit and take `cutoff` seconds or longer are of no interest.
+        Args:
+            policies: rematerialisation policy of each layer.
+            hosted: positions of the arguments in the host's memory.
+            effort: "fastest" ignores the budget, "fitting" searches within it, and "proven" does so even if a bound on
+                memory shows that no plan fits, for the error.
+            cutoff: s; plans that fit and take as long need not be found.
         """
         self.attempts += 1
         policies, hosted = self._policies(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
-            at_home = self.solved.get((policies, self.always))  # where no state has to be copied
+            at_home = self.solved.get((policies, self.always))  # the same without offload, which is faster
             seconds = at_home[1].objective if at_home else math.inf
             return Outcome(policies, None, seconds, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
@@ -349,13 +417,16 @@ class Planner:
         return self.outcome(made)
 
     def _start(self, draft: _Draft) -> Solution:
-        """The cheapest plan whatever it holds; about so if that needs the ILP, and what bounds find does not fit."""
+        """The cheapest plan without a memory budget.
+
+        If that takes an ILP, and the plan found without it does not fit, this plan is returned as it is.
+        """
         found = self._quick(draft)
         goes_on = found.status == "open" and self.outcome((draft, found)).fits
         return self._fastest(draft) if goes_on else found
 
     def _quick(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
-        """The same without the ILP: "open" where bounds and elimination leave a gap."""
+        """The solution without a memory budget and without an ILP, "open" if bounds leave a gap. Cached."""
         key = draft.policies, draft.hosted
         known = self.fastest.get(key)
         if known is None or (known.status == "cutoff" and known.lower_bound < cutoff):
@@ -363,7 +434,7 @@ class Planner:
         return known
 
     def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
-        """The cheapest plan whatever it holds."""
+        """The cheapest plan without a memory budget. Cached."""
         key = draft.policies, draft.hosted
         known = self._quick(draft, cutoff)
         if known.status == "open":
@@ -371,7 +442,7 @@ class Planner:
         return self.fastest[key]
 
     def _bounded(self, draft: _Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
-        """A plan and a bound without the ILP, which is kept to go on from where that may gain something."""
+        """The solution without an ILP; the state before the ILP is kept in `bounds` if one may improve it."""
         found = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
         self._count(found.phases)
         known = found.solution
@@ -382,12 +453,13 @@ class Planner:
         return known
 
     def _finished(self, known: Bounded) -> Solution:
+        """The solution of a bounded problem, by ILP if necessary."""
         found = finish(known, solver=self.options.solver, time_limit=self.options.seconds, gap=self.options.gap)
         self._count({name: lap - known.phases.get(name, 0.0) for name, lap in found.phases.items()})
         return found
 
     def _fitting(self, draft: _Draft, cutoff: float) -> Solution:
-        """The cheapest plan that fits; errors as of `fitting.solve`."""
+        """The cheapest plan that fits. Errors are those of `autopar.passes.remat.memory_policy.solve`."""
         begin, counted = time.perf_counter(), sum(self.laps.values())
         try:
             return memory_policy.solve(
@@ -405,20 +477,20 @@ class Planner:
             self._count({"memory": elapsed - (sum(self.laps.values()) - counted)})
 
     def _count(self, phases: Mapping[str, float]) -> None:
-        """Add to the seconds of each phase."""
+        """Add to the seconds of these phases."""
         for name, seconds in phases.items():
             self.laps[name] = self.laps.get(name, 0.0) + seconds
 
     def _everywhere(self, policies: Sequence[str]) -> bool:
-        """Whether the search has all layers recomputed that may be."""
+        """Whether these policies rematerialise every layer that the planner may rematerialise."""
         open_to = self.open_to() if policies else ()
         return any(open_to) and not any(p == remat.NONE and o for p, o in zip(policies, open_to, strict=True))
 
     def _hopeless(self, policies: tuple[str, ...], hosted: tuple[int, ...], effort: Effort) -> float:
-        """Bytes that no plan can do without, if plainly too many for the budget; otherwise 0.
+        """A lower bound (bytes) on the peak of every plan if it exceeds the budget; otherwise 0.
 
-        Without a budget there is a plan of the program as written all the same, but none that anything would be
-        recomputed or kept in the host's memory for.
+        If the user gives no budget, a plan of the program as written is always returned, so it is never hopeless. A
+        plan with rematerialisation or offload chosen by the planner is, if it exceeds the memory of the device.
         """
         moved = hosted != self.always
         chosen = moved or (policies and self.options.remat == recomputation.AUTO)
@@ -430,7 +502,7 @@ class Planner:
         return least if least > within else 0.0
 
     def _rules(self, graph: Graph) -> Mapping[int, Rule]:
-        """Rules of a rewritten program: those of the program as written, and of the barriers that it has besides."""
+        """The sharding rules of a rewritten program: those of the program as written, and those of its new barriers."""
         if graph is self.traced.graph or self.parts.step.graph is not self.traced.graph:
             return rules_of(graph, self.options.rules)
         known = rules_of(self.traced.graph, self.options.rules)
@@ -438,6 +510,7 @@ class Planner:
         return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
 
     def _program(self, policies: tuple[str, ...]) -> _Program:
+        """The program with these policies, cached. Raises PinError."""
         if policies not in self.programs:
             clock = _Clock()
             step = self.parts.step
@@ -450,14 +523,16 @@ class Planner:
         return self.programs[policies]
 
     def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> _Draft:
+        """The problem with these policies and this state in the host's memory, cached. Raises PinError."""
         if (policies, hosted) not in self.drafts:
             p, clock = self._program(policies), _Clock()
             model = offload.priced(p.model, p.graph, self.mesh, hosted)
             clock.lap("graph")
             self._count(clock.laps)
             backend = backend_of(self.mesh.device)
-            backend = replace(backend, keeps_barriers=True) if policies else backend  # see codegen.compiler_options
-            # holds no planner, whose cycle with its drafts would keep the memory of all of them
+            # as `autopar.codegen.emit.compiler_options` requires of the compiler
+            backend = replace(backend, keeps_barriers=True) if policies else backend
+            # without a reference to the planner: a cycle with its drafts would delay the release of their memory
             alive = partial(_liveness, p, model, self.mesh, backend, self.given, hosted, self.laps)
             self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
         return self.drafts[policies, hosted]
@@ -472,7 +547,7 @@ def _liveness(
     hosted: Sequence[int],
     laps: dict[str, float],
 ) -> Liveness:
-    """What is in memory when; the seconds that takes are added to `laps`."""
+    """The memory model of a problem. Its construction time (s) is added to `laps`."""
     begin = time.perf_counter()
     found = Liveness(program.graph, model, mesh, backend, donated, hosted)
     laps["liveness"] = laps.get("liveness", 0.0) + time.perf_counter() - begin
@@ -481,8 +556,10 @@ def _liveness(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection meanwhile: planning makes some 10^5 small objects in no cycles, and scanning them
-    again and again costs up to a fifth of the time."""
+    """Disable cyclic garbage collection in the context.
+
+    Planning makes some 10^5 small objects without cycles. Scanning them repeatedly takes up to a fifth of the time.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -493,11 +570,14 @@ def collector_paused() -> Iterator[None]:
 
 
 class _Clock:
+    """Measures the seconds of consecutive phases."""
+
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
+        """Record the time since the last call as this phase."""
         now = time.perf_counter()
         self.laps[name] = now - self._last
         self._last = now
@@ -511,6 +591,7 @@ def _export(
     cluster_name: str,
     donated: tuple[int, ...],
 ) -> Plan:
+    """The plan of a solution; `original` is the program as written."""
     graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
     found = extract.layouts(model, solution.assignment)
     state = match_state(graph)
@@ -560,7 +641,7 @@ def _export(
         variables_unfolded=solution.variables_unfolded,
         rows=solution.rows,
         phases={},
-        # recomputation under the user's own jax.checkpoint counts in both
+        # both include recomputation under the user's own jax.checkpoint
         mfu=model_flops(original) / possible if possible > 0 else 0.0,
         hfu=model_flops(graph) / possible if possible > 0 else 0.0,
         flops_per_device=account.ratio * account.total / mesh.size,
@@ -592,8 +673,12 @@ def _output_layout(
     pinned: Pinned,
     mesh: LogicalMesh,
 ) -> Layout:
-    """State comes back as it was given; other results stay where they are, if that divides them and they are not empty
-    (see `strategies.layouts_of`)."""
+    """The layout in which a result is returned.
+
+    A pinned result has its pin, and the next state has the layout of the state. Any other result keeps its layout if
+    that divides it, has no partial sums, and the result is not empty (see `strategies.layouts_of`); otherwise it is
+    replicated.
+    """
     if position in pinned.results:
         return pinned.results[position]
     if position in state:
@@ -608,8 +693,10 @@ def _output_layout(
 
 
 def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
-    """Seconds in operations (with the collectives inside them), in reshards, and if there are any in copies of state
-    between device and host."""
+    """Seconds per step by part: operations with their reductions, reshards, and copies between device and host if any.
+
+    `copied` are the seconds of these copies, which the node costs include.
+    """
     choice = solution.assignment
     inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
     found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
@@ -619,6 +706,7 @@ def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[
 def _notes(
     graph: Graph, grouping: Grouping, account: imbalance.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
 ) -> tuple[str, ...]:
+    """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
     notes.extend(_replicated_operations(graph, grouping))
     notes.extend(_undivided(graph, inputs, mesh))
@@ -628,7 +716,7 @@ def _notes(
 
 
 def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
-    """Operations whose rule lets no dimension be cut, and why."""
+    """A note per kind of operation whose rule allows no dimension to be cut, with the reason."""
     whole: dict[str, tuple[int, str]] = {}
     for c in grouping.groups:
         if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
@@ -639,7 +727,7 @@ def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
 
 
 def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:
-    """Arguments that stay whole because no dimension divides by any mesh axis."""
+    """A note on the arguments that are replicated because no mesh axis divides any of their dimensions."""
     stuck = [
         path
         for path, v, layout in zip(graph.input_paths, graph.inputs, inputs, strict=True)
