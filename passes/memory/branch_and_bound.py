@@ -118,7 +118,7 @@ class Tree:
         """
         # (bound, number, leaf); the number settles ties in the order in which leaves were made
         heap = [(root.lower, 0, _Leaf({}, root, self._messages.copy(), []))]
-        closed, made, gaps = np.inf, 0, list[float]()
+        closed, number, gaps = np.inf, 0, list[float]()
         while heap:
             best = min(upper, self._best())
             slack = target * abs(best) if np.isfinite(best) else 0.0
@@ -132,9 +132,9 @@ class Tree:
             if not children:  # the leaf cannot be split further, so its bound limits that of the tree
                 closed = min(closed, leaf.dual.lower)
             for child in children:
-                found = self._bound(child, min(upper, self._best()), target, deadline)
-                made += 1
-                heapq.heappush(heap, (found.dual.lower, made, found))
+                bounded = self._bound(child, min(upper, self._best()), target, deadline)
+                number += 1
+                heapq.heappush(heap, (bounded.dual.lower, number, bounded))
         return min([closed, min(upper, self._best()), *(lower for lower, _, _ in heap)])
 
     def _best(self) -> float:
@@ -176,7 +176,7 @@ class Tree:
 
         The cutting-plane model of the leaf needs both kinds. A plan that the leaf admits unchanged is left out.
         """
-        found: list[Ints] = []
+        forced: list[Ints] = []
         for plan in self._pair(_Leaf({}, leaf.dual, leaf.messages, [])):
             if plan is None or leaf.admits(plan):
                 continue
@@ -187,8 +187,8 @@ class Tree:
                     bent[v] = int(np.where(mask, score, np.inf).argmin())
             pool = Pool(self._constrained)
             pool.add([bent])
-            found.append(self._local_search.descend(bent, pool.usage[0], self._budget, 2, leaf.allowed))
-        return found
+            forced.append(self._local_search.descend(bent, pool.usage[0], self._budget, 2, leaf.allowed))
+        return forced
 
     def _near(self, multipliers: Floats) -> Ints:
         """Indices of all plans of the pool, least penalised cost first."""
@@ -223,14 +223,14 @@ class Tree:
 
     def _pair(self, leaf: _Leaf) -> tuple[Ints | None, Ints | None]:
         """The plan inside the leaf that fits, and the one that does not, of least penalised cost each."""
-        found: dict[bool, Ints] = {}
+        best: dict[bool, Ints] = {}
         fits: list[bool] = [bool((used <= self._budget).all()) for used in self._pool.usage]
         for i in self._near(leaf.dual.multipliers):
-            if fits[i] not in found and np.isfinite(self._pool.seconds[i]) and leaf.admits(self._pool.plans[i]):
-                found[fits[i]] = self._pool.plans[i]
-                if len(found) == 2:
+            if fits[i] not in best and np.isfinite(self._pool.seconds[i]) and leaf.admits(self._pool.plans[i]):
+                best[fits[i]] = self._pool.plans[i]
+                if len(best) == 2:
                     break
-        return found.get(True), found.get(False)
+        return best.get(True), best.get(False)
 
     def _sides(self, v: int, a: Ints, b: Ints, leaf: _Leaf) -> tuple[float, Mask, Mask]:
         """How much node v contributes to the difference of plans a and b, and a partition of its allowed strategies.

@@ -138,9 +138,9 @@ def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReducti
     state.start_plans.append(least.assignment)
     few = free.variables_unfolded <= FEW * free.variables
     for _ in range(AGAIN):
-        known = len(state.rows)
+        rows_before = len(state.rows)
         search(state, how, few, full=full)
-        if state.done or len(state.rows) == known:
+        if state.done or len(state.rows) == rows_before:
             break
     status, used, rows = "", "dual ascent", 0
     if state.gap > state.target and not state.late and _small(free):
@@ -243,13 +243,13 @@ def _by_ilp(
             state.bound(state.seconds if none_better else min(state.seconds, answer.lower + presolved.constant))
         if answer.assignment is None:
             return ENDS.get(answer.status, "fallback"), solver, answer.rows
-        known = len(state.rows)
+        rows_before = len(state.rows)
         plan = presolved.lift(answer.assignment)
         if state.submit(plan):
             status = ENDS.get(answer.status, "fallback")
             symmetric = status == "optimal" and state.gap > CLOSED
             return "optimal-tied" if symmetric else status, solver, answer.rows
-        if len(state.rows) == known:  # no row is new, so the plan exceeds a row of the ILP by the solver's tolerance
+        if len(state.rows) == rows_before:  # the plan exceeds a row of the ILP, by the solver's tolerance
             over = max(row.value(state.problem, plan) for row in state.rows) - state.budget
             if over <= 0 or margin > TOLERATED * state.budget:
                 return "fallback", solver, answer.rows

@@ -81,8 +81,8 @@ class Pool:
     def fitting(self, budget: float) -> Ints:
         """Indices of the feasible plans within the budget (bytes) on all rows of the problem, cheapest first."""
         fits = (self.usage <= budget).all(axis=1) & np.isfinite(self.seconds)
-        found = np.flatnonzero(fits)
-        return found[np.argsort(self.seconds[found], kind="stable")]
+        indices = np.flatnonzero(fits)
+        return indices[np.argsort(self.seconds[indices], kind="stable")]
 
 
 class Messages:
@@ -162,8 +162,8 @@ def _slots(
 ) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
     """Edge with bytes -> (node, position in `ends` of that node) of its node u and of its node v."""
     at = {(x.edge, v): place for v, around in enumerate(ends) for place, x in enumerate(around)}
-    found = {i: constrained.problem.edges[i] for i in constrained.edges}
-    return {i: ((e.u, at[i, e.u]), (e.v, at[i, e.v])) for i, e in found.items()}
+    edges = {i: constrained.problem.edges[i] for i in constrained.edges}
+    return {i: ((e.u, at[i, e.u]), (e.v, at[i, e.v])) for i, e in edges.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -93,9 +93,9 @@ def least_memory(
         state.submit(plan)
     lower, multipliers = -np.inf, np.zeros(0)
     for _ in range(ROUNDS):
-        known = len(state.rows)
+        rows_before = len(state.rows)
         multipliers = state.alike()
-        if state.suffices(asked) or len(state.rows) == known or time.monotonic() > deadline:
+        if state.suffices(asked) or len(state.rows) == rows_before or time.monotonic() > deadline:
             break
     if state.suffices(asked):
         return state.found(-np.inf)
@@ -226,12 +226,12 @@ class _State:
             limit = min(30.0, max(self.deadline - time.monotonic(), 0.1))  # s
             answer = ilp.least(memory, constrained.problem, "cbc", time_limit=limit)
             lower = max(lower, answer.lower * (1 - ilp.ACCURACY))
-            known = len(self.rows)
+            rows_before = len(self.rows)
             if answer.assignment is not None:
                 plan = presolved.lift(answer.assignment)
                 self.submit(plan)
                 self.add_rows(self.source.over(plan, lower))
-            if len(self.rows) == known:
+            if len(self.rows) == rows_before:
                 break
         return lower
 

@@ -121,10 +121,10 @@ def front(
     # from the largest to the smallest; the peak of the free optimum itself is left out
     budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
     for _ in range(TURNS):
-        known = len(state.rows)
-        presolved = presolved if presolved.constrained.rows == known else _presolved(state, fold)
+        rows_before = len(state.rows)
+        presolved = presolved if presolved.constrained.rows == rows_before else _presolved(state, fold)
         _sweep(state, presolved, judged, budgets.tolist(), cuts)
-        if len(state.rows) == known or state.late:
+        if len(state.rows) == rows_before or state.late:
             break
     _fill(state, judged, budgets.tolist())
     return Front(judged.nondominated(), tuple(cuts), least.lower_bytes)
@@ -155,11 +155,11 @@ class _Judged:
 
     def nondominated(self) -> tuple[Point, ...]:
         """The Pareto-optimal points, fastest first, each with a lower peak than all before it."""
-        found: list[Point] = []
+        kept: list[Point] = []
         for point in sorted(self.points, key=lambda p: (p.seconds, p.peak_bytes)):
-            if not found or point.peak_bytes < found[-1].peak_bytes:
-                found.append(point)
-        return tuple(found)
+            if not kept or point.peak_bytes < kept[-1].peak_bytes:
+                kept.append(point)
+        return tuple(kept)
 
 
 def _presolved(state: SearchState, fold: bool) -> PresolvedProblem:
@@ -207,15 +207,15 @@ def _sweep(
 
 def _fill(state: SearchState, judged: _Judged, budgets: list[float]) -> None:
     """At each budget, combine the nearest points below and above it, with different strategies for equal layers."""
-    known = list(state.rows)
-    constrained = attach(state.problem, known)
+    rows = list(state.rows)
+    constrained = attach(state.problem, rows)
     points = judged.nondominated()
     for budget in budgets:
         under = [p.assignment for p in points if p.peak_bytes <= budget]
         over = [p.assignment for p in points if p.peak_bytes > budget]
         if not under or not over or state.late:
             continue
-        usage = np.array([row.value(state.problem, under[0]) for row in known])
+        usage = np.array([row.value(state.problem, under[0]) for row in rows])
         plan = relink(constrained, under[0], over[-OTHERS:], usage, budget, np.zeros(constrained.rows))
         if plan is not None:
             judged.add(plan)

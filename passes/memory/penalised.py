@@ -24,10 +24,10 @@ def together(one: Row, other: Row, weight: float) -> Row:
 
 def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
     """The tables `one + weight * other` by index; an absent table counts as zero."""
-    found = dict(one)
+    total = dict(one)
     for v, table in other.items():
-        found[v] = found[v] + weight * table if v in found else weight * table
-    return dict(sorted(found.items()))
+        total[v] = total[v] + weight * table if v in total else weight * table
+    return dict(sorted(total.items()))
 
 
 def penalised(problem: Problem, row: Row, rate: float) -> Problem:

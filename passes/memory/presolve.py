@@ -87,9 +87,9 @@ class PresolvedProblem:
         `lift` of the result differs from `assignment` where members of a class have different strategies.
         """
         wanted = assignment[self.first]
-        found = np.array([np.searchsorted(k, s) for k, s in zip(self.keep, wanted, strict=True)], dtype=np.int64)
-        inside = all(i < len(k) and k[i] == s for i, k, s in zip(found, self.keep, wanted, strict=True))
-        return found if inside else None
+        positions = np.array([np.searchsorted(k, s) for k, s in zip(self.keep, wanted, strict=True)], dtype=np.int64)
+        inside = all(i < len(k) and k[i] == s for i, k, s in zip(positions, self.keep, wanted, strict=True))
+        return positions if inside else None
 
 
 def attach(problem: Problem, rows: Sequence[Row]) -> ConstrainedProblem:

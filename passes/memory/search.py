@@ -154,10 +154,10 @@ def _symmetric(
         objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
         dual = _ascend(state, messages, pool, objective)
         _descend(state, presolved, pool, dual)
-        known = len(state.rows)
+        rows_before = len(state.rows)
         _submit(state, presolved, pool)
         rounds += 1
-        if len(state.rows) == known or state.late or rounds == ROUNDS:
+        if len(state.rows) == rows_before or state.late or rounds == ROUNDS:
             return presolved, pool, dual, messages
 
 
@@ -225,8 +225,8 @@ def _deepen(
 ) -> Dual:
     """The better of `dual` and a long ascent from it, then local search. With `rows`, the bound is recorded."""
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    found = _ascend(state, messages, pool, objective, dual.multipliers, True)
-    dual = found if found.lower > dual.lower else dual
+    longer = _ascend(state, messages, pool, objective, dual.multipliers, True)
+    dual = longer if longer.lower > dual.lower else dual
     if rows is not None:
         state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
     _descend(state, presolved, pool, dual)

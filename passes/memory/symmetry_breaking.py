@@ -68,12 +68,12 @@ def mix(
     plans = [pool.plans[i] for i in near if np.isfinite(pool.seconds[i])]
     plans += [plan for pair in pairs for plan in pair]
     lifted = ([] if state.plan is None else [state.plan]) + [presolved.lift(plan) for plan in plans]
-    known = list(state.rows)
-    constrained = attach(state.problem, known)
+    added = list(state.rows)
+    constrained = attach(state.problem, added)
     names = [row.name for row in rows]
-    weights = np.array([multipliers[names.index(row.name)] if row.name in names else 0.0 for row in known])
+    weights = np.array([multipliers[names.index(row.name)] if row.name in names else 0.0 for row in added])
     for group in _groups(lifted, _joints(state.problem)):
-        usage = np.array([row.value(state.problem, group[0]) for row in known])
+        usage = np.array([row.value(state.problem, group[0]) for row in added])
         plan = relink(constrained, group[0], group[1:], usage, state.budget, weights)
         if plan is not None and state.problem.value(plan) < state.seconds:
             state.submit(plan)
@@ -83,10 +83,10 @@ def mix(
 
 def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_]) -> list[list[Ints]]:
     """Groups of at least two distinct plans that are equal on the mask `alone`, in order of their first plan."""
-    found: dict[bytes, dict[bytes, Ints]] = {}
+    by_hubs: dict[bytes, dict[bytes, Ints]] = {}
     for plan in plans:
-        found.setdefault(plan[alone].tobytes(), {})[plan.tobytes()] = plan
-    groups = [list(group.values())[:OPTIONS] for group in found.values()]
+        by_hubs.setdefault(plan[alone].tobytes(), {})[plan.tobytes()] = plan
+    groups = [list(group.values())[:OPTIONS] for group in by_hubs.values()]
     return [group for group in groups if len(group) > 1][:GROUPS]
 
 

@@ -172,12 +172,12 @@ def ascend(
     ):
         bound, plan = sweep(problem, ends, state)
         lower = max(lower, bound)
-        found = problem.value(plan)
-        if found < value or best is None:
+        cost = problem.value(plan)
+        if cost < value or best is None:
             plan = descend(problem, ends, plan)
-            found = problem.value(plan)
-            if found < value:
-                best, value = plan, found
+            cost = problem.value(plan)
+            if cost < value:
+                best, value = plan, cost
         gaps.append(min(value, upper) - lower)
         lowers.append(lower)
     if state.passes % 2:  # the messages of `Ascent` are those after a backward pass

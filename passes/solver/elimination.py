@@ -66,8 +66,8 @@ def order(problem: Problem) -> list[int]:
         around[e.v].add(e.u)
     bits = [float(np.log2(max(2, len(n.cost)))) for n in problem.nodes]
     starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[:STARTS]
-    found = [_order_from(v, around, bits) for v in starts]
-    return min(found, key=lambda one: one[0])[1] if found else []
+    orders = [_order_from(v, around, bits) for v in starts]
+    return min(orders, key=lambda one: one[0])[1] if orders else []
 
 
 def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:

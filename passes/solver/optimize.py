@@ -150,7 +150,7 @@ def optimize(
         ArgumentError: the solver is unknown, or the time limit is not above zero.
     """
     begin = time.monotonic()
-    found = bound(
+    bounded = bound(
         problem,
         solver=solver,
         time_limit=time_limit,
@@ -161,11 +161,11 @@ def optimize(
         until=until,
         cutoff=cutoff,
     )
-    known = found.solution
-    left = solver == "auto" and found.core.problem.variables > largest
-    if known is not None and (known.status == "cutoff" or left):
-        return known
-    return finish(found, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap)
+    solution = bounded.solution
+    left = solver == "auto" and bounded.core.problem.variables > largest
+    if solution is not None and (solution.status == "cutoff" or left):
+        return solution
+    return finish(bounded, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap)
 
 
 def bound(
@@ -306,11 +306,11 @@ def _by_ilp(
         answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=upper, cutoff=cutoff, gap=gap)
     plan, value = outcome.plan, outcome.value
     if answer.assignment is not None:
-        found = core.lift(answer.assignment)
-        cost = folded.problem.value(found)
+        lifted = core.lift(answer.assignment)
+        cost = folded.problem.value(lifted)
         # at equal cost up to rounding the plan of the ILP is taken, to which its proof belongs
         if plan is None or cost <= value + SLACK * abs(value):
-            plan, value = found, cost
+            plan, value = lifted, cost
     if plan is None:
         raise SolverError(_nothing(folded.problem, answer))
     proven = core.constant + answer.lower

@@ -198,21 +198,21 @@ def _bound(
 ) -> tuple[Ascent, Outcome]:
     """A dual ascent on the core, and the outcome with its plan, if better, and its lower bound."""
     with clock.phase("bound"):
-        known = outcome.value - core.constant
+        known_cost = outcome.value - core.constant
         gap = Gap(until, core.constant)
         ascent = ascend(
             core.problem,
             counts=core.counts,
-            upper=known,
+            upper=known_cost,
             deadline=clock.deadline,
             enough=gap,
             limit=cutoff - core.constant,
         )
     plan, value = outcome.plan, outcome.value
     if ascent.assignment is not None:
-        found = core.lift(ascent.assignment)
-        if (cost := problem.value(found)) < value:
-            plan, value = found, cost
+        lifted = core.lift(ascent.assignment)
+        if (cost := problem.value(lifted)) < value:
+            plan, value = lifted, cost
     lower = min(value, max(outcome.lower, core.constant + ascent.lower))
     return ascent, replace(outcome, plan=plan, value=value, lower=lower)
 
@@ -230,14 +230,14 @@ def _eliminated(
     with clock.phase("eliminate"):
         # slightly below the cost of the best plan, so that equal plans are dropped
         limit = min(cutoff, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
-        found = elimination.search(core.problem, ascent, limit, width, clock.deadline)
-    if found.plan is not None:
-        plan = core.lift(found.plan)
+        result = elimination.search(core.problem, ascent, limit, width, clock.deadline)
+    if result.plan is not None:
+        plan = core.lift(result.plan)
         if (cost := problem.value(plan)) < outcome.value:
             outcome = replace(outcome, plan=plan, value=cost)
     if (core.counts > 1).any():
         return replace(outcome, lower=min(outcome.lower, outcome.value))
-    return replace(outcome, lower=min(outcome.value, max(outcome.lower, core.constant + found.lower)))
+    return replace(outcome, lower=min(outcome.value, max(outcome.lower, core.constant + result.lower)))
 
 
 def fixed(core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Core:

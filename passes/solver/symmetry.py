@@ -123,11 +123,11 @@ def _signatures(
     dirty: Iterable[int], colours: list[int], incident: list[list[tuple[int, int]]]
 ) -> dict[int, dict[tuple[int, ...], list[int]]]:
     """Colour -> sorted multiset of label + neighbour's colour -> the dirty nodes with this colour and multiset."""
-    found: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    parts: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for v in dirty:
         around = tuple(sorted([label + colours[w] for label, w in incident[v]]))
-        found.setdefault(colours[v], {}).setdefault(around, []).append(v)
-    return found
+        parts.setdefault(colours[v], {}).setdefault(around, []).append(v)
+    return parts
 
 
 def _new_parts(members: dict[int, list[int]], colour: int, parts: dict[tuple[int, ...], list[int]]) -> list[list[int]]:
