@@ -74,4 +74,4 @@ def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple
 def _bytes(model: Model, group: int, nbytes: int, dims: tuple[int, ...], mesh: LogicalMesh) -> Floats:
     """Bytes of a device's piece under each strategy of a group."""
     s = model.grouping.groups[group].strategies
-    return np.asarray(nbytes * share(shares(s.held, s.sizes, mesh.sizes), dims), np.float64)
+    return np.asarray(nbytes * share(shares(s.result, s.sizes, mesh.sizes), dims), np.float64)

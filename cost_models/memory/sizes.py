@@ -150,7 +150,7 @@ class Sizes:
 
     def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
-        factors = strategies.assigned if assigned else strategies.held
+        factors = strategies.assigned if assigned else strategies.result
         each = shares(factors, strategies.sizes, self.mesh.sizes)
         whole = np.ones(len(factors))
         local = [n * (each[:, d] if d >= 0 else whole) for d, n in zip(dims, kind.shape, strict=True)]

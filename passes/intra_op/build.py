@@ -141,7 +141,7 @@ def _node(b: _Builder, c: OpGroup) -> Node:
     cost = b.costs.get(key)
     if cost is None:
         cost = c.strategies.cost.copy()
-        each = shares(c.strategies.held, c.strategies.sizes, b.mesh.sizes) if c.light else np.ones((len(cost), 0))
+        each = shares(c.strategies.result, c.strategies.sizes, b.mesh.sizes) if c.light else np.ones((len(cost), 0))
         for dims, nbytes in c.light:
             cost += nbytes * share(each, dims) / b.mesh.device.memory_bandwidth
         cost = b.costs[key] = cost * c.weight
@@ -198,7 +198,7 @@ def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, l
         key = (use.consumer, dims, use.assigned)
         weight, behind, narrow = ends.get(key, (0.0, True, rounding))
         narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
-        ends[key] = (max(weight, use.weight), behind and grouping.slack.moves(use.value, use.op), narrow)
+        ends[key] = (max(weight, use.weight), behind and grouping.overlap.moves(use.value, use.op), narrow)
     return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
 
 
@@ -262,7 +262,7 @@ class _Edges:
 
 def layout_at(strategies: StrategySet, choice: int, dims: tuple[int, ...], assigned: bool) -> Layout:
     """The layout, under strategy number `choice`, of a value whose dimensions are these factors."""
-    factors = (strategies.assigned if assigned else strategies.held)[choice]
+    factors = (strategies.assigned if assigned else strategies.result)[choice]
     position = {f: d for d, f in enumerate(dims) if f >= 0}
     # -2 is PARTIAL, -1 is REPLICATED, as is a factor that no dimension has
     return tuple(int(f) if f == -2 else position.get(int(f), -1) for f in factors)

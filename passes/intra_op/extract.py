@@ -91,13 +91,13 @@ def collectives(
 
 def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
     """Seconds per step of these collectives that the cost of the plan excludes, as computation hides them."""
-    slack, behind = model.grouping.slack, mesh.behind_computation()
+    overlap, behind = model.grouping.overlap, mesh.behind_computation()
     reads = {use.site: use for use in model.grouping.uses}
     total = 0.0
     for c in planned:
         use = reads.get(c.op)
         op = None if use is not None else graph.by_index[int(c.op.removeprefix("op"))]
-        if slack.moves(use.value, use.op) if use is not None else op is not None and slack.sums(op):
+        if overlap.moves(use.value, use.op) if use is not None else op is not None and overlap.sums(op):
             axes = tuple(mesh.axis(name) for name in c.axes)
             visible = collective_time(c.kind, c.bytes, axes, behind)
             total += c.count * (collective_time(c.kind, c.bytes, axes, mesh) - visible)
@@ -124,7 +124,7 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
     bandwidth = mesh.device.memory_bandwidth
     for charge in model.grouping.charges:
         strategies = model.grouping.groups[charge.group].strategies
-        held = strategies.held[assignment[charge.group]].tolist()
+        held = strategies.result[assignment[charge.group]].tolist()
         layout = tuple(f if f in charge.dims else REPLICATED for f in held)
         yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
@@ -196,7 +196,7 @@ def sums_of(
 ) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(kind, axes, bytes per device) of the collectives that reduce the partial results of one operation, by result."""
     row = slice(choice, choice + 1)
-    chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.held[row]
+    chosen = c.strategies.after[row], c.strategies.assigned[row], c.strategies.result[row]
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
     each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
     for value, dims in zip(op.outputs, model.grouping.rules[op.signature].results, strict=True):

@@ -31,7 +31,7 @@ from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
 
 TARGET = 1e-3  # default relative gap at which the search ends
-AGAIN = 4  # most rounds of `search`; a round after the first runs only if the one before it added rows
+ROUNDS = 4  # most rounds of `search`; a round after the first runs only if the one before it added rows
 SMALL = 4_000  # most strategies, without symmetry reduction, of a problem that the ILP solves; settled on the zoo
 TINY = 200  # strategies up to which the ILP solves a problem even with many equal layers; settled on the zoo
 FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
@@ -137,7 +137,7 @@ def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReducti
     state.submit(least.assignment)
     state.start_plans.append(least.assignment)
     few = free.variables_unfolded <= FEW * free.variables
-    for _ in range(AGAIN):
+    for _ in range(ROUNDS):
         rows_before = len(state.rows)
         search(state, how, few, full=full)
         if state.done or len(state.rows) == rows_before:
@@ -237,12 +237,13 @@ def _by_ilp(
             cutoff=True,
             memory=memory,
         )
-        if not presolved.alike and not margin:
+        if not presolved.symmetric and not margin:
             # `cutoff` makes the ILP infeasible where no plan is better than the incumbent
             none_better = answer.status == "infeasible"
             state.bound(state.seconds if none_better else min(state.seconds, answer.lower + presolved.constant))
         if answer.assignment is None:
-            return ENDS.get(answer.status, "fallback"), solver, answer.rows
+            proven = answer.status != "infeasible" or state.plan is not None
+            return ENDS.get(answer.status, "fallback") if proven else "fallback", solver, answer.rows
         rows_before = len(state.rows)
         plan = presolved.lift(answer.assignment)
         if state.submit(plan):

@@ -99,7 +99,7 @@ class Messages:
         self.constrained = constrained
         self._ends = ends_of(constrained.problem)
         self._state = initial(constrained.problem, counts)
-        self._priced = constrained.problem
+        self._penalised = constrained.problem
         self._multipliers = np.zeros(constrained.rows)
         self._penalty: Mapping[int, Floats] = {}
         self._stale = False
@@ -115,7 +115,7 @@ class Messages:
             nodes[v] = replace(nodes[v], cost=nodes[v].cost + multipliers @ usage)
         for v, extra in self._penalty.items():
             nodes[v] = replace(nodes[v], cost=nodes[v].cost + extra)
-        self._priced = Problem(tuple(nodes), self.constrained.problem.edges)
+        self._penalised = Problem(tuple(nodes), self.constrained.problem.edges)
         for i, usage in self.constrained.edges.items():
             e = self.constrained.problem.edges[i]
             table = e.table + np.tensordot(multipliers, usage, 1)
@@ -128,7 +128,7 @@ class Messages:
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
         """The best lower bound (s) on the penalised cost from these passes, and the plans that they decode."""
-        found = [sweep(self._priced, self._ends, self._state) for _ in range(passes)]
+        found = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
         return max(bound for bound, _ in found), [plan for _, plan in found]
 
     @property

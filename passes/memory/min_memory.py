@@ -4,7 +4,7 @@
 
     plans    from the problem with costs of bytes plus a tiny weight on seconds, with equal strategies for equal layers.
              Where bytes do not decide, the fast strategy stays. Program points that are not rows yet would otherwise
-             grow unnoticed                                                                         -> _State.alike
+             grow unnoticed                                                               -> _State.with_equal_layers
     bound    from the problem without seconds, in symmetry classes that respect the rows with a positive multiplier
                                                                                                     -> _State.bound
     ilp      if plan and bound differ and the problem is small                                      -> _State.by_ilp
@@ -94,7 +94,7 @@ def least_memory(
     lower, multipliers = -np.inf, np.zeros(0)
     for _ in range(ROUNDS):
         rows_before = len(state.rows)
-        multipliers = state.alike()
+        multipliers = state.with_equal_layers()
         if state.suffices(asked) or len(state.rows) == rows_before or time.monotonic() > deadline:
             break
     if state.suffices(asked):
@@ -119,7 +119,7 @@ class _State:
         self.plan: Ints | None = None
         self.peak = np.inf
         self.seeds: list[Ints] = []
-        self._core = presolved
+        self._presolved = presolved
         self._warm: tuple[list[list[Floats]], list[Ints]] = [], []
 
     def add_rows(self, rows: Sequence[Row]) -> None:
@@ -145,7 +145,11 @@ class _State:
     @property
     def _usable(self) -> PresolvedProblem | None:
         """The presolved problem of the caller, as long as no row has been added to its rows."""
-        return self._core if self._core is not None and self._core.constrained.rows == len(self.rows) else None
+        return (
+            self._presolved
+            if self._presolved is not None and self._presolved.constrained.rows == len(self.rows)
+            else None
+        )
 
     @property
     def _passes(self) -> tuple[int, int]:
@@ -157,7 +161,7 @@ class _State:
         assert self.plan is not None
         return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))
 
-    def alike(self) -> Floats:
+    def with_equal_layers(self) -> Floats:
         """Submit a plan of small peak with equal strategies for equal layers.
 
         Returns:
@@ -203,7 +207,7 @@ class _State:
         return self._bound(presolved, Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts))
 
     def _bound_again(self, presolved: PresolvedProblem, multipliers: Floats) -> float:
-        """The bound from the messages, the plan and the multipliers of `alike`, where seconds had almost no weight."""
+        """The bound by messages, plan, multipliers of `with_equal_layers`, whose seconds had almost no weight."""
         pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
         sent, plans = self._warm
         pool.add(plans)

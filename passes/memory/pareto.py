@@ -37,8 +37,8 @@ from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.optimize import optimize
 
 # Efforts and tolerances are settled on the zoo.
-TURNS = 3  # most sweeps over all budgets; a sweep after the first runs only if the one before it added rows
-JUDGED = 4  # most plans per budget and sweep that are evaluated on all rows
+SWEEPS = 3  # most sweeps over all budgets; a sweep after the first runs only if the one before it added rows
+EVALUATED = 4  # most plans per budget and sweep that are evaluated on all rows
 TARGET = 3e-4  # relative gap at which a budget is finished
 ENOUGH = 0.05  # a budget is also finished if multipliers can close at most this share of its gap
 # Arguments of `lagrangian.ascend`: few passes, as messages carry over.
@@ -107,27 +107,27 @@ def front(
     deadline = time.monotonic() + time_limit
     free = optimize(problem, time_limit=time_limit, fold=fold, rounds=0)
     state = SearchState(problem, source, np.inf, TARGET, deadline)
-    judged = _Judged(state)
-    judged.add(free.assignment)
+    evaluated = _EvaluatedPlans(state)
+    evaluated.add(free.assignment)
     state.add_rows(source.rows())
     presolved = _presolved(state, fold)
     seeds = [free.assignment]
     least = least_memory(
         problem, source, rows=state.rows, seeds=seeds, deadline=deadline, exact=False, presolved=presolved
     )
-    judged.add(least.assignment)
+    evaluated.add(least.assignment)
     state.add_rows(least.rows)
     cuts = [(free.lower_bound, 0.0)]
     # from the largest to the smallest; the peak of the free optimum itself is left out
-    budgets = np.linspace(least.peak_bytes, judged.points[0].peak_bytes, points + 1)[:-1][::-1]
-    for _ in range(TURNS):
+    budgets = np.linspace(least.peak_bytes, evaluated.points[0].peak_bytes, points + 1)[:-1][::-1]
+    for _ in range(SWEEPS):
         rows_before = len(state.rows)
         presolved = presolved if presolved.constrained.rows == rows_before else _presolved(state, fold)
-        _sweep(state, presolved, judged, budgets.tolist(), cuts)
+        _sweep(state, presolved, evaluated, budgets.tolist(), cuts)
         if len(state.rows) == rows_before or state.late:
             break
-    _fill(state, judged, budgets.tolist())
-    return Front(judged.nondominated(), tuple(cuts), least.lower_bytes)
+    _fill(state, evaluated, budgets.tolist())
+    return Front(evaluated.nondominated(), tuple(cuts), least.lower_bytes)
 
 
 def _lower(cuts: Sequence[Cut], budget: float) -> float:
@@ -135,23 +135,26 @@ def _lower(cuts: Sequence[Cut], budget: float) -> float:
     return max(start - slope * budget for start, slope in cuts)
 
 
-class _Judged:
-    """Distinct plans evaluated on all rows."""
+class _EvaluatedPlans:
+    """Distinct plans evaluated on all rows, in the order in which they were added."""
 
     def __init__(self, state: SearchState) -> None:
-        self._hunt = state
-        self._known: set[bytes] = set()
-        self.points: list[Point] = []
+        self._state = state
+        self._points: dict[bytes, Point] = {}
 
-    def add(self, plan: Ints) -> None:
-        """Evaluate a feasible plan that is new on all rows, and add the row of its peak."""
-        seconds = self._hunt.problem.value(plan)
-        if plan.tobytes() in self._known or not np.isfinite(seconds):
-            return
-        self._known.add(plan.tobytes())
-        peak, row = self._hunt.source.peak(plan)
-        self._hunt.add_rows([row])
-        self.points.append(Point(seconds, peak, plan))
+    @property
+    def points(self) -> tuple[Point, ...]:
+        return tuple(self._points.values())
+
+    def add(self, plan: Ints) -> Point | None:
+        """The point of a plan, evaluated if it is new, which adds the row of its peak; None if it is infeasible."""
+        key = plan.tobytes()
+        seconds = self._state.problem.value(plan)
+        if key not in self._points and np.isfinite(seconds):
+            peak, row = self._state.source.peak(plan)
+            self._state.add_rows([row])
+            self._points[key] = Point(seconds, peak, plan)
+        return self._points.get(key)
 
     def nondominated(self) -> tuple[Point, ...]:
         """The Pareto-optimal points, fastest first, each with a lower peak than all before it."""
@@ -168,12 +171,12 @@ def _presolved(state: SearchState, fold: bool) -> PresolvedProblem:
 
 
 def _sweep(
-    state: SearchState, presolved: PresolvedProblem, judged: _Judged, budgets: list[float], cuts: list[Cut]
+    state: SearchState, presolved: PresolvedProblem, evaluated: _EvaluatedPlans, budgets: list[float], cuts: list[Cut]
 ) -> None:
     """Per budget, from the largest, run a dual ascent unless the gap is small, add its line, and evaluate its plans.
 
     Args:
-        judged: extended by the best plans of each budget.
+        evaluated: extended by the best plans of each budget.
         budgets: bytes, in descending order.
         cuts: extended by the line of each ascent.
     """
@@ -182,7 +185,7 @@ def _sweep(
         Messages(presolved.constrained, presolved.counts),
         LocalSearch(presolved.constrained),
     )
-    pool.add(plan for plan in (presolved.project(p.assignment) for p in judged.points) if plan is not None)
+    pool.add(plan for plan in (presolved.project(p.assignment) for p in evaluated.points) if plan is not None)
     multipliers = np.zeros(presolved.constrained.rows)
     for budget in budgets:
         objective = BudgetObjective(presolved.constrained, budget, pool)
@@ -199,17 +202,17 @@ def _sweep(
         fitting = pool.fitting(budget)[:1].tolist()
         near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:1].tolist()
         pool.add([local_search.descend(pool.plans[i], pool.usage[i], budget) for i in dict.fromkeys(fitting + near)])
-        for i in pool.fitting(budget)[:JUDGED].tolist():
-            judged.add(presolved.lift(pool.plans[i]))
-            if judged.points[-1].peak_bytes <= budget:
+        for i in pool.fitting(budget)[:EVALUATED].tolist():
+            point = evaluated.add(presolved.lift(pool.plans[i]))
+            if point is not None and point.peak_bytes <= budget:
                 break
 
 
-def _fill(state: SearchState, judged: _Judged, budgets: list[float]) -> None:
+def _fill(state: SearchState, evaluated: _EvaluatedPlans, budgets: list[float]) -> None:
     """At each budget, combine the nearest points below and above it, with different strategies for equal layers."""
     rows = list(state.rows)
     constrained = attach(state.problem, rows)
-    points = judged.nondominated()
+    points = evaluated.nondominated()
     for budget in budgets:
         under = [p.assignment for p in points if p.peak_bytes <= budget]
         over = [p.assignment for p in points if p.peak_bytes > budget]
@@ -218,4 +221,4 @@ def _fill(state: SearchState, judged: _Judged, budgets: list[float]) -> None:
         usage = np.array([row.value(state.problem, under[0]) for row in rows])
         plan = relink(constrained, under[0], over[-OTHERS:], usage, budget, np.zeros(constrained.rows))
         if plan is not None:
-            judged.add(plan)
+            evaluated.add(plan)

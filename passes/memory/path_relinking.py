@@ -15,8 +15,8 @@ The knapsack problem is solved by Lagrangian relaxation and a greedy step (P. Si
 multiple-choice knapsack problem", Operations Research 27, 1979). Bytes are weighted by the multipliers of the rows.
 
     relax      every component takes its best option for seconds + rate * weighted bytes; bisection finds the lowest
-               rate at which the budget is kept                                                             -> _priced
-    greedy     the rest of the budget goes to single components, by the best gain per weighted byte         -> _filled
+               rate at which the budget is kept                                                    -> _at_lowest_rate
+    greedy     the rest of the budget goes to single components, by the gain per weighted byte      -> _filled_greedily
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ def relink(
     if not len(items.seconds):
         return None
     weight = items.usage @ (multipliers if multipliers.any() else np.ones_like(multipliers))
-    chosen = _priced(items, weight, usage, budget)
+    chosen = _at_lowest_rate(items, weight, usage, budget)
     if chosen is None:
         return None
-    chosen = _filled(items, weight, chosen, usage, budget)
+    chosen = _filled_greedily(items, weight, chosen, usage, budget)
     mixed = np.stack([base, *others])
     moved = items.component >= 0
     return np.where(moved, mixed[np.where(moved, chosen[items.component], 0), np.arange(len(base))], base)
 
 
-def _priced(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints | None:
+def _at_lowest_rate(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints | None:
     """The best options, shape (components,), at the lowest rate at which they fit; None if they fit at no rate."""
 
-    def at(price: float) -> Ints:
-        score = items.seconds + price * weight
+    def at(rate: float) -> Ints:
+        score = items.seconds + rate * weight
         return score.argmin(axis=1)
 
     if items.fits(at(0.0), usage, budget):
@@ -106,7 +106,7 @@ def _priced(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints
     return at(high)
 
 
-def _filled(items: _Items, weight: Floats, chosen: Ints, usage: Floats, budget: float) -> Ints:
+def _filled_greedily(items: _Items, weight: Floats, chosen: Ints, usage: Floats, budget: float) -> Ints:
     """Change one option at a time, by the best gain per weighted byte, while that saves seconds and fits."""
     chosen = chosen.copy()
     every = np.arange(len(chosen))

@@ -63,13 +63,13 @@ class PresolvedProblem:
 
     Attributes:
         constrained: the problem and its rows; seconds and bytes are multiplied by class sizes.
-        counts: members of each class, as in `symmetry.Folded`; ones if `alike`.
+        counts: members of each class, as in `symmetry.Folded`; ones if `symmetric`.
         pairings: which members each edge joins, as in `symmetry.Folded`.
         constant: seconds of the nodes that presolve has removed.
         lift: plan of the presolved problem -> plan of the unfolded problem.
         first: the first unfolded node of each class, shape (nodes,).
         keep: per class, the strategies of its first unfolded node that are left, ascending.
-        alike: plans have equal strategies for equal layers, and bounds are valid for such plans only.
+        symmetric: plans have equal strategies for equal layers, and bounds are valid for such plans only.
     """
 
     constrained: ConstrainedProblem
@@ -79,7 +79,7 @@ class PresolvedProblem:
     lift: Lift
     first: Ints
     keep: tuple[Ints, ...]
-    alike: bool = False
+    symmetric: bool = False
 
     def project(self, assignment: Ints) -> Ints | None:
         """The plan that takes in each class the strategy of its first member; None if presolve removed that strategy.
@@ -214,7 +214,7 @@ def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
         frozenset(constrained.edges),
     )
     edges: dict[int, Floats] = {}
-    for new, old in bare.held.items():
+    for new, old in bare.preserved.items():
         # contraction may have swapped the ends of the edge
         turned = bare.nodes[bare.problem.edges[new].u] != constrained.problem.edges[old].u
         edges[new] = constrained.edges[old].transpose(0, 2, 1) if turned else constrained.edges[old]
@@ -228,7 +228,7 @@ def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
         lambda plan: lift(bare.lift(plan)),
         presolved.first[list(bare.nodes)],
         tuple(presolved.keep[v] for v in bare.nodes),
-        presolved.alike,
+        presolved.symmetric,
     )
 
 

@@ -56,26 +56,26 @@ def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool)
         full: eliminate dominated strategies as well, not only infeasible ones.
     """
     presolved, pool, dual, messages = _symmetric(state, how, full=full)
-    rows, apart = state.rows[: len(dual.multipliers)], not presolved.alike
-    if apart:
+    rows, individual = state.rows[: len(dual.multipliers)], not presolved.symmetric
+    if individual:
         state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
     if state.done:
         return
     symmetric = presolved, pool, dual, messages
-    if not apart:
+    if not individual:
         presolved, pool, dual, messages, rows = _bound(state, rows, dual, "bound", full=full)
         mix(state, presolved, pool, rows, dual.multipliers)
     if state.done:
         return
     if few:
-        if not apart:
+        if not individual:
             _explore(state, *symmetric)
         presolved, pool, dual, messages, rows = _bound(state, rows, dual, "none", full=full, patient=True)
     else:
         dual = _deepen(state, presolved, pool, dual, messages, rows)
         presolved, pool, dual, messages = _fix_by_bounds(state, presolved, pool, dual, messages, rows)
     if not state.done:
-        _branch_and_mix(state, presolved, pool, dual, messages, rows, apart or few)
+        _branch_and_mix(state, presolved, pool, dual, messages, rows, individual or few)
 
 
 def _branch_and_mix(
@@ -85,14 +85,14 @@ def _branch_and_mix(
     dual: Dual,
     messages: Messages,
     rows: list[Row],
-    apart: bool,
+    individual: bool,
 ) -> None:
     """Branch on nodes whose symmetry class has one member, then mix the plans that the tree met, then polish.
 
-    With `apart`, every class of one member may be branched on. Otherwise only hubs may be, whose class has one member
-    even before memory rows split the classes.
+    With `individual`, every class of one member may be branched on. Otherwise only hubs may be, whose class has one
+    member even before memory rows split the classes.
     """
-    branchable = presolved.counts == 1 if apart else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
+    branchable = presolved.counts == 1 if individual else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
     lower, pairs = _branch(state, presolved, pool, dual, messages, branchable)
     state.bound(lower + presolved.constant, rows, dual.multipliers.tolist())
     if not state.done:

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout
-from autopar.passes.op_groups.overlap import Slack
+from autopar.passes.op_groups.overlap import Overlap
 from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, layouts_of
 from autopar.passes.op_groups.unreduced import Deferral
 from autopar.rules import Rule
@@ -61,7 +61,7 @@ class Use:
         consumer: the group that decides the layout.
         dims: for each dimension of the value, the consumer's factor, or WHOLE.
         assigned: the layout is given by `StrategySet.assigned`, the factors cut during execution; otherwise by
-            `StrategySet.held`, those of the result.
+            `StrategySet.result`, those of the result.
         weight: executions per step.
         op: index of the operation that reads, -1 for results of the graph.
     """
@@ -121,7 +121,7 @@ class Grouping:
         bindings: value -> its binding; free values are absent.
         uses: all reads at which a value may be resharded.
         rules: signature of an operation -> sharding rule.
-        slack: the communication that can overlap with computation.
+        overlap: the communication that can overlap with computation.
         charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
     """
 
@@ -129,7 +129,7 @@ class Grouping:
     bindings: Mapping[int, Binding]
     uses: tuple[Use, ...]
     rules: Mapping[int, Rule]
-    slack: Slack
+    overlap: Overlap
     charges: tuple[Charge, ...] = ()
 
 
@@ -145,7 +145,7 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
         The class of each strategy, shape (n,), and the layout of each class, shape (classes, axes). Classes are ordered
         by the code of their layout.
     """
-    factors = strategies.assigned if assigned else strategies.held
+    factors = strategies.assigned if assigned else strategies.result
     dim_of = np.full(len(strategies.sizes) + 2, -1, np.int8)
     dim_of[-2] = -2  # PARTIAL stays PARTIAL
     for dim, factor in enumerate(dims):
@@ -181,14 +181,14 @@ class Builder:
     Attributes:
         graph, rules, mesh: the arguments of `merge.group`.
         deferral: operations that may have partial sums as operands or results.
-        slack: the communication that can overlap.
+        overlap: the communication that can overlap.
         drafts, bindings, uses, charges: the grouping so far.
         kinds: signature of an operation -> what all operations of that signature share.
         sets: key -> strategy set, so that equal operations share one.
         followers: light operations, whose HBM traffic is charged to their groups.
         reads: value -> number of reads.
         heavy_reads: values that operations with strategies of their own, or the caller, read.
-        loose: groups of arguments whose sharding is not propagated to their readers -> largest padding of the
+        not_propagated: groups of arguments whose sharding is not propagated to their readers -> largest padding of the
             readers' own layouts, as a factor.
         repeats: executions per step of the top-level operation that is being visited.
         pace: index of a visited operation -> executions per step of its top-level operation.
@@ -199,7 +199,7 @@ class Builder:
     rules: Mapping[int, Rule]
     mesh: LogicalMesh
     deferral: Deferral
-    slack: Slack
+    overlap: Overlap
     drafts: list[Draft] = field(default_factory=list)
     bindings: dict[int, Binding] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
@@ -208,7 +208,7 @@ class Builder:
     followers: list[Op] = field(default_factory=list)
     reads: dict[int, int] = field(default_factory=dict)
     heavy_reads: set[int] = field(default_factory=set)
-    loose: dict[int, float] = field(default_factory=dict)
+    not_propagated: dict[int, float] = field(default_factory=dict)
     repeats: float = 1.0
     pace: dict[int, float] = field(default_factory=dict)
     charges: list[Charge] = field(default_factory=list)
@@ -238,9 +238,9 @@ class Builder:
     def pinned(self, shape: tuple[int, ...], layout: Layout, open_dims: tuple[int, ...] = ()) -> StrategySet:
         """The layouts that equal `layout`, except that axes which cut nothing there may cut `open_dims`."""
         every = self.layouts(shape, 1.0)
-        wanted = np.array(layout, every.held.dtype)
-        rows = ((every.held == wanted) | ((wanted == WHOLE) & np.isin(every.held, open_dims))).all(1)
-        parts = (every.assigned[rows], every.held[rows], every.after[rows], every.cost[rows], every.sizes)
+        wanted = np.array(layout, every.result.dtype)
+        rows = ((every.result == wanted) | ((wanted == WHOLE) & np.isin(every.result, open_dims))).all(1)
+        parts = (every.assigned[rows], every.result[rows], every.after[rows], every.cost[rows], every.sizes)
         return self.strategy_set(("pinned", shape, layout, open_dims), lambda index: StrategySet(index, *parts))
 
     def enter(self, name: str, value: int, weight: float, most_padding: float = MOST_PADDING) -> int:

@@ -16,7 +16,7 @@ operations have strategies of their own -> _anchor.
 
 The sharding of two kinds of arguments is not propagated: of those that a mesh axis can only cut unevenly, and of those
 received from elsewhere in a given layout. A residual stream would otherwise be bound to such an argument from end to
-end, where one reshard may be cheaper -> _apart.
+end, where one reshard may be cheaper -> _own_strategies.
 
 Regions are planned in place: the body of a loop counts as often as it runs. A value that enters a loop gets a group of
 its own, so that it can be resharded once before the loop. A carry leaves an iteration in the layout in which it entered
@@ -71,7 +71,7 @@ def group(
     mesh: LogicalMesh,
     pinned_arguments: Mapping[int, Layout] | None = None,
     pinned_results: Mapping[int, Layout] | None = None,
-    handed: Collection[int] = (),
+    received: Collection[int] = (),
 ) -> Grouping:
     """Groups, bindings and uses of a program.
 
@@ -81,7 +81,7 @@ def group(
         mesh: the mesh to plan for.
         pinned_arguments: position -> the only layout of the argument.
         pinned_results: position -> the only layout of the result.
-        handed: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
+        received: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
 
     Raises:
         PinError: a `with_sharding_constraint` is not valid for its value or the mesh.
@@ -95,9 +95,9 @@ def group(
             b.repeats = weight = float(often.inputs.get(value, 1))
             entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
             if pin is None and _undivided(b, shape):
-                b.loose[entered] = MOST_PADDING
-            elif pin is not None and position in handed:
-                b.loose[entered] = 1.0
+                b.not_propagated[entered] = MOST_PADDING
+            elif pin is not None and position in received:
+                b.not_propagated[entered] = 1.0
     b.repeats = 1.0
     for value, _ in graph.constants:
         if graph.types[value].shape:
@@ -108,12 +108,12 @@ def group(
     _leave(b, pinned_results or {}, often.results)
     _charge_followers(b)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.slack, tuple(b.charges))
+    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges))
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
     """Whether some mesh axis can cut this shape only unevenly, which an argument does not allow."""
-    even, uneven = ((b.layouts(shape, most).held >= 0).any(0) for most in (1.0, MOST_PADDING))
+    even, uneven = ((b.layouts(shape, most).result >= 0).any(0) for most in (1.0, MOST_PADDING))
     return bool((uneven & ~even).any())
 
 
@@ -179,8 +179,8 @@ def _leaf(b: Builder, op: Op, weight: float) -> None:
     if kind.broadcast and _view_of_broadcast(b, op, kind):
         return
     leader = None if op.index in b.deferral.sums else _leader(b, op, kind)
-    if leader is not None and b.bindings[_value(op.inputs[leader])].group in b.loose:
-        _apart(b, op, kind, leader, weight)
+    if leader is not None and b.bindings[_value(op.inputs[leader])].group in b.not_propagated:
+        _own_strategies(b, op, kind, leader, weight)
     elif leader is not None:
         _follow(b, op, kind, leader, weight)
     elif not _view_of_unary(b, op, kind):
@@ -219,7 +219,7 @@ def _leader(b: Builder, op: Op, kind: Kind) -> int | None:
         atom = op.inputs[k]
         binding = b.bindings.get(atom) if isinstance(atom, int) else None
         if binding is not None and binding.view is None:
-            rank = (binding.group in b.loose, binding.group, k)
+            rank = (binding.group in b.not_propagated, binding.group, k)
             best = rank if best is None else min(best, rank)
     return None if best is None else best[2]
 
@@ -259,13 +259,13 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tupl
     return found
 
 
-def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
+def _own_strategies(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
     """Give an operation whose leading operand must not propagate its sharding a strategy variable of its own.
 
     Its strategies are the layouts of the main result, uneven ones included if the argument does not divide.
     """
     rule, main = kind.rule, op.outputs[kind.main]
-    most = b.loose[b.bindings[_value(op.inputs[leader])].group]
+    most = b.not_propagated[b.bindings[_value(op.inputs[leader])].group]
     group = b.enter_as(f"{op.tag} {op.name}", main, weight, b.layouts(b.graph.types[main].shape, most))
     position = {f: d for d, f in enumerate(rule.results[kind.main]) if rule.sizes[f] > 1}
     for value, dims in zip(op.outputs, rule.results, strict=True):
@@ -279,7 +279,7 @@ def _apart(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
 def _anchor(b: Builder, op: Op, kind: Kind, weight: float) -> None:
     """Add a group with strategies of its own for an operation."""
     rule = kind.rule
-    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.slack.sums(op))
+    role = (op.signature, op.index in b.deferral.products, b.deferral.sums.get(op.index), b.overlap.sums(op))
     strategies = b.strategy_set(role, lambda index: _op_strategies(b, op, rule, index))
     group = b.new(f"{op.tag} {op.name}", strategies, weight, op.index, op.outputs[kind.main])
     for value, dims in zip(op.outputs, rule.results, strict=True):
@@ -302,7 +302,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     defers = op.index in b.deferral.products
     even = rule.free if op.name in LOCAL else _even(rule) if op.name in SCATTERS else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
-    behind, dot = b.slack.sums(op), op.name == "dot_general"
+    behind, dot = b.overlap.sums(op), op.name == "dot_general"
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name
     combined = all(combines(backend, op.name, r.dtype) for r in results)
     work = Work(total, operands, results, dtype, combined, linear_sum, defers, even, product, behind, dot)
@@ -423,7 +423,7 @@ def _reading(b: Builder, op: Op, operand: int, value: int) -> Binding:
     An argument whose sharding is not propagated is read in the layout of its reader.
     """
     binding, reader = b.bindings[value], b.bindings.get(op.outputs[0])
-    if binding.group not in b.loose or reader is None:
+    if binding.group not in b.not_propagated or reader is None:
         return binding
     rule = b.rules[op.signature]
     factor_of = dict(zip(rule.results[0], reader.dims, strict=True))

@@ -24,7 +24,7 @@ from autopar.ir.train_state import match_state
 
 
 @dataclass(frozen=True, slots=True)
-class Slack:
+class Overlap:
     """The values and operations whose communication can overlap with computation.
 
     Attributes:
@@ -47,11 +47,11 @@ class Slack:
 
 
 @lru_cache(maxsize=4)  # the same for every mesh
-def find(graph: Graph) -> Slack:
+def find(graph: Graph) -> Overlap:
     """The collectives of a program that can overlap: all-gathers to prefetch and reductions to defer."""
     update = frozenset(op.index for op in graph.walk() if op.phase == "update")
     late = frozenset[int]() if graph.repeats is not None else frozenset(_late(graph, update))
-    return Slack(frozenset(_early(graph)), late, update)
+    return Overlap(frozenset(_early(graph)), late, update)
 
 
 def _early(graph: Graph) -> set[int]:

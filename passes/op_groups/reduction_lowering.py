@@ -31,13 +31,13 @@ Factors = NDArray[np.int16]
 """Shape (strategies, mesh axes)."""
 
 
-def emitted(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[int], *, dot: bool) -> Factors:
+def emitted(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[int], *, dot: bool) -> Factors:
     """`after` as compilers lower it: a reduce-scatter that is not emitted becomes ALL_REDUCE, followed by a slice.
 
     The reduce-scatters run first, in the order of the axes, then the all-reduce.
 
     Args:
-        after, assigned, held: as in `autopar.passes.op_groups.strategies.StrategySet`, shape (n, axes).
+        after, assigned, result: as in `autopar.passes.op_groups.strategies.StrategySet`, shape (n, axes).
         sizes: of the mesh axes.
         dot: the operation is a dot.
     """
@@ -47,13 +47,15 @@ def emitted(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[in
     if not several.any():
         return after
     first = np.arange(after.shape[1]) == scatters.argmax(1)[:, None]
-    stays = scatters & (first | (ending.sum(1) == 2)[:, None]) & _in_stages(after, assigned, held, sizes)[:, None] & dot
+    stays = (
+        scatters & (first | (ending.sum(1) == 2)[:, None]) & _in_stages(after, assigned, result, sizes)[:, None] & dot
+    )
     return np.where(several[:, None] & scatters & ~stays, ALL_REDUCE, after).astype(np.int16)
 
 
-def _in_stages(after: Factors, assigned: Factors, held: Factors, sizes: Sequence[int]) -> NDArray[np.bool_]:
+def _in_stages(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[int]) -> NDArray[np.bool_]:
     """Whether a dot is reduced in stages, per row, if its partial sum is over several axes; shape (n,)."""
-    onto = np.take_along_axis(held, (after == REDUCE_SCATTER).argmax(1)[:, None], 1)
+    onto = np.take_along_axis(result, (after == REDUCE_SCATTER).argmax(1)[:, None], 1)
     others = (after == NOTHING) & (np.array(sizes) > 1)
     unfit = others & ((assigned == REPLICATED) | (assigned == onto))
     return ~((after == DEFERRED) | unfit).any(1)
@@ -72,8 +74,8 @@ def first_stage(source: Layout, target: Layout, sizes: Sequence[int]) -> tuple[L
         NOTHING if s != PARTIAL else DEFERRED if t == PARTIAL else REDUCE_SCATTER if t >= 0 else ALL_REDUCE
         for s, t in zip(source, target, strict=True)
     ]
-    row, assigned, held = (np.array([values], np.int16) for values in (codes, source, target))
-    if sum(ending) < 2 or not (emitted(row, assigned, held, sizes, dot=True) == REDUCE_SCATTER).any():
+    row, assigned, result = (np.array([values], np.int16) for values in (codes, source, target))
+    if sum(ending) < 2 or not (emitted(row, assigned, result, sizes, dot=True) == REDUCE_SCATTER).any():
         return ()
     first = codes.index(REDUCE_SCATTER)
     return (tuple(target[a] if a == first else REPLICATED if e else source[a] for a, e in enumerate(ending)),)

@@ -8,7 +8,7 @@ strategy also determines what happens to the partial sums along the axis:
     DEFERRED        they are left to the consumers, if a linear operation can use them
 
 Every strategy has two layouts: `assigned`, the factor that each axis cuts during execution, which is the layout that
-the operands must have, and `held`, that of the results afterwards (a factor, REPLICATED, or PARTIAL).
+the operands must have, and `result`, that of the results afterwards (a factor, REPLICATED, or PARTIAL).
 
     seconds = roofline(flops / parts, local bytes) + sum of the collectives that reduce partial sums       -> _cost
 """
@@ -48,7 +48,7 @@ class StrategySet:
     Attributes:
         index: identity within one planning run; equal sets share it.
         assigned: factor that each axis cuts during execution, shape (n, axes).
-        held: factor of the results that each axis cuts, shape (n, axes).
+        result: factor of the results that each axis cuts, shape (n, axes).
         after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
         cost: seconds of one execution, shape (n,).
         sizes: extent of each factor.
@@ -56,7 +56,7 @@ class StrategySet:
 
     index: int
     assigned: Factors
-    held: Factors
+    result: Factors
     after: NDArray[np.int16]
     cost: NDArray[np.float64]
     sizes: tuple[int, ...]
@@ -107,15 +107,15 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding
         most_padding: as in `MOST_PADDING`; 1 for arguments and results of the program, which must divide.
     """
     dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
-    held = _product([REPLICATED, *dims], len(mesh.sizes))
-    held = held[_fits(held, shape, mesh.sizes, most_padding)]
-    return StrategySet(index, held, held, np.zeros_like(held), np.zeros(len(held)), tuple(shape))
+    result = _product([REPLICATED, *dims], len(mesh.sizes))
+    result = result[_fits(result, shape, mesh.sizes, most_padding)]
+    return StrategySet(index, result, result, np.zeros_like(result), np.zeros(len(result)), tuple(shape))
 
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
     """All strategies of an operation with this rule on this mesh, as strategy set number `index`."""
-    assigned, held, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
-    return StrategySet(index, assigned, held, after, _cost(rule, work, assigned, held, after, mesh), rule.sizes)
+    assigned, result, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
+    return StrategySet(index, assigned, result, after, _cost(rule, work, assigned, result, after, mesh), rule.sizes)
 
 
 def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
@@ -134,15 +134,15 @@ def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
 def _expand(
     options: Sequence[tuple[int, int, int]], rule: Rule, mesh: LogicalMesh, most_padding: float | NDArray[np.float64]
 ) -> tuple[Factors, Factors, NDArray[np.int16]]:
-    """(assigned, held, after), shape (n, axes) each, of all valid choices of one of `_options` per axis."""
+    """(assigned, result, after), shape (n, axes) each, of all valid choices of one of `_options` per axis."""
     picks = _product(list(range(len(options))), len(mesh.sizes))
     table = np.array(options, np.int16)
     assigned, after, onto = table[picks, 0], table[picks, 1], table[picks, 2]
-    held = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
-    held[after == DEFERRED] = PARTIAL
-    valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(held, rule.sizes, mesh.sizes, most_padding)
-    valid &= _scatters_in_order(after, held) & _defers_evenly(after, assigned, rule.sizes, mesh.sizes)
-    return assigned[valid], held[valid], after[valid].astype(np.int16)
+    result = np.where(after == NOTHING, assigned, np.where(after == REDUCE_SCATTER, onto, REPLICATED)).astype(np.int16)
+    result[after == DEFERRED] = PARTIAL
+    valid = _fits(assigned, rule.sizes, mesh.sizes, most_padding) & _fits(result, rule.sizes, mesh.sizes, most_padding)
+    valid &= _scatters_in_order(after, result) & _defers_evenly(after, assigned, rule.sizes, mesh.sizes)
+    return assigned[valid], result[valid], after[valid].astype(np.int16)
 
 
 def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> StrategySet:
@@ -152,17 +152,17 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
     all-reduced, scattered onto a dimension, or, if `stays`, left partial. The cost includes collectives only: the HBM
     traffic is charged as for all light operations.
     """
-    result = work.results[0]
-    dims = [d for d, n in enumerate(result.shape) if n > 1]
+    type_ = work.results[0]
+    dims = [d for d, n in enumerate(type_.shape) if n > 1]
     options = [(REPLICATED, NOTHING, REPLICATED), *((d, NOTHING, REPLICATED) for d in dims)]
     options.append((PARTIAL, ALL_REDUCE, REPLICATED))
-    if result.rank > 1:
+    if type_.rank > 1:
         options.extend((PARTIAL, REDUCE_SCATTER, d) for d in dims)
     if stays:
         options.append((PARTIAL, DEFERRED, REPLICATED))
-    rule = Rule((tuple(range(result.rank)),) * 2, (tuple(range(result.rank)),), result.shape, (), (), "autopar")
-    assigned, held, after = _expand(options, rule, mesh, MOST_PADDING)
-    return StrategySet(index, assigned, held, after, _sum_cost(rule, work, assigned, held, after, mesh), rule.sizes)
+    rule = Rule((tuple(range(type_.rank)),) * 2, (tuple(range(type_.rank)),), type_.shape, (), (), "autopar")
+    assigned, result, after = _expand(options, rule, mesh, MOST_PADDING)
+    return StrategySet(index, assigned, result, after, _sum_cost(rule, work, assigned, result, after, mesh), rule.sizes)
 
 
 def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
@@ -196,9 +196,9 @@ def _parts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int
     """Number of pieces into which each of `count` factors is cut, shape (n, count)."""
     parts = np.ones((len(factors), count + 1), np.int64)
     rows = np.arange(len(factors))
-    held = np.where(factors >= 0, factors, count)  # the last column collects axes that cut no factor
+    column = np.where(factors >= 0, factors, count)  # the last column collects axes that cut no factor
     for axis, size in enumerate(sizes):
-        parts[rows, held[:, axis]] *= size
+        parts[rows, column[:, axis]] *= size
     return parts[:, :count]
 
 
@@ -238,7 +238,7 @@ def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Seq
     return (-(-extent // parts) * parts / extent).prod(-1)
 
 
-def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bool_]:
+def _scatters_in_order(after: NDArray[np.int16], result: Factors) -> NDArray[np.bool_]:
     """Whether reduce-scatters are valid, shape (n,).
 
     A reduce-scatter onto a dimension that other axes cut as well must run along the last of these axes: pieces are in
@@ -250,7 +250,7 @@ def _scatters_in_order(after: NDArray[np.int16], held: Factors) -> NDArray[np.bo
         for other in range(after.shape[1]):
             if other == axis:
                 continue
-            same = scatter & (held[:, other] == held[:, axis])
+            same = scatter & (result[:, other] == result[:, axis])
             ok &= ~(same & ((after[:, other] == REDUCE_SCATTER) | (other > axis)))
     return ok
 
@@ -268,7 +268,7 @@ def _defers_evenly(
 
 
 def _cost(
-    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+    rule: Rule, work: Work, assigned: Factors, result: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
     """Seconds of one execution under each strategy, shape (n,)."""
     each = shares(assigned, rule.sizes, mesh.sizes)
@@ -278,7 +278,7 @@ def _cost(
             local += type_.nbytes * share(each, dims)
     efficiency = _product_efficiency(rule, each, mesh) if work.product else 1.0
     cost = op_time(work.flops * each.prod(1), local, work.dtype, mesh.device, launches=1, efficiency=efficiency)
-    return cost + _sum_cost(rule, work, assigned, held, after, mesh)
+    return cost + _sum_cost(rule, work, assigned, result, after, mesh)
 
 
 def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh) -> NDArray[np.float64]:
@@ -299,13 +299,13 @@ def _product_efficiency(rule: Rule, each: NDArray[np.float64], mesh: LogicalMesh
 
 
 def _sum_cost(
-    rule: Rule, work: Work, assigned: Factors, held: Factors, after: NDArray[np.int16], mesh: LogicalMesh
+    rule: Rule, work: Work, assigned: Factors, result: Factors, after: NDArray[np.int16], mesh: LogicalMesh
 ) -> NDArray[np.float64]:
     """Seconds of the collectives that reduce partial sums, shape (n,)."""
     cost = np.zeros(len(assigned))
     if not (after > NOTHING).any():
         return cost
-    after = emitted(after, assigned, held, mesh.sizes, dot=work.dot)
+    after = emitted(after, assigned, result, mesh.sizes, dot=work.dot)
     mesh = mesh.behind_computation() if work.behind else mesh
     each = shares(assigned, rule.sizes, mesh.sizes)
     held_bytes = np.zeros(len(assigned))

@@ -125,7 +125,7 @@ class _Plan:
             seconds_of[op] = seconds_of.get(op, 0.0) + seconds
         uses_of: dict[int, list[Use]] = {}
         for use in model.grouping.uses:
-            if use.value not in model.grouping.slack.early:
+            if use.value not in model.grouping.overlap.early:
                 uses_of.setdefault(use.op, []).append(use)
         peak_bytes_of: dict[int, float] = {}
         for buffer, nbytes in liveness.at_peak(assignment)[2]:

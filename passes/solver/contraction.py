@@ -40,7 +40,7 @@ class _Link:
         there: class of each strategy of the other node.
         table: seconds, rows for the classes of this node, columns for those of the other node.
         pairs: joined members (here, there), as rows of `Folded.pairings`; None if unknown.
-        held: index of the edge in the problem if it must not be changed, else -1.
+        preserved: index of the edge in the problem if it must not be changed, else -1.
     """
 
     other: int
@@ -48,12 +48,12 @@ class _Link:
     there: Ints
     table: Floats
     pairs: Ints | None
-    held: int = -1
+    preserved: int = -1
 
     def flipped(self, other: int) -> _Link:
         """The edge seen from its other end; `other` is the node at this end."""
         pairs = self.pairs if self.pairs is None or len(self.pairs) == 1 else _sorted(self.pairs[:, ::-1])
-        return _Link(other, self.there, self.here, self.table.T, pairs, self.held)
+        return _Link(other, self.there, self.here, self.table.T, pairs, self.preserved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Contracted:
         nodes: original index of each of its nodes.
         constant: cost (s) of the eliminated nodes that does not depend on the others.
         log: eliminated nodes in order.
-        held: index of an edge -> original index, for the edges that must not be changed.
+        preserved: index of an edge -> original index, for the edges that must not be changed.
     """
 
     problem: Problem
@@ -85,7 +85,7 @@ class Contracted:
     nodes: tuple[int, ...]
     constant: float
     log: tuple[_Step, ...]
-    held: Mapping[int, int]
+    preserved: Mapping[int, int]
 
     def lift(self, assignment: Ints) -> Ints:
         """Strategies of all original nodes, shape (len(nodes) + len(log),), from those of the nodes that remain."""
@@ -131,7 +131,7 @@ class _Contraction:
 
     Attributes:
         costs: seconds per strategy of each node.
-        held: nodes that must not be eliminated.
+        preserved: nodes that must not be eliminated.
         counts: class size of each node.
         links: per node, number of a link -> the link seen from that node; a link has one number at both ends.
         made: number of links made so far, which is the number of the next.
@@ -140,9 +140,9 @@ class _Contraction:
         constant: seconds.
     """
 
-    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, held: frozenset[int]) -> None:
+    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, preserved: frozenset[int]) -> None:
         self.costs = costs
-        self.held = held
+        self.preserved = preserved
         self.counts = counts
         self.links: list[dict[int, _Link]] = [{} for _ in costs]
         self.made = 0
@@ -158,12 +158,12 @@ class _Contraction:
         """
         v = link.other
         for number, old in list(self.links[u].items()):
-            if old.other == v and old.held == link.held == -1 and _same_pairs(old.pairs, link.pairs):
+            if old.other == v and old.preserved == link.preserved == -1 and _same_pairs(old.pairs, link.pairs):
                 self.remove(u, number)
                 link = _merge(old, link)
-        if link.held == -1 and link.table.shape[0] == 1:
+        if link.preserved == -1 and link.table.shape[0] == 1:
             self.costs[v] = self.costs[v] + link.table[0][link.there]
-        elif link.held == -1 and link.table.shape[1] == 1:
+        elif link.preserved == -1 and link.table.shape[1] == 1:
             self.costs[u] = self.costs[u] + link.table[:, 0][link.here]
         else:
             self.links[u][self.made] = link
@@ -201,7 +201,7 @@ class _Contraction:
     def _allowed(self, v: int) -> bool:
         """Whether eliminating v is possible, costs at most `WORK`, and keeps bounds valid for the unfolded problem."""
         links = list(self.links[v].values())
-        if v in self.held:
+        if v in self.preserved:
             return False
         if len(links) < 2:
             return True
@@ -251,8 +251,8 @@ class _Contraction:
         )
         counts = np.array([self.counts[v] for v in nodes], dtype=np.int64)
         pairings = tuple(link.pairs for _, _, link in links)
-        held = {i: link.held for i, (_, _, link) in enumerate(links) if link.held >= 0}
-        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log), held)
+        preserved = {i: link.preserved for i, (_, _, link) in enumerate(links) if link.preserved >= 0}
+        return Contracted(Problem(left, edges), counts, pairings, nodes, self.constant, tuple(self.log), preserved)
 
 
 def _class_min(values: Floats, classes: Ints, size: int) -> Floats:

@@ -31,7 +31,7 @@ from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest, renumber, 
 FULL = 160  # most strategies of a node for which every pair is compared; larger nodes compare with leaders only
 LEADERS = 64  # every score gives half as many leaders; without bytes there are two scores
 # Weights of bytes in the scores of leaders; at 1 the spread of all bytes weighs as much as that of all seconds.
-PRICES = (0.01, 0.1, 1.0, 10.0)
+RATES = (0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +72,7 @@ class _Side:
         others: class of each strategy of the neighbour.
         table: seconds, rows for the classes of this node, columns for those of the neighbour.
         label: key of the edge, and 0 or 1 for the end.
-        held: bytes, shape (k, *table.shape); None if the edge has none.
+        usage: bytes, shape (k, *table.shape); None if the edge has none.
     """
 
     edge: Edge
@@ -81,7 +81,7 @@ class _Side:
     others: Ints
     table: Floats
     label: tuple[int, ...]
-    held: Floats | None = None
+    usage: Floats | None = None
 
     def live(self, keep: Ints) -> Ints:
         """Classes of the strategies `keep` of this node, ascending."""
@@ -123,7 +123,7 @@ class _State:
     Attributes:
         keep: live strategies of each node, ascending.
         sides: per node, its edges.
-        held: node -> bytes, shape (k, strategies).
+        usage: node -> bytes, shape (k, strategies).
         answers: (signature, edges, live classes) -> positions that stay, None if there is none.
         gaps: (edge, classes) -> result of `_differences`.
         seen: (node, position of an edge) -> result of `_seen`.
@@ -135,7 +135,7 @@ class _State:
         self.problem = problem
         self.keep = list(start) if start else [np.arange(len(n.cost)) for n in problem.nodes]
         self.sides = _sides(problem, footprints)
-        self.held = footprints.nodes
+        self.usage = footprints.nodes
         self.answers: dict[Hashable, Ints | None] = {}
         self.gaps: dict[Hashable, Floats] = {}
         self.seen: dict[tuple[int, int], tuple[Ints, Ints, int]] = {}
@@ -192,15 +192,15 @@ class _State:
             return None
         if not full or len(live) == 1:
             return live
-        held = self.held[v][:, keep] if v in self.held else np.zeros((0, len(keep)))
+        usage = self.usage[v][:, keep] if v in self.usage else np.zeros((0, len(keep)))
         # equivalent strategies need equal bytes as well, so each row of bytes counts as one more edge
-        equal = [np.unique(row[live], return_inverse=True)[1].ravel() for row in held]
+        equal = [np.unique(row[live], return_inverse=True)[1].ravel() for row in usage]
         live = live[cheapest(cost[live], [s.classes[keep[live]] for s in sides] + equal)]
         parts: list[Part] = []
         for s, cols in zip(sides, columns, strict=True):
             rows = s.live(keep[live])
             parts.append((s, rows, renumber(s.classes[keep[live]], rows, len(s.table)), cols))
-        return live[_undominated(cost[live], parts, self.gaps, held[:, live])]
+        return live[_undominated(cost[live], parts, self.gaps, usage[:, live])]
 
     def _complaint(self, v: int) -> str:
         """The message of the error that node v has no strategy left."""
@@ -220,9 +220,9 @@ def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:
     """Per node, its edges as seen from it."""
     sides: list[list[_Side]] = [[] for _ in problem.nodes]
     for i, e in enumerate(problem.edges):
-        held = footprints.edges.get(i)
-        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0), held))
-        flipped = None if held is None else held.transpose(0, 2, 1)
+        usage = footprints.edges.get(i)
+        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0), usage))
+        flipped = None if usage is None else usage.transpose(0, 2, 1)
         sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1), flipped))
     return sides
 
@@ -238,9 +238,9 @@ def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints)
 Part = tuple[_Side, Ints, Ints, Ints]  # edge, live classes of the node, row of each strategy, live classes opposite
 
 
-def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], held: Floats) -> Ints:
-    """Strategies that no leader dominates, ascending; `held` are the bytes of the node, shape (k, strategies)."""
-    leaders = _leaders(cost, parts, held)
+def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], usage: Floats) -> Ints:
+    """Strategies that no leader dominates, ascending; `usage` are the bytes of the node, shape (k, strategies)."""
+    leaders = _leaders(cost, parts, usage)
     gap = cost[:, None] - cost[leaders][None, :]
     for side, rows, row_of, cols in parts:
         lead = used(row_of[leaders], len(rows))
@@ -249,8 +249,8 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], 
         if key not in gaps:
             gaps[key] = _differences(side.table[rows[:, None], cols], lead)
         gap += gaps[key][row_of[:, None], lead_of]
-    if len(held) or any(side.held is not None for side, *_ in parts):
-        gap[~_thriftier(held, leaders, parts)] = -1.0
+    if len(usage) or any(side.usage is not None for side, *_ in parts):
+        gap[~_thriftier(usage, leaders, parts)] = -1.0
     # no strategy dominates itself
     gap[leaders, np.arange(len(leaders))] = -1.0
     live = np.ones(len(cost), dtype=bool)
@@ -260,22 +260,22 @@ def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], 
     return np.flatnonzero(live)
 
 
-def _thriftier(held: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bool_]:
+def _thriftier(usage: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bool_]:
     """ok[a, j]: leader j has no more bytes than a, at the node and, for every class of the neighbours, on its edges."""
-    ok = np.ones((held.shape[1], len(leaders)), dtype=bool)
-    for row in held:
+    ok = np.ones((usage.shape[1], len(leaders)), dtype=bool)
+    for row in usage:
         ok &= row[leaders][None, :] <= row[:, None]
     for side, rows, row_of, cols in parts:
-        if side.held is None:
+        if side.usage is None:
             continue
-        table = side.held[:, rows[:, None], cols]
+        table = side.usage[:, rows[:, None], cols]
         lead = used(row_of[leaders], len(rows))
         fits = np.stack([(table[:, [j]] <= table).all(axis=(0, 2)) for j in lead], axis=1)
         ok &= fits[row_of][:, renumber(row_of[leaders], lead, len(rows))]
     return ok
 
 
-def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
+def _leaders(cost: Floats, parts: list[Part], usage: Floats) -> Ints:
     """Candidates for dominating others, ascending: all strategies, or the cheapest if there are more than `FULL`.
 
     The scores are the cost with the best and with the average classes of the neighbours, and, where the node has
@@ -290,10 +290,10 @@ def _leaders(cost: Floats, parts: list[Part], held: Floats) -> Ints:
         best += finite.min(axis=1)[row_of]
         mean += finite.mean(axis=1)[row_of]
     scores = [best, mean]
-    if len(held):
-        weight = held.sum(axis=0)
+    if len(usage):
+        weight = usage.sum(axis=0)
         price = np.ptp(best[np.isfinite(best)]) / max(np.ptp(weight), np.finfo(float).tiny)
-        scores += [best + price * p * weight for p in PRICES]
+        scores += [best + price * p * weight for p in RATES]
     share = LEADERS // 2
     return np.unique(np.concatenate([np.argsort(s, kind="stable")[:share] for s in scores]))
 

@@ -151,14 +151,14 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline:
             return Found(None, np.inf, min(lost, limit))
         kept, least = _least(total, kept, SPARE * width)
         parent, strategy = np.divmod(kept, len(problem.nodes[v].cost))
-        frontier = {u: held[parent] for u, held in frontier.items() if last[u] > v}
+        frontier = {u: states[parent] for u, states in frontier.items() if last[u] > v}
         if last[v] > v:
             frontier[v] = strategy
-        ahead = [x.classes[held] for u, held in frontier.items() for x in ends[u] if x.other > v]
+        ahead = [x.classes[states] for u, states in frontier.items() for x in ends[u] if x.other > v]
         narrow, less = _least(total[kept], cheapest(total[kept], ahead), width)
         lost = min(lost, least, less)
         bounds = total[kept][narrow]
-        frontier = {u: held[narrow] for u, held in frontier.items()}
+        frontier = {u: states[narrow] for u, states in frontier.items()}
         steps.append((parent[narrow], strategy[narrow]))
     best = int(bounds.argmin()) if len(bounds) else 0
     return Found(_traced(steps, best), float(bounds[best]), min(lost, float(bounds[best])))

@@ -115,21 +115,26 @@ def least(memory: Memory, problem: Problem, solver: str, *, time_limit: float) -
     rows += _fit(model, memory, binaries, flows, peak)
     solvers.minimise(model, {peak: 1.0})
     result = solvers.solve(model, solver, time_limit=time_limit)
-    lower = -np.inf if result.bound is None else result.bound * memory.budget / FINE
+    lower = -np.inf if result.bound is None else result.bound * _unit(memory)
     return Answer(result.status, _decode(binaries, result.values), lower, rows, columns + 1, result.message)
+
+
+def _unit(memory: Memory) -> float:
+    """Bytes per unit of the model's memory rows."""
+    return memory.budget / FINE if memory.budget > 0 else 1.0
 
 
 def _fit(model: Any, memory: Memory, binaries: Binaries, flows: Sequence[Flows], peak: Any = None) -> int:
     """Add a row per program point: bytes <= budget, or bytes <= the variable `peak`. Returns the number of rows."""
-    unit = memory.budget / FINE if memory.budget > 0 else 1.0
+    unit = _unit(memory)
     for r, constant in enumerate(memory.constants):
-        held: dict[Any, float] = {} if peak is None else {peak: -1.0}
+        terms: dict[Any, float] = {} if peak is None else {peak: -1.0}
         for v, array in memory.nodes.items():
-            held.update((x, float(array[r, s]) / unit) for s, x in binaries[v] if array[r, s])
+            terms.update((x, float(array[r, s]) / unit) for s, x in binaries[v] if array[r, s])
         for i, array in memory.edges.items():
-            held.update((y, float(array[r, k, l]) / unit) for (k, l), y in flows[i].items() if array[r, k, l])
+            terms.update((y, float(array[r, k, l]) / unit) for (k, l), y in flows[i].items() if array[r, k, l])
         room = -float(constant) if peak is not None else memory.budget - float(constant)
-        solvers.at_most(model, held, room / unit, f"m{r}")
+        solvers.at_most(model, terms, room / unit, f"m{r}")
     return len(memory.constants)
 
 

@@ -5,7 +5,7 @@
     bound       lower bound and plans by dual ascent                                -> dual_ascent.ascend
     eliminate   plans and proofs by dynamic programming with bounds                 -> elimination.search
     fix         strategies whose bound exceeds the best plan are removed; then
-                presolve, bound and eliminate again                                 -> reduced_problem.narrow
+                presolve, bound and eliminate again                                 -> reduced_problem.fix_by_bounds
     ilp         the rest is an integer linear program                               -> ilp.solve
 
 The meaning of `Solution.status`, from the strongest proof to the weakest:
@@ -36,7 +36,16 @@ from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver import symmetry as folding
 from autopar.passes.solver.dual_ascent import Ascent
-from autopar.passes.solver.reduced_problem import CLOSED, FIRST_ROUNDS, SLACK, Clock, Core, Outcome, fixed, narrow
+from autopar.passes.solver.reduced_problem import (
+    CLOSED,
+    FIRST_ROUNDS,
+    SLACK,
+    Clock,
+    Incumbent,
+    ReducedProblem,
+    fix_by_bounds,
+    fixed,
+)
 from autopar.passes.solver.reduced_problem import presolve as presolved
 from autopar.passes.solver.symmetry import Folded
 
@@ -44,7 +53,7 @@ SOLVERS = ("auto", "cbc", "highs")
 FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
 NEAR = 1e-3  # relative gap at which a problem with more than LARGE strategies is not given to the ILP
 LARGE = 4_000  # strategies; settled on the zoo
-UNFOLDED_CORE = 4_000  # most strategies left, unfolded, to solve the unfolded problem after a tied optimum; likewise
+UNFOLDED_LIMIT = 4_000  # most strategies left, unfolded, to solve the unfolded problem after a tied optimum; likewise
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 
@@ -101,19 +110,19 @@ class Bounded:
         problem: the unfolded problem.
         folded: its quotient.
         presolved: the quotient after the first presolve, before strategies were fixed by bounds.
-        core: the reduced problem.
-        ascent: the last dual ascent on `core`.
-        outcome: the best plan of the quotient, and the bound.
+        reduced: the reduced problem.
+        ascent: the last dual ascent on `reduced`.
+        incumbent: the best plan of the quotient, and the bound.
         phases: phase -> seconds.
         solution: the solution without an ILP, "open" if an ILP may improve plan or bound; None without a plan.
     """
 
     problem: Problem
     folded: Folded
-    presolved: Core
-    core: Core
+    presolved: ReducedProblem
+    reduced: ReducedProblem
     ascent: Ascent
-    outcome: Outcome
+    incumbent: Incumbent
     phases: Mapping[str, float]
     solution: Solution | None
 
@@ -162,7 +171,7 @@ def optimize(
         cutoff=cutoff,
     )
     solution = bounded.solution
-    left = solver == "auto" and bounded.core.problem.variables > largest
+    left = solver == "auto" and bounded.reduced.problem.variables > largest
     if solution is not None and (solution.status == "cutoff" or left):
         return solution
     return finish(bounded, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap)
@@ -194,13 +203,13 @@ def bound(
     with clock.phase("fold"):
         check(problem, thorough=False)
         folded = folding.fold(problem) if fold else folding.identity(problem)
-    core = presolved(folded, clock, rounds, raw=not presolve)
-    nothing = Outcome(None, np.inf, -np.inf)
-    small, ascent, outcome = narrow(folded.problem, core, nothing, clock, gap, until, cutoff, once=once)
-    status = "cutoff" if outcome.reaches(cutoff) else _proven(outcome, gap) or "open"
-    outcome = replace(outcome, status=status)
-    solution = None if outcome.plan is None else _solution(problem, folded, _lifted(folded, outcome), clock)
-    return Bounded(problem, folded, core, small, ascent, outcome, clock.phases, solution)
+    reduced = presolved(folded, clock, rounds, raw=not presolve)
+    nothing = Incumbent(None, np.inf, -np.inf)
+    small, ascent, incumbent = fix_by_bounds(folded.problem, reduced, nothing, clock, gap, until, cutoff, once=once)
+    status = "cutoff" if incumbent.reaches(cutoff) else _proven(incumbent, gap) or "open"
+    incumbent = replace(incumbent, status=status)
+    solution = None if incumbent.plan is None else _solution(problem, folded, _lifted(folded, incumbent), clock)
+    return Bounded(problem, folded, reduced, small, ascent, incumbent, clock.phases, solution)
 
 
 def finish(
@@ -213,26 +222,32 @@ def finish(
     """The solution of a bounded problem, by ILP if it is "open" or a solver is named. Arguments as in `optimize`."""
     if solver == "auto" and known.solution is not None and known.solution.status != "open":
         return known.solution
-    problem, folded, outcome = known.problem, known.folded, known.outcome
+    problem, folded, incumbent = known.problem, known.folded, known.incumbent
     clock = Clock(time.monotonic() + time_limit, dict(known.phases))
     if solver != "auto":  # before fixing and without a cutoff, which makes the ILP a check of the bounds
-        outcome = _by_ilp(folded, known.presolved, solver, outcome, clock, cutoff=False)
+        incumbent = _by_ilp(folded, known.presolved, solver, incumbent, clock, cutoff=False)
     elif not folded.tied:
-        outcome = _search(folded, known.core, outcome, clock, gap)
+        incumbent = _search(folded, known.reduced, incumbent, clock, gap)
     else:
-        outcome = _untie(problem, folded, known.core, known.ascent, outcome, clock, gap)
-        return _solution(problem, folded, outcome, clock)
-    return _solution(problem, folded, _lifted(folded, outcome), clock)
+        incumbent = _break_symmetry(problem, folded, known.reduced, known.ascent, incumbent, clock, gap)
+        return _solution(problem, folded, incumbent, clock)
+    return _solution(problem, folded, _lifted(folded, incumbent), clock)
 
 
-def _proven(outcome: Outcome, gap: float) -> str:
+def _proven(incumbent: Incumbent, gap: float) -> str:
     """The status that the bounds prove, empty if the gap is above `gap`."""
-    return "certified" if outcome.closed else "near-optimal" if outcome.within(gap) else ""
+    return "certified" if incumbent.closed else "near-optimal" if incumbent.within(gap) else ""
 
 
-def _untie(
-    problem: Problem, folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float
-) -> Outcome:
+def _break_symmetry(
+    problem: Problem,
+    folded: Folded,
+    reduced: ReducedProblem,
+    ascent: Ascent,
+    incumbent: Incumbent,
+    clock: Clock,
+    gap: float,
+) -> Incumbent:
     """Solve the folded problem to its optimum, then the unfolded problem, if bounds leave a gap in the folded problem.
 
     The optimum of the folded problem, in which equal layers are tied to equal strategies, need not be that of the
@@ -240,55 +255,64 @@ def _untie(
     many is solved unfolded only if few strategies are left.
     """
     if problem.variables <= FEW * folded.problem.variables:
-        return _unfolded(problem, _lifted(folded, outcome), clock, gap)
-    tied = _tied(folded, core, ascent, outcome, clock, gap)
-    core, _, found = narrow(folded.problem, core, tied, clock, gap)
+        return _unfolded(problem, _lifted(folded, incumbent), clock, gap)
+    tied = _symmetric_optimum(folded, reduced, ascent, incumbent, clock, gap)
+    reduced, _, found = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
     known = _lifted(folded, found)
     if status := _proven(found, gap):
         return replace(known, status=status, warnings=())
-    left = sum(int(n) * len(node.cost) for n, node in zip(core.counts, core.problem.nodes, strict=True))
-    if left > UNFOLDED_CORE or clock.left <= 0:
+    left = sum(int(n) * len(node.cost) for n, node in zip(reduced.counts, reduced.problem.nodes, strict=True))
+    if left > UNFOLDED_LIMIT or clock.left <= 0:
         return known
     final = _unfolded(problem, replace(known, warnings=()), clock, gap)
     return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
 
 
-def _unfolded(problem: Problem, known: Outcome, clock: Clock, gap: float) -> Outcome:
+def _unfolded(problem: Problem, known: Incumbent, clock: Clock, gap: float) -> Incumbent:
     """Solve the unfolded problem, from a known plan."""
     whole = folding.identity(problem)
-    small, _, found = narrow(whole.problem, presolved(whole, clock), known, clock, gap)
+    small, _, found = fix_by_bounds(whole.problem, presolved(whole, clock), known, clock, gap)
     if status := _proven(found, gap):
         return replace(found, status=status)
     return _search(whole, small, found, clock, gap)
 
 
-def _tied(folded: Folded, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, gap: float) -> Outcome:
+def _symmetric_optimum(
+    folded: Folded, reduced: ReducedProblem, ascent: Ascent, incumbent: Incumbent, clock: Clock, gap: float
+) -> Incumbent:
     """The optimum of the folded problem. The lower bound stays that of the unfolded problem."""
     # with class sizes of one, bounds need hold only for plans with equal strategies for equal layers
-    start = fixed(replace(core, counts=np.ones_like(core.counts)), ascent, outcome, clock)
-    small, _, inner = narrow(folded.problem, start, outcome, clock)
+    start = fixed(replace(reduced, counts=np.ones_like(reduced.counts)), ascent, incumbent, clock)
+    small, _, inner = fix_by_bounds(folded.problem, start, incumbent, clock)
     inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, gap)
-    return replace(inner, lower=outcome.lower)
+    return replace(inner, lower=incumbent.lower)
 
 
-def _lifted(folded: Folded, outcome: Outcome) -> Outcome:
-    """The outcome with its plan lifted to the unfolded problem."""
-    return replace(outcome, plan=None if outcome.plan is None else folded.lift(outcome.plan))
+def _lifted(folded: Folded, incumbent: Incumbent) -> Incumbent:
+    """The incumbent with its plan lifted to the unfolded problem."""
+    return replace(incumbent, plan=None if incumbent.plan is None else folded.lift(incumbent.plan))
 
 
-def _search(folded: Folded, core: Core, outcome: Outcome, clock: Clock, gap: float = 0.0) -> Outcome:
+def _search(folded: Folded, reduced: ReducedProblem, incumbent: Incumbent, clock: Clock, gap: float = 0.0) -> Incumbent:
     """Solve the reduced problem by ILP to a relative gap, unless it is large and its gap is small already."""
     if clock.left <= 0:
-        return replace(outcome, status="time-limit", warnings=(*outcome.warnings, LATE))
-    if core.problem.variables > LARGE and outcome.value - outcome.lower <= NEAR * abs(outcome.value):
-        return replace(outcome, status="near-optimal")
+        return replace(incumbent, status="time-limit", warnings=(*incumbent.warnings, LATE))
+    if reduced.problem.variables > LARGE and incumbent.value - incumbent.lower <= NEAR * abs(incumbent.value):
+        return replace(incumbent, status="near-optimal")
     solver = solvers.quickest()
-    return _by_ilp(folded, core, solver, outcome, clock, cutoff=True, gap=gap * max(outcome.lower, 0.0))
+    return _by_ilp(folded, reduced, solver, incumbent, clock, cutoff=True, gap=gap * max(incumbent.lower, 0.0))
 
 
 def _by_ilp(
-    folded: Folded, core: Core, solver: str, outcome: Outcome, clock: Clock, *, cutoff: bool, gap: float = 0.0
-) -> Outcome:
+    folded: Folded,
+    reduced: ReducedProblem,
+    solver: str,
+    incumbent: Incumbent,
+    clock: Clock,
+    *,
+    cutoff: bool,
+    gap: float = 0.0,
+) -> Incumbent:
     """Solve the reduced problem by ILP.
 
     Args:
@@ -296,25 +320,25 @@ def _by_ilp(
         gap: absolute gap (s) at which the solver may stop.
 
     Returns:
-        The better of `outcome` and the solver's plan; with a warning if the solver fails.
+        The better of `incumbent` and the solver's plan; with a warning if the solver fails.
 
     Raises:
         SolverError: no plan is known.
     """
     with clock.phase("ilp"):
-        upper = outcome.value - core.constant
-        answer = ilp.solve(core.problem, solver, time_limit=clock.left, upper=upper, cutoff=cutoff, gap=gap)
-    plan, value = outcome.plan, outcome.value
+        upper = incumbent.value - reduced.constant
+        answer = ilp.solve(reduced.problem, solver, time_limit=clock.left, upper=upper, cutoff=cutoff, gap=gap)
+    plan, value = incumbent.plan, incumbent.value
     if answer.assignment is not None:
-        lifted = core.lift(answer.assignment)
+        lifted = reduced.lift(answer.assignment)
         cost = folded.problem.value(lifted)
         # at equal cost up to rounding the plan of the ILP is taken, to which its proof belongs
         if plan is None or cost <= value + SLACK * abs(value):
             plan, value = lifted, cost
     if plan is None:
         raise SolverError(_nothing(folded.problem, answer))
-    proven = core.constant + answer.lower
-    result = replace(outcome, plan=plan, value=value, solver=solver, rows=answer.rows)
+    proven = reduced.constant + answer.lower
+    result = replace(incumbent, plan=plan, value=value, solver=solver, rows=answer.rows)
     if answer.status == "optimal" and abs(value - proven) <= ilp.ACCURACY * abs(value):
         result = result if folded.tied else replace(result, lower=value)
         return replace(result, status="optimal" if result.closed else "optimal-tied")
@@ -335,29 +359,29 @@ def _nothing(problem: Problem, answer: ilp.Answer) -> str:
     return f"no plan was found for {names}{more}: {answer.message}"
 
 
-def _shortfall(solver: str, answer: ilp.Answer, outcome: Outcome) -> str:
+def _shortfall(solver: str, answer: ilp.Answer, incumbent: Incumbent) -> str:
     """The warning that the ILP solver ended without a proof."""
-    gap = (outcome.value - outcome.lower) / max(abs(outcome.value), np.finfo(float).tiny)
+    gap = (incumbent.value - incumbent.lower) / max(abs(incumbent.value), np.finfo(float).tiny)
     return f"{solver} ended with {answer.status} ({answer.message}); the plan is within {gap:.2%} of the optimum"
 
 
-def _solution(problem: Problem, folded: Folded, outcome: Outcome, clock: Clock) -> Solution:
-    """The solution of an outcome whose plan is one of the unfolded problem."""
-    assignment = outcome.plan
+def _solution(problem: Problem, folded: Folded, incumbent: Incumbent, clock: Clock) -> Solution:
+    """The solution of an incumbent whose plan is one of the unfolded problem."""
+    assignment = incumbent.plan
     assert assignment is not None
     value = problem.value(assignment)
-    lower = min(outcome.lower, value)
+    lower = min(incumbent.lower, value)
     gap = (value - lower) / max(abs(value), np.finfo(float).tiny)
     return Solution(
         assignment=assignment,
         objective=value,
         lower_bound=lower,
         gap=0.0 if gap < CLOSED else gap,
-        status=outcome.status,
-        solver_used=outcome.solver,
-        warnings=outcome.warnings,
+        status=incumbent.status,
+        solver_used=incumbent.solver,
+        warnings=incumbent.warnings,
         phases=clock.phases,
         variables=folded.problem.variables,
         variables_unfolded=problem.variables,
-        rows=outcome.rows,
+        rows=incumbent.rows,
     )

@@ -1,14 +1,16 @@
 """The reduced problem, which shrinks as bounds remove strategies from it.
 
-    core        the reduced problem; `Core.lift` maps its plans to plans of the original problem         -> presolve
-    outcome     the best plan so far, and the lower bound on all plans                                   -> Outcome
-    bound       lower bound and plans by dual ascent                                                     -> _bound
-    eliminate   plans and bounds by elimination, from the messages of the ascent                         -> _eliminated
-    fix         remove the strategies whose bound exceeds the cost of the best plan, and presolve again  -> fixed
-    narrow      bound, eliminate and fix in turn, while that shrinks the core                            -> narrow
+    reduce          eliminate dead ends and contract nodes of low degree; `ReducedProblem.lift` maps plans back
+                                                                                                       -> presolve
+    incumbent       the best plan so far, and the lower bound on all plans                             -> Incumbent
+    bound           lower bound and plans by dual ascent                                               -> _bound
+    eliminate       plans and bounds by elimination, from the messages of the ascent                   -> _eliminated
+    fix             remove strategies whose bound exceeds the cost of the incumbent, presolve again    -> fixed
+    fix by bounds   bound, eliminate and fix in turn, while that shrinks the problem                   -> fix_by_bounds
 
-For every plan that the core lacks, either the core has a plan that costs no more, or the best plan costs less. The
-minimum of the core's lower bound and the cost of the best plan is therefore a lower bound on all plans.
+For every plan that the reduced problem lacks, either the reduced problem has a plan that costs no more, or the
+incumbent costs less. The minimum of the lower bound of the reduced problem and the cost of the incumbent is therefore a
+lower bound on all plans.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Lift = Callable[[Ints], Ints]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Core:
+class ReducedProblem:
     """The reduced problem.
 
     Attributes:
@@ -60,7 +62,7 @@ class Core:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class Incumbent:
     """The best plan so far, of the folded or the unfolded problem.
 
     Attributes:
@@ -117,7 +119,7 @@ class Clock:
         return self.deadline - time.monotonic()
 
 
-def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: bool = False) -> Core:
+def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: bool = False) -> ReducedProblem:
     """The reduced problem of a folded problem.
 
     Args:
@@ -129,7 +131,7 @@ def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: b
     Raises:
         SolverError: no plan is feasible; the message names nodes.
     """
-    whole = Core(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
+    whole = ReducedProblem(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if not raw:
             return _ordered(_reduced(whole, None, rounds))
@@ -137,41 +139,41 @@ def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: b
         return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
 
-def _reduced(core: Core, start: tuple[Ints, ...] | None, rounds: int) -> Core:
+def _reduced(start: ReducedProblem, strategies: tuple[Ints, ...] | None, rounds: int) -> ReducedProblem:
     """Eliminate dead ends, contract nodes of low degree, and eliminate infeasible strategies again."""
-    reduced = eliminate(core.problem, rounds, start)
-    smaller = contract(reduced.problem, core.pairings, core.counts)
+    pruned = eliminate(start.problem, rounds, strategies)
+    smaller = contract(pruned.problem, start.pairings, start.counts)
     left = eliminate(smaller.problem, rounds=0)
 
     def lift(plan: Ints) -> Ints:
-        return core.lift(reduced.lift(smaller.lift(left.lift(plan))))
+        return start.lift(pruned.lift(smaller.lift(left.lift(plan))))
 
-    return Core(left.problem, smaller.counts, smaller.pairings, core.constant + smaller.constant, lift)
-
-
-def _ordered(core: Core) -> Core:
-    """The core with its nodes in an order with a narrow frontier, in which ascents converge sooner as well."""
-    problem, nodes, place = elimination.ordered(core.problem)
-    return replace(core, problem=problem, counts=core.counts[nodes], lift=lambda plan: core.lift(plan[place]))
+    return ReducedProblem(left.problem, smaller.counts, smaller.pairings, start.constant + smaller.constant, lift)
 
 
-def narrow(
+def _ordered(reduced: ReducedProblem) -> ReducedProblem:
+    """The problem with its nodes in an order with a narrow frontier, in which ascents converge sooner as well."""
+    problem, nodes, place = elimination.ordered(reduced.problem)
+    return replace(reduced, problem=problem, counts=reduced.counts[nodes], lift=lambda plan: reduced.lift(plan[place]))
+
+
+def fix_by_bounds(
     problem: Problem,
-    core: Core,
-    outcome: Outcome,
+    reduced: ReducedProblem,
+    incumbent: Incumbent,
     clock: Clock,
     gap: float = CLOSED,
     until: float = 0.0,
     cutoff: float = np.inf,
     *,
     once: bool = False,
-) -> tuple[Core, Ascent, Outcome]:
-    """Bound, eliminate and fix in turn, while that shrinks the core and the gap is too large.
+) -> tuple[ReducedProblem, Ascent, Incumbent]:
+    """Bound, eliminate and fix in turn, while that shrinks the problem and the gap is too large.
 
     Args:
         problem: the folded problem.
-        core: its reduced problem.
-        outcome: the best plan of `problem` so far, and the bound.
+        reduced: its reduced problem.
+        incumbent: the best plan of `problem` so far, and the bound.
         clock: ends the loop.
         gap: relative gap at which to stop.
         until: relative gap at which a dual ascent ends.
@@ -179,73 +181,79 @@ def narrow(
         once: bound and eliminate only once, and fix nothing.
 
     Returns:
-        The core, the last ascent on it, and the outcome.
+        The reduced, the last ascent on it, and the incumbent.
     """
-    size = 2 * core.problem.variables  # so that the first core counts as shrunk
+    size = 2 * reduced.problem.variables  # so that the first reduced counts as shrunk
     while True:
-        ascent, outcome = _bound(problem, core, outcome, clock, until, cutoff)
-        outcome = _eliminated(problem, core, ascent, outcome, clock, cutoff, NARROW)
-        if once or outcome.within(max(gap, CLOSED)) or not np.isfinite(outcome.value) or outcome.reaches(cutoff):
-            return core, ascent, outcome
-        if core.problem.variables > KEPT * size or clock.left <= 0:
-            return core, ascent, _eliminated(problem, core, ascent, outcome, clock, cutoff, WIDE)
-        size = core.problem.variables
-        core = fixed(core, ascent, outcome, clock)
+        ascent, incumbent = _bound(problem, reduced, incumbent, clock, until, cutoff)
+        incumbent = _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, NARROW)
+        if once or incumbent.within(max(gap, CLOSED)) or not np.isfinite(incumbent.value) or incumbent.reaches(cutoff):
+            return reduced, ascent, incumbent
+        if reduced.problem.variables > KEPT * size or clock.left <= 0:
+            return reduced, ascent, _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, WIDE)
+        size = reduced.problem.variables
+        reduced = fixed(reduced, ascent, incumbent, clock)
 
 
 def _bound(
-    problem: Problem, core: Core, outcome: Outcome, clock: Clock, until: float, cutoff: float
-) -> tuple[Ascent, Outcome]:
-    """A dual ascent on the core, and the outcome with its plan, if better, and its lower bound."""
+    problem: Problem, reduced: ReducedProblem, incumbent: Incumbent, clock: Clock, until: float, cutoff: float
+) -> tuple[Ascent, Incumbent]:
+    """A dual ascent on the reduced problem, and the incumbent with its plan, if better, and its lower bound."""
     with clock.phase("bound"):
-        known_cost = outcome.value - core.constant
-        gap = Gap(until, core.constant)
+        known_cost = incumbent.value - reduced.constant
+        gap = Gap(until, reduced.constant)
         ascent = ascend(
-            core.problem,
-            counts=core.counts,
+            reduced.problem,
+            counts=reduced.counts,
             upper=known_cost,
             deadline=clock.deadline,
             enough=gap,
-            limit=cutoff - core.constant,
+            limit=cutoff - reduced.constant,
         )
-    plan, value = outcome.plan, outcome.value
+    plan, value = incumbent.plan, incumbent.value
     if ascent.assignment is not None:
-        lifted = core.lift(ascent.assignment)
+        lifted = reduced.lift(ascent.assignment)
         if (cost := problem.value(lifted)) < value:
             plan, value = lifted, cost
-    lower = min(value, max(outcome.lower, core.constant + ascent.lower))
-    return ascent, replace(outcome, plan=plan, value=value, lower=lower)
+    lower = min(value, max(incumbent.lower, reduced.constant + ascent.lower))
+    return ascent, replace(incumbent, plan=plan, value=value, lower=lower)
 
 
 def _eliminated(
-    problem: Problem, core: Core, ascent: Ascent, outcome: Outcome, clock: Clock, cutoff: float, width: int
-) -> Outcome:
-    """The outcome after elimination with at most `width` states per node.
+    problem: Problem,
+    reduced: ReducedProblem,
+    ascent: Ascent,
+    incumbent: Incumbent,
+    clock: Clock,
+    cutoff: float,
+    width: int,
+) -> Incumbent:
+    """The incumbent after elimination with at most `width` states per node.
 
     The bound of the elimination is used only if no class has several members: otherwise it holds for plans with equal
     strategies for equal layers only.
     """
-    if outcome.closed or not np.isfinite(outcome.value) or outcome.reaches(cutoff) or clock.left <= 0:
-        return outcome
+    if incumbent.closed or not np.isfinite(incumbent.value) or incumbent.reaches(cutoff) or clock.left <= 0:
+        return incumbent
     with clock.phase("eliminate"):
         # slightly below the cost of the best plan, so that equal plans are dropped
-        limit = min(cutoff, outcome.value - CLOSED / 2 * abs(outcome.value)) - core.constant
-        result = elimination.search(core.problem, ascent, limit, width, clock.deadline)
+        limit = min(cutoff, incumbent.value - CLOSED / 2 * abs(incumbent.value)) - reduced.constant
+        result = elimination.search(reduced.problem, ascent, limit, width, clock.deadline)
     if result.plan is not None:
-        plan = core.lift(result.plan)
-        if (cost := problem.value(plan)) < outcome.value:
-            outcome = replace(outcome, plan=plan, value=cost)
-    if (core.counts > 1).any():
-        return replace(outcome, lower=min(outcome.lower, outcome.value))
-    return replace(outcome, lower=min(outcome.value, max(outcome.lower, core.constant + result.lower)))
+        plan = reduced.lift(result.plan)
+        if (cost := problem.value(plan)) < incumbent.value:
+            incumbent = replace(incumbent, plan=plan, value=cost)
+    if (reduced.counts > 1).any():
+        return replace(incumbent, lower=min(incumbent.lower, incumbent.value))
+    return replace(incumbent, lower=min(incumbent.value, max(incumbent.lower, reduced.constant + result.lower)))
 
 
-def fixed(core: Core, ascent: Ascent, outcome: Outcome, clock: Clock) -> Core:
-    """The core without the strategies whose bound exceeds the cost of the best plan, presolved again."""
-    limit = outcome.value - core.constant + SLACK * abs(outcome.value)
+def fixed(reduced: ReducedProblem, ascent: Ascent, incumbent: Incumbent, clock: Clock) -> ReducedProblem:
+    """The reduced without the strategies whose bound exceeds the cost of the best plan, presolved again."""
+    limit = incumbent.value - reduced.constant + SLACK * abs(incumbent.value)
     keep = tuple(np.flatnonzero(b <= limit) for b in ascent.strategy_bounds)
     if ascent.assignment is not None and ascent.value <= limit:
         lost = [k for k, s in zip(keep, ascent.assignment, strict=True) if s not in k]
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
-        return _reduced(replace(core, problem=reparametrise(core.problem, ascent.messages)), keep, LATER_ROUNDS)
+        return _reduced(replace(reduced, problem=reparametrise(reduced.problem, ascent.messages)), keep, LATER_ROUNDS)

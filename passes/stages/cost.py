@@ -169,7 +169,7 @@ def _first_readers(plan: StagePlan) -> Mapping[int, str]:
 
 def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
     """Collectives between operations; `ended`: those of updates, and no others."""
-    mesh, slack = plan.mesh, plan.model.grouping.slack
+    mesh, overlap = plan.mesh, plan.model.grouping.overlap
     behind, uses = mesh.behind_computation(), {use.site: use for use in plan.model.grouping.uses}
     for c in plan.collectives:
         use = uses.get(c.op)
@@ -177,7 +177,7 @@ def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
             continue  # at an operation, whose price has it
         program = _at(plan, use.op, c.op)
         if (program == UPDATE) == ended:
-            on = behind if slack.moves(use.value, use.op) else mesh
+            on = behind if overlap.moves(use.value, use.op) else mesh
             once = c.count < _count(plan)  # a copy that all passes share
             yield UPDATE if once else program, extract.collective_seconds(c, on)
 

@@ -109,7 +109,7 @@ def liveness(graph: Graph, model: Model, mesh: LogicalMesh) -> Liveness:
         c = clusters[binding.group]
         key = (c.strategies.index, binding.dims, graph.types[value].nbytes)
         if key not in sizes:
-            each = shares(c.strategies.held, c.strategies.sizes, mesh.sizes)
+            each = shares(c.strategies.result, c.strategies.sizes, mesh.sizes)
             sizes[key] = graph.types[value].nbytes * share(each, binding.dims)
         birth, death = (0, points - 1) if argument else (born[value], last.get(value, born[value]))
         pieces.append(Piece(binding.group, -1, birth, death, sizes[key]))

@@ -333,7 +333,8 @@ def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
         found = program(seed)
         row = run(found, modes, time.process_time() - begin)
     except Exception as error:
-        row = Row(seed, False, {"plain": failure(error)})
+        told = {"plain": failure(error)}
+        return Row(seed, True, refusals=told) if _is_refused_by_jit(seed) else Row(seed, False, told)
     if row.failures and _is_refused_by_jit(seed):
         told = next(iter(row.failures.values()))
         return replace(row, ok=True, failures={}, refusals={**row.refusals, "plain": told})

@@ -54,7 +54,7 @@ def forced(graph, rules, sizes, name):
     model = intra_op.build(graph, op_groups.group(graph, rules, mesh), mesh)
     found = model.grouping.groups
     sets = [*(c.strategies for c in found), *(model.copy_sets[v] for v in model.copies)]
-    whole = np.array([int(np.flatnonzero((s.held == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
+    whole = np.array([int(np.flatnonzero((s.result == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
     draft = planning._Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
@@ -74,7 +74,7 @@ def uneven(strategies, sizes):
         pieces = {f: int(np.prod([n for g, n in zip(row, sizes, strict=True) if g == f])) for f in row if f >= 0}
         return any(strategies.sizes[f] % n for f, n in pieces.items())
 
-    rows = zip(strategies.assigned.tolist(), strategies.held.tolist(), strategies.after.tolist(), strict=True)
+    rows = zip(strategies.assigned.tolist(), strategies.result.tolist(), strategies.after.tolist(), strict=True)
     return [k for k, (cut, held, after) in enumerate(rows) if DEFERRED not in after and (odd(cut) or odd(held))]
 
 
@@ -92,7 +92,7 @@ def test_uneven_strategies_do_what_they_are_priced_for(name, sizes):
     for k in chosen[:: -(-len(chosen) // 8)]:
         plan = plan_of(k)
         report = verification.verify(plan, fn, *args)
-        assert report.mismatches == (), (strategies.assigned[k], strategies.held[k], str(report))
+        assert report.mismatches == (), (strategies.assigned[k], strategies.result[k], str(report))
         built = codegen.program(graph, plan, rules, jax_compat.auto_mesh(devices, plan.mesh_names))
         np.testing.assert_allclose(np.asarray(built.jit()(*args)[0]), expected, rtol=1e-5, atol=1e-5)
 

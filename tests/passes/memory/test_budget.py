@@ -99,7 +99,7 @@ def test_dense_problems(problem: Problem, seed: int, share: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1), share=st.floats(0, 1))
 def test_layers_that_live_at_different_times(way: str, seed: int, shift: int, share: float) -> None:
-    """Folded, bounds and optimum still are those of the unfolded problem, where layers need not be alike."""
+    """Folded, bounds and optimum still are those of the unfolded problem, where layers need not be symmetric."""
     problem = layered(seed, 3, shift)
     source = layered_points(problem, 3, seed)
     proven(problem, source, some_budget(problem, source, share), **EXACT, **WAYS[way])
@@ -204,14 +204,14 @@ def test_the_least_peak_of_a_refusal_is_a_budget_that_plans(seed: int) -> None:
 
 
 def test_many_layers_part_ways_to_fill_the_budget() -> None:
-    """60 layers: the plan beats all that treat them alike and is near the true optimum, by dynamic programming."""
+    """60 layers: the plan beats all that treat them symmetric and is near the true optimum, by dynamic programming."""
     problem = layered(5, 60)
     source = layered_points(problem, 60, 5)
     free = source.peak(optimize_within(problem, source, 1e9).assignment)[0]
     least = least_memory(problem, source)
     budget = float(np.floor((free + least.peak_bytes) / 2))
-    alike = [np.array([hub, *(layer * 60)]) for hub in range(2) for layer in itertools.product(range(3), repeat=3)]
-    symmetric = min(problem.value(plan) for plan in alike if source.peak(plan)[0] <= budget)
+    symmetric = [np.array([hub, *(layer * 60)]) for hub in range(2) for layer in itertools.product(range(3), repeat=3)]
+    symmetric = min(problem.value(plan) for plan in symmetric if source.peak(plan)[0] <= budget)
     found = optimize_within(problem, source, budget)
     assert found.peak_bytes == source.peak(found.assignment)[0] <= budget
     best = best_of_layers(problem, source, 60, budget)

@@ -36,7 +36,7 @@ def planned(pins, handed):
 
     def layout(value):
         binding = found.bindings[value]
-        held = found.groups[binding.group].strategies.held[solution.assignment[binding.group]]
+        held = found.groups[binding.group].strategies.result[solution.assignment[binding.group]]
         return tuple(binding.dims.index(factor) if factor in binding.dims else -1 for factor in held.tolist())
 
     sums = [op.outputs[0] for op in graph.ops if op.name == "add"]

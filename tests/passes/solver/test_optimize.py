@@ -165,7 +165,7 @@ def test_many_layers_are_solved_as_one() -> None:
 def test_a_tied_optimum_that_cannot_be_bettered_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """All rungs alike break four edges, in truth none need be; without leave to unfold, that stays a gap."""
     problem = twisted_ring(4)
-    monkeypatch.setattr("autopar.passes.solver.optimize.UNFOLDED_CORE", 0)
+    monkeypatch.setattr("autopar.passes.solver.optimize.UNFOLDED_LIMIT", 0)
     solution = optimize(problem)
     assert (solution.status, solution.objective) == ("optimal-tied", 4.0)
     assert solution.lower_bound <= brute(problem) == 0.0
