@@ -33,6 +33,7 @@ from autopar.codegen.start_indices import in_range
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, route, spec, steps
+from autopar.ir.op_sets import LAPACK
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups.reduction_lowering import first_stage
 from autopar.plans.plan import Plan, Stage
@@ -103,13 +104,6 @@ def _moved(array: Any, home: NamedSharding, memory: str) -> Any:
         return jax.device_put(array, home.with_memory_kind(memory))
 
 
-#: Operations that run in kernels of LAPACK on CPU, or hold such.
-KERNELS = (
-    *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
-    *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),
-)
-
-
 def compiler_options(plan: Plan, graph: Graph, platform: str) -> Mapping[str, str]:
     """What the program of a plan without stages must be compiled with.
 
@@ -127,7 +121,7 @@ def kernel_options(graph: Graph, platform: str) -> Mapping[str, str]:
     these. Run breadth first, kernels of several devices come to wait in all of the threads, and the step never ends. In
     the order that takes the least memory they do not wait side by side. Tried on jaxlib 0.10.2 and 0.12.0.
     """
-    waits = platform == "cpu" and any(op.name in KERNELS for op in graph.walk())
+    waits = platform == "cpu" and any(op.name in LAPACK for op in graph.walk())
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if waits else {}
 
 

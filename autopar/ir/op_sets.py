@@ -8,3 +8,8 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 RAGGED_PRODUCTS = ("ragged_dot", "ragged_dot_general")
 #: Both.
 ALL_PRODUCTS = (*PRODUCTS, *RAGGED_PRODUCTS)
+#: Operations that run in kernels of LAPACK on CPU, or hold such.
+LAPACK = (
+    *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
+    *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),
+)

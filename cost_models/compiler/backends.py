@@ -25,6 +25,8 @@ class Backend:
         platforms: what JAX calls it in `jax.lax.platform_dependent`.
         runs_eagerly: everything runs as soon as its operands are there, breadth first; otherwise in program order,
             updates as soon as their gradients are there.
+        solves_in_depth: a program with kernels of LAPACK runs depth first instead, each step right before what reads it
+            (see `autopar.codegen.emit.kernel_options`).
         keeps_barriers: recomputation waits for the gradient that needs it; otherwise it is done at once, and
             rematerialisation saves nothing.
         has_library: products and reductions run in kernels of a library, with what is elementwise around them; what
@@ -69,6 +71,7 @@ class Backend:
     name: str
     platforms: tuple[str, ...] = ()
     runs_eagerly: bool = False
+    solves_in_depth: bool = False
     keeps_barriers: bool = True
     has_library: bool = False
     merges_broadcasts: bool = False
@@ -105,6 +108,7 @@ CPU = Backend(
     "cpu",
     platforms=("cpu",),
     runs_eagerly=True,
+    solves_in_depth=True,
     keeps_barriers=False,
     has_library=True,
     merges_broadcasts=True,

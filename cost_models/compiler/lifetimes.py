@@ -4,6 +4,7 @@ The order depends on the program alone, not on layouts. Moments are numbered thr
 around a loop lives during its moments too:
 
     breadth first                 everything as soon as its operands are there (Kahn's algorithm, 1962)   -> _eagerly
+    depth first                   everything when what it is made for is next                             -> _in_depth
     program order                 but updates as soon as their gradients are there, unless they are
                                   programs of their own (`Graph.repeats`)                                 -> _in_turn
     birth(v), death(v)            the moment that makes v, the last moment that reads it                  -> _Clock
@@ -16,10 +17,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, SCATTERS, STORE, Frame, Program, Step
 from autopar.cost_models.compiler.fusion import Written
-from autopar.ir.op_sets import ALL_PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, LAPACK
 
 
 @dataclass(eq=False)
@@ -74,17 +76,38 @@ class _Clock:
         waits = self._waits(steps, reads)
         late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
         first, self.product = self.found.end, None
-        for i in self._order(steps, waits, late):
+        for i in self._order(frame, steps, waits, late):
             self.found.late.extend([self.found.end] if i in late else [])
             self._step(steps[i], reads[i], first)
             self.product = self.found.end - 1 if self.w.has_product(steps[i]) else self.product
         self.product = None
 
-    def _order(self, steps: Sequence[Step], waits: Sequence[Sequence[int]], late: frozenset[int]) -> list[int]:
-        if self.p.backend.runs_eagerly:
+    @cached_property
+    def eager(self) -> bool:
+        """Whether everything runs as soon as its operands are there."""
+        return self.p.backend.runs_eagerly and not self.deep
+
+    @cached_property
+    def deep(self) -> bool:
+        """Whether everything runs when what it is made for is next."""
+        b = self.p.backend
+        return b.runs_eagerly and b.solves_in_depth and any(op.name in LAPACK for op in self.p.graph.walk())
+
+    def _order(
+        self, frame: Frame, steps: Sequence[Step], waits: Sequence[Sequence[int]], late: frozenset[int]
+    ) -> list[int]:
+        if self.eager:
             return _eagerly(waits)
+        if self.deep:
+            nbytes = [sum(self.p.type_of(v).nbytes for v in step.outputs) for step in steps]
+            return _in_depth(waits, self._ends(frame, steps), nbytes)
         after = self._next_products(steps, late) if late else ()
         return _in_turn(steps, waits, self.p.graph.repeats is None, late, after)
+
+    def _ends(self, frame: Frame, steps: Sequence[Step]) -> list[int]:
+        """The steps that a frame runs for: those that make what leaves it, or leave nothing to read."""
+        leaving = {self.p.behind(s) for v in frame.leaving for s in self.w.sources.get(v, ())}
+        return [i for i, step in enumerate(steps) if not step.outputs or not leaving.isdisjoint(step.outputs)]
 
     def _next_products(self, steps: Sequence[Step], late: frozenset[int]) -> list[int]:
         """For each step the next product of the backward pass that is not late; itself if there is none."""
@@ -112,7 +135,7 @@ class _Clock:
     def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
         begin = self.found.end
         self.found.moments.append(step)
-        stacked = self.p.stacked if step.kind == LOOP and self.p.backend.runs_eagerly else ()
+        stacked = self.p.stacked if step.kind == LOOP and self.eager else ()
         for v in step.outputs:
             # Where everything starts early, so do the stacked results of loops: they are filled with zeros.
             self.found.birth[v] = first if v in stacked else begin
@@ -213,7 +236,7 @@ class _Clock:
     def _fetched(self, token: int, ready: int, begin: int) -> int:
         """The moment at which a copy starts to be made of what is ready, to be read when a step begins."""
         b = self.p.backend
-        if b.runs_eagerly or (b.overlaps and not self.w.is_ready(self.p, self.p.behind(token))):
+        if self.eager or (b.overlaps and not self.w.is_ready(self.p, self.p.behind(token))):
             return ready
         return begin if self.product is None or not b.overlaps else max(ready, self.product)
 
@@ -233,6 +256,36 @@ def _eagerly(waits: Sequence[Sequence[int]]) -> list[int]:
             if left[i] == 0:
                 ready.append(i)
     return order
+
+
+def _in_depth(waits: Sequence[Sequence[int]], ends: Sequence[int], nbytes: Sequence[int]) -> list[int]:
+    """Each step after what it waits for, of which those come first that more is read of elsewhere, then larger ones.
+
+    (openxla/xla, xla/hlo/transforms/simplifiers/hlo_memory_scheduler.cc: `DFSMemoryScheduler`.)
+
+    Args:
+        waits: step -> the steps that it waits for.
+        ends: the steps that everything is made for.
+        nbytes: of what each step makes.
+    """
+    users = [0] * len(waits)
+    for i in (i for needed in (*waits, ends) for i in needed):
+        users[i] += 1
+    rank: list[tuple[int, int]] = []  # readers beside the first and bytes, each with those of all that was made before
+    for i, (needed, most) in enumerate(zip(waits, accumulate(nbytes), strict=True)):
+        before = [rank[j] for j in needed]
+        others = max(users[i] - 1, 0) + sum(found for found, _ in before)
+        rank.append((min(others, len(waits)), min(nbytes[i] + sum(size for _, size in before), most)))
+    order: dict[int, None] = {}
+    unread = [i for i, count in enumerate(users) if count == 0]
+    left = [*sorted(unread, key=rank.__getitem__), *sorted(ends, key=rank.__getitem__)]
+    while left:
+        i = left[-1]
+        missing = [] if i in order else [j for j in waits[i] if j not in order]
+        left.extend(sorted(missing, key=rank.__getitem__))
+        if not missing:
+            order.setdefault(left.pop())
+    return list(order)
 
 
 def _in_turn(

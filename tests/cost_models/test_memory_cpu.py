@@ -13,8 +13,10 @@ import pytest
 
 from autopar.cost_models.compiler import fusion
 from autopar.cost_models.compiler.backends import CPU, GPU, Backend
+from autopar.cost_models.compiler.compiled_program import Program
 from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.compiler.fusion import written
+from autopar.cost_models.compiler.lifetimes import lifetimes
 from autopar.ir.trace import trace
 
 
@@ -239,3 +241,22 @@ def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: p
     within = kept(fn, args)["f32[64,64]"]
     monkeypatch.setattr(fusion, "_MAX_DUPLICATION", 10**9)
     assert kept(fn, args)["f32[64,64]"] == 2 < within
+
+
+def most_alive(program: Program) -> int:
+    """The most arrays of 64 x 64 elements or more that are there at once, arguments left out."""
+    lives = lifetimes(program, written(program))
+    large = [v for v in lives.birth if v not in program.graph.names and program.type_of(v).size >= 64 * 64]
+    return max(sum(lives.birth[v] <= m <= lives.death[v] for v in large) for m in range(lives.end))
+
+
+def test_a_program_with_kernels_of_lapack_runs_depth_first() -> None:
+    """Each product is sorted before the next is made; breadth first all of them are made first."""
+
+    def fn(x: Any, ws: Any, a: Any) -> Any:
+        return [jnp.sort(x @ w, 0)[0] for w in ws], jnp.linalg.cholesky(a)
+
+    args = array("float32", 64, 64), [array("float32", 64, 64)] * 5, array("float32", 4, 4)
+    graph = trace(fn, *args).graph
+    assert most_alive(flatten(graph, CPU, {})) == 2
+    assert most_alive(flatten(graph, replace(CPU, solves_in_depth=False), {})) >= 5
