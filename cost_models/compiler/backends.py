@@ -32,6 +32,7 @@ class Backend:
         has_library: products and reductions run in kernels of a library, with what is elementwise around them; what
             these kernels read is written (`autopar.cost_models.compiler.cpu_kernels`).
         merges_broadcasts: equal broadcasts are one.
+        merges_duplicates: of equal operations on equal operands one is done.
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
         cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of.
@@ -75,6 +76,7 @@ class Backend:
     keeps_barriers: bool = True
     has_library: bool = False
     merges_broadcasts: bool = False
+    merges_duplicates: bool = False
     turns_operands: bool = False
     spreads_scalars: bool = False
     cheap_repeats: bool = False
@@ -112,6 +114,7 @@ CPU = Backend(
     keeps_barriers=False,
     has_library=True,
     merges_broadcasts=True,
+    merges_duplicates=True,
     turns_operands=True,
     spreads_scalars=True,
     sums_in_place=False,

@@ -47,6 +47,8 @@ CHEAP = (
     "nextafter", "convert_element_type", "reduce_precision", "bitcast_convert_type", "real", "imag", "conj", "complex",
     "shift_left", "shift_right_logical", "shift_right_arithmetic",
 )  # fmt: skip
+#: Operations whose operands may change places.
+COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
 #: Operations that move elements; as cheap as those.
 MOVES = (
     "broadcast_in_dim", "iota", "transpose", "rev", "slice", "dynamic_slice", "pad", "concatenate", "split",
@@ -95,12 +97,14 @@ class Frame:
         leaving: what a result or the next iteration takes over.
         carried: (value, result of the loop or conditional) where the value leaves as that result.
         made: what was made for the sake of several steps -> the value.
+        done: operation and what it is done to -> its results.
     """
 
     steps: list[Step] = field(default_factory=list)
     leaving: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
     made: dict[Hashable, int] = field(default_factory=dict)
+    done: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Frame]:
         """This frame and those inside, outer before inner."""
@@ -130,6 +134,7 @@ class Program:
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
         behind_barriers: value -> barriers it is behind, if only light steps stand between.
+        fenced: values that count as others than those whose buffers they are: they are behind a barrier.
         cheap: results of elementwise operations that are cheap enough to be repeated.
     """
 
@@ -148,6 +153,7 @@ class Program:
     stacked: dict[int, int] = field(default_factory=dict)
     barriers: list[tuple[int, ...]] = field(default_factory=list)
     behind_barriers: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    fenced: set[int] = field(default_factory=set)
     cheap: set[int] = field(default_factory=set)
     _known: dict[tuple[int, Hashable], int] = field(default_factory=dict)
 
@@ -156,6 +162,12 @@ class Program:
         while isinstance(atom, int) and atom in self.alias:
             atom = self.alias[atom]
         return atom
+
+    def identity(self, atom: Atom) -> Hashable:
+        """What is equal for atoms that a compiler knows to be equal, under one type."""
+        while isinstance(atom, int) and atom in self.alias and atom not in self.fenced:
+            atom = self.alias[atom]
+        return atom if isinstance(atom, int) else (str(atom), atom.type)
 
     def type_of(self, value: int) -> Type:
         """Type of a value, of those made here as well."""

@@ -19,6 +19,7 @@ from autopar import jax_compat
 from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.compiler.compiled_program import (
     CHEAP,
+    COMMUTATIVE,
     COSTLY,
     HEAVY,
     LIGHT,
@@ -69,7 +70,11 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             p.alias[op.outputs[0]] = p.operands(op)[0]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
-        elif not p.fused_scatters.isdisjoint(op.outputs) or _merged(p, frame, op, (after, barriers)):
+        elif (
+            not p.fused_scatters.isdisjoint(op.outputs)
+            or _merged(p, frame, op, (after, barriers))
+            or _repeated(p, frame, op)
+        ):
             continue
         elif (add_steps := simplified(p, op)) is not None:
             add_steps(p, frame, op, waits)
@@ -102,6 +107,21 @@ def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
     return known != op.outputs[0]
 
 
+def _repeated(p: Program, frame: Frame, op: Op) -> bool:
+    """True for an operation that was done before on the same operands, whose results become other names for those.
+
+    (openxla/xla, xla/service/hlo_cse.cc.)
+    """
+    if not p.backend.merges_duplicates or op.equation.effects or op.name == "broadcast_in_dim":
+        return False
+    operands = [p.identity(atom) for atom in op.inputs]
+    key = (op.signature, *(sorted(operands, key=str) if op.name in COMMUTATIVE else operands))
+    known = frame.done.setdefault(key, op.outputs)
+    if known != op.outputs:
+        p.alias.update(zip(op.outputs, known, strict=True))
+    return known != op.outputs
+
+
 def _barriers(p: Program, op: Op) -> tuple[int, ...]:
     """The barriers that an operation reads from behind."""
     return tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
@@ -113,6 +133,7 @@ def _hold(p: Program, op: Op) -> tuple[int, ...]:
     p.alias.update(zip(op.outputs, operands, strict=True))
     if not p.backend.keeps_barriers:
         return ()
+    p.fenced.update(op.outputs)
     p.barriers.append(values(operands))
     return (len(p.barriers) - 1,)
 
@@ -132,7 +153,9 @@ def _kind(p: Program, op: Op) -> str:
 
 def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     operands = p.operands(op)
-    held = values(operands) if op.params.get("differentiated") and p.backend.keeps_barriers else ()
+    again = op.params.get("differentiated") and p.backend.keeps_barriers
+    held = values(operands) if again else ()
+    p.fenced.update(op.regions[0].inputs if again else ())
     _inline_region(p, frame, op, op.regions[0], operands, (*after, *held))
 
 

@@ -260,3 +260,21 @@ def test_a_program_with_kernels_of_lapack_runs_depth_first() -> None:
     graph = trace(fn, *args).graph
     assert most_alive(flatten(graph, CPU, {})) == 2
     assert most_alive(flatten(graph, replace(CPU, solves_in_depth=False), {})) >= 5
+
+
+def test_of_equal_operations_one_is_done() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.sort(x @ w, 0), jnp.sort(x @ w, 1), jnp.cumsum(x * w, 0), jnp.cumsum(w * x, 1)
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert kept(fn, args)["f32[64,64]"] == 2 + 4
+    assert kept(fn, args, replace(CPU, merges_duplicates=False))["f32[64,64]"] == 4 + 4
+
+
+@pytest.mark.parametrize(("keeps", "products"), [(True, 2), (False, 1)])
+def test_what_stands_behind_a_barrier_that_is_kept_equals_nothing(keeps: bool, products: int) -> None:
+    def fn(x: Any, w: Any) -> Any:
+        return jnp.sort(x @ w, 0), jnp.sort(jax.lax.optimization_barrier(x) @ w, 1)
+
+    program = flatten(trace(fn, *[array("float32", 64, 64)] * 2).graph, replace(CPU, keeps_barriers=keeps), {})
+    assert sum(s.name == "dot_general" for s in program.top.steps) == products
