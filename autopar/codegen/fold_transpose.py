@@ -10,11 +10,11 @@ what its sums become (`autopar.verification.lowering_tpu`) look at what it makes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import PARTIAL, Layout
+from autopar.ir.swapped_products import swapped_products
 from autopar.plans.plan import Stage
 
 
@@ -25,33 +25,13 @@ def turned(graph: Graph, stage: Stage) -> Mapping[int, Op]:
         graph: the program.
         stage: its layouts. A product and its transpose lie alike, and neither is left partial.
     """
-    ops = tuple(graph.walk())
-    leaving = (a for op in ops for region in op.regions for a in region.outputs)
-    atoms = (*graph.outputs, *leaving, *(a for op in ops for a in op.inputs))
-    read = Counter(a for a in atoms if isinstance(a, int))
-    products = {op.outputs[0]: op for op in ops if op.name == "dot_general"}
-    turns = ((op.inputs[0], op) for op in ops if op.name == "transpose")
-    return {
-        v: op
-        for v, op in turns
-        if isinstance(v, int) and v in products and read[v] == 1
-        if _swaps(graph, products[v], op) and _stays(stage, v, op)
-    }
+    return {v: op for v, op in swapped_products(graph).items() if _stays(stage, v, op)}
 
 
 def permuted(layout: Layout, transpose: Op) -> Layout:
     """The layout of the transpose of an array that lies so."""
     order = tuple(transpose.params["permutation"])
     return tuple(order.index(d) if d >= 0 else d for d in layout)
-
-
-def _swaps(graph: Graph, product: Op, transpose: Op) -> bool:
-    """Whether a transpose puts the dimensions of the second operand of a product before those of the first."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    rank = graph.types[product.outputs[0]].rank
-    first = graph.type_of(product.inputs[0]).rank - len(contracted)  # batch, and what the first one leaves
-    swapped = (*range(len(batch)), *range(first, rank), *range(len(batch), first))
-    return tuple(transpose.params["permutation"]) == swapped
 
 
 def _stays(stage: Stage, value: int, transpose: Op) -> bool:

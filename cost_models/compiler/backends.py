@@ -34,6 +34,8 @@ class Backend:
         merges_broadcasts: equal broadcasts are one.
         merges_duplicates: of equal operations on equal operands one is done.
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
+        swaps_products: a product that a transpose alone reads is made with its operands in the other order instead (see
+            `autopar.codegen.fold_transpose`), and turned operands are those of that product.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
         cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of.
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
@@ -78,6 +80,7 @@ class Backend:
     merges_broadcasts: bool = False
     merges_duplicates: bool = False
     turns_operands: bool = False
+    swaps_products: bool = False
     spreads_scalars: bool = False
     cheap_repeats: bool = False
     products_repeat: bool = False
@@ -116,6 +119,7 @@ CPU = Backend(
     merges_broadcasts=True,
     merges_duplicates=True,
     turns_operands=True,
+    swaps_products=True,
     spreads_scalars=True,
     sums_in_place=False,
     cheap_repeats=True,

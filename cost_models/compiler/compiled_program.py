@@ -19,6 +19,7 @@ from functools import cached_property
 
 from autopar.cost_models.compiler.backends import Backend
 from autopar.ir.graph import Atom, Graph, Op, Region, Type
+from autopar.ir.swapped_products import swapped_products
 
 LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
 
@@ -211,6 +212,11 @@ class Program:
     def makers(self) -> Mapping[int, Op]:
         """Value -> the operation that makes it."""
         return {v: op for op in self.graph.walk() for v in op.outputs}
+
+    @cached_property
+    def swapped(self) -> Mapping[int, Op]:
+        """Product -> the transpose for which it is made with its operands in the other order."""
+        return swapped_products(self.graph) if self.backend.swaps_products else {}
 
     @cached_property
     def scattered_into(self) -> AbstractSet[int]:

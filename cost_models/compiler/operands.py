@@ -28,7 +28,10 @@ def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> It
     """What an operation reads instead of its operands."""
     if op.name in _ORDERS and p.backend.turns_operands:
         order = _ORDERS[op.name]
-        yield from (_transposed(p, frame, op, a, order(op, k)) for k, a in enumerate(operands) if isinstance(a, int))
+        swapped = op.outputs[0] in p.swapped
+        orders = (order(op, k, 1 - k if swapped else k) for k in range(len(operands)))
+        found = zip(operands, orders, strict=True)
+        yield from (_transposed(p, frame, op, a, order) for a, order in found if isinstance(a, int))
     elif op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
         yield from broadcast(p, frame, op, operands)
     else:
@@ -65,8 +68,10 @@ def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
         yield frame.made[key]
 
 
-def _dot_order(op: Op, k: int) -> list[int]:
+def _dot_order(op: Op, k: int, position: int) -> list[int]:
     """Batch, rows, contracted; batch, contracted, columns. Empty for (batches of) matrices, contracted on either side.
+
+    `position`: that of operand k as the product is made.
 
     (openxla/xla, xla/service/dot_decomposer.cc.)
     """
@@ -74,16 +79,16 @@ def _dot_order(op: Op, k: int) -> list[int]:
     free, rank = free_dims(op, k), len(op.equation.invars[k].aval.shape)
     if rank <= 2 or (tuple(batch[k]) in ((), (0,)) and max(len(free), len(contracted[k])) <= 1):
         return []
-    return [*batch[k], *free, *contracted[k]] if k == 0 else [*batch[k], *contracted[k], *free]
+    return [*batch[k], *free, *contracted[k]] if position == 0 else [*batch[k], *contracted[k], *free]
 
 
-def _conv_order(op: Op, k: int) -> list[int]:
+def _conv_order(op: Op, k: int, _position: int) -> list[int]:
     """Batch, space, features; space, input features, output features."""
     spec = op.params["dimension_numbers"][k]
     return [spec[0], *spec[2:], spec[1]] if k == 0 else [*spec[2:], spec[1], spec[0]]
 
 
-_ORDERS: Mapping[str, Callable[[Op, int], list[int]]] = {
+_ORDERS: Mapping[str, Callable[[Op, int, int], list[int]]] = {
     "dot_general": _dot_order,
     "conv_general_dilated": _conv_order,
 }

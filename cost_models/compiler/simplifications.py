@@ -45,6 +45,8 @@ def simplified(p: Program, op: Op) -> Simplification | None:
 
 def is_alias(p: Program, op: Op) -> bool:
     """Whether the result is the operand's buffer; so is that of a transpose that only reductions read."""
+    if op.name == "transpose" and op.inputs[0] in p.swapped:
+        return True
     if op.name == "transpose" and p.backend.has_library:
         read = p.readers.get(op.outputs[0], ())
         return bool(read) and all(reader is not None and reader.name in REDUCTIONS for reader in read)

@@ -278,3 +278,20 @@ def test_what_stands_behind_a_barrier_that_is_kept_equals_nothing(keeps: bool, p
 
     program = flatten(trace(fn, *[array("float32", 64, 64)] * 2).graph, replace(CPU, keeps_barriers=keeps), {})
     assert sum(s.name == "dot_general" for s in program.top.steps) == products
+
+
+def test_a_weights_gradient_turns_the_activations() -> None:
+    """The product is made with its operands in the other order, since a transpose reads it."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return jax.grad(lambda w: (jnp.tanh(x) @ w @ w).sum())(w)
+
+    graph = trace(fn, array("float32", 64, 16, 32), array("float32", 32, 32)).graph
+    activations = next(op.outputs[0] for op in graph.ops if op.name == "tanh")
+
+    def turned(backend: Backend) -> int:
+        steps = flatten(graph, backend, {}).top.steps
+        return sum(s.name == "turn" and activations in s.inputs for s in steps)
+
+    assert turned(CPU) == 1
+    assert turned(replace(CPU, swaps_products=False)) == 0
