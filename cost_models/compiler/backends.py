@@ -53,6 +53,7 @@ class Backend:
         masks_groups: a product of ragged groups reads a masked copy of its first operand for each of them.
         reduces_dots: a product that contracts nothing is a multiplication of broadcasts; one of vectors is a
             multiplication and a reduction.
+        selects_masked: a multiplication by a converted boolean is a selection.
         expands_pools: the gradient of a maximum over windows finds the places of the maxima and scatters to them.
         widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
             all-gathers make float32; what is rounded to bfloat16 is not repeated.
@@ -97,6 +98,7 @@ class Backend:
     accumulates_scatters: bool = False
     masks_groups: bool = False
     reduces_dots: bool = False
+    selects_masked: bool = False
     expands_pools: bool = False
     widens: bool = False
     narrows: bool = False
@@ -130,6 +132,7 @@ CPU = Backend(
     accumulates_scatters=True,
     masks_groups=True,
     reduces_dots=True,
+    selects_masked=True,
     expands_pools=True,
     widens=True,
     gathers_turn=True,

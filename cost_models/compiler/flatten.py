@@ -33,8 +33,8 @@ from autopar.cost_models.compiler.compiled_program import (
     Step,
     values,
 )
-from autopar.cost_models.compiler.operands import add_normalized, in_float32, prepared
-from autopar.cost_models.compiler.simplifications import is_alias, simplified
+from autopar.cost_models.compiler.operands import add_normalized, broadcast_key, in_float32, prepared
+from autopar.cost_models.compiler.simplifications import alias_of, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.op_sets import ALL_PRODUCTS
 
@@ -66,8 +66,8 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
         if op.regions:
             _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
             continue
-        if is_alias(p, op) and isinstance(op.inputs[0], int):
-            p.alias[op.outputs[0]] = p.operands(op)[0]
+        if (shown := alias_of(p, op)) is not None:
+            p.alias[op.outputs[0]] = p.operands(op)[op.inputs.index(shown)]
         elif op.name == "optimization_barrier":
             barriers = _hold(p, op)
         elif (
@@ -98,9 +98,7 @@ def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
     """
     if op.name != "broadcast_in_dim" or not p.backend.merges_broadcasts or op.outputs[0] in p.scattered_into:
         return False
-    (atom,), type_ = p.operands(op), p.graph.types[op.outputs[0]]
-    source = atom if isinstance(atom, int) else str(atom)
-    key = (source, type_, tuple(op.params["broadcast_dimensions"]), behind)
+    key = broadcast_key(p, op.inputs[0], op.params["broadcast_dimensions"], p.graph.types[op.outputs[0]], behind)
     known = frame.made.setdefault(key, op.outputs[0])
     if known != op.outputs[0]:
         p.alias[op.outputs[0]] = known

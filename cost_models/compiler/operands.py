@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 from autopar.cost_models.compiler.compiled_program import (
     ELEMENTWISE,
@@ -61,11 +61,32 @@ def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
         if type_.shape == shape or not (p.backend.spreads_scalars if scalar else type_.rank):
             yield atom
             continue
-        key = (p.behind(atom) if isinstance(atom, int) else str(atom), type_.dtype, shape)
+        key = broadcast_key(p, original, range(type_.rank), spread := Type(shape, type_.dtype, type_.itemsize))
         if key not in frame.made:
-            frame.made[key] = p.new(op.outputs[0])
+            frame.made[key] = p.new(op.outputs[0], spread)
             frame.steps.append(Step(op, "spread", LIGHT, values([atom]), (frame.made[key],)))
         yield frame.made[key]
+
+
+def broadcast_key(p: Program, atom: Atom, dims: Sequence[int], result: Type, behind: Hashable = ((), ())) -> Hashable:
+    """What is equal for equal broadcasts, whether they are operations or operands of elementwise ones.
+
+    Args:
+        atom: what is broadcast.
+        dims: the dimensions of the result that its dimensions become.
+        result: the type of the result.
+        behind: what has to be there before.
+    """
+    while (maker := p.makers.get(atom) if isinstance(atom, int) else None) is not None and _adds_dims(p, maker):
+        atom, dims = maker.inputs[0], [dims[d] for d in maker.params["broadcast_dimensions"]]
+    source, shape = p.root(atom), p.graph.type_of(atom).shape
+    kept = tuple(d for d, n in zip(dims, shape, strict=True) if n > 1)
+    return "broadcast", p.behind(source) if isinstance(source, int) else str(source), kept, result, behind
+
+
+def _adds_dims(p: Program, op: Op) -> bool:
+    """A broadcast that adds nothing but dimensions of one element."""
+    return op.name == "broadcast_in_dim" and p.graph.type_of(op.inputs[0]).size == p.graph.types[op.outputs[0]].size
 
 
 def _dot_order(op: Op, k: int, position: int) -> list[int]:

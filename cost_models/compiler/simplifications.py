@@ -5,8 +5,11 @@
     random_bits (threefry)          a loop of two words, joined where they are read   jax/_src/prng.py
     select_and_scatter_add          positions of the maxima, and a scatter to them    select_and_scatter_expander.cc
     add(x, scatter-add(zeros, u))   scatter-add(x, u)                                 algebraic_simplifier.cc
+    x * convert(true or false)      a selection                                       algebraic_simplifier.cc
     transpose(broadcast(x))         broadcast(x)                                      algebraic_simplifier.cc
     reduce(transpose(x))            reduce(x)                                         algebraic_simplifier.cc
+    f(transpose(x))                 transpose(f(x)), where that dissolves             reshape_mover.cc
+    x * 1, x / 1, x + 0, x - 0      x                                                 algebraic_simplifier.cc
     dot without contraction         a multiplication of two broadcasts                algebraic_simplifier.cc
     dot of vectors                  a multiplication and a reduction                  algebraic_simplifier.cc
     gather of windows               windows one after the other, and a transpose      gather_simplifier.cc
@@ -18,9 +21,11 @@ Each was read off compiled programs; the paths are those of openxla/xla, except 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from autopar import jax_compat
 from autopar.cost_models.compiler.compiled_program import (
+    ELEMENTWISE,
     HEAVY,
     LIGHT,
     REDUCTION,
@@ -31,8 +36,8 @@ from autopar.cost_models.compiler.compiled_program import (
     Step,
     values,
 )
-from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from
-from autopar.ir.graph import Graph, Op, Type
+from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from, prepared
+from autopar.ir.graph import Atom, Graph, Op, Type
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 """Adds the steps of an operation to a frame; the values are those that its steps wait for."""
@@ -43,14 +48,106 @@ def simplified(p: Program, op: Op) -> Simplification | None:
     return next((found for applies, found in _TABLE.get(op.name, ()) if applies(p, op)), None)
 
 
-def is_alias(p: Program, op: Op) -> bool:
-    """Whether the result is the operand's buffer; so is that of a transpose that only reductions read."""
-    if op.name == "transpose" and op.inputs[0] in p.swapped:
-        return True
-    if op.name == "transpose" and p.backend.has_library:
-        read = p.readers.get(op.outputs[0], ())
-        return bool(read) and all(reader is not None and reader.name in REDUCTIONS for reader in read)
+def alias_of(p: Program, op: Op) -> int | None:
+    """The operand whose buffer the result is, if any.
+
+    So is that of a transpose that moves through all that reads it, and of arithmetic with a neutral element.
+    """
+    neutral = _NEUTRAL.get(op.name)
+    if neutral is not None:
+        return _without(p, op, *neutral)
+    same = _is_renaming(p, op)
+    return op.inputs[0] if same and isinstance(op.inputs[0], int) else None
+
+
+def _is_renaming(p: Program, op: Op) -> bool:
+    if op.name == "transpose":
+        moving = _Moving(p, tuple(op.params["permutation"]))
+        return op.inputs[0] in p.swapped or (p.backend.has_library and moving.dissolves(op.outputs[0]))
     return op.name in RENAMINGS
+
+
+#: Operation -> its neutral element, and the positions of operands that may be that.
+_NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    "mul": (1.0, (0, 1)),
+    "div": (1.0, (1,)),
+    **dict.fromkeys(("add", "add_any"), (0.0, (0, 1))),
+    "sub": (0.0, (1,)),
+}
+
+
+def _without(p: Program, op: Op, element: float, positions: tuple[int, ...]) -> int | None:
+    """The operand that arithmetic leaves as it is."""
+    for k in positions:
+        other = op.inputs[1 - k]
+        if not isinstance(other, int) or p.graph.types[other] != p.graph.types[op.outputs[0]]:
+            continue
+        if _is_everywhere(p, op.inputs[k], element):
+            return other
+    return None
+
+
+def _is_everywhere(p: Program, atom: Atom, element: float) -> bool:
+    """Whether an atom is a constant that is the same everywhere."""
+    maker = p.makers.get(atom) if isinstance(atom, int) else None
+    if maker is not None and maker.name in ("broadcast_in_dim", "convert_element_type"):
+        return _is_everywhere(p, maker.inputs[0], element)
+    return not isinstance(atom, int) and atom.type.rank == 0 and bool(atom.value == element)
+
+
+@dataclass(frozen=True, eq=False)
+class _Moving:
+    """Transposes of one permutation, as they move from the operands of elementwise operations to their results.
+
+    (openxla/xla, xla/hlo/transforms/simplifiers/reshape_mover.cc, xla/service/transpose_folding.cc.)
+    """
+
+    p: Program
+    permutation: tuple[int, ...]
+    known: dict[int, bool] = field(default_factory=dict)
+
+    def dissolves(self, value: int) -> bool:
+        """Whether it is read, and moves on until reductions, products of matrices and other transposes take it up."""
+        waiting, seen = [value], {value}
+        while waiting:
+            read = self.p.readers.get(value := waiting.pop(), ())
+            for reader in read:
+                if reader is None:
+                    return False
+                if reader.name in ELEMENTWISE and all(map(self.is_turned, reader.inputs)):
+                    waiting.extend(v for v in reader.outputs if v not in seen)
+                    seen.update(reader.outputs)
+                elif not self._takes_up(reader):
+                    return False
+            if not read:
+                return False
+        return True
+
+    def _takes_up(self, reader: Op) -> bool:
+        matrices = reader.name == "dot_general" and len(self.permutation) == 2
+        return matrices or reader.name == "transpose" or reader.name in REDUCTIONS
+
+    def is_turned(self, atom: Atom) -> bool:
+        """Whether it is such a transpose, or can as well be made the other way round."""
+        if not isinstance(atom, int):
+            return True
+        waiting, seen = [atom], {atom}
+        while waiting and atom not in self.known:
+            maker = self.p.makers.get(waiting.pop())
+            if maker is not None and maker.name in ELEMENTWISE:
+                made_of = [v for v in values(maker.inputs) if v not in seen and not self.known.get(v, False)]
+                waiting.extend(made_of)
+                seen.update(made_of)
+            elif maker is None or not self._starts(maker):
+                self.known[atom] = False
+        if atom not in self.known:
+            self.known.update(dict.fromkeys(seen, True))
+        return self.known[atom]
+
+    def _starts(self, maker: Op) -> bool:
+        if maker.name == "transpose":
+            return tuple(maker.params["permutation"]) == self.permutation
+        return maker.name == "broadcast_in_dim" and self.p.graph.type_of(maker.inputs[0]).rank <= 1
 
 
 def hashes(graph: Graph, op: Op) -> bool:
@@ -194,6 +291,32 @@ def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ..
     frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
 
 
+# Masks
+
+
+def _masks(p: Program, op: Op) -> bool:
+    """A multiplication by what was true or false."""
+    return p.backend.selects_masked and any(_mask_of(p, op, k) is not None for k in range(len(op.inputs)))
+
+
+def _mask_of(p: Program, op: Op, k: int) -> int | None:
+    """What an operand of the result's shape was converted from, if that is true or false and lies as it is read."""
+    read = p.operands(op)[k]
+    maker = p.makers.get(read) if isinstance(read, int) else None
+    if maker is None or maker.name != "convert_element_type" or not isinstance(maker.inputs[0], int):
+        return None
+    type_ = p.graph.types[maker.inputs[0]]
+    return maker.inputs[0] if type_.dtype == "bool" and type_.shape == p.graph.types[op.outputs[0]].shape else None
+
+
+def _select(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
+    """Select the other factor, or zero."""
+    k, mask = next((k, mask) for k in range(len(op.inputs)) if (mask := _mask_of(p, op, k)) is not None)
+    factors = [*prepared(p, frame, op, p.operands(op))]
+    frame.steps.append(Step(op, "select_n", LIGHT, values((p.root(mask), factors[1 - k])), op.outputs, after))
+    p.cheap.update(op.outputs)
+
+
 _Applies = Callable[[Program, Op], bool]
 
 #: Operation -> when it is simplified, and to what; the first that applies.
@@ -202,6 +325,7 @@ _TABLE: Mapping[str, tuple[tuple[_Applies, Simplification], ...]] = {
     "select_and_scatter_add": ((_expands, _scatter_to_maxima),),
     "add": ((_accumulates, _scatter_into_operand),),
     "add_any": ((_accumulates, _scatter_into_operand),),
+    "mul": ((_masks, _select),),
     "transpose": ((_is_broadcast, _broadcast_again),),
     "dot_general": ((_contracts_nothing, _multiply), (_is_of_vectors, _multiply_and_reduce)),
     "ragged_dot_general": ((_is_ragged, _mask_groups),),

@@ -280,6 +280,39 @@ def test_what_stands_behind_a_barrier_that_is_kept_equals_nothing(keeps: bool, p
     assert sum(s.name == "dot_general" for s in program.top.steps) == products
 
 
+@pytest.mark.parametrize("backend", [CPU, GPU])
+def test_what_leaves_an_array_as_it_is_writes_nothing(backend: Backend) -> None:
+    def fn(x: Any) -> Any:
+        y = x @ x
+        return jnp.sort(0.0 + y * jnp.ones_like(y), 0)
+
+    program = flatten(trace(fn, array("float32", 64, 64)).graph, backend, {})
+    assert len(written(program).values - {*program.graph.names}) == 2
+
+
+def test_transposes_move_through_arithmetic_into_a_sum() -> None:
+    """Nothing is transposed, and the sum's kernel takes in the product."""
+
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        y = x @ w
+        return (2.0 * y.T - b[:, None] * jnp.square(y).T).sum(0)
+
+    args = array("float32", 2048, 64), array("float32", 64, 64), array("float32", 64)
+    assert not kept(fn, args)
+    assert kept(lambda *args: jnp.sort(2.0 * (args[0] @ args[1]).T, 0), args) == {"f32[2048,64]": 1, "f32[64,2048]": 2}
+
+
+def test_a_broadcast_is_one_whether_it_is_written_or_implied() -> None:
+    """A kernel of the library does not take it in, but reads it, since others do as well."""
+
+    def fn(x: Any, w: Any, b: Any) -> Any:
+        y = x @ w
+        return (y * b[None]).sum(1), jnp.flip(x - jnp.broadcast_to(1.0 * b, x.shape))
+
+    args = array("float32", 2048, 64), array("float32", 64, 64), array("float32", 64)
+    assert kept(fn, args) == {"f32[2048,64]": 2}
+
+
 def test_a_weights_gradient_turns_the_activations() -> None:
     """The product is made with its operands in the other order, since a transpose reads it."""
 
@@ -295,3 +328,22 @@ def test_a_weights_gradient_turns_the_activations() -> None:
 
     assert turned(CPU) == 1
     assert turned(replace(CPU, swaps_products=False)) == 0
+
+
+def sources_of(fn: Callable[..., Any], args: Sequence[Any], name: str, backend: Backend = CPU) -> set[str]:
+    """What the last operation of this name reads from memory: paths of arguments, or names of operations."""
+    program = flatten(trace(fn, *args).graph, backend, {})
+    step = next(s for s in reversed(program.top.steps) if s.name == name)
+    w, names = written(program), program.graph.names
+    return {names[v] if v in names else program.makers[program.like.get(v, v)].name for v in w.reads(step)}
+
+
+def test_a_multiplication_by_what_was_true_is_a_selection() -> None:
+    """The boolean is read, and not its conversion."""
+
+    def fn(x: Any, y: Any) -> Any:
+        mask = (x > y).astype(jnp.float32)
+        return jnp.sort(mask, 0), jnp.flip(mask * x)
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert "convert_element_type" not in sources_of(fn, args, "select_n")
