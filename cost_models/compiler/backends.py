@@ -37,7 +37,10 @@ class Backend:
         swaps_products: a product that a transpose alone reads is made with its operands in the other order instead (see
             `autopar.codegen.fold_transpose`), and turned operands are those of that product.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
-        cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of.
+        cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of, as
+            long as none of them depends on it by way of memory; what is made of one array is repeated by kernels that
+            can, if it is written for others.
+        sines_repeat: sines, cosines and tangents count as cheap.
         products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
         products_absorb: a product's kernel does what is elementwise to its result, where that is all that reads it.
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
@@ -84,6 +87,7 @@ class Backend:
     swaps_products: bool = False
     spreads_scalars: bool = False
     cheap_repeats: bool = False
+    sines_repeat: bool = False
     products_repeat: bool = False
     products_absorb: bool = False
     scatters_fuse: bool = False
@@ -125,6 +129,7 @@ CPU = Backend(
     spreads_scalars=True,
     sums_in_place=False,
     cheap_repeats=True,
+    sines_repeat=True,
     stores_early=True,
     hashes_in_pairs=True,
     transposes_gathers=True,

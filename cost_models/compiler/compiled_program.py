@@ -41,6 +41,8 @@ COSTLY = (
     "div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt", "sqrt",
     "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma",
 )  # fmt: skip
+#: Those of them that some compilers repeat nevertheless.
+SINES = ("sin", "cos", "tan")
 #: Elementwise operations that are cheap enough to be repeated.
 CHEAP = (
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "floor", "ceil",
@@ -58,6 +60,8 @@ MOVES = (
 ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
 #: Floats that some backends compute in float32, and the name of a step that rounds to one of them.
 HALVES, ROUND = ("bfloat16", "float16"), "round to half"
+#: The name of a step that reshapes what is cheap to the matrix that a product reads, and may compute it again.
+RESHAPE = "reshape cheap"
 
 
 @dataclass(slots=True, eq=False)

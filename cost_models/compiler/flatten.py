@@ -27,6 +27,7 @@ from autopar.cost_models.compiler.compiled_program import (
     MOVES,
     REDUCTION,
     REDUCTIONS,
+    SINES,
     STORE,
     Frame,
     Program,
@@ -86,7 +87,8 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
             barriers = barriers if kind == LIGHT else ()
-            p.cheap.update(op.outputs if op.name in CHEAP or op.name in MOVES else ())
+            cheap = op.name in CHEAP or op.name in MOVES or (p.backend.sines_repeat and op.name in SINES)
+            p.cheap.update(op.outputs if cheap else ())
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 

@@ -12,6 +12,10 @@ slice, transpose) is fused into whatever reads it, and then its operands are wha
     v is fused     if it is a product's and only the library kernel that contains the product reads it
                                                                                          -> _Fusion.fuses_into_kernel
     v is written   if a kernel would emit its code too often                           -> _Fusion._duplicates_too_much
+    v is written   if it is made of several arrays, and what reads it depends on it
+                   by way of memory as well                                                       -> _Fusion.detoured
+    v is repeated  by light steps, though it is written for others, if it is cheap and
+                   made of one array                                                          -> _Fusion._is_repeated
 
 That is the rule by which XLA's instruction fusion duplicates producers (openxla/xla,
 xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
@@ -21,7 +25,7 @@ possible.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 
@@ -33,7 +37,9 @@ from autopar.cost_models.compiler.compiled_program import (
     LIGHT,
     LOOP,
     REDUCTION,
+    RESHAPE,
     ROUND,
+    SINES,
     Program,
     Step,
 )
@@ -52,8 +58,8 @@ class Written:
     Attributes:
         values: values that have a buffer of their own, arguments among them.
         sources: value -> the written values and tokens that reading it means reading.
-        beneath: thin written value -> what those read that repeat it instead.
-        repeating: steps (by identity) that repeat thin values.
+        beneath: written value that is thin or cheap -> what those read that repeat it instead.
+        repeating: steps (by identity) that repeat such values.
         narrow: values that are kept in half their bytes (`autopar.cost_models.compiler.bf16_demotion`).
         absorbed: product whose result is not written -> the result of the light step that its kernel writes instead.
         inner: light step (by identity) that runs in a product's kernel -> what the product reads there.
@@ -96,6 +102,8 @@ class _Fusion:
     readers: dict[int, list[Step]] = field(default_factory=dict)
     thin: set[int] = field(default_factory=set)
     constant: set[int] = field(default_factory=set)
+    broadcasts: set[int] = field(default_factory=set)
+    repeated: set[int] = field(default_factory=set)
     weight: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     kernels: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -111,6 +119,8 @@ class _Fusion:
         self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
         self.leaving.update(p.behind(v) for held in p.barriers for v in held)
         for step in self.steps:
+            if step.name in ("broadcast_in_dim", "spread", "iota"):
+                self.broadcasts.update(step.outputs)
             if step.kind == LIGHT and self._is_thin(step):
                 self.thin.update(step.outputs)
                 self.constant.update(() if step.inputs else step.outputs)
@@ -158,13 +168,22 @@ class _Fusion:
             for v in step.outputs:
                 end = self.absorbs(step, ends) if ends and step.name in ALL_PRODUCTS else None
                 buffered = step.kind != LIGHT or self.writes(step, v) or self._duplicates_too_much(v)
+                buffered = buffered and not self._is_same_array(step)
                 if end is not None:
                     self.absorbed[v] = ends.pop(id(end))
                     self.kernels[v] = self._kernels(v)
                 elif buffered and not self.fuses_into_kernel(step, v):
                     self.kept.add(v)
+                    if self._is_repeated(step):
+                        self.repeated.add(v)
+                        self.kernels[v] = self._kernels(v, [r for r in self.readers.get(v, ()) if self._repeats(r)])
                 else:
                     self.kernels[v] = self._kernels(v)
+
+    @cached_property
+    def makers(self) -> Mapping[int, Step]:
+        """Value -> the step that makes it."""
+        return {v: step for step in self.steps for v in step.outputs}
 
     def _duplicates_too_much(self, value: int) -> bool:
         """A kernel that reads a value would emit its code more often than XLA allows.
@@ -175,14 +194,26 @@ class _Fusion:
         if not self.p.backend.cheap_repeats:
             return False
         found: dict[int, dict[int, int]] = {}  # kernel -> what reads at an index of its own, and how often it is there
+        users = 0
         for step in self.readers.get(value, ()):
             v = step.outputs[0] if step.outputs else -1
             inside = self.duplicates.get(v) if step.kind == LIGHT and v not in self.kept else None
-            for kernel, indices in ({id(step): {id(step): 1}} if inside is None else inside).items():
+            around = {id(step): {id(step): 1}} if inside is None else inside
+            users += len(around)
+            for kernel, indices in around.items():
                 own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
                 found.setdefault(kernel, {}).update(own)
         self.duplicates[value] = found
-        return any(sum(indices.values()) > _MAX_DUPLICATION for indices in found.values())
+        most = max((sum(indices.values()) for indices in found.values()), default=0)
+        return most > _MAX_DUPLICATION or (self._branches(value) and max(most, users) > 1)
+
+    def _branches(self, value: int) -> bool:
+        """Code for it has branches, in which nothing is found that was computed in others.
+
+        (openxla/xla, xla/service/elemental_ir_emitter.cc: `OpInvalidatesCache`.)
+        """
+        maker = self.makers.get(value)
+        return maker is not None and maker.name in ("pad", "concatenate")
 
     def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
         """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.
@@ -211,12 +242,79 @@ class _Fusion:
         """Step (by identity) -> the number of its frame."""
         return {id(step): i for i, frame in enumerate(self.p.top.walk()) for step in frame.steps}
 
-    def _kernels(self, value: int) -> frozenset[int]:
-        """The kernels (identities of their last steps) that read a value."""
+    def _is_repeated(self, step: Step) -> bool:
+        """A light step that its light readers repeat, though its result is written for others.
+
+        It is cheap, and reads one array of its rank beside broadcasts.
+        (openxla/xla, xla/service/instruction_fusion.cc: `ComputeGloballyUnfusible`, `EffectivelyAtMostUnary`.)
+        """
+        b = self.p.backend
+        if step.kind != LIGHT or not (b.has_library and b.cheap_repeats) or self._is_dear(step):
+            return False
+        return step.outputs[0] not in self.thin and self._is_unary(step)
+
+    def _is_same_array(self, step: Step) -> bool:
+        """A step that reshapes an array which is written for others and not repeated."""
+        v = self.p.behind(step.inputs[0]) if step.name == RESHAPE else -1
+        maker = self.makers.get(v)
+        if maker is None or maker.kind != LIGHT or self._is_unary(maker):
+            return False
+        others = [r for r in self.readers.get(v, ()) if r.name != RESHAPE]
+        return v in self.leaving or v in self.detoured or any(r.kind != LIGHT or id(r) in self.library for r in others)
+
+    def _is_unary(self, step: Step) -> bool:
+        """A step that reads one array of its rank beside broadcasts; dimensions of one element do not count."""
+        rank = self._rank(step.outputs[0])
+        inputs = {*map(self.p.behind, step.inputs)} - self.broadcasts
+        return sum(self._rank(v) >= rank for v in inputs) <= 1
+
+    def _rank(self, value: int) -> int:
+        return sum(n > 1 for n in self.p.type_of(value).shape)
+
+    @cached_property
+    def detoured(self) -> set[int]:
+        """Cheap values made of several arrays that are not repeated, since one reader depends on them by way of memory.
+
+        The reader reads a second value, which was made of the first by steps that are not all fused into the reader.
+        (openxla/xla, xla/service/instruction_fusion.cc: `CanFuseOnAllPaths`.)
+        """
+        light = [s for s in self.steps if s.kind == LIGHT and not self._is_dear(s) and not self._is_unary(s)]
+        several = [s.outputs[0] for s in light if len(self.readers.get(s.outputs[0], ())) > 1]
+        bit = {v: 1 << i for i, v in enumerate(several)}
+        ahead: dict[int, int] = {}  # value -> those of them that it is made of
+        apart: dict[int, int] = {}  # value -> those of them that it is made of by way of memory
+        found = 0
+        for step in self.steps if bit else ():
+            fused = step.kind == LIGHT and id(step) not in self.library
+            inputs = [*map(self.p.behind, step.inputs)]
+            before = detours = 0
+            for v in inputs:
+                before |= ahead.get(v, 0) | bit.get(v, 0)
+                detours |= apart.get(v, 0) | (ahead.get(v, 0) if self._is_unfused(v) else 0)
+            if fused:
+                found |= detours & sum(bit.get(v, 0) for v in {*inputs})
+            for v in step.outputs if before else ():
+                ahead[v], apart[v] = before, detours if fused else before
+        return {v for v in several if bit[v] & found}
+
+    def _is_unfused(self, value: int) -> bool:
+        """A value that no light step has fused into it."""
+        maker = self.makers.get(value)
+        if maker is None or maker.kind != LIGHT or id(maker) in self.library:
+            return True
+        return self._is_dear(maker) and len(self.readers.get(value, ())) > 1
+
+    def _repeats(self, step: Step) -> bool:
+        """A step that repeats what it reads where that is cheap: one of a loop fusion."""
+        return step.kind == LIGHT and not self._stays(step)
+
+    def _kernels(self, value: int, readers: Sequence[Step] | None = None) -> frozenset[int]:
+        """The kernels (identities of their last steps) that read a value, or those of some of its readers."""
         found: set[int] = set()
-        for step in self.readers.get(value, ()):
-            fused = step.kind == LIGHT and step.outputs[0] not in self.kept
-            found |= self.kernels.get(step.outputs[0], frozenset()) if fused else {id(step)}
+        for step in self.readers.get(value, ()) if readers is None else readers:
+            v = step.outputs[0] if step.kind == LIGHT else -1
+            found |= self.kernels.get(v, frozenset())
+            found |= {id(step)} if v < 0 or v in self.kept else frozenset()
         return frozenset(found)
 
     def writes(self, step: Step, value: int) -> bool:
@@ -228,13 +326,14 @@ class _Fusion:
             return True
         if any(id(r) in self.library for r in others) or (number is not None and value not in self.thin):
             return bool(others)
-        joins = self.weight[value] > 1 and not self.p.backend.cheap_repeats
+        joins = value in self.detoured if self.p.backend.cheap_repeats else self.weight[value] > 1
         return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
 
     def _is_dear(self, step: Step) -> bool:
         """A step that is not repeated: arithmetic that costs, or what is rounded to bfloat16."""
         if step.name in COSTLY:
-            return not self.p.backend.products_repeat
+            b = self.p.backend
+            return not b.products_repeat and not (b.sines_repeat and step.name in SINES)
         rounds = step.name in ELEMENTWISE or step.name == ROUND
         return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
 
@@ -294,7 +393,7 @@ class _Fusion:
             return sources[value]
 
         for step in self.steps:
-            repeats = step.kind == LIGHT and not self._stays(step)
+            repeats = self._repeats(step)
             if repeats:
                 repeating.add(id(step))
             read_by = [read(v, repeats) for v in step.inputs]
@@ -302,7 +401,7 @@ class _Fusion:
             for v in step.outputs:
                 if v not in self.kept:
                     sources[v] = found
-                elif v in self.thin:
+                elif v in self.thin or v in self.repeated:
                     beneath[v] = found
         for frame in self.p.top.walk():
             for v in frame.leaving:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from autopar.cost_models.compiler.compiled_program import (
     ELEMENTWISE,
     LIGHT,
+    RESHAPE,
     ROUND,
     Frame,
     Program,
@@ -41,14 +42,16 @@ def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> It
 def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:
     """An operand transposed into this order of dimensions; no copy where that is their order.
 
-    It is then reshaped to a matrix, which is an alias, but of a cheap value a second one is computed.
+    It is then reshaped to a matrix, which is an alias, but of a cheap value a second one may be computed
+    (`autopar.cost_models.compiler.fusion`).
     """
-    if not order or (list(order) == sorted(order) and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
+    in_order = list(order) == sorted(order)
+    if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
         return value
     key = (p.behind(value), tuple(order))
     if key not in frame.made:
         frame.made[key] = new_from(p, value)
-        frame.steps.append(Step(op, "turn", LIGHT, (value,), (frame.made[key],)))
+        frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.made[key],)))
     return frame.made[key]
 
 

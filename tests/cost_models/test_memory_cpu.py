@@ -234,7 +234,7 @@ def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: p
     def fn(x: Any, w: Any) -> Any:
         y = x @ w
         for _ in range(5):
-            y = y + jnp.roll(y, 1, 0)
+            y = y + y[::-1]
         return jnp.flip(y)
 
     args = array("float32", 64, 64), array("float32", 64, 64)
@@ -336,6 +336,60 @@ def sources_of(fn: Callable[..., Any], args: Sequence[Any], name: str, backend: 
     step = next(s for s in reversed(program.top.steps) if s.name == name)
     w, names = written(program), program.graph.names
     return {names[v] if v in names else program.makers[program.like.get(v, v)].name for v in w.reads(step)}
+
+
+def test_what_is_cheap_is_repeated_beside_a_librarys_kernel() -> None:
+    """It reads one array; what reads two is read from memory."""
+
+    def fn(x: Any, y: Any) -> Any:
+        return (x.sum(0), jnp.flip(x), jax.lax.abs(x)) if y is None else fn(x + y, None)
+
+    args = array("float32", 4096, 64), array("float32", 4096, 64)
+    assert sources_of(lambda x, y: fn(jnp.square(x), None), args, "abs") == {"x"}
+    assert sources_of(fn, args, "abs") == {"add"}
+
+
+@pytest.mark.parametrize(("name", "repeats"), [("sin", True), ("cos", True), ("tanh", False)])
+def test_sines_are_repeated(name: str, repeats: bool) -> None:
+    def fn(x: Any) -> Any:
+        y = getattr(jax.lax, name)(x)
+        return jnp.flip(2.0 * y), jax.lax.abs(y)
+
+    assert sources_of(fn, (array("float32", 64, 64),), "abs") == ({"x"} if repeats else {name})
+
+
+def test_a_sum_that_its_reader_depends_on_by_way_of_memory_is_written() -> None:
+    """The second reader of the sum reads an exponential of it as well, which is there for others."""
+
+    def fn(x: Any, y: Any) -> Any:
+        z = x + y
+        e = jnp.exp(z)
+        return jnp.flip(e), jax.lax.mul(z, e)
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert sources_of(fn, args, "mul") == {"add", "exp"}
+    assert sources_of(lambda x, y: (jnp.flip(x + y), jax.lax.mul(x + y, y)), args, "mul") == {"x", "y"}
+
+
+def test_what_is_padded_is_not_padded_twice() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        y = jnp.pad(x @ w, 1)
+        return jnp.flip(2.0 * y), jnp.flip(3.0 * y, 0)
+
+    args = array("float32", 64, 64), array("float32", 64, 64)
+    assert kept(fn, args) == {"f32[64,64]": 1, "f32[66,66]": 3}
+
+
+def test_a_sum_that_is_written_is_no_second_array_as_a_matrix() -> None:
+    """What is made of one array is computed again for the product."""
+
+    def fn(x: Any, y: Any, w: Any) -> Any:
+        z = x if y is None else x + y
+        return jnp.sort(z, 0), jnp.einsum("bti,ij->btj", z, w)
+
+    args = array("float32", 16, 16, 16), array("float32", 16, 16, 16), array("float32", 16, 16)
+    assert kept(fn, args)["f32[16,16,16]"] == 3
+    assert kept(lambda x, _, w: fn(-x, None, w), args)["f32[16,16,16]"] == 4
 
 
 def test_a_multiplication_by_what_was_true_is_a_selection() -> None:
