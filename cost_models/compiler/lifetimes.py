@@ -68,6 +68,7 @@ class _Clock:
     found: Lifetimes = field(default_factory=Lifetimes)
     product: int | None = None  # the moment of the last product in the frame that runs
     ended: dict[int, int] = field(default_factory=dict)  # result of a loop -> its last moment
+    copies_read: list[int] = field(default_factory=list)  # tokens, in the order in which they are read
 
     def run(self, frame: Frame) -> None:
         """Run the steps of a frame, from the moment that comes next."""
@@ -133,7 +134,7 @@ class _Clock:
         return self.w.sources.get(self.p.behind(token), ())
 
     def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
-        begin = self.found.end
+        begin, before = self.found.end, len(self.copies_read)
         self.found.moments.append(step)
         stacked = self.p.stacked if step.kind == LOOP and self.eager else ()
         for v in step.outputs:
@@ -147,11 +148,23 @@ class _Clock:
         if step.joins:
             self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
         if step.frames:
+            if not step.joins:
+                self._hoist(before, begin)
             self.ended.update(dict.fromkeys(step.outputs, self.found.end))
             self.found.moments.append(step)
         taken = {self.p.behind(v) for v, _ in step.taken}
         for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
             self._read(v, begin, begin if self.p.behind(v) in taken or step.joins else self.found.end - 1)
+
+    def _hoist(self, before: int, begin: int) -> None:
+        """Copies that were made before a loop began then are read in every iteration of it.
+
+        (openxla/xla, xla/service/while_loop_invariant_code_motion.cc.)
+        """
+        found = self.found
+        for v in set(self.copies_read[before:]):
+            if self.eager and found.birth[v] < begin < found.death[v]:
+                found.death[v] = found.end
 
     def _keep_within(self, frame: Frame, begin: int) -> None:
         """What leaves the body of a loop that began then is made in its result's memory, unless that is read later."""
@@ -225,6 +238,7 @@ class _Clock:
     def _read(self, v: int, begin: int, end: int) -> None:
         self.found.death[v] = max(self.found.death.get(v, 0), end)
         if v in self.p.tokens:
+            self.copies_read.append(v)
             if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
                 self._read(self.p.behind(v), begin, end)
             ready = max((self.ended.get(s, self.found.birth.get(s, begin)) for s in self._copied(v)), default=0)

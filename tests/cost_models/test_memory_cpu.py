@@ -401,3 +401,20 @@ def test_a_multiplication_by_what_was_true_is_a_selection() -> None:
 
     args = array("float32", 64, 64), array("float32", 64, 64)
     assert "convert_element_type" not in sources_of(fn, args, "select_n")
+
+
+def test_a_copy_that_a_loop_reads_is_there_until_its_end() -> None:
+    """It is made once, before the loop."""
+
+    def fn(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (jnp.sort(jnp.sort(c @ w, 0), 1), None), jnp.sort(x, 0), None, 4)[0]
+
+    graph = trace(fn, array("float32", 64, 64), array("float32", 64, 64)).graph
+    loop = graph.ops[-1]
+    product = next(op for op in loop.walk() if op.name == "dot_general")
+    program = flatten(graph, CPU, {f"{product.tag}.in1": "copy"})
+    (token,) = program.tokens
+    lives = lifetimes(program, written(program))
+    first, last = (m for m, step in enumerate(lives.moments) if step.name == "scan")
+    assert lives.birth[token] < first
+    assert lives.death[token] == last
