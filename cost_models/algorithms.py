@@ -193,7 +193,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = MappingProxyType(
             "bruck": Algorithm(log, _bruck_volume, lambda p: p * _bruck_volume(p)),
             # Along a ring the piece for distance j goes min(j, p - j) hops; over all j that is floor(p^2 / 4).
             "shift": Algorithm(_others, lambda p: (p * p // 4) / p, lambda p: p * p // 4),
-            # Pieces are cut apart before and joined after, which costs as much as the copy between the workers.
+            # Pieces are split before and joined after, which costs as much as the copy between the workers.
             "copy": Algorithm(_all, lambda p: 2 * share(p), _others),
         },
         "collective-permute": {

@@ -253,7 +253,7 @@ def linear_coefficients(kind: str, axes: tuple[int, ...], mesh: LogicalMesh) -> 
 
 
 def _behind(kind: str, lines: Lines, device: Device) -> Lines:
-    """Lines of a collective that has time: one bucket of B bytes costs one latency, b bytes of it alpha b / B."""
+    """Lines of a collective that overlaps: one bucket of B bytes costs one latency, b bytes of it alpha b / B."""
     if device.bucket_bytes and kind in device.combines:
         lines = envelope([*lines, *((0.0, s + a / device.bucket_bytes) for a, s in lines)])
     return tuple((a * (1 - device.overlap), s * (1 - device.overlap)) for a, s in lines)

@@ -35,7 +35,7 @@ def priced(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int])
     return replace(model, problem=Problem(tuple(nodes), model.problem.edges))
 
 
-def held(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], assignment: Ints) -> float:
+def host_bytes(model: Model, graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], assignment: Ints) -> float:
     """Bytes in the host's memory per device under an assignment."""
     return sum(
         float(_bytes(model, group, *leaf, mesh)[assignment[group]])

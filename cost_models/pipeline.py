@@ -1,10 +1,10 @@
 """What a pipeline schedule costs: an event simulator for any instruction lists, and closed forms for the search.
 
-The simulator plays the very lists that the runtime executes (`autopar.schedules`). Each rank issues its list in order;
+The simulator runs the very lists that the runtime executes (`autopar.schedules`). Each rank issues its list in order;
 
     start(pass)      = max(its rank is free, its last input has arrived)
     start(transfer)  = max(the sender has come to it, the link is free)         transfers beside computation
-                       max(sender and receiver have both come to it)            otherwise: both ranks stand still
+                       max(sender and receiver have both come to it)            otherwise: both ranks wait
     start(reduce)    = max over the ranks of the copies of a stage
 
 and what a rank does at once (accumulate, free) takes no time. With T the time at which the last rank is done, and
@@ -59,7 +59,7 @@ class Prices:
         update: s of what a stage does once per update. Empty: 0.
         stash: bytes a stage holds per microbatch between F and B. Empty: 0.
         deferred: bytes it still holds between B and W. Empty: 0.
-        border: (a, b) -> bytes of what stage a makes for stage b, held from its receive to the pass that reads it
+        border: (a, b) -> bytes of what stage a makes for stage b, live from its receive to the pass that reads it
             (afterwards it belongs to the stash). Missing: 0.
         overlap: transfers run beside computation; otherwise they keep both ranks.
         scale: factor on the passes of slice i % len(scale), for slices of unlike cost. Empty: all alike.
@@ -105,7 +105,7 @@ class Simulation:
         seconds: until the last rank is done.
         busy: per rank, s in passes, reductions and updates.
         starts, ends: per rank, s from the start of the step for each instruction of its list.
-        stash: per rank, the most (stage, microbatch) pairs held between F and the last pass.
+        stash: per rank, the most (stage, microbatch) pairs live between F and the last pass.
         stash_bytes: per rank, the most bytes that they and received values waiting for their pass take.
     """
 
@@ -155,7 +155,7 @@ def _check(pipeline: Pipeline, prices: Prices) -> None:
 
 
 class _State:
-    """The state of a simulation: per rank when it is free, per link when it is, what has arrived, what is held."""
+    """The state of a simulation: per rank when it is free, per link when it is, what has arrived, what is live."""
 
     def __init__(self, schedule: Schedule, prices: Prices) -> None:
         pipeline = schedule.pipeline
@@ -176,9 +176,9 @@ class _State:
         self.joint: dict[tuple[int, int], float] = {}
         self.starts: list[list[float]] = [[] for _ in range(ranks)]
         self.ends: list[list[float]] = [[] for _ in range(ranks)]
-        self.held = [0] * ranks
+        self.stashed = [0] * ranks
         self.most = [0] * ranks
-        self.held_bytes: list[float] = [0] * ranks
+        self.stashed_bytes: list[float] = [0] * ranks
         self.most_bytes: list[float] = [0] * ranks
         self.last = "B" if pipeline.split else "F"
         self.actions: Mapping[str, Callable[[int, Instruction], None]] = {
@@ -214,12 +214,12 @@ class _State:
         self._work(rank, arrived if arrived > free else free, seconds)
 
     def _hold(self, rank: int, count: int, nbytes: float) -> None:
-        self.held[rank] += count
-        self.held_bytes[rank] += nbytes
+        self.stashed[rank] += count
+        self.stashed_bytes[rank] += nbytes
         if count > 0:
-            self.most[rank] = max(self.most[rank], self.held[rank])
+            self.most[rank] = max(self.most[rank], self.stashed[rank])
         if nbytes > 0:
-            self.most_bytes[rank] = max(self.most_bytes[rank], self.held_bytes[rank])
+            self.most_bytes[rank] = max(self.most_bytes[rank], self.stashed_bytes[rank])
 
     def free(self, rank: int, i: Instruction) -> None:
         left = self.bytes["B"][i.stage] if self.last == "B" else 0

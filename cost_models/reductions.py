@@ -2,13 +2,13 @@
 
 An operation that is cut along a dimension which it reduces leaves a partial result on every device, and an all-reduce
 combines them. The communication library of a backend knows some reductions of some types only. What it does not know is
-not left partial: the planner offers no such strategy, and the operand is gathered instead.
+not left partial: the planner has no such strategy, and the operand is gathered instead.
 
 Sources: CPU and TPU (described v5e) by compiling every reduction of every type, on CPU also by comparing the numbers
 (jaxlib 0.10.2 and 0.12.0, libtpu 0.0.52). GPU by compiling for a described H100, and XLA's `MatchReductionInstruction`
 and `IsTypeSupportedByNccl`: bits of integers and the order of complex numbers abort the process in XLA's compiler; a
-product of complex numbers compiles, but NCCL sees two real numbers and multiplies them apart. Types of two bits have no
-all-reduce anywhere.
+product of complex numbers compiles, but NCCL multiplies real and imaginary parts by themselves. Types of two bits have
+no all-reduce anywhere.
 """
 
 from __future__ import annotations

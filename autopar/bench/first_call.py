@@ -65,7 +65,7 @@ def run(
 
 
 def half_of(name: str, corpus: Sequence[str]) -> str:
-    """Where a program stands: thresholds are settled on every other program of the corpus, in the order of names."""
+    """The half that a program belongs to: thresholds are settled on every other program of the corpus, by name."""
     return HALVES[sorted(corpus).index(name) % 2] if name in corpus else "zoo"
 
 

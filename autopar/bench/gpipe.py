@@ -5,7 +5,7 @@ is usually written in JAX:
 
     shard_map over (stage, data)      every device runs the same program on its layers and its examples   -> _gradients
     scan over ticks                   stage s works on microbatch t - s                                   -> _tick
-    ppermute                          hands activations on, its transpose hands cotangents back
+    ppermute                          sends activations on; its transpose sends cotangents back
     jax.checkpoint                    around the work of a stage
     psum, once, after the scan        of gradients over data, and over stages of what all of them hold
 

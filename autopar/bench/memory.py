@@ -2,7 +2,7 @@
 
 The front is searched once for all budgets (`autopar.passes.memory.pareto`). Each point is a plan, told by its peak, its
 step time and, per device: the arguments it keeps (parameters, optimizer state), bytes at the peak by kind, and bytes
-sent per step. Beside each point stand bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al.,
+sent per step. Beside each point are bytes per parameter, to compare with the stages of ZeRO (Rajbhandari et al.,
 2020, section 3): 16 in all for mixed-precision Adam, with N devices 4 + 12/N, 2 + 14/N and 16/N.
 
 `lower_s` is the certified bound: no plan with that peak or less is faster.

@@ -17,7 +17,7 @@ so that no schedule had a bubble, or would drown it in noise:
 other processes want the cores: then times mean little.
 
     pass, send, update    every instruction waited for; medians
-    simulated             the schedule's lists played at these prices
+    simulated             simulation of the schedule's lists at these costs
     measured              the step as it runs, right after the one that gave prices; the schedules take turns; median
     ratio                 measured over simulated of such a pair of steps; median
     bubble                1 - what both devices compute, by these prices, over twice the step; median over pairs
@@ -55,7 +55,7 @@ from autopar.runtime.executor import Stash
 from autopar.schedules import Instruction, Schedule
 
 RANKS = 2
-MICROBATCHES = 2  # the fewer, the further apart are the bubbles of schedules
+MICROBATCHES = 2  # the fewer, the more the bubbles of schedules differ
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1")
 MODEL = "narrow"
 TINY = "mlp-toy"
@@ -275,7 +275,7 @@ def row(model: str, schedule: Schedule, clock: Clock, times: Sequence[float], th
     """A schedule measured and simulated."""
     stages, repeats = len(schedule.pipeline.placement), len(times)
     prices = prices_of(clock, stages, repeats)
-    played = simulate(schedule, prices)
+    simulated = simulate(schedule, prices)
     pairs = [(simulate(schedule, prices_of(clock.repeat(r, repeats), stages, 1)), t) for r, t in enumerate(times)]
     passes = prices.passes(schedule.pipeline.split)
     return {
@@ -285,10 +285,10 @@ def row(model: str, schedule: Schedule, clock: Clock, times: Sequence[float], th
         "pass_s": {kind: list(passes[kind]) for kind in schedule.pipeline.kinds},
         "once_s": list(prices.update),
         "transfer_s": {f"{a}>{b}": t for (a, b), t in sorted(prices.transfer.items())},
-        "simulated_s": played.seconds,
+        "simulated_s": simulated.seconds,
         "measured_s": statistics.median(times),
         "ratio": statistics.median(t / one.seconds for one, t in pairs),
-        "simulated_bubble": played.bubble,
+        "simulated_bubble": simulated.bubble,
         "bubble": statistics.median(1 - math.fsum(one.busy) / (len(one.busy) * t) for one, t in pairs),
         "threads": statistics.median(threads),
         "raw_s": list(times),

@@ -137,7 +137,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
 
 
 def _peak_rss() -> int:
-    """Bytes of memory that this process has held at most."""
+    """Peak memory of this process, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

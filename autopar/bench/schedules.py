@@ -1,10 +1,10 @@
-"""`autopar bench schedules`: every pipeline schedule at one size, as the simulator plays it, and what that takes.
+"""`autopar bench schedules`: every pipeline schedule at one size, simulated, and the time that the simulation takes.
 
 All ranks have the same work per microbatch: a forward pass of `TICKS` ticks, gradients of inputs and of weights of as
 many, shared between a rank's stages; no transfers. Schedules without a flush run `BATCHES` batches in a row. Printed:
 
     bubble                           time lost over the time of ranks that never wait
-    held                             microbatches held by the ranks that hold least and most; slices and chunks as parts
+    in flight                        microbatches in flight on the ranks with least and most; slices and chunks as parts
     versions                         of the weights, on the stage that needs most
     make, check, order, simulate     seconds of lists, proof, order of issue, one simulation; the least of the repeats
 
@@ -52,16 +52,16 @@ def _row(name: str, size: Size, repeats: int) -> Row:
     schedule, most = make(name, size), bounds(name, size)
     ticks = TICKS / size.chunks / size.slices
     prices = uniform(schedule.pipeline.stages, ticks, ticks, ticks)
-    played = simulate(schedule, prices)
-    held = [count / size.chunks / size.slices for count in played.stash]
+    simulated = simulate(schedule, prices)
+    in_flight = [count / size.chunks / size.slices for count in simulated.stash]
     return {
         "schedule": name,
         **asdict(size),
         "synchronous": SCHEDULES[name].synchronous,
         "executable": SCHEDULES[name].executable,
-        "bubble_over_ideal": played.bubble_over_ideal,
-        "held_most": max(held),
-        "held_least": min(held),
+        "bubble_over_ideal": simulated.bubble_over_ideal,
+        "held_most": max(in_flight),
+        "held_least": min(in_flight),
         "weight_versions": max(weight_versions(schedule)),
         "instructions": sum(map(len, schedule.lists)),
         "make_s": _least(lambda: make(name, size), repeats),
@@ -83,7 +83,7 @@ def _least(work: Callable[[], object], repeats: int) -> float:
 
 def table(rows: Sequence[Row]) -> str:
     """A line per schedule, then the complaints."""
-    heads = ("schedule", "bubble", "held", "versions", "instructions", "make", "check", "order", "simulate")
+    heads = ("schedule", "bubble", "in_flight", "versions", "instructions", "make", "check", "order", "simulate")
     lines = [
         (
             row["schedule"],

@@ -10,7 +10,7 @@ plain data parallelism sends (Rajbhandari et al., 2020, "ZeRO", sections 5 and 7
 
 The first plan has no budget. What it holds beyond 16 bytes per parameter (activations, and what the clipped gradients
 take beside the others) is allowed to all; the budget of each stage is its bytes per parameter and that. Nothing is
-pinned: which tensors are cut, and what is sent for it, is the plan's choice. `held` is its peak less that allowance.
+pinned: which tensors are cut, and what is sent for it, is the plan's choice. `kept` is its peak less that allowance.
 
 The machine is one on which only communication has a price besides arithmetic: reading and writing memory is free.
 Else the search begins with ZeRO-1, which updates less on each device and sends no more than plain data parallelism.
@@ -82,14 +82,14 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
     rows: list[Row] = []
     for stage in stages:
         plan = free if stage is first else planned(stage.nbytes(workers) * count + allowance)
-        held, sent = (plan.stages[0].peak_memory_bytes - allowance) / count, plan.wire_bytes() / unit
+        kept, sent = (plan.stages[0].peak_memory_bytes - allowance) / count, plan.wire_bytes() / unit
         rows.append(
             {
                 "stage": stage.name,
                 "workers": workers,
                 "parameters": count,
                 "formula_bytes": stage.nbytes(workers),
-                "held_bytes": held,
+                "held_bytes": kept,
                 "allowance_bytes": allowance / count,
                 "formula_sent": stage.sent,
                 "sent": sent,
@@ -97,7 +97,7 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
                 "gap": plan.gap,
                 "status": plan.solver_status,
                 "memory": dict(plan.stages[0].memory),
-                "ok": held <= stage.nbytes(workers) * (1 + TOLERANCE) and sent <= stage.sent * (1 + TOLERANCE),
+                "ok": kept <= stage.nbytes(workers) * (1 + TOLERANCE) and sent <= stage.sent * (1 + TOLERANCE),
             }
         )
     return rows
@@ -105,7 +105,7 @@ def run(model: zoo.Model | None = None, workers: int = 8, stages: Sequence[Stage
 
 def table(rows: list[Row]) -> str:
     """A line per stage."""
-    heads = ("", "bytes/parameter", "held", "sent at most", "sent", "step", "gap", "reached")
+    heads = ("", "bytes/parameter", "kept", "sent at most", "sent", "step", "gap", "reached")
     body = [
         (
             row["stage"],

@@ -119,13 +119,13 @@ def _frequencies(half: int, dtype: str) -> jax.Array:
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [B,S,...,K] turned by its position: x cos + (x2, x1) sin, with (x1, x2) the halves of the last dimension."""
+    """x [B,S,...,K] rotated by its position: x cos + (x2, x1) sin, with (x1, x2) the halves of the last dimension."""
     half, last = x.shape[-1] // 2, x.ndim - 1
     low, high = lax.slice_in_dim(x, 0, half, axis=last), lax.slice_in_dim(x, half, 2 * half, axis=last)
     swapped = lax.concatenate([high, low], last)
     where = (1, last)
-    turned = lax.mul(swapped, lax.broadcast_in_dim(sin, x.shape, where))
-    return lax.add(lax.mul(x, lax.broadcast_in_dim(cos, x.shape, where)), turned)
+    rotated = lax.mul(swapped, lax.broadcast_in_dim(sin, x.shape, where))
+    return lax.add(lax.mul(x, lax.broadcast_in_dim(cos, x.shape, where)), rotated)
 
 
 def _attention(

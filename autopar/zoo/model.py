@@ -1,7 +1,7 @@
 """What a zoo entry is: a train step, and enough to make its arguments, real or abstract.
 
 A family describes its parameters as a tree of `Param` (a shape and how to draw it), its loss as a function of that
-tree and a batch, and hands both to `trainable`, which adds the optimizer. Nothing here knows about sharding: a step of
+tree and a batch, and passes both to `trainable`, which adds the optimizer. Nothing here knows about sharding: a step of
 the zoo is what a user would write.
 
 Mixed precision follows Micikevicius et al. (2018), "Mixed precision training": parameters and Adam moments are kept in
@@ -143,7 +143,7 @@ def repeat_blocks(
 ) -> Tree:
     """Apply `block(layer_params, x, *shared)` for every layer, whose parameters are as `block_params` makes them.
 
-    The block stands under jit, so that JAX traces and differentiates it once and not once per layer. `shared` is what
+    The block is under jit, so that JAX traces and differentiates it once and not once per layer. `shared` is what
     layers have in common (masks, rotary tables); it is passed, not closed over, so that all calls share one jaxpr.
     """
     body = jax.checkpoint(jax.jit(block)) if remat else jax.jit(block)
@@ -187,7 +187,7 @@ def trainable_with_statistics(
     optimizer: optax.GradientTransformation,
     dtype: str,
 ) -> tuple[Callable[[jax.Array], State], Callable[[State, Batch], tuple[State, Metrics]]]:
-    """Like `trainable`, for a loss that also hands back statistics: state = {"params", "stats", "opt"}."""
+    """Like `trainable`, for a loss that also returns statistics: state = {"params", "stats", "opt"}."""
 
     @jax.jit
     def init(key: jax.Array) -> State:

@@ -135,7 +135,7 @@ def _best(gates: jax.Array) -> jax.Array:
 
 
 def _slots(share: jax.Array, slot: jax.Array, capacity: int) -> jax.Array:
-    """[g,s,e] -> [g,s,e,c]: the share stands at its slot."""
+    """[g,s,e] -> [g,s,e,c]: the share is at its slot."""
     return share[..., None] * jax.nn.one_hot(slot.astype(jnp.int32), capacity, dtype=share.dtype)
 
 

@@ -107,7 +107,7 @@ def attend(
 ) -> jax.Array:
     """Attention of query [B,S,H,K] over key, value [B,T,H,K] -> [B,H,S,K], scaled by 1/sqrt(K) unless told otherwise.
 
-    The bias is [S,T], [H,S,T] or [B,H,S,T]; a dimension of 1 stands for all. The result keeps the batch dimensions of
+    The bias is [S,T], [H,S,T] or [B,H,S,T]; a dimension of 1 is broadcast. The result keeps the batch dimensions of
     the contraction in front; `merge_heads` takes it from there.
     """
     query = lax.mul(query, lax.full_like(query, query.shape[-1] ** -0.5)) if scaled else query

@@ -69,7 +69,7 @@ SIZES: Mapping[str, Config] = MappingProxyType(
     }
 )
 
-BUCKETS, DISTANCE = 32, 128  # of relative positions; those further apart than the distance share a bucket
+BUCKETS, DISTANCE = 32, 128  # of relative positions; larger distances share a bucket
 END, WORDS = 1, 2  # the token that ends a text, and the first that is a word
 
 BLOCK_TABLE = {

@@ -35,7 +35,7 @@ class Backend:
         merges_duplicates: of equal operations on equal operands one is done.
         turns_operands: operands of products are brought into one order of dimensions, which is a copy.
         swaps_products: a product that a transpose alone reads is made with its operands in the other order instead (see
-            `autopar.codegen.fold_transpose`), and turned operands are those of that product.
+            `autopar.codegen.fold_transpose`), and transposed operands are those of that product.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
         cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of, as
             long as none of them depends on it by way of memory; what is made of one array is repeated by kernels that
@@ -46,7 +46,7 @@ class Backend:
         scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
         loops_sink: a loop makes what is broadcast for it in its body, where that reads it.
         stores_early: what a loop stacks is stored as soon as it is made; otherwise at the end of the body.
-        stacks_first: what loops stack lies side by side, and what comes and goes around it.
+        stacks_first: stacked results of loops are adjacent in the heap, and temporaries around them.
         merges_fetches: what is fetched alike for two readers is fetched once.
         updates_read_pieces: an update reads a parameter as it arrives, and not the copy that products read.
         hashes_in_pairs: a threefry hash is two words, made by a loop; what reads the bits joins the words again.
@@ -61,10 +61,10 @@ class Backend:
         widens: products and reductions of bfloat16 and float16 read copies in float32 and write float32, and
             all-gathers make float32; what is rounded to bfloat16 is not repeated.
         narrows: float32 values that only products read are kept in bfloat16, as products read them.
-        sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and stands in for a reduce-scatter.
+        sums_in_place: an all-reduce overwrites its operand; otherwise it does not, and replaces a reduce-scatter.
         tile: arrays are padded to multiples of this in two of their dimensions (rows, columns).
-        gathers_turn: an all-gather puts the pieces one after the other, and is turned into a second array unless they
-            are pieces of the first dimension.
+        gathers_turn: an all-gather puts the pieces one after the other, and is transposed into a second array unless
+            they are pieces of the first dimension.
         splits_all_to_all: an all-to-all gives one array for every device, which are put together afterwards.
         overlaps: collectives run beside products: what is read in another layout is fetched as soon as it is made, and
             is there unturned as well meanwhile if it is gathered, or during the product before if it is an argument; a

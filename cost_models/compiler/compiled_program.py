@@ -3,7 +3,7 @@
 A *step* is an operation, or what a loop or a backend does beside the operations (`compiler.flatten` makes them):
 
     reshapes and the like     another name for the same buffer                                -> Program.root
-    a use in another layout   reads a *token*, which stands for the copy in that layout       -> Program.read
+    a use in another layout   reads a *token*, which represents the copy in that layout       -> Program.read
 
 Values that no operation of the graph defines (tokens, transposed and broadcast operands) are numbered behind the
 graph's; `Program.like` tells which value of the graph each has the type and layout of.
@@ -138,7 +138,7 @@ class Program:
         pieces: value made here of a copy -> the copy's key.
         stacked: result of a loop -> the value of its body that is stored there slice by slice.
         barriers: what each barrier holds, all of which is written to memory.
-        behind_barriers: value -> barriers it is behind, if only light steps stand between.
+        behind_barriers: value -> barriers it is behind, if only light steps are between.
         fenced: values that count as others than those whose buffers they are: they are behind a barrier.
         cheap: results of elementwise operations that are cheap enough to be repeated.
     """

@@ -1,7 +1,7 @@
 """The steps of a program, in the order in which they are written, and its loops.
 
     calls, rematerialised bodies   inlined; a recomputation waits for the gradient that needs it          -> _inline
-    barriers                       other names for what is held; readers wait for all of it               -> _hold
+    barriers                       other names for their operands; readers wait for all of them               -> _hold
     loops                          a step with frames: carries are updated in place, stacked operands
                                    read and stacked results written slice by slice                        -> _scan
     branches by platform           that of the backend, inlined                                           -> _branches
@@ -39,7 +39,7 @@ from autopar.cost_models.compiler.simplifications import alias_of, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.op_sets import ALL_PRODUCTS
 
-#: All other operations stand on their own: they read memory as it is and write their results.
+#: All other operations are steps of their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {
     **dict.fromkeys((*COSTLY, *CHEAP, *MOVES), LIGHT),
     **dict.fromkeys(REDUCTIONS, REDUCTION),
@@ -154,9 +154,9 @@ def _kind(p: Program, op: Op) -> str:
 def _inline(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     operands = p.operands(op)
     again = op.params.get("differentiated") and p.backend.keeps_barriers
-    held = values(operands) if again else ()
+    waited = values(operands) if again else ()
     p.fenced.update(op.regions[0].inputs if again else ())
-    _inline_region(p, frame, op, op.regions[0], operands, (*after, *held))
+    _inline_region(p, frame, op, op.regions[0], operands, (*after, *waited))
 
 
 def _inline_region(

@@ -29,7 +29,7 @@ class Lifetimes:
     """Moments of a program.
 
     Attributes:
-        moments: the step that runs at each; loops stand before and after the moments of their bodies.
+        moments: the step that runs at each; loops are before and after the moments of their bodies.
         birth, death: written value or token -> first and last moment. A token is born when what it copies is there
             (breadth first), where it is first read (program order), or in between -> _Clock._fetched.
         within: value made in a loop's body, in the memory of one of its results -> itself, or the token that leaves.

@@ -114,7 +114,7 @@ class _Moving:
             for reader in read:
                 if reader is None:
                     return False
-                if reader.name in ELEMENTWISE and all(map(self.is_turned, reader.inputs)):
+                if reader.name in ELEMENTWISE and all(map(self.is_transposed, reader.inputs)):
                     waiting.extend(v for v in reader.outputs if v not in seen)
                     seen.update(reader.outputs)
                 elif not self._takes_up(reader):
@@ -127,7 +127,7 @@ class _Moving:
         matrices = reader.name == "dot_general" and len(self.permutation) == 2
         return matrices or reader.name == "transpose" or reader.name in REDUCTIONS
 
-    def is_turned(self, atom: Atom) -> bool:
+    def is_transposed(self, atom: Atom) -> bool:
         """Whether it is such a transpose, or can as well be made the other way round."""
         if not isinstance(atom, int):
             return True
@@ -300,7 +300,7 @@ def _masks(p: Program, op: Op) -> bool:
 
 
 def _mask_of(p: Program, op: Op, k: int) -> int | None:
-    """What an operand of the result's shape was converted from, if that is true or false and lies as it is read."""
+    """What an operand of the result's shape is converted from, if a boolean in the same order of dimensions."""
     read = p.operands(op)[k]
     maker = p.makers.get(read) if isinstance(read, int) else None
     if maker is None or maker.name != "convert_element_type" or not isinstance(maker.inputs[0], int):

@@ -80,7 +80,7 @@ def buffers(
 
 
 def _ends(model: Model) -> Mapping[End, list[str]]:
-    """Readers' ends of edges, as `intra_op` tells them apart, and the sites that read there."""
+    """Readers' ends of edges, as `intra_op` distinguishes them, and the sites that read there."""
     found: dict[End, list[str]] = {}
     for use in model.grouping.uses:
         binding = model.grouping.bindings.get(use.value)
@@ -192,9 +192,9 @@ class _Values:
         b.add(what, v, birth, death, at, node=group)
 
     def _placed(self, v: int) -> Place | None:
-        """What decides where a value lies: of free values and views, what does for the first step that reads them.
+        """The group that decides the layout of a value; of free values and views, that of their first reader.
 
-        Random bits that are no hashes of counters lie nowhere: every device makes all of them.
+        Random bits that are no hashes of counters have none: every device makes all of them.
         """
         p = self.sizes.program
         piece = cast(End | None, p.pieces.get(v))
@@ -221,7 +221,7 @@ class _Values:
 
     @cached_property
     def _borrowed(self) -> Mapping[int, Place]:
-        """Where what has no binding of its own or is a view lies, through any number of steps that keep the shape."""
+        """The layout of values without a binding and of views, through any number of steps that keep the shape."""
         p, grouping = self.sizes.program, self.sizes.model.grouping
         bindings = {v: _at(binding) for v, binding in grouping.bindings.items() if binding.view is None}
         wanted: dict[int, Place] = {}  # of free values, by the first operation that reads them in a layout of its own

@@ -36,7 +36,7 @@ from autopar.passes.op_groups.strategies import StrategySet
 
 
 class _Side(NamedTuple):
-    """One end of an edge: a node's strategies, its factors for the value's dimensions, assigned or held."""
+    """One end of an edge: a node's strategies, its factors for the value's dimensions, assigned or resulting."""
 
     node: int
     strategies: StrategySet
@@ -60,7 +60,7 @@ def add_copies(
     """Add the buffers of all copies that readers at these ends may need, and of what waits for them to arrive.
 
     At the `settling` ones of them a result goes into the buffer of the argument whose next state it is, at the
-    `carried` ones into that of a loop's result; `elsewhere`: values that lie in a buffer of such; `overwritten`: copies
+    `carried` ones into that of a loop's result; `elsewhere`: values in a buffer of such; `overwritten`: copies
     in whose memory the result of what reads them last is made.
     """
     copies, goes_back = _Copies(sizes, frozenset(carried), elsewhere, overwritten), frozenset(settling)
@@ -92,7 +92,7 @@ class _Copies:
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
-    held: dict[int, _Held] = field(default_factory=dict)  # what lasts longer than its readers by that name
+    outliving: dict[int, _Outliving] = field(default_factory=dict)  # what lasts longer than its readers by that name
     column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
     waiting: Waiting = field(init=False)
 
@@ -126,14 +126,16 @@ class _Copies:
         self._fetch(link, end, birth, death)
         last = self._last(value)
         if last is not None:
-            known = self._held_until(value, last, death)
+            known = self._outlives(value, last, death)
             link.same("value", known + 1, death)
             link.other("value", known + 1, birth - 1, of_target=False)
             if death > known:
-                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, max(birth - 1, last), death)
+                self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(
+                    link, max(birth - 1, last), death
+                )
 
     def _fetch(self, link: _Link, end: End, birth: int, death: int) -> None:
-        """A copy in another layout, what an all-gather makes before it is turned, and what waits while it travels."""
+        """A copy in another layout, the result of its all-gather before the transposition, and what waits meanwhile."""
         if birth > death:
             return
         link.other("copy", birth, death, of_target=True)
@@ -153,13 +155,13 @@ class _Copies:
         for group in self.waiting.kept(moment, float(seconds.max())):
             link.longer_than(group.seconds, seconds, group.nbytes, group.birth, moment - 1)
 
-    def _held_until(self, value: int, last: int, death: int) -> int:
+    def _outlives(self, value: int, last: int, death: int) -> int:
         """Until when another name's readers hold the same array: what is copied for them, as it was up to `death`."""
-        held = self.held.get(cast(int, self.sizes.program.root(value)))
-        if held is None or held.until <= last:
+        array = self.outliving.get(cast(int, self.sizes.program.root(value)))
+        if array is None or array.until <= last:
             return last
-        held.link.other("value", max(last, held.first) + 1, min(held.until, death), of_target=False)
-        return held.until
+        array.link.other("value", max(last, array.first) + 1, min(array.until, death), of_target=False)
+        return array.until
 
     def settled(self, value: int, end: End) -> None:
         """A result that goes into another buffer at its one end: as it was made, at the moments that read it so."""
@@ -176,12 +178,12 @@ class _Copies:
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
         self._fetch(link, used[0], born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
-            known, until = self._held_until(value, last, first), self.spans[ends[-1]][1]
+            known, until = self._outlives(value, last, first), self.spans[ends[-1]][1]
             link.same("value", known + 1, first)
             link.wider(max(known, first) + 1, until)
             link.other("value", known + 1, born - 1, of_target=False)
             if until > known:
-                self.held[cast(int, self.sizes.program.root(value))] = _Held(link, first, until)
+                self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
         before, made = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
         if not self.carried.isdisjoint(ends):
             link.other("value", made, born, of_target=False)
@@ -260,7 +262,7 @@ class _Copies:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _Outliving:
     """An array that is there as it was made until `first`, and as it is at the other end of the link until `until`."""
 
     link: _Link
@@ -286,7 +288,7 @@ class _Link:
         self._add(what, birth, death, True, of_target)
 
     def gathered(self, birth: int, death: int, column_major: bool) -> None:
-        """What an all-gather makes before it is turned or rounded; `column_major`: a matrix is read in that order."""
+        """The result of an all-gather before it is transposed or rounded; `column_major`: how a matrix is read."""
         if birth <= death:
             wide = self.sizes.backend.widens and self.sizes.graph.types[self.value].dtype in HALVES
             outer = 1 if column_major and len(self.kind.shape) == 2 else 0
@@ -337,10 +339,10 @@ class _Link:
         return np.where(moved, self.sizes.pieces(self.targets, self.kind)[None, :], 0.0)
 
     def _gathered(self, wide: bool, outer: int) -> Floats:
-        """What an all-gather makes in float32, or else before it is turned: of other dimensions than the outer one."""
+        """The result of an all-gather in float32, or else before it is transposed: of dimensions but the outer one."""
         kind = self.kind._replace(itemsize=4.0) if wide else self.kind
-        turned = self.gathers(None if wide else outer)
-        return np.where(turned, self.sizes.pieces(self.targets, kind)[None, :], 0.0)
+        transposed = self.gathers(None if wide else outer)
+        return np.where(transposed, self.sizes.pieces(self.targets, kind)[None, :], 0.0)
 
     def gathers(self, but: int | None = None) -> NDArray[np.bool_]:
         """Where dimensions are gathered, other ones than this, shape (sources, targets)."""
@@ -348,6 +350,6 @@ class _Link:
         return np.any(cut[:, None, :] & (self.targets[None, :, :] < 0), axis=-1)
 
     def _table(self, differs: bool, of_target: bool, kind: Kind) -> Floats:
-        held = self.sizes.pieces(self.targets if of_target else self.sources, kind)
+        array = self.sizes.pieces(self.targets if of_target else self.sources, kind)
         other = (self.sources[:, None, :] != self.targets[None]).any(-1)
-        return np.where(other == differs, held[None, :] if of_target else held[:, None], 0.0)
+        return np.where(other == differs, array[None, :] if of_target else array[:, None], 0.0)

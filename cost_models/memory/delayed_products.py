@@ -1,7 +1,8 @@
 """What is kept because products wait: a compiler hides transfers behind products that are not urgent.
 
 Nothing but updates waits for the products that make weights' gradients. libtpu puts those made before a gather of
-activations off until it runs, the last ones first, as many as the transfer has time for, and keeps what they read:
+activations off until it runs, the last ones first, as many as fit into the time of the transfer, and keeps their
+operands:
 
     j waits for a gather   <=>   T(gather)  >  sum of seconds(i) over the products i between j and the gather
     bytes kept              =    what j reads that nothing reads later, each device its even share

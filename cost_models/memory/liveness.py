@@ -87,11 +87,17 @@ class Liveness:
     def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
         """The rows of the highest local peaks above so many bytes; the last moment of one that is flat."""
         sizes = self.sizes(assignment)
-        held = self._profile(np.where(self._argument, 0.0, sizes))
+        beside_arguments = self._profile(np.where(self._argument, 0.0, sizes))
         room = nbytes - float(sizes[self._argument].sum())
-        peaks = (held > room) & (held >= np.append(0.0, held[:-1])) & (held > np.append(held[1:], 0.0))
+        peaks = (
+            (beside_arguments > room)
+            & (beside_arguments >= np.append(0.0, beside_arguments[:-1]))
+            & (beside_arguments > np.append(beside_arguments[1:], 0.0))
+        )
         found = np.flatnonzero(peaks)
-        highest = [self.row(int(moment)) for moment in found[np.argsort(-held[found], kind="stable")][:SHOWN]]
+        highest = [
+            self.row(int(moment)) for moment in found[np.argsort(-beside_arguments[found], kind="stable")][:SHOWN]
+        ]
         return sorted(highest, key=lambda row: -row.value(self._problem, assignment))  # equal up to rounding: by value
 
     def at_peak(self, assignment: Ints) -> tuple[float, int | None, Sequence[tuple[Buffer, float]]]:

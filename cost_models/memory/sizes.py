@@ -59,7 +59,7 @@ class Kind(NamedTuple):
     Attributes:
         shape, itemsize: whole, and bytes per element.
         first: the first dimension that may be tiled.
-        rows: the last dimension is the one that lies in rows of tiles; otherwise any may.
+        rows: the last dimension is the one along rows of tiles; otherwise any may be.
     """
 
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class Sizes:
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
     kinds: dict[int, Kind] = field(default_factory=dict)  # by value
-    loose: dict[int, Floats] = field(default_factory=dict)  # start of a run of what comes and goes -> the run
+    temporary_runs: dict[int, Floats] = field(default_factory=dict)  # start of a run of what comes and goes -> the run
     near: dict[tuple[int, float], int] = field(default_factory=dict)  # its start, bytes that stay near -> start without
 
     def all(self) -> Floats:
@@ -128,18 +128,18 @@ class Sizes:
         Args:
             key: of the kind.
             make: its bytes.
-            fixed: it lies where nothing that comes and goes leaves holes.
+            fixed: it is in a part of the heap without temporaries, which would leave holes.
         """
         key = (key, fixed)
         if key not in self.starts:
             run = np.asarray(make(), np.float64).ravel() * (1.0 if fixed else self.backend.fragmentation)
             self.starts[key] = self._append(run)
             if not fixed:
-                self.loose[self.starts[key]] = run
+                self.temporary_runs[self.starts[key]] = run
         return self.starts[key]
 
     def is_fixed(self, what: str, value: int) -> bool:
-        """Whether such a buffer of a value lies where nothing that comes and goes leaves holes."""
+        """Whether such a buffer of a value is in the part of the heap without temporaries."""
         stacked = self.backend.stacks_first and self.program.root(value) in self.program.stacked
         return what == "argument" or (what == "value" and stacked)
 
@@ -219,11 +219,11 @@ class Sizes:
         """
         bodies = self.bodies
         inside = bodies[birth] >= 0 and bodies[birth] == bodies[death]
-        if at not in self.loose or not (inside or death - birth <= NEAR):
+        if at not in self.temporary_runs or not (inside or death - birth <= NEAR):
             return at
         most = self.backend.near_bytes * min(1.0, WHOLE / (death - birth + 1))
         if (at, most) not in self.near:
-            run = self.loose[at]
+            run = self.temporary_runs[at]
             self.near[at, most] = self._append(np.where(run <= most * self.backend.fragmentation, 0.0, run))
         return self.near[at, most]
 

@@ -126,7 +126,7 @@ def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resha
         binding = grouping.bindings[value]
         # a single reader that runs no more often than the producer needs no copy
         if len(ends) == 1 and ends[0].weight <= grouping.groups[binding.group].weight:
-            edges.add_home(binding, ends[0])
+            edges.add_binding(binding, ends[0])
             continue
         strategies = b.layouts(graph.types[value].shape, base)
         copies[value], copy_sets[value] = len(nodes), strategies
@@ -211,7 +211,7 @@ class _Edges:
         self._found: dict[tuple[int, int, int, int], list[Moved]] = {}
         self._sides: dict[int, _Side] = {}
 
-    def add_home(self, binding: Binding, end: _End) -> None:
+    def add_binding(self, binding: Binding, end: _End) -> None:
         """Add the edge from the group of a binding to a reader."""
         source = self._grouping.groups[binding.group].strategies
         self._add(binding.group, self._b.side(source, binding.dims, False), end, binding.value)

@@ -124,8 +124,8 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
     bandwidth = mesh.device.memory_bandwidth
     for charge in model.grouping.charges:
         strategies = model.grouping.groups[charge.group].strategies
-        held = strategies.result[assignment[charge.group]].tolist()
-        layout = tuple(f if f in charge.dims else REPLICATED for f in held)
+        factors = strategies.result[assignment[charge.group]].tolist()
+        layout = tuple(f if f in charge.dims else REPLICATED for f in factors)
         yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
 
@@ -142,15 +142,15 @@ def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> 
         binding = bindings.get(use.value)
         if binding is None:
             continue
-        value, at_home = binding.value, found.values[binding.value]
-        default = at_home if binding.view is None else (-1,) * len(mesh.sizes)
+        value, at_binding = binding.value, found.values[binding.value]
+        default = at_binding if binding.view is None else (-1,) * len(mesh.sizes)
         wanted = through(binding, found.uses.get(use.site, default))
-        start = found.copies.get(value, at_home)
+        start = found.copies.get(value, at_binding)
         if value in found.copies and (value, start) not in seen:
             seen.add((value, start))
             weight = min(use.weight, model.grouping.groups[binding.group].weight)
-            yield from _emit(graph, replace(use, weight=weight), value, at_home, start, mesh)
-        if wanted != start and (value, wanted) not in seen and wanted != at_home:
+            yield from _emit(graph, replace(use, weight=weight), value, at_binding, start, mesh)
+        if wanted != start and (value, wanted) not in seen and wanted != at_binding:
             seen.add((value, wanted))
             yield from _emit(graph, use, value, start, wanted, mesh)
 
@@ -200,11 +200,11 @@ def sums_of(
     after = emitted(*chosen, mesh.sizes, dot=op.name == "dot_general")[0]
     each = shares(c.strategies.assigned[row], c.strategies.sizes, mesh.sizes)
     for value, dims in zip(op.outputs, model.grouping.rules[op.signature].results, strict=True):
-        held = graph.types[value].nbytes * float(share(each, dims)[0])
+        nbytes = graph.types[value].nbytes * float(share(each, dims)[0])
         for axis, size in enumerate(mesh.sizes):
             if after[axis] == REDUCE_SCATTER:
-                yield "reduce-scatter", (axis,), max(1, round(held))
-                held /= size
+                yield "reduce-scatter", (axis,), max(1, round(nbytes))
+                nbytes /= size
         axes = tuple(a for a in range(len(mesh.sizes)) if after[a] == ALL_REDUCE)
         if axes:
-            yield "all-reduce", axes, max(1, round(held))
+            yield "all-reduce", axes, max(1, round(nbytes))

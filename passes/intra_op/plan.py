@@ -173,7 +173,7 @@ class _Draft:
 
     def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
         """Bytes per device in the host's memory under a solution."""
-        return offload.held(self.model, self.graph, mesh, self.hosted, solution.assignment)
+        return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,8 +403,8 @@ class Planner:
         self.attempts += 1
         policies, hosted = self._policies(policies), tuple(hosted) or self.always
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
-            at_home = self.solved.get((policies, self.always))  # the same without offload, which is faster
-            seconds = at_home[1].objective if at_home else math.inf
+            without_offload = self.solved.get((policies, self.always))  # the same without offload, which is faster
+            seconds = without_offload[1].objective if without_offload else math.inf
             return Outcome(policies, None, seconds, least, fits=False, pressed=True, hosted=hosted)
         draft = self._draft(policies, hosted)
         try:
@@ -684,8 +684,8 @@ def _output_layout(
     if position in state:
         return inputs[state[position]]
     atom = graph.outputs[position]
-    at_home = found.values.get(atom) if isinstance(atom, int) else None
-    layout = found.uses.get(f"out{position}", at_home)
+    of_value = found.values.get(atom) if isinstance(atom, int) else None
+    layout = found.uses.get(f"out{position}", of_value)
     shape = graph.type_of(atom).shape
     if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
         return replicated(len(mesh.sizes))

@@ -129,7 +129,7 @@ def optimize_within(
 
 
 def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReduction, *, full: bool) -> BudgetedSolution:
-    """All steps of the module docstring, after the free optimum turned out not to fit. Raises Infeasible."""
+    """All steps of the module docstring, where the free optimum does not fit. Raises Infeasible."""
     least = _least(state, free)
     state.add_rows(least.rows)
     if least.peak_bytes > state.budget:

@@ -123,7 +123,7 @@ def _add(into: dict[int, Floats], index: int, row: int, rows: int, usage: Floats
 
 
 def mark(constrained: ConstrainedProblem) -> Problem:
-    """The problem with each signature and key extended by a number for the bytes; 0 stands for no bytes."""
+    """The problem with each signature and key extended by a number for the bytes; 0 for no bytes."""
     ids: dict[Hashable, int] = {}
 
     def number(usage: Floats | None) -> int:
@@ -216,8 +216,8 @@ def contracted(presolved: PresolvedProblem) -> PresolvedProblem:
     edges: dict[int, Floats] = {}
     for new, old in bare.preserved.items():
         # contraction may have swapped the ends of the edge
-        turned = bare.nodes[bare.problem.edges[new].u] != constrained.problem.edges[old].u
-        edges[new] = constrained.edges[old].transpose(0, 2, 1) if turned else constrained.edges[old]
+        transposed = bare.nodes[bare.problem.edges[new].u] != constrained.problem.edges[old].u
+        edges[new] = constrained.edges[old].transpose(0, 2, 1) if transposed else constrained.edges[old]
     nodes = {i: constrained.nodes[v] for i, v in enumerate(bare.nodes) if v in constrained.nodes}
     lift = presolved.lift
     return PresolvedProblem(

@@ -308,17 +308,17 @@ def _sum_cost(
     after = emitted(after, assigned, result, mesh.sizes, dot=work.dot)
     mesh = mesh.behind_computation() if work.behind else mesh
     each = shares(assigned, rule.sizes, mesh.sizes)
-    held_bytes = np.zeros(len(assigned))
+    piece_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):
-        held_bytes += type_.nbytes * share(each, dims)
+        piece_bytes += type_.nbytes * share(each, dims)
     for axis, size in enumerate(mesh.sizes):
         scatter = after[:, axis] == REDUCE_SCATTER
-        cost += np.where(scatter, collective_time("reduce-scatter", held_bytes, (axis,), mesh), 0.0)
-        held_bytes = np.where(scatter, held_bytes / size, held_bytes)
+        cost += np.where(scatter, collective_time("reduce-scatter", piece_bytes, (axis,), mesh), 0.0)
+        piece_bytes = np.where(scatter, piece_bytes / size, piece_bytes)
     reducing = after == ALL_REDUCE
     for axes in _axis_sets(len(mesh.sizes)):
         exactly = (reducing == np.isin(np.arange(len(mesh.sizes)), axes)).all(1)
-        cost += np.where(exactly, collective_time("all-reduce", held_bytes, axes, mesh), 0.0)
+        cost += np.where(exactly, collective_time("all-reduce", piece_bytes, axes, mesh), 0.0)
     return cost
 
 

@@ -258,7 +258,7 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
     nodes = range(len(problem.nodes)) if forward else range(len(problem.nodes) - 1, -1, -1)
     plan = np.full(len(problem.nodes), -1, dtype=np.int64)
     # sums (s) over all nodes but v, and over the pending edges
-    held, pending = float(state.rest.sum()), 0.0
+    rest, pending = float(state.rest.sum()), 0.0
     jump: dict[int, float] = {}  # pending edge -> least cost (s)
     for v in nodes:
         before: list[End] = []
@@ -268,15 +268,15 @@ def sweep(problem: Problem, ends: list[list[End]], state: State) -> tuple[float,
             theta += state.into[x.edge][v > x.other][x.classes]
             (before if (x.other < v) == forward else after).append(x)
         plan[v] = _decode(theta, v, before, plan, state)
-        held -= state.rest[v]
+        rest -= state.rest[v]
         pending -= sum(jump.pop(x.edge) for x in before)
         least = float(theta[theta.argmin()])  # faster than min() on such short arrays
         if state.settled:
-            bound = (theta - least) / state.counts[v] + (held + pending + least)
+            bound = (theta - least) / state.counts[v] + (rest + pending + least)
             np.maximum(state.bounds[v], bound, out=state.bounds[v])
         gamma = 1.0 / max(len(before), len(after), 1)
         state.rest[v] = (1.0 - len(after) * gamma) * least
-        held += state.rest[v]
+        rest += state.rest[v]
         share = theta * gamma
         for x in after:
             jump[x.edge] = _send(x, v, share, state)

@@ -71,7 +71,7 @@ def test_what_has_to_be_copied_is_cut() -> None:
     graph, model, hosted = program()
     priced = offload.priced(model, graph, mesh(), hosted)
     found = optimize(priced.problem).assignment
-    assert offload.held(priced, graph, mesh(), hosted, found) == WHOLE / 8
+    assert offload.host_bytes(priced, graph, mesh(), hosted, found) == WHOLE / 8
     assert offload.seconds(WHOLE / 8, mesh()) == pytest.approx(2 * 4096 / 1e9)
 
 
@@ -117,4 +117,4 @@ def test_a_peak_without_what_waits_bounds_every_plan_that_has_it_wait(name: str,
 def test_nothing_is_priced_where_nothing_is_moved() -> None:
     graph, model, _ = program()
     assert offload.priced(model, graph, mesh(), ()) is model
-    assert offload.held(model, graph, mesh(), (), optimize(model.problem).assignment) == 0
+    assert offload.host_bytes(model, graph, mesh(), (), optimize(model.problem).assignment) == 0

@@ -53,7 +53,7 @@ STEPS = 3
 #: Relative difference of a leaf that is allowed, by the narrowest dtype of a program; of float16 one rounding.
 TOLERANCE: Mapping[str, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
 MEMORY = (-0.10, 0.25)  # lowest and highest error of the predicted peak
-SMALLEST = 32 * 2**20  # bytes per device from which a predicted peak is judged
+SMALLEST = 32 * 2**20  # bytes per device from which a predicted peak is compared
 REPLICATED = 0.01  # part of the FLOPs that may run replicated
 LINE = re.compile(r"[\w.-]+\.py:\d+")
 

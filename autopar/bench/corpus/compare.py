@@ -1,11 +1,11 @@
-"""How far the results of two runs are apart, leaf by leaf.
+"""How far the results of two runs differ, leaf by leaf.
 
     difference of a leaf = max |ours - theirs| / scale
     scale                = max |theirs|, or the largest of its kind where the leaf has no digits of its own
 
 A leaf has no digits of its own if it is zero but for rounding: the bias of a key before a softmax, the bias before a
 normalisation. It is known by its magnitude beside the largest of its kind (parameters, first moments, second moments),
-as in `equal_case`. Integers, booleans and random keys are equal or infinitely far apart; so are values that are not
+as in `equal_case`. Integers, booleans and random keys are equal or infinitely different; so are values that are not
 finite.
 """
 
@@ -55,7 +55,7 @@ def _scales(leaves: Leaves) -> dict[str, float]:
 
 
 def _difference(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], scale: float) -> float:
-    apart = absolute(x, y) if x.dtype == y.dtype else math.inf
+    distance = absolute(x, y) if x.dtype == y.dtype else math.inf
     if not is_inexact(y):
-        return math.inf if apart else 0.0
-    return apart / scale if scale else apart
+        return math.inf if distance else 0.0
+    return distance / scale if scale else distance

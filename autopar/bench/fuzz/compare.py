@@ -30,10 +30,10 @@ WIDE = ("float64", "complex128")
 
 def difference(ours: Any, theirs: Any) -> float:
     """Largest difference over the largest finite magnitude; infinite where types or integers differ."""
-    apart = absolute(ours, theirs) if ours.dtype == theirs.dtype else np.inf
+    distance = absolute(ours, theirs) if ours.dtype == theirs.dtype else np.inf
     if not is_inexact(theirs):
-        return np.inf if apart else 0.0
-    return apart / (magnitude(theirs) or 1.0)
+        return np.inf if distance else 0.0
+    return distance / (magnitude(theirs) or 1.0)
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> list[float]:

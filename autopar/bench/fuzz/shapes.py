@@ -1,6 +1,6 @@
 """Moves that change shapes: permutations, folds, slices, pads, products, windows, scans along a dimension.
 
-Most keep examples apart: they work on dimensions without examples. `across` is the table of those that do not.
+Most do not mix examples: they work on dimensions without examples. `across` is the table of those that do not.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ ACROSS = (
 
 
 def across(scope: Scope) -> None:
-    """What examples have in common, handed back to each: right, if not in microbatches."""
+    """A reduction over the examples, broadcast to each: exact, though not in microbatches."""
     value = scope.find(batched, lambda v: v.kind == "i" or v.dtype == "float64", lambda v: v.folded == (1, 1))
     if value is None:
         return

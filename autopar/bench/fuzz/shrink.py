@@ -85,7 +85,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _zeros(types: Mapping[str, Type], node: Node) -> tuple[Node, ...] | None:
-    """Nodes without operands in place of this one; None where it only takes a tuple apart."""
+    """Nodes without operands in place of this one; None where it only unpacks a tuple."""
     if any(out not in types for out in node.outs):
         return None
     return tuple(Node((out,), types[out].zeros()) for out in node.outs)

@@ -18,7 +18,7 @@ All but "layouts" are planned by default: layers are recomputed where that is th
 save of the last percent they pay for dearly, in plans that hardly anybody wants; errors are told with and without.
 
 Sizes: on CPU a device holds between 64 MiB and 2 GiB. On TPU the batch is a power of two with which the free plan needs
-0.85 to 2 GiB, since much of a smaller program lies in on-chip memory (128 MiB), and sequences have 128 tokens or more,
+0.85 to 2 GiB, since much of a smaller program is in on-chip memory (128 MiB), and sequences have 128 tokens or more,
 where they can be chosen, since shorter ones do not fill a row of a tile.
 
 One worker per model.
@@ -54,7 +54,7 @@ CLUSTERS: Mapping[str, str] = {"cpu": "dgx-h100", "tpu": "tpu-v5e"}
 PLANS = ("free", "tight", "layouts", "recomputed")
 BY_ORDER = "layouts"  # planned with an option that is not the default
 MOST_MEDIAN, MOST, BELOW = 0.10, 0.25, 0.10  # what the errors are to stay within
-TIGHT = 0.25  # where a tight budget lies between the least peak and the one without the budget
+TIGHT = 0.25  # position of a tight budget between the least peak (0) and the peak without a budget (1)
 WORTH = 0.9  # least peak with recomputation over the one without, below which a plan with it is made
 
 #: Target -> model -> (mesh, sizes); see above.

@@ -1,6 +1,6 @@
 """A small decoder in Flax NNX, in the functional form: split before the step, merge inside it.
 
-Query, key and value come from one projection here, which the other transformers of the zoo keep apart.
+Query, key and value come from one projection here, which are separate in the other transformers of the zoo.
 """
 
 from __future__ import annotations
