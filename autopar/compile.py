@@ -48,7 +48,7 @@ from autopar.passes.intra_op.mesh_search import MeshSearch
 from autopar.passes.intra_op.plan import Options, Parts, collector_paused
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat import rewrite as remat
-from autopar.passes.stages.plan_all import LaidOut, StagePlans
+from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.plans import cache as plan_cache
 from autopar.plans.checks import mismatches
 from autopar.plans.layout_checks import check_arguments, check_layouts
@@ -92,7 +92,7 @@ class Prepared:
     registered: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     pipeline: Pipelined | None = None
-    layouts: StagePlans[LaidOut] | None = None
+    layouts: StagePlans[CodegenStage] | None = None
 
     def rules(self) -> Mapping[int, Rule]:
         """What code generation needs beside the plan; read once per graph."""

@@ -26,7 +26,7 @@ from autopar.passes.microbatch.loop import Accumulator, Programs
 from autopar.passes.microbatch.programs import Total
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name
-from autopar.passes.stages.plan_all import LaidOut, StagePlans, plan_stages
+from autopar.passes.stages.plan_all import CodegenStage, StagePlans, plan_stages
 from autopar.schedules.instructions import Kind
 
 
@@ -56,7 +56,7 @@ class Planned:
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
     def value(self, stage: int, value: int) -> NamedSharding:
-        out = self._handed(stage).get(value)
+        out = self._sent(stage).get(value)
         if out is not None:
             return self.emitters[stage].result_sharding(out)
         return self._at(stage, self.keys[stage].local.get(value))
@@ -92,9 +92,9 @@ class Planned:
     def _at(self, stage: int, key: Key | None) -> NamedSharding:
         return self.everywhere(stage) if key is None else self.emitters[stage].sharding(key)
 
-    def _handed(self, stage: int) -> Mapping[int, int]:
+    def _sent(self, stage: int) -> Mapping[int, int]:
         """Value handed over -> position of the result of the graph."""
-        return {v: i for i, v in self.emitters[stage].plan.graph.handed.items()}
+        return {v: i for i, v in self.emitters[stage].plan.graph.sent.items()}
 
     def _results(self, stage: int) -> Mapping[int, int]:
         """Value of an update that leaves the stage -> position of the result of the graph."""
@@ -119,17 +119,17 @@ class Planned:
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         emitter, keys, graph = self.emitters[stage], self.keys[stage], self.emitters[stage].plan.graph
-        one, handed = self.stages.stages[stage].passes[kind], self._handed(stage)
+        one, sent = self.stages.stages[stage].passes[kind], self._sent(stage)
         known: dict[Key, Any] = {(graph.index, None): index}
         known.update((keys.whole[n], array) for n, array in whole.items())
         known.update(((graph.blocks[n], None), x) for n, x in local.items() if n in one.blocks)
         known.update((keys.local[n], x) for n, x in local.items() if n in keys.local)
-        results = [handed[n] for n in one.writes if n in handed]
+        results = [sent[n] for n in one.writes if n in sent]
         wanted = [key for t in one.totals if (key := key_of(graph.local[t.value])) is not None]
-        wanted += [keys.local[n] for n in one.writes if n not in handed]
+        wanted += [keys.local[n] for n in one.writes if n not in sent]
         given = emitter.emit(kind, known, wanted, results)
         parts = tuple(_given(given.values, graph.local[t.value]) for t in one.totals)
-        written = (given.results[handed[n]] if n in handed else given.values[keys.local[n]] for n in one.writes)
+        written = (given.results[sent[n]] if n in sent else given.values[keys.local[n]] for n in one.writes)
         return parts, tuple(written)
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
@@ -146,7 +146,7 @@ class Planned:
     def _read_as(self, stage: int, total: int) -> Key:
         """The key under which the updates of a stage read a total."""
         graph = self.emitters[stage].plan.graph
-        found = graph.local[total] if total in graph.marked else graph.totals[total]
+        found = graph.local[total] if total in graph.summed_in else graph.totals[total]
         assert isinstance(found, int)
         return found, None
 
@@ -163,7 +163,7 @@ def _given(values: Mapping[Key, Any], atom: Any) -> Any:
 
 
 def placed(
-    stages: Stages, meshes: Sequence[Mesh], avals: Sequence[Any], layouts: Layouts | StagePlans[LaidOut] | None
+    stages: Stages, meshes: Sequence[Mesh], avals: Sequence[Any], layouts: Layouts | StagePlans[CodegenStage] | None
 ) -> Plain | Planned:
     """Where the values of a step in stages lie, and its programs.
 
@@ -183,7 +183,7 @@ def local_mesh(mesh: Mesh) -> LogicalMesh:
     return Cluster.local().part(0, mesh.size).logical_mesh(mesh.devices.shape, mesh.axis_names)
 
 
-def planned(plans: StagePlans[LaidOut], meshes: Sequence[Mesh]) -> Planned:
+def planned(plans: StagePlans[CodegenStage], meshes: Sequence[Mesh]) -> Planned:
     """The programs of planned stages, for these submeshes.
 
     Args:
@@ -204,7 +204,7 @@ def planned(plans: StagePlans[LaidOut], meshes: Sequence[Mesh]) -> Planned:
 
 def _cut(stages: Stages, stage: int, emitter: Emitter) -> Cuts:
     graph, found = emitter.plan.graph, stages.stages[stage]
-    handed = {v: i for i, v in graph.handed.items()}
+    handed = {v: i for i, v in graph.sent.items()}
     made = {v: i for i, (kind, v) in enumerate(graph.results) if kind == "made"}
     results: dict[str, list[int]] = {
         k: [handed[v] for v in one.writes if v in handed] for k, one in found.passes.items()

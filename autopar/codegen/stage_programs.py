@@ -26,9 +26,9 @@ from jax.sharding import NamedSharding
 from autopar.codegen import emit as codegen
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, divides, partial_axes, replicated, spec
-from autopar.passes.stages.divide import KINDS
+from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.graph import BEGIN
-from autopar.passes.stages.plan_all import LaidOut
+from autopar.passes.stages.plan_all import CodegenStage
 
 Key = tuple[int, Layout | None]
 """A value of the graph and the layout of a copy of it; None: where it lives."""
@@ -48,7 +48,7 @@ def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
 class Emitter:
     """Emits the programs of one planned stage for a mesh."""
 
-    plan: LaidOut
+    plan: CodegenStage
     mesh: codegen.AnyMesh
 
     @property
@@ -131,8 +131,8 @@ class Emitter:
         """Programs whose values a program may read, in order."""
         names = [*self.plan.graph.programs]
         earlier = names[: names.index(name)]
-        loop = name in (BEGIN, *KINDS)
-        return tuple(other for other in earlier if loop or other not in (BEGIN, *KINDS))
+        loop = name in (BEGIN, *PASS_KINDS)
+        return tuple(other for other in earlier if loop or other not in (BEGIN, *PASS_KINDS))
 
     def emit(self, name: str, known: Mapping[Key, Any], wanted: Iterable[Key], results: Iterable[int]) -> Emitted:
         """Run a program on arrays by key.
@@ -262,7 +262,7 @@ class _Cutter:
     def _copy(self, name: str, key: Key, begin: codegen.Scope) -> Any:
         """A copy that an earlier program made, or that `begin` is to make."""
         value, layout = key
-        if name not in KINDS or layout is None:
+        if name not in PASS_KINDS or layout is None:
             return None
         if key not in self.arrays and value in self.emitter.once:
             if self.emitter.plan.layouts.copies.get(value) != layout:
@@ -275,7 +275,7 @@ class _Cutter:
         """What later programs may read of this one."""
         arrays: dict[Key, Any] = {(v, None): array for v, array in scope.arrays.items() if self._makes(name, v)}
         copies: dict[Key, Any] = {}
-        if name in KINDS:
+        if name in PASS_KINDS:
             copies = {key: x for key, x in scope.copies.items() if key[0] not in self.emitter.once}
         for key, array in {**arrays, **copies}.items():
             if key not in self.arrays:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.codegen.stage_programs import Cuts, Emitter, Key
-from autopar.passes.stages.divide import KINDS, Pass, Stage, Stages
+from autopar.passes.stages.divide import PASS_KINDS, Pass, Stage, Stages
 from autopar.passes.stages.graph import BEGIN, update_name
 from autopar.passes.stages.updates import Update
 from autopar.schedules.instructions import Kind
@@ -44,16 +44,16 @@ def numbered(emitter: Emitter, cuts: Cuts, fresh: Iterator[int]) -> Keys:
     graph = emitter.plan.graph
     blocks = {(v, None) for v in graph.blocks.values()} | {(graph.index, None)}
     whole = _Numbering({**graph.whole, **graph.arguments}, fresh)
-    handed = {*graph.handed.values()}  # what goes to other stages may lie otherwise than what stays
+    handed = {*graph.sent.values()}  # what goes to other stages may lie otherwise than what stays
     local = _Numbering({**{v: a for v, a in graph.local.items() if v not in handed}, **graph.received}, fresh)
     made = _Numbering(graph.made, fresh)
-    for kind in KINDS:
+    for kind in PASS_KINDS:
         for key in cuts.reads[kind]:
             if key not in blocks:
                 (whole if key[0] in emitter.once else local).of(key)
-    given = {(graph.local[v] if v in graph.marked else a, None) for v, a in graph.totals.items()}
+    given = {(graph.local[v] if v in graph.summed_in else a, None) for v, a in graph.totals.items()}
     for name in cuts.reads:
-        if name not in (BEGIN, *KINDS):
+        if name not in (BEGIN, *PASS_KINDS):
             for key in cuts.reads[name]:
                 if key not in given and key[0] not in graph.arguments.values():
                     made.of(key)
@@ -103,7 +103,7 @@ class _Lists:
 
     def stage(self, stage: int) -> Stage:
         found, graph, cuts = self.stages.stages[stage], self.emitters[stage].plan.graph, self.cuts[stage]
-        read = {key for name in (BEGIN, *KINDS) for key in cuts.reads[name]}
+        read = {key for name in (BEGIN, *PASS_KINDS) for key in cuts.reads[name]}
         arguments = tuple(v for v in self.stages.split.graph.inputs if key_of(graph.arguments.get(v)) in read)
         passes = {kind: self._pass(stage, kind, one) for kind, one in found.passes.items()}
         return replace(found, arguments=arguments, passes=passes)
@@ -111,8 +111,8 @@ class _Lists:
     def _pass(self, stage: int, kind: Kind, one: Pass) -> Pass:
         graph, cuts, keys = self.emitters[stage].plan.graph, self.cuts[stage], self.keys[stage]
         reads, gives = {*cuts.reads[kind]}, {*cuts.gives[kind]}
-        handed = [v for v in one.writes if v in graph.handed.values()]
-        waiting = [v for v in one.reads if v in graph.handed.values()]  # made by an earlier pass, handed over by this
+        handed = [v for v in one.writes if v in graph.sent.values()]
+        waiting = [v for v in one.reads if v in graph.sent.values()]  # made by an earlier pass, handed over by this
         return replace(
             one,
             whole=tuple(n for n, key in keys.whole.items() if key in reads),
@@ -126,7 +126,9 @@ class _Lists:
         graph, cuts, keys = self.emitters[update.stage].plan.graph, self.cuts[update.stage], self.keys[update.stage]
         reads, gives = {*cuts.reads[update_name(number)]}, {*cuts.gives[update_name(number)]}
         out = {v for kind, v in graph.results if kind == "made"}
-        atoms = {v: graph.local[v] if v in graph.marked else graph.totals[v] for v in (t.value for t in update.totals)}
+        atoms = {
+            v: graph.local[v] if v in graph.summed_in else graph.totals[v] for v in (t.value for t in update.totals)
+        }
         return replace(
             update,
             arguments=tuple(v for v, at in graph.arguments.items() if (at, None) in reads),

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from autopar.errors import StageError
 from autopar.passes.microbatch.programs import Placed
-from autopar.passes.stages.divide import Hand
+from autopar.passes.stages.divide import Transfer
 from autopar.runtime.failures import failure
 from autopar.runtime.lowered_schedule import Source, Updating
 from autopar.schedules.instructions import Instruction, Kind
@@ -62,7 +62,7 @@ class Run:
     sums: dict[tuple[int, Kind], Any] = field(default_factory=dict)
     parts: dict[tuple[int, Kind], dict[int, Any]] = field(default_factory=dict)
     stash: dict[tuple[int, int], dict[int, Any]] = field(default_factory=dict)
-    sent: dict[tuple[Hand, int], list[Any]] = field(default_factory=dict)
+    sent: dict[tuple[Transfer, int], list[Any]] = field(default_factory=dict)
     made: dict[int, Any] = field(default_factory=dict)
 
     def results(self) -> list[Any]:
@@ -151,12 +151,12 @@ class Run:
             values.update(zip(one.writes, written, strict=True))
             if self.step.blocking:
                 jax.block_until_ready((sums, parts, written))
-        for hand, same, handed in one.hands:
+        for transfer, same, handed in one.transfers:
             arrays = [values[v] for v in handed]
             if same:
-                self._hand_over(hand.target, i.microbatch, handed, arrays)
+                self._hand_over(transfer.target, i.microbatch, handed, arrays)
             else:
-                self.sent[hand, i.microbatch] = arrays
+                self.sent[transfer, i.microbatch] = arrays
         for v in one.dropped:
             values.pop(v, None)
         if not values:
@@ -167,9 +167,9 @@ class Run:
 
     def send(self, i: Instruction) -> None:
         """Copy to the submesh of the stage that reads."""
-        hand = Hand(i.kind, i.stage, i.to)
-        found = self.step.script.sends[hand]
-        arrays = jax.device_put(self.sent.pop((hand, i.microbatch)), found.places)
+        transfer = Transfer(i.kind, i.stage, i.to)
+        found = self.step.script.sends[transfer]
+        arrays = jax.device_put(self.sent.pop((transfer, i.microbatch)), found.places)
         if self.step.blocking:
             jax.block_until_ready(arrays)
         self._hand_over(i.to, i.microbatch, found.values, arrays)

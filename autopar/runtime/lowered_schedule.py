@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from autopar.codegen.stage_shardings import Places
-from autopar.passes.stages.divide import KINDS, Hand, Stages
+from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer
 from autopar.runtime.programs import Compiled, left, needed
 from autopar.schedules.instructions import Instruction, Kind
 from autopar.schedules.pipeline import Schedule
@@ -53,7 +53,7 @@ class Passing:
     Attributes:
         function: the program; None for a pass with nothing to compute.
         whole, blocks, reads, writes: see `autopar.passes.stages.divide.Pass`.
-        hands: what it hands over: to whom, whether on the same rank, the values.
+        transfers: what it sends: to whom, whether on the same rank, the values.
         dropped: values of the microbatch that no later pass reads.
     """
 
@@ -62,7 +62,7 @@ class Passing:
     blocks: tuple[int, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    hands: tuple[tuple[Hand, bool, tuple[int, ...]], ...]
+    transfers: tuple[tuple[Transfer, bool, tuple[int, ...]], ...]
     dropped: tuple[int, ...]
 
 
@@ -102,7 +102,7 @@ class Script:
 
     begins: tuple[Begin, ...]
     passes: Mapping[tuple[int, Kind], Passing]
-    sends: Mapping[Hand, Sending]
+    sends: Mapping[Transfer, Sending]
     updates: tuple[Updating, ...]
     order: tuple[Instruction, ...]
 
@@ -118,24 +118,24 @@ def script(places: Places, schedule: Schedule, compiled: Compiled) -> Script:
     stages, placement = places.stages, schedule.pipeline.placement
     count = len(stages.stages)
     sends = {
-        hand: Sending(values, [places.value(hand.target, v) for v in values])
-        for hand, values in stages.hands.items()
-        if placement[hand.source] != placement[hand.target]
+        transfer: Sending(values, [places.value(transfer.target, v) for v in values])
+        for transfer, values in stages.transfers.items()
+        if placement[transfer.source] != placement[transfer.target]
     }
     return Script(
         tuple(_begin(places, compiled, s) for s in range(count)),
-        {(s, kind): _passing(stages, placement, compiled, s, kind) for s in range(count) for kind in KINDS},
+        {(s, kind): _passing(stages, placement, compiled, s, kind) for s in range(count) for kind in PASS_KINDS},
         sends,
         tuple(_updating(places, compiled, number) for number in range(len(compiled.updates))),
         tuple(_order(schedule, sends)),
     )
 
 
-def _order(schedule: Schedule, sends: Mapping[Hand, Sending]) -> Iterator[Instruction]:
+def _order(schedule: Schedule, sends: Mapping[Transfer, Sending]) -> Iterator[Instruction]:
     """Instructions that are something to do here; receives come with sends, sums with passes."""
     for rank, position in schedule.order:
         i = schedule.lists[rank][position]
-        if i.op in ("run", "free") or (i.op == "send" and Hand(i.kind, i.stage, i.to) in sends):
+        if i.op in ("run", "free") or (i.op == "send" and Transfer(i.kind, i.stage, i.to) in sends):
             yield i
 
 
@@ -152,17 +152,17 @@ def _begin(places: Places, compiled: Compiled, stage: int) -> Begin:
 
 def _passing(stages: Stages, placement: Sequence[int], compiled: Compiled, stage: int, kind: Kind) -> Passing:
     found = stages.stages[stage]
-    one, kept = found.passes[kind], found.kept(kind)
-    before = [found.passes[k] for k in KINDS[: KINDS.index(kind) + 1]]
+    one, kept = found.passes[kind], found.live_after(kind)
+    before = [found.passes[k] for k in PASS_KINDS[: PASS_KINDS.index(kind) + 1]]
     known = dict.fromkeys(v for p in before for v in (*p.reads, *p.writes))
-    arrived = [v for hand, values in stages.hands.items() if hand.target == stage for v in values]
-    hands = tuple(
-        (hand, placement[hand.target] == placement[stage], values)
-        for hand, values in stages.hands.items()
-        if (hand.kind, hand.source) == (kind, stage)
+    arrived = [v for transfer, values in stages.transfers.items() if transfer.target == stage for v in values]
+    transfers = tuple(
+        (transfer, placement[transfer.target] == placement[stage], values)
+        for transfer, values in stages.transfers.items()
+        if (transfer.kind, transfer.source) == (kind, stage)
     )
     dropped = tuple(v for v in dict.fromkeys((*known, *(arrived if kind != "F" else ()))) if v not in kept)
-    return Passing(compiled.passes[stage].get(kind), one.whole, one.blocks, one.reads, one.writes, hands, dropped)
+    return Passing(compiled.passes[stage].get(kind), one.whole, one.blocks, one.reads, one.writes, transfers, dropped)
 
 
 def _updating(places: Places, compiled: Compiled, number: int) -> Updating:

@@ -28,7 +28,7 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import Programs
 from autopar.passes.stages.divide import Stages
-from autopar.passes.stages.plan_all import LaidOut, StagePlans
+from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import taken_over
 from autopar.runtime.executor import Run, Watch
 from autopar.runtime.lowered_schedule import Script, script
@@ -52,7 +52,7 @@ class PipelineStep:
         indices: per stage, the number of every microbatch, on its devices.
         blocking: every instruction is waited for, so that an error names the one it comes from and leaves the state as
             it was until the updates, and times are those of single instructions.
-        before: a loop over the microbatches that runs first; its results are further arguments.
+        first_loop: a loop over the microbatches that runs first; its results are further arguments.
         watch: hears of every instruction that is dispatched, in order.
     """
 
@@ -63,7 +63,7 @@ class PipelineStep:
     compiled: Compiled
     indices: tuple[tuple[Any, ...], ...]
     blocking: bool = False
-    before: PipelineStep | None = None
+    first_loop: PipelineStep | None = None
     watch: Watch | None = None
 
     @cached_property
@@ -74,7 +74,7 @@ class PipelineStep:
     @cached_property
     def homes(self) -> tuple[NamedSharding | None, ...]:
         """Where every argument is held between steps; None for the batch."""
-        batch, homes = self.stages.split.batch, self.stages.updates.homes
+        batch, homes = self.stages.split.batch, self.stages.updates.owners
         return tuple(None if v in batch else self.places.argument(homes[v], v) for v in self.traced.graph.inputs)
 
     @cached_property
@@ -90,7 +90,7 @@ class PipelineStep:
         return {
             out: where
             for out, stage, i in made
-            if (where := self.homes[i]) is not None and updates.homes[graph.inputs[i]] != stage
+            if (where := self.homes[i]) is not None and updates.owners[graph.inputs[i]] != stage
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,15 +111,15 @@ class PipelineStep:
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of the results from those of the arguments; StageError as for a call."""
-        further = [] if self.before is None else self.before.results(leaves)
+        further = [] if self.first_loop is None else self.first_loop.results(leaves)
         return Run(self, [*leaves, *further]).results()
 
     @cached_property
     def programs(self) -> Mapping[str, Any]:
         """Name -> JAX's compiled object: "stage 0 begin", "stage 0 F", "stage 1 update 0", and so on."""
         found: dict[str, Any] = {}
-        if self.before is not None:
-            found.update((f"{FIRST_LOOP}{name}", program) for name, program in self.before.programs.items())
+        if self.first_loop is not None:
+            found.update((f"{FIRST_LOOP}{name}", program) for name, program in self.first_loop.programs.items())
         for number, begin in enumerate(self.compiled.begin):
             found[f"stage {number} begin"] = begin
             found.update((f"stage {number} {kind}", one) for kind, one in self.compiled.passes[number].items())
@@ -136,7 +136,7 @@ def build(
     schedule: Schedule,
     meshes: Sequence[Mesh],
     *,
-    layouts: Layouts | StagePlans[LaidOut] | None = None,
+    layouts: Layouts | StagePlans[CodegenStage] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     blocking: bool = False,
     donated: Collection[int] = (),
@@ -160,14 +160,14 @@ def build(
     _check(stages, schedule, meshes)
     placement = schedule.pipeline.placement
     before = None
-    if stages.before is not None:
-        ahead = forward_only(schedule.pipeline, stages.before.borders)
+    if stages.first_loop is not None:
+        ahead = forward_only(schedule.pipeline, stages.first_loop.borders)
         options: Any = {
             "layouts": layouts if callable(layouts) else None,
             "compiler_options": compiler_options,
             "blocking": blocking,
         }
-        before = build(traced, stages.before, ahead, meshes, **options)
+        before = build(traced, stages.first_loop, ahead, meshes, **options)
     whole = Programs(stages.split).avals if before else {}
     avals = (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
     places = placed(stages, tuple(meshes[rank] for rank in placement), avals, layouts)

@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding
 from autopar import jax_compat
 from autopar.codegen.stage_shardings import Bodies, Places
 from autopar.passes.microbatch.loop import take
-from autopar.passes.stages.assign import Place
-from autopar.passes.stages.divide import KINDS, Pass, Stages
+from autopar.passes.stages.assign import StagePass
+from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.schedules.instructions import Kind
 
 #: Programs that are compiled at a time.
@@ -81,7 +81,9 @@ def compile_programs(
     stages = places.stages
     emission = _Emission(places, bodies, taken, dict(zip(stages.split.graph.inputs, avals, strict=True)))
     count = len(stages.stages)
-    keys: list[Place] = [(s, kind) for kind in KINDS for s in (range(count) if kind == "F" else reversed(range(count)))]
+    keys: list[StagePass] = [
+        (s, kind) for kind in PASS_KINDS for s in (range(count) if kind == "F" else reversed(range(count)))
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
 
         def compiled(lowered: Any) -> Future[Callable[..., Any]]:
@@ -91,7 +93,7 @@ def compile_programs(
         passes = {(s, k): compiled(emission.run(s, k)) for s, k in keys if _does(stages.stages[s].passes[k])}
         updates = [compiled(emission.update(i)) for i in range(len(stages.updates.programs))]
     by_stage: tuple[Mapping[Kind, Callable[..., Any]], ...] = tuple(
-        {kind: passes[s, kind].result() for kind in KINDS if (s, kind) in passes} for s in range(count)
+        {kind: passes[s, kind].result() for kind in PASS_KINDS if (s, kind) in passes} for s in range(count)
     )
     return Compiled(tuple(b.result() for b in begin), by_stage, tuple(u.result() for u in updates), taken)
 

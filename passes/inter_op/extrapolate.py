@@ -75,14 +75,14 @@ def _all_at(
                 return of(one) * least
             return of(one) * max(1 + grown * (1 - of(there) / of(other)), least)
 
-        prices = replace(
-            one.prices,
-            forward=value(lambda t: t.prices.forward),
-            backward=value(lambda t: t.prices.backward),
-            weight=value(lambda t: t.prices.weight),
+        times = replace(
+            one.times,
+            forward=value(lambda t: t.times.forward),
+            backward=value(lambda t: t.times.backward),
+            weight=value(lambda t: t.times.weight),
         )
         stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
         memory = replace(one.memory, stash=stash, temporaries=temporaries)
-        return replace(one, prices=prices, memory=memory, entering=value(lambda t: t.entering))
+        return replace(one, times=times, memory=memory, entering=value(lambda t: t.entering))
 
     return tuple(map(at, found))

@@ -37,7 +37,7 @@ from autopar.passes.microbatch.regions import decide, state_of
 from autopar.passes.microbatch.slice_pushdown import in_blocks
 from autopar.passes.microbatch.states import INVARIANT, Split
 from autopar.passes.remat.rewrite import FULL, NONE
-from autopar.passes.stages.assign import handed
+from autopar.passes.stages.assign import transferred_values
 from autopar.passes.stages.divide import Pass, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.rules import Reader
@@ -96,7 +96,7 @@ class LayerClasses:
         programs, types = Programs(split), split.graph.types
         found: dict[int, float] = {}
         for kind, s in self.stage.items():
-            state = sum(types[v].nbytes for v, home in updates.homes.items() if home == s)
+            state = sum(types[v].nbytes for v, home in updates.owners.items() if home == s)
             read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
             totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
             sums = [types[t.value] for t in totals if not programs.accumulator(t).stacks]
@@ -210,7 +210,11 @@ class LayerCosts:
     def _entering(self, kind: int) -> Sequence[int]:
         """Values of a layer's graph that other layers' forward passes give it."""
         here = self.kinds.stage[kind]
-        given = (vs for hand, vs in self.kinds.stages.hands.items() if hand.kind == "F" and hand.target == here)
+        given = (
+            vs
+            for transfer, vs in self.kinds.stages.transfers.items()
+            if transfer.kind == "F" and transfer.target == here
+        )
         return sorted({self.graphs[kind].received[v] for values in given for v in values})
 
 
@@ -236,8 +240,8 @@ def table(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]
 
 def _runs(layers: Sequence[StageOption]) -> tuple[Floats, ...]:
     """The arrays of `autopar.passes.inter_op.dynamic_program.Options` for one option."""
-    seconds = _sums([t.prices.forward + t.prices.backward + t.prices.weight for t in layers])
-    once = _sums([t.prices.update + t.prices.reduce for t in layers])
+    seconds = _sums([t.times.forward + t.times.backward + t.times.weight for t in layers])
+    once = _sums([t.times.update + t.times.reduce for t in layers])
     fixed = _sums([t.memory.state + t.memory.sums for t in layers])
     copies = _sums([t.memory.copies for t in layers])
     most = _maxima([t.memory.temporaries for t in layers])
@@ -295,5 +299,5 @@ def border_bytes(split: Microbatches, layers: Layers) -> tuple[Border, ...]:
     def differentiable(values: Iterable[int]) -> list[int]:
         return [v for v in values if "float" in types[v].dtype]
 
-    forward = handed(split, layers)
+    forward = transferred_values(split, layers)
     return tuple(Border(nbytes(a), nbytes(differentiable(b))) for a, b in zip(forward, layers.crossing, strict=True))

@@ -40,7 +40,7 @@ from autopar.passes.remat import choose_offload
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import usable
 from autopar.passes.stages.divide import Stages, divide
-from autopar.passes.stages.plan import Limit
+from autopar.passes.stages.plan import MemoryLimit
 from autopar.plans.plan import Plan
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 
@@ -83,7 +83,7 @@ class StageChoice:
     notes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     pieces: int = 0
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[MemoryLimit, ...] = ()
     seconds: float = math.inf
 
 

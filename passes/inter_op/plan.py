@@ -30,10 +30,10 @@ from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.microbatch.loop import Programs
-from autopar.passes.stages.cost import prices
+from autopar.passes.stages.cost import pipeline_times
 from autopar.passes.stages.graph import stage_graph
-from autopar.passes.stages.plan_all import Accounted, LaidOut, StagePlans, plan_stages
-from autopar.passes.stages.summary import Kept
+from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, plan_stages
+from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts
 from autopar.plans.plan import Plan, Stage, graph_hash
@@ -42,7 +42,7 @@ from autopar.runtime.pipeline import forward_only
 from autopar.schedules import held
 
 
-def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[Accounted]:
+def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
     """Plan every stage of a step.
 
     Args:
@@ -64,14 +64,14 @@ def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 
-def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[LaidOut]:
+def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[CodegenStage]:
     """The layouts that a plan holds, for the stages that it describes.
 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
     known, programs, reader = avals(traced, found), Programs(found.stages.split), Reader(registered)
-    plans: list[Kept] = []
+    plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
         graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)
         if graph_hash(graph.graph) != stage.graph_hash:
@@ -81,13 +81,13 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
             )
         with mismatches():
             check_layouts(plan, number, graph.graph, mesh.sizes, registered)
-        plans.append(Kept(graph, mesh, reader.of(graph.graph), stage))
+        plans.append(SavedStage(graph, mesh, reader.of(graph.graph), stage))
     with mismatches():
         _check(plan, traced.graph, found, plans)
     return StagePlans(found.stages, tuple(plans), len(plans))
 
 
-def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[Kept]) -> None:
+def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[SavedStage]) -> None:
     """FieldError for the first field of a plan that is not what its stages make it."""
     for number, stage in enumerate(plan.stages):
         at = f"stages[{number}]"
@@ -103,7 +103,7 @@ def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[Kept]) ->
 def make_plan(
     graph: Graph,
     found: Pipelined,
-    plans: StagePlans[Accounted],
+    plans: StagePlans[PlannedStage],
     target: Target,
     donated: tuple[int, ...],
     trace_s: float,
@@ -124,7 +124,7 @@ def make_plan(
     mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
     stages = tuple(_stage(found, plans, s, costs) for s in range(len(plans.plans)))
-    inputs = _inputs(graph, found, [plan.account.arguments for plan in plans.plans], len(mesh.sizes))
+    inputs = _inputs(graph, found, [plan.summary.arguments for plan in plans.plans], len(mesh.sizes))
     solved = [plan.solution for plan in plans.plans]
     return Plan(
         graph_hash=graph_hash(graph),
@@ -169,7 +169,7 @@ def make_plan(
     )
 
 
-def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: Prices) -> Stage:
+def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs: Prices) -> Stage:
     plan, first = plans.plans[number], found.first
     passes = costs.passes(found.schedule.pipeline.split)
     peak, kinds = _memory(found, plan, number)
@@ -185,14 +185,14 @@ def _stage(found: Pipelined, plans: StagePlans[Accounted], number: int, costs: P
             **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
             "once": float(costs.reduce[number] + costs.update[number]),
         },
-        collectives=plan.account.collectives,
-        graph_hash=plan.account.graph_hash,
+        collectives=plan.summary.collectives,
+        graph_hash=plan.summary.graph_hash,
     )
 
 
 def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
     """Positions of the argument leaves that a stage holds between steps."""
-    homes = found.stages.updates.homes
+    homes = found.stages.updates.owners
     return tuple(i for i, v in enumerate(found.layers.graph.inputs) if homes.get(v) == number)
 
 
@@ -200,7 +200,7 @@ def _inputs(
     graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
 ) -> tuple[Layout, ...]:
     """Where the argument leaves lie on the submesh of the stage that holds them; `layouts`: in every stage."""
-    homes = found.stages.updates.homes
+    homes = found.stages.updates.owners
 
     def of(value: int) -> Layout:
         layout = layouts[homes[value]].get(value) if value in homes else None
@@ -219,9 +219,9 @@ def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
 # Prices
 
 
-def _priced(plans: StagePlans[Accounted], found: Pipelined, cluster: Cluster) -> Prices:
+def _priced(plans: StagePlans[PlannedStage], found: Pipelined, cluster: Cluster) -> Prices:
     """What the stages take, and what is handed over between them."""
-    costs = prices(plans)
+    costs = pipeline_times(plans)
     sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
     ends = [*itertools.accumulate(sizes)]
     on = found.schedule.pipeline.placement
@@ -237,7 +237,7 @@ def _priced(plans: StagePlans[Accounted], found: Pipelined, cluster: Cluster) ->
 
 def _before(found: Pipelined) -> Mapping[str, float]:
     """Seconds of a loop over the microbatches that runs first: what its FLOPs take at the peak rate."""
-    ahead = found.stages.before
+    ahead = found.stages.first_loop
     if ahead is None:
         return {}
     seconds = tuple(_peak_seconds(found, s, ahead.stages[s].passes["F"].ops) for s in range(len(ahead.stages)))
@@ -253,12 +253,12 @@ def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
 # Memory
 
 
-def _memory(found: Pipelined, plan: Accounted, number: int) -> tuple[int, Mapping[str, int]]:
+def _memory(found: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:
     """Bytes on each device of a stage at their peak, and by kind."""
     rank = found.schedule.pipeline.placement[number]
     stages = found.schedule.pipeline.placement.count(rank)
     under_way = -(-held(found.schedule)[rank] // stages)
-    one = plan.account.memory
+    one = plan.summary.memory
     passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
     most = passes if sum(passes.values()) >= one.update else {"update": one.update}
     kinds = {"state": one.state, "gradients": one.sums, **most}

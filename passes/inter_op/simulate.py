@@ -23,7 +23,7 @@ from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Part, Question
 from autopar.passes.inter_op.layer_costs import Border, SubmeshCosts, run_options
 from autopar.passes.inter_op.stage_options import StageOption
-from autopar.passes.stages.plan import Limit
+from autopar.passes.stages.plan import MemoryLimit
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 
 #: Share of a step's time that a schedule has to save for its memory.
@@ -68,7 +68,7 @@ class FoundPipeline:
     formula: float
     prices: Prices
     peaks: tuple[float, ...]
-    limits: tuple[Limit, ...]
+    limits: tuple[MemoryLimit, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Simulator:
             prices=prices,
             peaks=peaks[name],
             limits=tuple(
-                Limit(self.capacity[p.placement.submesh], n, max(option.share for option in options))
+                MemoryLimit(self.capacity[p.placement.submesh], n, max(option.share for option in options))
                 for p, n, (_, options) in zip(division.parts, flights[name], run, strict=True)
             ),
         )
@@ -145,7 +145,7 @@ class Simulator:
         return policy, [one.option(kind, number, policy) for kind in self.of_layer[part.first : part.last]]
 
     def _prices(self, division: Division, stages: Sequence[Sequence[StageOption]], count: int) -> Prices:
-        found = [[option.prices for option in options] for options in stages]
+        found = [[option.times for option in options] for options in stages]
         return Prices(
             forward=tuple(sum(t.forward for t in stage) for stage in found),
             backward=tuple(sum(t.backward + t.weight for t in stage) for stage in found),

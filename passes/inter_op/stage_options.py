@@ -20,7 +20,15 @@ import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.stages.cost import StageMemory, StagePrices, even, held, least_memory, stage_memory, stage_prices
+from autopar.passes.stages.cost import (
+    StageMemory,
+    StageTimes,
+    even_bytes,
+    least_memory,
+    stage_memory,
+    stage_times,
+    stored_bytes,
+)
 from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.plan import PenalisedPlans, StagePlan, planned
 from autopar.rules import Rule
@@ -48,21 +56,21 @@ class StageOption:
         share: the penalty rate it was found at; 0: the fastest.
     """
 
-    prices: StagePrices
+    times: StageTimes
     memory: StageMemory
     entering: float
     share: float = 0.0
 
     def scaled(self, share: float) -> StageOption:
         """This option with its seconds and bytes times `share`."""
-        return StageOption(self.prices.scaled(share), self.memory.scaled(share), share * self.entering, self.share)
+        return StageOption(self.times.scaled(share), self.memory.scaled(share), share * self.entering, self.share)
 
     def recomputed(self) -> StageOption:
         """This option where the backward pass begins with the forward pass again, from the received values."""
-        again = replace(self.prices, backward=self.prices.backward + self.prices.forward)
+        again = replace(self.times, backward=self.times.backward + self.times.forward)
         saved = max(0.0, self.memory.stash - self.entering)
         less = replace(self.memory, stash=self.memory.stash - saved, temporaries=self.memory.temporaries + saved)
-        return replace(self, prices=again, memory=less)
+        return replace(self, times=again, memory=less)
 
 
 class _CostedOption(NamedTuple):
@@ -99,7 +107,13 @@ class StageOptions:
         """The plans at rising penalty rates."""
         how = {"gap": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
         return PenalisedPlans(
-            self.graph, self.mesh, self.rules, self.options, layers=LAYERS, how=how, penalised_how={"until": NEAR}
+            self.graph,
+            self.mesh,
+            self.rules,
+            self.options,
+            layers=LAYERS,
+            solver_options=how,
+            penalised_solver_options={"until": NEAR},
         )
 
     @cached_property
@@ -126,22 +140,22 @@ class StageOptions:
         found = sorted((self._at(share) for share in (0.0, *self.open[:penalties])), key=_order)
         options = tuple(_nondominated(found))
         return (
-            options if penalties >= len(self.open) else (*options, replace(self._least, prices=found[-1].option.prices))
+            options if penalties >= len(self.open) else (*options, replace(self._least, times=found[-1].option.times))
         )
 
     @cached_property
     def _least(self) -> StageOption:
         plan = self._plan(0.0)
-        return StageOption(self.cheapest.prices, least_memory(plan), sum(even(plan, v) for v in self.entering))
+        return StageOption(self.cheapest.times, least_memory(plan), sum(even_bytes(plan, v) for v in self.entering))
 
     def _at(self, share: float) -> _CostedOption:
         if share not in self.found:
             problem, plan = self.penalised.model.problem, self._plan(share)
-            entering = sum(held(plan, v) for v in self.entering)
+            entering = sum(stored_bytes(plan, v) for v in self.entering)
             seconds = problem.value(plan.solution.assignment)
             nbytes = self.penalised.row.value(problem, plan.solution.assignment)
             self.found[share] = _CostedOption(
-                seconds, nbytes, StageOption(stage_prices(plan), stage_memory(plan), entering, share)
+                seconds, nbytes, StageOption(stage_times(plan), stage_memory(plan), entering, share)
             )
         return self.found[share]
 
@@ -152,7 +166,7 @@ class StageOptions:
 
 def too_large(nbytes: float) -> StageOption:
     """A placeholder for options that are not computed, because all of them need more than `nbytes`."""
-    return StageOption(StagePrices(0.0, 0.0, 0.0, 0.0, 0.0, {}), StageMemory(nbytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
+    return StageOption(StageTimes(0.0, 0.0, 0.0, 0.0, 0.0, {}), StageMemory(nbytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 
 def _order(found: _CostedOption) -> tuple[float, float, float]:

@@ -1,26 +1,28 @@
-"""Which stage runs an operation of the loop over microbatches, and in which of its passes.
+"""Which stage runs each operation of the loop over microbatches, and in which of its passes.
 
-A step is cut between layers; stage k holds a run of them. Its forward pass F hands activations to later stages, its
-backward pass B hands cotangents to earlier ones, and W adds up gradients of weights that B has put off.
+A step is divided between layers; stage k has consecutive layers. Its forward pass F sends activations to later stages,
+its backward pass B sends cotangents to earlier ones, and W computes gradients of weights that B leaves for later.
 
-    made cheaply from arguments     in every pass that reads it: broadcasts, casts, masks           -> _free
-    made cheaply from something     also in every other pass that reads it: what a layer keeps for its backward pass, or
-      much smaller                  hands over, is what a broadcast or a cast was made of           -> _thin
+    cheap results of arguments      duplicated in every pass that reads them: broadcasts, casts, masks  -> _duplicated
+    cheap results of much smaller   duplicated in every other pass that reads them: a residual, or a value that is sent
+      values                        to another stage, is the operand of the broadcast or cast, not its result
+                                                                                                    -> _expanded
     forward                         F of the stage of its layer
-    backward                        B of the latest stage that makes or reads a forward value it reads, holds a
-                                    parameter it reads, or the one it is the gradient of, but no later than the
-                                    cotangents it reads. Without any of these of their earliest, or, where it makes
-                                    no less of them, of the latest stage that reads it
-    recomputed                      B of the latest stage that reads it, so that nothing is recomputed for another;
-                                    barriers likewise: what stands behind one is what stands before it
-                                                                                                    -> _backward
+    backward                        B of the latest of these stages, but of no later one than any cotangent that it
+                                    reads: stages that produce or read a forward value it reads; that alone read a
+                                    parameter it reads; that alone read the parameter whose gradient it computes. An
+                                    operation with none of these goes to the earliest stage of the cotangents it reads
+                                    or, if its results are no smaller than its operands, to its latest reader
+    rematerialised                  B of the latest stage that reads it, so that no stage recomputes for another;
+                                    likewise barriers: a result of a barrier stands for the operand        -> _backward
     a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
       different stages                                                                              -> _deferred
-    W, if asked for                 what makes partial sums that no pass B reads (Qi et al., 2023, "Zero bubble
-                                    pipeline parallelism", section 2), and what only that reads     -> _weights
+    W, if asked for                 operations that make partial sums which no pass B reads (Qi et al., 2023, "Zero
+                                    bubble pipeline parallelism", section 2), and what only these read
+                                                                                             -> _weight_pass_ops
 
-A backward operation at the latest residual is Alpa's rule (Zheng et al., 2022, section 5.2). Parameters count as well:
-the first and the last operations of a layer's backward pass may read nothing else that the layer made.
+A backward operation runs at its latest residual by Alpa's rule (Zheng et al., 2022, section 5.2). Parameters count as
+well: the first and the last operations of a layer's backward pass may read nothing else of the layer.
 """
 
 from __future__ import annotations
@@ -38,218 +40,263 @@ from autopar.passes.microbatch.programs import Placed, Total
 from autopar.passes.microbatch.states import Partial
 from autopar.schedules.instructions import Kind
 
-Place = tuple[int, Kind]
+StagePass = tuple[int, Kind]
 """(stage, pass)."""
 
 Roots = Mapping[int, frozenset[int]]
 """Whole value -> the arguments that it is computed from."""
 
-#: Operations that are not repeated where their results are read, however little they read.
-KEPT = (*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call")
+#: Operations that are not duplicated in the passes that read their results, however small their operands.
+NOT_DUPLICATED = (
+    *PRODUCTS,
+    "random_bits",
+    "threefry2x32",
+    "sort",
+    "scatter-add",
+    "scatter",
+    "gather",
+    "cumsum",
+    "pallas_call",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passes:
+class PassAssignment:
     """The operations of a loop, by pass.
 
     Attributes:
-        places: index of an operation -> where it runs; free ones are not in it.
-        made: value -> where it is made; free ones are not in it.
-        free: value -> the operation that every reader repeats.
-        thin: value -> the operation that every pass repeats which reads it, and the pass in `places` runs.
-        deferred: sums over stages, to be done after the loop, in order.
-        totals: what the loop hands out.
+        pass_of: index of an operation -> its (stage, pass), without duplicated operations.
+        made: value -> the (stage, pass) that computes it, without results of duplicated operations.
+        duplicated: value -> the operation, which every pass that reads the value repeats.
+        expanded: value more than twice as large as its operands -> the operation. It runs in its pass of `pass_of`, and
+            every other pass that reads the value repeats it.
+        deferred_sums: sums of partial sums of several stages, which run after the loop, in order.
+        totals: the results of the loop.
     """
 
-    places: Mapping[int, Place]
-    made: Mapping[int, Place]
-    free: Mapping[int, Placed]
-    thin: Mapping[int, Placed]
-    deferred: tuple[Placed, ...]
+    pass_of: Mapping[int, StagePass]
+    made: Mapping[int, StagePass]
+    duplicated: Mapping[int, Placed]
+    expanded: Mapping[int, Placed]
+    deferred_sums: tuple[Placed, ...]
     totals: tuple[Total, ...]
 
 
-def assign(split: Microbatches, layers: Layers, first: Sequence[int], *, weights: bool = False) -> Passes:
-    """Where every operation of the loop runs.
+def assign(
+    split: Microbatches, layers: Layers, first_layers: Sequence[int], *, weights: bool = False
+) -> PassAssignment:
+    """Assigns every operation of the loop to a stage and a pass.
 
     Args:
         split: the step in microbatches, in one loop.
         layers: its layers.
-        first: the first layer of every stage; the first of them is 0.
-        weights: gradients of weights have a pass of their own.
+        first_layers: the first layer of every stage; the first of them is 0.
+        weights: gradients of weights get a pass W of their own.
 
     Raises:
-        GraphError: an earlier stage would need in its forward pass what a later one makes.
+        GraphError: the forward pass of an earlier stage needs a result of a later one.
     """
-    roots = leaves_of(split)
-    free = _free(split, roots)
-    loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free]
-    ahead, back = _by_phase(split, loop)
-    stages = _forward(split, layers, first, ahead)
-    owner = _owners(split, ahead, free, stages, roots)
-    stages.update(_backward(split, back, stages, {**roots, **_behind_free(free, roots)}, owner, len(first) - 1))
+    roots = argument_roots(split)
+    duplicated = _duplicated(split, roots)
+    loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in duplicated]
+    forward_ops, backward_ops = _by_phase(split, loop)
+    stages = _forward(split, layers, first_layers, forward_ops)
+    sole_reader = _sole_readers(split, forward_ops, duplicated, stages, roots)
+    stages.update(
+        _backward(
+            split,
+            backward_ops,
+            stages,
+            {**roots, **_roots_of_duplicated(duplicated, roots)},
+            sole_reader,
+            len(first_layers) - 1,
+        )
+    )
     deferred, totals = _deferred(loop, stages, split.totals)
-    gone = {p.op.index for p in deferred}
-    back = [p for p in back if p.op.index not in gone]
-    put_off = _put_off(split, back, stages, {t.value for t in totals}) if weights else frozenset[int]()
-    places: dict[int, Place] = {p.op.index: (stages[p.op.index], "F") for p in ahead}
-    places.update((p.op.index, (stages[p.op.index], "W" if p.op.index in put_off else "B")) for p in back)
-    made = {v: places[p.op.index] for p in loop if p.op.index not in gone for v in p.op.outputs}
-    return Passes(places, made, free, _thin(split, ahead), deferred, totals)
+    summed_after_loop = {p.op.index for p in deferred}
+    backward_ops = [p for p in backward_ops if p.op.index not in summed_after_loop]
+    weight_pass = (
+        _weight_pass_ops(split, backward_ops, stages, {t.value for t in totals}) if weights else frozenset[int]()
+    )
+    pass_of: dict[int, StagePass] = {p.op.index: (stages[p.op.index], "F") for p in forward_ops}
+    pass_of.update((p.op.index, (stages[p.op.index], "W" if p.op.index in weight_pass else "B")) for p in backward_ops)
+    made = {v: pass_of[p.op.index] for p in loop if p.op.index not in summed_after_loop for v in p.op.outputs}
+    return PassAssignment(pass_of, made, duplicated, _expanded(split, forward_ops), deferred, totals)
 
 
-def handed(split: Microbatches, layers: Layers) -> tuple[frozenset[int], ...]:
-    """Per border between layers, the values that stages on its two sides hand over: none that readers make anew."""
-    free = _free(split, leaves_of(split))
-    ahead, _ = _by_phase(split, [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in free])
-    thin = _thin(split, ahead)
+def transferred_values(split: Microbatches, layers: Layers) -> tuple[frozenset[int], ...]:
+    """Per border between layers, the values that a stage in front of it sends to one behind it; no duplicated ones."""
+    duplicated = _duplicated(split, argument_roots(split))
+    forward_ops, _ = _by_phase(split, [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in duplicated])
+    expanded = _expanded(split, forward_ops)
 
     def sources(value: int) -> frozenset[int]:
-        if value in free or value in split.batch:
+        if value in duplicated or value in split.batch:
             return frozenset()
-        return frozenset([value]) if value not in thin else frozenset().union(*map(sources, local(thin[value])))
+        return (
+            frozenset([value])
+            if value not in expanded
+            else frozenset().union(*map(sources, block_operands(expanded[value])))
+        )
 
-    return tuple(frozenset[int]().union(*map(sources, values)) for values in layers.crossing)
+    return tuple(frozenset[int]().union(*map(sources, operand_values)) for operand_values in layers.crossing)
 
 
-def local(placed: Placed) -> list[int]:
-    """Values of the microbatch that an operation reads."""
+def block_operands(placed: Placed) -> list[int]:
+    """Operands of which an operation reads the microbatch's block."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i not in placed.outer]
 
 
-def values(placed: Placed) -> list[int]:
+def operand_values(placed: Placed) -> list[int]:
     """All values that an operation reads."""
     return [a for a in placed.op.inputs if isinstance(a, int)]
 
 
-def whole(placed: Placed) -> list[int]:
-    """Whole values that an operation reads."""
+def whole_operands(placed: Placed) -> list[int]:
+    """Operands that an operation reads whole: the same for every microbatch."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i in placed.outer]
 
 
 # What every reader repeats
 
 
-def held(split: Microbatches) -> frozenset[int]:
-    """Arguments that stages hold between steps: all but the batch."""
+def persistent_arguments(split: Microbatches) -> frozenset[int]:
+    """Arguments that stages store between steps: all but the batch."""
     return frozenset(v for v in split.graph.inputs if v not in split.batch)
 
 
-def leaves_of(split: Microbatches) -> Roots:
+def argument_roots(split: Microbatches) -> Roots:
     """Whole value known before the loop -> the arguments that it is computed from."""
-    found = {v: frozenset([v]) for v in split.graph.inputs}
-    found.update((v, frozenset[int]()) for v, _ in split.flat.constants)
+    roots_of = {v: frozenset([v]) for v in split.graph.inputs}
+    roots_of.update((v, frozenset[int]()) for v, _ in split.flat.constants)
     for placed in split.prologue:
-        roots = frozenset[int]().union(*(found[a] for a in placed.op.inputs if isinstance(a, int)))
-        found.update(dict.fromkeys(placed.op.outputs, roots))
-    return found
+        read = frozenset[int]().union(*(roots_of[a] for a in placed.op.inputs if isinstance(a, int)))
+        roots_of.update(dict.fromkeys(placed.op.outputs, read))
+    return roots_of
 
 
-def _free(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
-    """Values made cheaply from parameters alone, or from the batch alone, and how."""
-    kept = held(split)
-    local_roots = {v: frozenset([v]) for v in split.batch}
-    free: dict[int, Placed] = {}
+def _duplicated(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
+    """Value computed cheaply from parameters alone, or from the batch alone -> its operation."""
+    persistent = persistent_arguments(split)
+    batch_roots = {v: frozenset([v]) for v in split.batch}
+    duplicated: dict[int, Placed] = {}
     for placed in split.loop:
         op = placed.op
-        if op.name in KEPT or op.regions or op.equation.effects or any(a not in local_roots for a in local(placed)):
+        if (
+            op.name in NOT_DUPLICATED
+            or op.regions
+            or op.equation.effects
+            or any(a not in batch_roots for a in block_operands(placed))
+        ):
             continue
-        read = frozenset[int]().union(*(roots[a] for a in whole(placed)), *(local_roots[a] for a in local(placed)))
-        if read <= kept or not read & kept:
-            local_roots.update(dict.fromkeys(op.outputs, read))
-            free.update(dict.fromkeys(op.outputs, placed))
-    return free
+        read = frozenset[int]().union(
+            *(roots[a] for a in whole_operands(placed)), *(batch_roots[a] for a in block_operands(placed))
+        )
+        if read <= persistent or not read & persistent:
+            batch_roots.update(dict.fromkeys(op.outputs, read))
+            duplicated.update(dict.fromkeys(op.outputs, placed))
+    return duplicated
 
 
-def _behind_free(free: Mapping[int, Placed], roots: Roots) -> Roots:
-    """Values that every reader repeats -> the arguments that they are made of."""
-    found: dict[int, frozenset[int]] = {}
-    for v, placed in free.items():
-        read = (found.get(a) or roots.get(a, frozenset[int]()) for a in values(placed))
-        found[v] = frozenset[int]().union(*read)
-    return found
+def _roots_of_duplicated(duplicated: Mapping[int, Placed], roots: Roots) -> Roots:
+    """Result of a duplicated operation -> the arguments that it is computed from."""
+    result: dict[int, frozenset[int]] = {}
+    for v, placed in duplicated.items():
+        read = (result.get(a) or roots.get(a, frozenset[int]()) for a in operand_values(placed))
+        result[v] = frozenset[int]().union(*read)
+    return result
 
 
-def _thin(split: Microbatches, ahead: Sequence[Placed]) -> Mapping[int, Placed]:
-    """Values made in the forward pass, without products, from values of at most half their bytes; and how."""
+def _expanded(split: Microbatches, forward_ops: Sequence[Placed]) -> Mapping[int, Placed]:
+    """Value of the forward pass, computed without products from values of at most half its bytes -> its operation."""
     nbytes = [type_.nbytes for type_ in split.graph.types]
-    made_of: dict[int, frozenset[int]] = {}
-    thin: dict[int, Placed] = {}
-    for placed in ahead:
+    source_values: dict[int, frozenset[int]] = {}
+    expanded: dict[int, Placed] = {}
+    for placed in forward_ops:
         op = placed.op
-        sources = frozenset[int]().union(*(made_of.get(a, frozenset([a])) for a in local(placed)))
-        cheap = op.name not in KEPT and not op.regions and not op.equation.effects and len(op.outputs) == 1
+        sources = frozenset[int]().union(*(source_values.get(a, frozenset([a])) for a in block_operands(placed)))
+        cheap = op.name not in NOT_DUPLICATED and not op.regions and not op.equation.effects and len(op.outputs) == 1
         if cheap and sources and 2 * sum(nbytes[v] for v in sources) <= nbytes[op.outputs[0]]:
-            made_of[op.outputs[0]] = sources
-            thin[op.outputs[0]] = placed
-    return thin
+            source_values[op.outputs[0]] = sources
+            expanded[op.outputs[0]] = placed
+    return expanded
 
 
 # The forward pass
 
 
 def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed], list[Placed]]:
-    """Operations of the forward and of the backward pass; what reads a cotangent belongs to the latter."""
-    marked = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in op.walk()}
-    ahead: list[Placed] = []
-    back: list[Placed] = []
+    """Operations of the forward and of the backward pass; readers of a cotangent belong to the latter."""
+    backward_indices = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in op.walk()}
+    forward_ops: list[Placed] = []
+    backward_ops: list[Placed] = []
     cotangents: set[int] = set()
     for placed in loop:
-        later = placed.op.index in marked or any(a in cotangents for a in local(placed))
-        (back if later else ahead).append(placed)
-        cotangents.update(placed.op.outputs if later else ())
-    return ahead, back
+        is_backward = placed.op.index in backward_indices or any(a in cotangents for a in block_operands(placed))
+        (backward_ops if is_backward else forward_ops).append(placed)
+        cotangents.update(placed.op.outputs if is_backward else ())
+    return forward_ops, backward_ops
 
 
-def _forward(split: Microbatches, layers: Layers, first: Sequence[int], ahead: Sequence[Placed]) -> dict[int, int]:
-    """The stage of every operation of the forward pass, by index: that of its layer, or of what it reads."""
+def _forward(
+    split: Microbatches, layers: Layers, first_layers: Sequence[int], forward_ops: Sequence[Placed]
+) -> dict[int, int]:
+    """Index of a forward operation -> its stage: that of its layer, or the latest stage of its operands."""
     stage_of = {
-        inner.index: sum(layer >= a for a in first) - 1
+        inner.index: sum(layer >= a for a in first_layers) - 1
         for layer in range(len(layers.layers))
         for op in layers.ops(layer)
         for inner in op.walk()
     }
     stages: dict[int, int] = {}
-    made: dict[int, int] = {}
-    for placed in ahead:
+    stage_of_value: dict[int, int] = {}
+    for placed in forward_ops:
         op = placed.op
-        read = [made[a] for a in local(placed) if a in made]
-        stage = stages[op.index] = stage_of.get(op.index, max(read, default=0))
-        made.update(dict.fromkeys(op.outputs, stage))
-        if max(read, default=0) > stage:
-            raise GraphError(f"{op.name} in stage {stage} reads what stage {max(read)} makes; {op.source or 'no line'}")
+        operand_stages = [stage_of_value[a] for a in block_operands(placed) if a in stage_of_value]
+        stage = stages[op.index] = stage_of.get(op.index, max(operand_stages, default=0))
+        stage_of_value.update(dict.fromkeys(op.outputs, stage))
+        latest = max(operand_stages, default=0)
+        if latest > stage:
+            raise GraphError(f"{op.name} in stage {stage} reads what stage {latest} makes; {op.source or 'no line'}")
     return stages
 
 
-def _owners(
+def _sole_readers(
     split: Microbatches,
-    ahead: Sequence[Placed],
-    free: Mapping[int, Placed],
+    forward_ops: Sequence[Placed],
+    duplicated: Mapping[int, Placed],
     stages: Mapping[int, int],
     roots: Roots,
 ) -> Mapping[int, int]:
-    """Arguments that one stage alone reads in its forward pass -> that stage."""
-    kept = held(split)
+    """Argument that only one stage reads in its forward pass -> that stage."""
+    persistent = persistent_arguments(split)
     readers: dict[int, set[int]] = {}
-    for placed in ahead:
-        read = {leaf for one in cone([placed], free) for v in whole(one) for leaf in roots[v] & kept}
+    for placed in forward_ops:
+        read = {
+            leaf
+            for one in with_duplicated([placed], duplicated)
+            for v in whole_operands(one)
+            for leaf in roots[v] & persistent
+        }
         for leaf in read:
             readers.setdefault(leaf, set()).add(stages[placed.op.index])
     return {leaf: min(readers[leaf]) for leaf in sorted(readers) if len(readers[leaf]) == 1}
 
 
-def cone(
-    placed: Sequence[Placed], free: Mapping[int, Placed], reads: Callable[[Placed], Sequence[int]] = local
+def with_duplicated(
+    placed: Sequence[Placed],
+    duplicated: Mapping[int, Placed],
+    operands_of: Callable[[Placed], Sequence[int]] = block_operands,
 ) -> list[Placed]:
-    """Operations with the free ones that they read, in program order; `reads`: the values of one that count."""
-    found = {p.op.index: p for p in placed}
+    """Operations and the duplicated ones that they need, in program order; `operands_of`: the operands that count."""
+    by_index = {p.op.index: p for p in placed}
     waiting = list(placed)
     while waiting:
-        for a in reads(waiting.pop()):
-            if a in free and free[a].op.index not in found:
-                found[free[a].op.index] = free[a]
-                waiting.append(free[a])
-    return [found[i] for i in sorted(found)]
+        for a in operands_of(waiting.pop()):
+            if a in duplicated and duplicated[a].op.index not in by_index:
+                by_index[duplicated[a].op.index] = duplicated[a]
+                waiting.append(duplicated[a])
+    return [by_index[i] for i in sorted(by_index)]
 
 
 # The backward pass
@@ -257,93 +304,100 @@ def cone(
 
 def _backward(
     split: Microbatches,
-    back: Sequence[Placed],
+    backward_ops: Sequence[Placed],
     forward: Mapping[int, int],
     roots: Roots,
-    owner: Mapping[int, int],
-    last: int,
+    sole_reader: Mapping[int, int],
+    last_stage: int,
 ) -> dict[int, int]:
-    """The stage of every operation of the backward pass, by index."""
+    """Index of an operation of the backward pass -> its stage."""
     ops = [p.op for p in (*split.loop, *split.epilogue)]
-    inside = {v for p in split.loop for v in p.op.outputs}
-    wanted = gradients(split.graph, ops, split.flat.outputs, inside, owner)
-    bodies = _bodies(split, back, roots, owner)
-    ahead = [p for p in split.loop if p.op.index in forward]
-    residual = {v: forward[p.op.index] for p in ahead for v in p.op.outputs}
-    last_read = dict(residual)
-    for placed in ahead:
-        last_read.update((a, max(residual[a], forward[placed.op.index])) for a in local(placed) if a in residual)
-    again: dict[int, int] = {}
-    cotangent: dict[int, int] = {}
+    loop_values = {v for p in split.loop for v in p.op.outputs}
+    gradient_stage = gradients(split.graph, ops, split.flat.outputs, loop_values, sole_reader)
+    stage_of_body = _stage_of_bodies(split, backward_ops, roots, sole_reader)
+    forward_ops = [p for p in split.loop if p.op.index in forward]
+    made_in = {v: forward[p.op.index] for p in forward_ops for v in p.op.outputs}
+    last_reader = dict(made_in)
+    for placed in forward_ops:
+        last_reader.update(
+            (a, max(made_in[a], forward[placed.op.index])) for a in block_operands(placed) if a in made_in
+        )
+    recomputed_in: dict[int, int] = {}
+    cotangent_stage: dict[int, int] = {}
     stages: dict[int, int] = {}
-    behind: dict[int, int] = {}  # what a barrier gives -> what it was given
-    latest: dict[int, int] = {}  # what may run where it is read -> the last stage where it has what it reads
-    for placed in back:
+    before_barrier: dict[int, int] = {}  # result of a barrier -> its operand
+    latest_stage: dict[int, int] = {}  # op that may move to its readers -> the last stage that has its operands
+    for placed in backward_ops:
         op = placed.op
-        again_here = op.name == BARRIER or _is_recomputed(op)
-        read = values(placed) if again_here else [behind.get(a, a) for a in values(placed)]
-        below = [owner[leaf] for v in read for leaf in sorted(roots.get(v, ())) if leaf in owner]
-        before = residual if again_here and below else last_read
-        below += [stage for a in read for known in (before, again) if (stage := known.get(a)) is not None]
-        above = [cotangent[a] for a in read if a in cotangent]
-        if again_here and not above:
-            below += bodies.get(_body(split, op), ())
-        below += [wanted[v] for v in op.outputs if v in wanted]
-        stages[op.index] = min([max(below), *above]) if below else min(above, default=last)
+        is_repeated = op.name == BARRIER or _is_recomputed(op)
+        operands = operand_values(placed) if is_repeated else [before_barrier.get(a, a) for a in operand_values(placed)]
+        at_least = [sole_reader[leaf] for v in operands for leaf in sorted(roots.get(v, ())) if leaf in sole_reader]
+        residual_stage = made_in if is_repeated and at_least else last_reader
+        at_least += [
+            stage for a in operands for table in (residual_stage, recomputed_in) if (stage := table.get(a)) is not None
+        ]
+        at_most = [cotangent_stage[a] for a in operands if a in cotangent_stage]
+        if is_repeated and not at_most:
+            at_least += stage_of_body.get(_innermost_body(split, op), ())
+        at_least += [gradient_stage[v] for v in op.outputs if v in gradient_stage]
+        stages[op.index] = min([max(at_least), *at_most]) if at_least else min(at_most, default=last_stage)
         if op.name == BARRIER:
             pairs = zip(op.outputs, op.inputs, strict=True)
-            behind.update((v, behind.get(a, a)) for v, a in pairs if isinstance(a, int))
-            latest[op.index] = min(above, default=last)
-        elif not below and _nbytes(split, op.outputs) >= _nbytes(split, local(placed)):
-            latest[op.index] = min(above, default=last)
-        if above or not again_here:
-            cotangent.update(dict.fromkeys(op.outputs, stages[op.index]))
-        elif below:
-            again.update(dict.fromkeys(op.outputs, stages[op.index]))
-    return _pulled(back, stages, again, latest)
+            before_barrier.update((v, before_barrier.get(a, a)) for v, a in pairs if isinstance(a, int))
+            latest_stage[op.index] = min(at_most, default=last_stage)
+        elif not at_least and _nbytes(split, op.outputs) >= _nbytes(split, block_operands(placed)):
+            latest_stage[op.index] = min(at_most, default=last_stage)
+        if at_most or not is_repeated:
+            cotangent_stage.update(dict.fromkeys(op.outputs, stages[op.index]))
+        elif at_least:
+            recomputed_in.update(dict.fromkeys(op.outputs, stages[op.index]))
+    return _moved_to_last_reader(backward_ops, stages, recomputed_in, latest_stage)
 
 
-def _nbytes(split: Microbatches, some: Sequence[int]) -> int:
-    return sum(split.graph.types[v].nbytes for v in {*some})
+def _nbytes(split: Microbatches, values: Sequence[int]) -> int:
+    return sum(split.graph.types[v].nbytes for v in {*values})
 
 
 def _is_recomputed(op: Op) -> bool:
     return jax_compat.is_rematted(op.name_stack)
 
 
-def _body(split: Microbatches, op: Op) -> int:
-    """Index of the innermost rematerialisation around an operation, -1 if there is none."""
-    around = split.flat.remat.get(op.index, ())
-    return around[-1].index if around else -1
+def _innermost_body(split: Microbatches, op: Op) -> int:
+    """Index of the innermost rematerialised region around an operation, -1 if there is none."""
+    enclosing = split.flat.remat.get(op.index, ())
+    return enclosing[-1].index if enclosing else -1
 
 
-def _bodies(
-    split: Microbatches, back: Sequence[Placed], roots: Roots, owner: Mapping[int, int]
+def _stage_of_bodies(
+    split: Microbatches, backward_ops: Sequence[Placed], roots: Roots, sole_reader: Mapping[int, int]
 ) -> Mapping[int, tuple[int, ...]]:
-    """Rematerialised bodies that read the parameters of one stage alone -> that stage."""
-    found: dict[int, set[int]] = {}
-    for placed in back:
+    """Rematerialised region that reads parameters of one stage only -> that stage."""
+    stages_read: dict[int, set[int]] = {}
+    for placed in backward_ops:
         if _is_recomputed(placed.op):
-            read = {owner[leaf] for v in whole(placed) for leaf in roots[v] if leaf in owner}
-            found.setdefault(_body(split, placed.op), set()).update(read)
-    return {body: tuple(stages) for body, stages in found.items() if len(stages) == 1}
+            read = {sole_reader[leaf] for v in whole_operands(placed) for leaf in roots[v] if leaf in sole_reader}
+            stages_read.setdefault(_innermost_body(split, placed.op), set()).update(read)
+    return {body: tuple(stages) for body, stages in stages_read.items() if len(stages) == 1}
 
 
-def _pulled(
-    back: Sequence[Placed], stages: dict[int, int], again: Mapping[int, int], latest: Mapping[int, int]
+def _moved_to_last_reader(
+    backward_ops: Sequence[Placed],
+    stages: dict[int, int],
+    recomputed_in: Mapping[int, int],
+    latest_stage: Mapping[int, int],
 ) -> dict[int, int]:
-    """The stages, with what is recomputed, or has nothing that ties it to a stage, where it is read last."""
+    """The stages, with rematerialised and untied operations moved to their last reader."""
     readers: dict[int, int] = {}
-    for placed in reversed(back):
+    for placed in reversed(backward_ops):
         op = placed.op
         if read_in := [readers[v] for v in op.outputs if v in readers]:
-            if op.index in latest:
-                stages[op.index] = min(latest[op.index], max(read_in))
-            elif any(v in again for v in op.outputs):
+            if op.index in latest_stage:
+                stages[op.index] = min(latest_stage[op.index], max(read_in))
+            elif any(v in recomputed_in for v in op.outputs):
                 stages[op.index] = max(stages[op.index], *read_in)
             elif _is_recomputed(op):
                 stages[op.index] = min(stages[op.index], max(read_in))
-        for a in local(placed):
+        for a in block_operands(placed):
             readers[a] = max(readers.get(a, 0), stages[op.index])
     return stages
 
@@ -351,39 +405,44 @@ def _pulled(
 def _deferred(
     loop: Sequence[Placed], stages: Mapping[int, int], totals: Sequence[Total]
 ) -> tuple[tuple[Placed, ...], tuple[Total, ...]]:
-    """Sums of totals of different stages, to be done after the loop, and the totals that are then left."""
+    """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives."""
     made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
-    mixed: set[int] = set()
+    spans_stages: set[int] = set()
     for op in (p.op for p in loop if p.op.name in ("add", "add_any")):
         parts = [a for a in op.inputs if a in made_in]
-        if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in mixed for a in parts):
-            mixed.update(op.outputs)
-    wanted = {t.value: t for t in totals}
-    found: list[Placed] = []
+        if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in spans_stages for a in parts):
+            spans_stages.update(op.outputs)
+    totals_left = {t.value: t for t in totals}
+    deferred: list[Placed] = []
     for placed in reversed(loop):
         op = placed.op
-        if op.outputs and op.outputs[0] in mixed and op.outputs[0] in wanted and wanted[op.outputs[0]].how == "sum":
-            del wanted[op.outputs[0]]
-            wanted.update((a, Total(a, "sum")) for a in op.inputs if isinstance(a, int))
-            found.append(Placed(op, frozenset(range(len(op.inputs)))))
-    return tuple(found[::-1]), tuple(wanted[v] for v in sorted(wanted))
+        if (
+            op.outputs
+            and op.outputs[0] in spans_stages
+            and op.outputs[0] in totals_left
+            and totals_left[op.outputs[0]].how == "sum"
+        ):
+            del totals_left[op.outputs[0]]
+            totals_left.update((a, Total(a, "sum")) for a in op.inputs if isinstance(a, int))
+            deferred.append(Placed(op, frozenset(range(len(op.inputs)))))
+    return tuple(deferred[::-1]), tuple(totals_left[v] for v in sorted(totals_left))
 
 
-def _put_off(
-    split: Microbatches, back: Sequence[Placed], stages: Mapping[int, int], totals: set[int]
+def _weight_pass_ops(
+    split: Microbatches, backward_ops: Sequence[Placed], stages: Mapping[int, int], totals: set[int]
 ) -> frozenset[int]:
-    """Operations, by index, that make partial sums, or values for those of their stage alone."""
-    found: set[int] = set()
-    readers: dict[int, set[int]] = {}
-    needed = -1
-    for placed in reversed(back):
+    """Indices of the operations that make partial sums, or values that only these read within their stage."""
+    put_off: set[int] = set()
+    reader_stages: dict[int, set[int]] = {}
+    read_by_b = -1
+    for placed in reversed(backward_ops):
         op, stage = placed.op, stages[placed.op.index]
         partial = any(isinstance(split.states[v], Partial) for v in op.outputs)
-        light = op.name not in KEPT and not op.regions and not totals & {*op.outputs}
-        read = set[int]().union(*(readers.get(v, set()) for v in op.outputs))
-        put_off = (partial and read <= {stage}) or (light and read == {stage})
-        if put_off:
-            found.add(op.index)
-        for a in local(placed):
-            readers.setdefault(a, set()).add(stage if put_off else needed)
-    return frozenset(found)
+        light = op.name not in NOT_DUPLICATED and not op.regions and not totals & {*op.outputs}
+        read = set[int]().union(*(reader_stages.get(v, set()) for v in op.outputs))
+        is_put_off = (partial and read <= {stage}) or (light and read == {stage})
+        if is_put_off:
+            put_off.add(op.index)
+        for a in block_operands(placed):
+            reader_stages.setdefault(a, set()).add(stage if is_put_off else read_by_b)
+    return frozenset(put_off)

@@ -1,11 +1,11 @@
-"""What planned stages cost: seconds of their passes, and bytes on their devices.
+"""Cost of planned stages: seconds of their passes, and bytes on their devices.
 
-    seconds of a program  =  operations, with the collectives that end their sums                    -> _operations
-                          +  light traffic of what follows them                                      -> _light
-                          +  reshards, where they are read                                           -> _reshards
+    seconds of a program  =  operations, with the collectives that reduce their results                -> _operations
+                          +  memory traffic of operations after them                                   -> _traffic
+                          +  reshards, in the program that reads the result                            -> _reshards
 
-so that over all programs of a stage, passes m times, they are the optimizer's objective but for local slices, which it
-prices at next to nothing.
+Over all programs of a stage, passes m times, these add up to the optimizer's objective, except for its negligible cost
+of local slices.
 
     bytes per device  =  state + sums + batch + copies + microbatches in flight x stash + temporaries    -> stage_memory
 """
@@ -20,31 +20,31 @@ from autopar.cost_models.pipeline import Prices
 from autopar.ir.graph import Type
 from autopar.ir.layout import device_share
 from autopar.passes.intra_op import extract
-from autopar.passes.stages.divide import KINDS
+from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.graph import BEGIN
 
 if TYPE_CHECKING:
     from autopar.passes.stages.plan import StagePlan
-    from autopar.passes.stages.plan_all import Accounted, StagePlans
+    from autopar.passes.stages.plan_all import PlannedStage, StagePlans
 
 UPDATE = "update"
 
 
-class Piece(Protocol):
+class DeviceBytes(Protocol):
     """Bytes per device of a value; `wide`: at least four per number."""
 
     def __call__(self, plan: StagePlan, value: int, *, wide: bool = False) -> float: ...
 
 
 @dataclass(frozen=True)
-class StagePrices:
+class StageTimes:
     """Predicted seconds of one planned stage.
 
     Attributes:
         forward, backward, weight: s of a pass F, B, W of one microbatch.
-        update: s of all that runs once per step, without `reduce`.
+        update: s of the programs that run once per step, without `reduce`.
         reduce: s per step of the collectives in updates: sums of gradients over devices.
-        handed: value handed over -> bytes of one microbatch of it, over the whole submesh.
+        sent: value sent to another stage -> bytes of one microbatch of it, over the whole submesh.
     """
 
     forward: float
@@ -52,12 +52,12 @@ class StagePrices:
     weight: float
     update: float
     reduce: float
-    handed: Mapping[int, int]
+    sent: Mapping[int, int]
 
-    def scaled(self, share: float) -> StagePrices:
-        """So much of all seconds; the same is handed over."""
+    def scaled(self, share: float) -> StageTimes:
+        """All seconds times `share`, with the same bytes sent."""
         forward, backward, weight = share * self.forward, share * self.backward, share * self.weight
-        return StagePrices(forward, backward, weight, share * self.update, share * self.reduce, self.handed)
+        return StageTimes(forward, backward, weight, share * self.update, share * self.reduce, self.sent)
 
     def seconds(self, microbatches: int) -> float:
         """s per step of the stage alone."""
@@ -69,13 +69,13 @@ class StageMemory:
     """Predicted bytes per device of one planned stage.
 
     Attributes:
-        state: arguments that it holds or reads whole: parameters, optimizer state.
+        state: arguments that it stores or reads whole: parameters, optimizer state.
         sums: accumulators, from the first pass to the update.
         batch: the blocks of all microbatches.
-        copies: what the prologue makes, and copies of that and of arguments in other layouts, while passes run.
-        stash: per microbatch, what forward passes leave for backward passes, values received included.
-        temporaries: the most that passes hold besides.
-        update: the most that updates hold besides state and sums, new state included.
+        copies: results of the prologue, and copies of these and of arguments in other layouts, while passes run.
+        stash: per microbatch, residuals of forward passes for backward passes, values received included.
+        temporaries: the peak of all else that is live in a pass.
+        update: the peak of all else besides state and sums that is live in an update, new state included.
     """
 
     state: float
@@ -87,59 +87,60 @@ class StageMemory:
     update: float
 
     def scaled(self, share: float) -> StageMemory:
-        """So much of everything."""
+        """All bytes times `share`."""
         return StageMemory(*(share * nbytes for nbytes in astuple(self)))
 
     def peak(self, in_flight: int) -> float:
-        """Most bytes held at once with so many microbatches between F and the last pass."""
+        """Peak bytes with `in_flight` microbatches between F and the last pass."""
         passes = self.batch + self.copies + in_flight * self.stash + self.temporaries
         return self.state + self.sums + max(passes, self.update)
 
 
-def stage_prices(plan: StagePlan) -> StagePrices:
+def stage_times(plan: StagePlan) -> StageTimes:
     """Seconds of a planned stage."""
-    graph, count = plan.graph.graph, _count(plan)
-    found: dict[str, float] = dict.fromkeys((*KINDS, UPDATE), 0.0)
-    for program, seconds in (*_operations(plan), *_light(plan), *_reshards(plan, ended=False)):
-        found[program] += seconds
-    reduce = sum(seconds for _, seconds in _reshards(plan, ended=True))
-    handed = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.handed.items()}
-    forward, backward, weight = (found[kind] / count for kind in KINDS)
-    return StagePrices(forward, backward, weight, found[UPDATE], reduce, handed)
+    graph, microbatches = plan.graph.graph, _microbatches(plan)
+    by_program: dict[str, float] = dict.fromkeys((*PASS_KINDS, UPDATE), 0.0)
+    for program, seconds in (*_operations(plan), *_traffic(plan), *_reshards(plan, in_update=False)):
+        by_program[program] += seconds
+    reduce = sum(seconds for _, seconds in _reshards(plan, in_update=True))
+    sent = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.sent.items()}
+    forward, backward, weight = (by_program[kind] / microbatches for kind in PASS_KINDS)
+    return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent)
 
 
-def prices(plans: StagePlans[Accounted]) -> Prices:
-    """Prices of all stages, as the simulator of schedules takes them; transfers are left to whoever knows the links.
+def pipeline_times(plans: StagePlans[PlannedStage]) -> Prices:
+    """Times of all stages, as the simulator of schedules takes them, without times of transfers.
 
-    `Prices.border` has the bytes; see `autopar.cost_models.pipeline.transfer_times`.
+    Times of transfers depend on the links: `autopar.cost_models.pipeline.transfer_times` computes them from
+    `Prices.border`, the bytes.
     """
-    found = [plan.account.prices for plan in plans.plans]
-    border: dict[tuple[int, int], float] = {}
-    for hand, values in plans.stages.hands.items():
-        pair = (hand.source, hand.target)
-        border[pair] = border.get(pair, 0.0) + sum(found[hand.source].handed[v] for v in values)
+    stages = [plan.summary.times for plan in plans.plans]
+    bytes_sent: dict[tuple[int, int], float] = {}
+    for transfer, values in plans.stages.transfers.items():
+        pair = (transfer.source, transfer.target)
+        bytes_sent[pair] = bytes_sent.get(pair, 0.0) + sum(stages[transfer.source].sent[v] for v in values)
     return Prices(
-        forward=tuple(p.forward for p in found),
-        backward=tuple(p.backward for p in found),
-        weight=tuple(p.weight for p in found),
-        reduce=tuple(p.reduce for p in found),
-        update=tuple(p.update for p in found),
-        stash=tuple(plan.account.memory.stash for plan in plans.plans),
-        border=border,
+        forward=tuple(p.forward for p in stages),
+        backward=tuple(p.backward for p in stages),
+        weight=tuple(p.weight for p in stages),
+        reduce=tuple(p.reduce for p in stages),
+        update=tuple(p.update for p in stages),
+        stash=tuple(plan.summary.memory.stash for plan in plans.plans),
+        border=bytes_sent,
     )
 
 
-def _count(plan: StagePlan) -> int:
-    """Microbatches."""
+def _microbatches(plan: StagePlan) -> int:
+    """Number of microbatches."""
     repeats = plan.graph.graph.repeats
     assert repeats is not None
     return repeats.inputs[plan.graph.index]
 
 
-def _of(plan: StagePlan, op: int) -> str:
-    """F, B, W, or that which runs once."""
+def _program(plan: StagePlan, op: int) -> str:
+    """F, B, W, or "update" for a program that runs once."""
     name = plan.graph.program_of(op)
-    return name if name in KINDS else UPDATE
+    return name if name in PASS_KINDS else UPDATE
 
 
 # Seconds per step, by program
@@ -147,48 +148,48 @@ def _of(plan: StagePlan, op: int) -> str:
 
 def _operations(plan: StagePlan) -> Iterator[tuple[str, float]]:
     for op, seconds in extract.operation_seconds(plan.model, plan.solution.assignment):
-        yield _of(plan, op), seconds
+        yield _program(plan, op), seconds
 
 
-def _light(plan: StagePlan) -> Iterator[tuple[str, float]]:
+def _traffic(plan: StagePlan) -> Iterator[tuple[str, float]]:
     groups, readers = plan.model.grouping.groups, _first_readers(plan)
     for charge, seconds in extract.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
         value = groups[charge.group].value
-        yield _of(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
+        yield _program(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
 
 
 def _first_readers(plan: StagePlan) -> Mapping[int, str]:
     """Argument -> the program that first reads it."""
-    found: dict[int, str] = {}
+    readers: dict[int, str] = {}
     for op in plan.graph.graph.ops:
         for atom in op.inputs:
             if isinstance(atom, int) and atom in plan.graph.graph.names:
-                found.setdefault(atom, _of(plan, op.index))
-    return found
+                readers.setdefault(atom, _program(plan, op.index))
+    return readers
 
 
-def _reshards(plan: StagePlan, *, ended: bool) -> Iterator[tuple[str, float]]:
-    """Collectives between operations; `ended`: those of updates, and no others."""
+def _reshards(plan: StagePlan, *, in_update: bool) -> Iterator[tuple[str, float]]:
+    """Collectives between operations; `in_update`: only those of updates, otherwise only the others."""
     mesh, overlap = plan.mesh, plan.model.grouping.overlap
-    behind, uses = mesh.behind_computation(), {use.site: use for use in plan.model.grouping.uses}
+    overlapped, uses = mesh.behind_computation(), {use.site: use for use in plan.model.grouping.uses}
     for c in plan.collectives:
         use = uses.get(c.op)
         if use is None:
-            continue  # at an operation, whose price has it
-        program = _at(plan, use.op, c.op)
-        if (program == UPDATE) == ended:
-            on = behind if overlap.moves(use.value, use.op) else mesh
-            once = c.count < _count(plan)  # a copy that all passes share
-            yield UPDATE if once else program, extract.collective_seconds(c, on)
+            continue  # part of the cost of an operation
+        program = _program_at(plan, use.op, c.op)
+        if (program == UPDATE) == in_update:
+            submesh = overlapped if overlap.moves(use.value, use.op) else mesh
+            is_shared = c.count < _microbatches(plan)  # a copy that all passes share
+            yield UPDATE if is_shared else program, extract.collective_seconds(c, submesh)
 
 
-def _at(plan: StagePlan, op: int, site: str) -> str:
-    """The program that moves what is read at a site; a result is handed out by the program that makes it."""
+def _program_at(plan: StagePlan, op: int, site: str) -> str:
+    """The program that reshards a value for a site; for a result of the graph, the program that computes it."""
     if op >= 0:
-        return _of(plan, op)
+        return _program(plan, op)
     atom = plan.graph.graph.outputs[int(site.removeprefix("out"))]
-    made = plan.graph.maker.get(atom, BEGIN) if isinstance(atom, int) else BEGIN
-    return made if made in KINDS else UPDATE
+    producer = plan.graph.maker.get(atom, BEGIN) if isinstance(atom, int) else BEGIN
+    return producer if producer in PASS_KINDS else UPDATE
 
 
 # Bytes
@@ -197,89 +198,89 @@ def _at(plan: StagePlan, op: int, site: str) -> str:
 def stage_memory(plan: StagePlan) -> StageMemory:
     """Bytes per device of a planned stage.
 
-    The stash counts every value once, in the layout where it lives: what backward passes read of forward passes through
-    values that are made where they are read is what these are made of.
+    The stash counts every value once, in its layout. Of a forward value that is recomputed at every reader, it has the
+    operands instead.
     """
-    long, copies = _long_held(plan, held), _shared(plan)
-    passes, update = _besides(plan)
-    return replace(long, copies=copies, temporaries=max(0.0, passes - copies - long.stash), update=update)
+    persistent, copies = _persistent(plan, stored_bytes), _shared_copies(plan)
+    passes, update = _transient_peaks(plan)
+    return replace(persistent, copies=copies, temporaries=max(0.0, passes - copies - persistent.stash), update=update)
 
 
 def least_memory(plan: StagePlan) -> StageMemory:
-    """What no plan of a stage holds less of: the same in even pieces, without copies and temporaries."""
-    return _long_held(plan, even)
+    """A lower bound on the memory of every plan of a stage: even shards, without copies and temporaries."""
+    return _persistent(plan, even_bytes)
 
 
-def _long_held(plan: StagePlan, piece: Piece) -> StageMemory:
-    """State, sums, the batch and the stash by the bytes of one device's piece, and nothing else."""
-    graph, count = plan.graph, _count(plan)
-    state = sum(piece(plan, v) for v in graph.arguments.values())
-    sums = sum(piece(plan, a, wide=True) for v in graph.marked if isinstance(a := graph.local[v], int))
-    batch = sum(count * piece(plan, v) for v in graph.blocks.values())
-    stash = sum(piece(plan, v) for v in _kept(plan))
+def _persistent(plan: StagePlan, device_bytes: DeviceBytes) -> StageMemory:
+    """State, sums, the batch and the stash, by the bytes per device of each value."""
+    graph, microbatches = plan.graph, _microbatches(plan)
+    state = sum(device_bytes(plan, v) for v in graph.arguments.values())
+    sums = sum(device_bytes(plan, a, wide=True) for v in graph.summed_in if isinstance(a := graph.local[v], int))
+    batch = sum(microbatches * device_bytes(plan, v) for v in graph.blocks.values())
+    stash = sum(device_bytes(plan, v) for v in _stashed(plan))
     return StageMemory(state, sums, batch, 0.0, stash, 0.0, 0.0)
 
 
-def _shared(plan: StagePlan) -> float:
-    """Bytes per device of what passes share: of whole values and of arguments in other layouts, the largest each."""
+def _shared_copies(plan: StagePlan) -> float:
+    """Bytes per device shared by passes: of each whole value or argument, its largest copy that is live in passes."""
     graph, sizes = plan.graph, plan.liveness.sizes(plan.solution.assignment)
     whole = {a for a in graph.whole.values() if isinstance(a, int)}
-    shared = {"value": whole, "copy": whole | {*graph.arguments.values()}}
-    running = [m for m, step in enumerate(plan.liveness.moments) if _of(plan, step.op.index) in KINDS]
+    shared_values = {"value": whole, "copy": whole | {*graph.arguments.values()}}
+    pass_moments = [m for m, step in enumerate(plan.liveness.moments) if _program(plan, step.op.index) in PASS_KINDS]
     largest: dict[int, float] = {}
     for buffer, size in zip(plan.liveness.buffers, sizes, strict=True):
-        seen = running and buffer.birth <= running[-1] and buffer.death >= running[0]
-        if seen and buffer.value in shared.get(buffer.what, ()):
+        is_live = pass_moments and buffer.birth <= pass_moments[-1] and buffer.death >= pass_moments[0]
+        if is_live and buffer.value in shared_values.get(buffer.what, ()):
             largest[buffer.value] = max(largest.get(buffer.value, 0.0), float(size))
     return sum(largest.values())
 
 
-def held(plan: StagePlan, value: int, *, wide: bool = False) -> float:
-    """Bytes per device of a value where it lives; `wide`: at least four per number, as sums have."""
+def stored_bytes(plan: StagePlan, value: int, *, wide: bool = False) -> float:
+    """Bytes per device of a value in its layout; `wide`: at least four per number, as accumulators have."""
     type_, layout = plan.graph.graph.types[value], plan.layout(value)
-    return _whole(type_, wide) * device_share(layout, type_.shape, plan.mesh.sizes)
+    return _dense_bytes(type_, wide) * device_share(layout, type_.shape, plan.mesh.sizes)
 
 
-def even(plan: StagePlan, value: int, *, wide: bool = False) -> float:
-    """The same of a value that is cut evenly over the whole submesh."""
-    return _whole(plan.graph.graph.types[value], wide) / plan.mesh.size
+def even_bytes(plan: StagePlan, value: int, *, wide: bool = False) -> float:
+    """Bytes per device of a value that is sharded evenly over the whole submesh."""
+    return _dense_bytes(plan.graph.graph.types[value], wide) / plan.mesh.size
 
 
-def _whole(type_: Type, wide: bool) -> float:
+def _dense_bytes(type_: Type, wide: bool) -> float:
     return type_.size * (max(type_.itemsize, 4) if wide and "float" in type_.dtype else type_.itemsize)
 
 
-def _kept(plan: StagePlan) -> Sequence[int]:
+def _stashed(plan: StagePlan) -> Sequence[int]:
     """Values that later passes read of earlier ones or of other stages."""
-    graph, homed = plan.graph, plan.layouts.values
-    made, received = graph.maker, {*graph.received.values()}
+    graph, has_layout = plan.graph, plan.layouts.values
+    program_of, received = graph.maker, {*graph.received.values()}
     producer = {v: op for op in graph.graph.ops for v in op.outputs}
-    kept: dict[int, None] = {}
+    stashed: dict[int, None] = {}
     for op in graph.graph.ops:
-        name = made.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
-        if name not in ("B", "W"):
+        program = program_of.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
+        if program not in ("B", "W"):
             continue
-        waiting, seen = [a for a in op.inputs if isinstance(a, int)], set[int]()
-        while waiting:
-            value = waiting.pop()
-            if value in seen:
+        stack, visited = [a for a in op.inputs if isinstance(a, int)], set[int]()
+        while stack:
+            value = stack.pop()
+            if value in visited:
                 continue
-            seen.add(value)
-            source = made.get(value, "F" if value in received else BEGIN)
-            lazy = value in producer and value not in homed and graph.graph.types[value].rank > 0
-            if lazy and source != BEGIN:
-                waiting.extend(a for a in producer[value].inputs if isinstance(a, int))
-            elif source in KINDS and KINDS.index(source) < KINDS.index(name):
-                kept[value] = None
-    return tuple(sorted(kept))
+            visited.add(value)
+            source_program = program_of.get(value, "F" if value in received else BEGIN)
+            is_recomputed = value in producer and value not in has_layout and graph.graph.types[value].rank > 0
+            if is_recomputed and source_program != BEGIN:
+                stack.extend(a for a in producer[value].inputs if isinstance(a, int))
+            elif source_program in PASS_KINDS and PASS_KINDS.index(source_program) < PASS_KINDS.index(program):
+                stashed[value] = None
+    return tuple(sorted(stashed))
 
 
-def _besides(plan: StagePlan) -> tuple[float, float]:
-    """The most bytes besides arguments while passes run, and while updates run."""
+def _transient_peaks(plan: StagePlan) -> tuple[float, float]:
+    """Peak bytes besides arguments while passes run, and while updates run."""
     profile = plan.liveness.profile(plan.solution.assignment)
     passes, update = 0.0, 0.0
     for moment, step in enumerate(plan.liveness.moments):
-        if _of(plan, step.op.index) in KINDS:
+        if _program(plan, step.op.index) in PASS_KINDS:
             passes = max(passes, float(profile[moment]))
         else:
             update = max(update, float(profile[moment]))

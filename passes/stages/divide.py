@@ -1,18 +1,19 @@
 """A train step as programs of stages: what each runs before the loop over microbatches, per microbatch, and after it.
 
-    prologue    once: whole values that passes read                                 -> Stage.prologue
+    prologue    once: values that are the same for all microbatches, for the passes -> Stage.prologue
     F, B, W     per microbatch: forward and backward pass, and gradients of weights -> Stage.passes, assign.py
-    update      once: what the stage does with totals                               -> Stages.updates, updates.py
+    update      once: operations on totals                                          -> Stages.updates, updates.py
 
-A value of the microbatch that F leaves for B or W of the same stage is its stash. A value for another stage is handed
-over by the pass that makes it,
+A value of the microbatch that F leaves for B or W of the same stage is its stash. A value for another stage is sent
+with the pass that computes it, or with B, which has it in its stash:
 
-    F of stage a to F, B or W of stage b, a < b     with F of a, and B of b keeps it until then
-    B of stage b to B or W of stage a, a < b        with B of b
-    F of stage b to B of stage a, a < b             with B of b, which had it in its stash
+    F of stage a to F, B or W of stage b, a < b     sent with F of a; it stays in the stash until B of b
+    B of stage b to B or W of stage a, a < b        sent with B of b
+    F of stage b to B of stage a, a < b             sent with B of b
 
-from producer to reader directly, however many stages are between: skip connections are borders of their own, as in
-`autopar.schedules`. Anything else would need an earlier stage to wait for a later one and is refused       -> _routes
+It goes from producer to reader directly, however many stages are between them: skip connections are borders of their
+own, as in `autopar.schedules`. Any other transfer would make an earlier stage wait for a later one and raises an error
+                                                                                                    -> _routes
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from autopar.passes.microbatch.programs import Placed, Total
 from autopar.passes.stages import accumulation_loop
 from autopar.passes.stages import assign as stage_passes
 from autopar.passes.stages import updates as stage_updates
-from autopar.passes.stages.assign import Passes, Place
+from autopar.passes.stages.assign import PassAssignment, StagePass
 from autopar.passes.stages.updates import Updates
 from autopar.schedules.instructions import Kind
 
-KINDS: tuple[Kind, ...] = ("F", "B", "W")
+PASS_KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
-class Hand(NamedTuple):
-    """What a pass hands over: `kind` is F or B, as in an instruction `F0.2>1`."""
+class Transfer(NamedTuple):
+    """Values that one stage sends another with a pass; `kind` is F or B, as in an instruction `F0.2>1`."""
 
     kind: Kind
     source: int
@@ -47,15 +48,15 @@ class Hand(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """What a stage runs per microbatch in one of its passes.
+    """One pass of a stage over one microbatch.
 
     Attributes:
-        ops: operations on blocks, those that every reader repeats included.
-        whole: whole values that it reads; constants are not among them.
+        ops: operations on blocks, duplicated ones included.
+        whole: values that it reads whole, without constants.
         blocks: arguments of which it reads the microbatch's block.
-        reads: values of the microbatch that other passes make.
+        reads: values of the microbatch that other passes compute.
         writes: values that other passes read.
-        totals: what it gives a part of.
+        totals: sums, and other totals, to which it contributes a part.
     """
 
     ops: tuple[Placed, ...]
@@ -80,41 +81,41 @@ class Stage:
     arguments: tuple[int, ...]
     passes: Mapping[Kind, Pass]
 
-    def kept(self, kind: Kind) -> frozenset[int]:
-        """Values of a microbatch that passes after this one read."""
-        return frozenset(v for later in KINDS[KINDS.index(kind) + 1 :] for v in self.passes[later].reads)
+    def live_after(self, kind: Kind) -> frozenset[int]:
+        """Values of a microbatch that are live after a pass: later passes of the stage read them."""
+        return frozenset(v for later in PASS_KINDS[PASS_KINDS.index(kind) + 1 :] for v in self.passes[later].reads)
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A step in stages.
+    """A step divided into stages.
 
     Attributes:
         split: the step in microbatches.
         stages: in the order of the forward pass.
-        hands: what is handed over per microbatch.
-        updates: what runs once per step, and which stage holds which argument.
-        before: a loop over the microbatches that comes first, and gives totals that are further arguments of this one.
+        transfers: values that stages send each other per microbatch.
+        updates: operations that run once per step, and the stage that stores each argument.
+        first_loop: a loop over the microbatches that runs first; its totals are further arguments of this step.
     """
 
     split: Microbatches
     stages: tuple[Stage, ...]
-    hands: Mapping[Hand, tuple[int, ...]]
+    transfers: Mapping[Transfer, tuple[int, ...]]
     updates: Updates
-    before: Stages | None = None
+    first_loop: Stages | None = None
 
     @cached_property
     def borders(self) -> tuple[tuple[int, int], ...]:
-        """(a, b), a < b: stages between which something is handed over, as `autopar.schedules.make` takes them."""
+        """(a, b), a < b: pairs of stages with a transfer between them, as `autopar.schedules.make` takes them."""
         chain = [(a, a + 1) for a in range(len(self.stages) - 1)]
-        return tuple(sorted({*chain, *((min(h[1:]), max(h[1:])) for h in self.hands)}))
+        return tuple(sorted({*chain, *((min(h[1:]), max(h[1:])) for h in self.transfers)}))
 
     def __str__(self) -> str:
         return "\n".join(_print(self)) + "\n"
 
 
 def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weights: bool = False) -> Stages:
-    """A step in stages.
+    """Divides a step into stages.
 
     Args:
         split: the step in microbatches.
@@ -123,78 +124,90 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
         weights: gradients of weights get a pass W of their own.
 
     Raises:
-        ArgumentError: borders that are no ascending layers.
+        ArgumentError: borders that are not ascending layers.
         MicrobatchError: the step needs two loops over its microbatches, both with backward passes.
-        GraphError: an earlier stage would need what a later one makes.
+        GraphError: an earlier stage would read a value that a later one computes.
     """
-    first = (0, *borders)
+    first_layers = (0, *borders)
     count = len(layers.layers)
-    if any(a >= b for a, b in itertools.pairwise((*first, count))):
+    if any(a >= b for a, b in itertools.pairwise((*first_layers, count))):
         raise ArgumentError(f"borders {tuple(borders)} do not cut {count} layers: use ascending numbers 1..{count - 1}")
     if len(split.sweeps) == 1:
-        return _divide(split, layers, first, weights)
-    before, after = accumulation_loop.apart(split)
-    found = _divide(before, layers, first, False)
-    if any(stage.passes["B"].ops for stage in found.stages):
+        return _divide(split, layers, first_layers, weights)
+    before, after = accumulation_loop.separate_loops(split)
+    first_loop = _divide(before, layers, first_layers, False)
+    if any(stage.passes["B"].ops for stage in first_loop.stages):
         raise MicrobatchError("a step with two backward passes over its microbatches cannot be cut into stages")
-    return replace(_divide(after, layers, first, weights), before=found)
+    return replace(_divide(after, layers, first_layers, weights), first_loop=first_loop)
 
 
-def _divide(split: Microbatches, layers: Layers, first: Sequence[int], weights: bool) -> Stages:
-    passes = stage_passes.assign(split, layers, first, weights=weights)
-    keys: list[Place] = [(stage, kind) for stage in range(len(first)) for kind in KINDS]
-    ops = {key: _ops(split, passes, key, len(first) - 1) for key in keys}
-    hands, reads, writes = _routes(passes, ops)
+def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], weights: bool) -> Stages:
+    passes = stage_passes.assign(split, layers, first_layers, weights=weights)
+    keys: list[StagePass] = [(stage, kind) for stage in range(len(first_layers)) for kind in PASS_KINDS]
+    ops = {key: _ops(split, passes, key, len(first_layers) - 1) for key in keys}
+    transfers, reads, writes = _routes(passes, ops)
     stages = tuple(
-        _stage(split, {k: _pass(split, passes, ops[s, k], reads[s, k], writes[s, k], s, k, len(first)) for k in KINDS})
-        for s in range(len(first))
+        _stage(
+            split,
+            {
+                k: _pass(split, passes, ops[s, k], reads[s, k], writes[s, k], s, k, len(first_layers))
+                for k in PASS_KINDS
+            },
+        )
+        for s in range(len(first_layers))
     )
-    read_in = {v: [s for s, stage in enumerate(stages) if v in stage.arguments] for v in split.graph.inputs}
-    return Stages(split, stages, hands, stage_updates.assign(split, passes, read_in, len(first)))
+    reading_stages = {v: [s for s, stage in enumerate(stages) if v in stage.arguments] for v in split.graph.inputs}
+    return Stages(split, stages, transfers, stage_updates.assign(split, passes, reading_stages, len(first_layers)))
 
 
-def _ops(split: Microbatches, passes: Passes, key: Place, last: int) -> list[Placed]:
-    """Operations of one pass; totals that anyone could make are the last stage's."""
-    mine = [p for p in split.loop if passes.places.get(p.op.index) == key]
+def _ops(split: Microbatches, passes: PassAssignment, key: StagePass, last: int) -> list[Placed]:
+    """Operations of one pass; the last stage computes totals that are duplicated operations."""
+    ops = [p for p in split.loop if passes.pass_of.get(p.op.index) == key]
     if key == (last, "F"):
-        extra = {passes.free[t.value].op.index: passes.free[t.value] for t in passes.totals if t.value in passes.free}
-        mine.extend(extra[i] for i in sorted(extra))
-    return stage_passes.cone(mine, {**passes.thin, **passes.free})
+        duplicated = {
+            passes.duplicated[t.value].op.index: passes.duplicated[t.value]
+            for t in passes.totals
+            if t.value in passes.duplicated
+        }
+        ops.extend(duplicated[i] for i in sorted(duplicated))
+    return stage_passes.with_duplicated(ops, {**passes.expanded, **passes.duplicated})
 
 
 def _routes(
-    passes: Passes, ops: Mapping[Place, Sequence[Placed]]
-) -> tuple[Mapping[Hand, tuple[int, ...]], Mapping[Place, set[int]], Mapping[Place, set[int]]]:
-    """What is handed over, and what every pass reads of others and leaves to others."""
-    hands: dict[Hand, set[int]] = {}
-    reads: dict[Place, set[int]] = {key: set() for key in ops}
-    writes: dict[Place, set[int]] = {key: set() for key in ops}
+    passes: PassAssignment, ops: Mapping[StagePass, Sequence[Placed]]
+) -> tuple[Mapping[Transfer, tuple[int, ...]], Mapping[StagePass, set[int]], Mapping[StagePass, set[int]]]:
+    """The transfers, and the values that every pass reads of others and writes for others."""
+    transfers: dict[Transfer, set[int]] = {}
+    reads: dict[StagePass, set[int]] = {key: set() for key in ops}
+    writes: dict[StagePass, set[int]] = {key: set() for key in ops}
     for key, placed in ops.items():
-        own = {v for p in placed for v in p.op.outputs}
-        for value in sorted({a for p in placed for a in stage_passes.local(p) if a in passes.made} - own):
+        own_results = {v for p in placed for v in p.op.outputs}
+        for value in sorted(
+            {a for p in placed for a in stage_passes.block_operands(p) if a in passes.made} - own_results
+        ):
             source = passes.made[value]
             reads[key].add(value)
             writes[source].add(value)
             if source[0] != key[0]:
-                hands.setdefault(_hand(source, key, value), set()).add(value)
+                transfers.setdefault(_transfer(source, key, value), set()).add(value)
                 if source[1] == "F" and source[0] > key[0]:
                     reads[source[0], "B"].add(value)
-    return {hand: tuple(sorted(hands[hand])) for hand in sorted(hands)}, reads, writes
+    return {transfer: tuple(sorted(transfers[transfer])) for transfer in sorted(transfers)}, reads, writes
 
 
-def _hand(source: Place, target: Place, value: int) -> Hand:
+def _transfer(source: StagePass, target: StagePass, value: int) -> Transfer:
     """The transfer by which a value reaches another stage."""
     (a, made), (b, read) = source, target
     if made == "F" and a < b:
-        return Hand("F", a, b)
+        return Transfer("F", a, b)
     if made != "W" and read != "F" and a > b:
-        return Hand("B", a, b)
+        return Transfer("B", a, b)
     raise GraphError(f"pass {read} of stage {b} reads %{value}, which pass {made} of stage {a} makes later")
 
 
 def _pass(
     split: Microbatches,
-    passes: Passes,
+    passes: PassAssignment,
     ops: Sequence[Placed],
     reads: set[int],
     writes: set[int],
@@ -203,8 +216,8 @@ def _pass(
     stages: int,
 ) -> Pass:
     constants = {v for v, _ in split.flat.constants}
-    whole = {v for p in ops for v in stage_passes.whole(p)} - constants
-    blocks = {v for p in ops for v in stage_passes.local(p) if v in split.batch}
+    whole = {v for p in ops for v in stage_passes.whole_operands(p)} - constants
+    blocks = {v for p in ops for v in stage_passes.block_operands(p) if v in split.batch}
     totals = [t for t in passes.totals if passes.made.get(t.value, (stages - 1, "F")) == (stage, kind)]
     return Pass(
         tuple(ops),
@@ -217,14 +230,14 @@ def _pass(
 
 
 def _stage(split: Microbatches, passes: Mapping[Kind, Pass]) -> Stage:
-    """A stage with what its passes need before the loop."""
-    wanted = {v for one in passes.values() for v in one.whole}
-    found: list[Placed] = []
+    """A stage with the prologue that its passes need."""
+    needed = {v for pass_ in passes.values() for v in pass_.whole}
+    prologue: list[Placed] = []
     for placed in reversed(split.prologue):
-        if any(v in wanted for v in placed.op.outputs):
-            found.append(placed)
-            wanted.update(a for a in placed.op.inputs if isinstance(a, int))
-    return Stage(tuple(found[::-1]), tuple(v for v in split.graph.inputs if v in wanted), passes)
+        if any(v in needed for v in placed.op.outputs):
+            prologue.append(placed)
+            needed.update(a for a in placed.op.inputs if isinstance(a, int))
+    return Stage(tuple(prologue[::-1]), tuple(v for v in split.graph.inputs if v in needed), passes)
 
 
 # Printing
@@ -238,20 +251,20 @@ def _names(ops: Sequence[Placed]) -> str:
     return " ".join(p.op.name for p in ops) or "nothing"
 
 
-def _print(found: Stages) -> Iterator[str]:
-    names = found.split.graph.names
-    for number, stage in enumerate(found.stages):
-        held = [v for v, home in found.updates.homes.items() if home == number]
-        yield f"stage {number} holds {', '.join(names[v] for v in held) or 'nothing'}"
+def _print(step: Stages) -> Iterator[str]:
+    names = step.split.graph.names
+    for number, stage in enumerate(step.stages):
+        stored = [v for v, owner in step.updates.owners.items() if owner == number]
+        yield f"stage {number} holds {', '.join(names[v] for v in stored) or 'nothing'}"
         if stage.prologue:
             yield f"  once: {_names(stage.prologue)}"
-        for kind, one in stage.passes.items():
-            if one.ops or one.totals:
-                yield f"  {kind}: {_names(one.ops)}"
-                yield f"    reads {', '.join(names[v] for v in one.blocks) or 'no batch'}; {_values(one.reads)}"
-                yield f"    leaves {_values(one.writes)}; adds up {_values([t.value for t in one.totals])}"
-    for hand, values in found.hands.items():
-        yield f"{hand.kind} of stage {hand.source} to stage {hand.target}: {_values(values)}"
-    for update in found.updates.programs:
+        for kind, pass_ in stage.passes.items():
+            if pass_.ops or pass_.totals:
+                yield f"  {kind}: {_names(pass_.ops)}"
+                yield f"    reads {', '.join(names[v] for v in pass_.blocks) or 'no batch'}; {_values(pass_.reads)}"
+                yield f"    leaves {_values(pass_.writes)}; adds up {_values([t.value for t in pass_.totals])}"
+    for transfer, values in step.transfers.items():
+        yield f"{transfer.kind} of stage {transfer.source} to stage {transfer.target}: {_values(values)}"
+    for update in step.updates.programs:
         yield f"update of stage {update.stage}, round {update.round}: {_names(update.ops)}"
         yield f"  reads {_values((*(t.value for t in update.totals), *update.reads))}; makes {_values(update.writes)}"

@@ -1,17 +1,17 @@
-"""A pipeline stage as one flat graph, so that whatever plans a program plans a stage.
+"""A pipeline stage as one flat graph, which every pass that plans a program can plan.
 
-One function runs, in this order, what the stage runs in a step, and is traced:
+One function is traced that runs, in this order, what the stage runs in a step:
 
     begin      the prologue                              once       -> Tracer.begin
     F, B, W    its passes, on the shapes of a microbatch  m times    -> Tracer.run
     update0..  its updates                               once       -> Tracer.update
 
-Arguments are the state, the blocks of the batch, what other stages hand over, and totals and values of other stages'
-updates; results are what others read, and the results of the step. There is no operation that adds up: the part that a
-microbatch gives a sum is what the update reads, through a `sharding_constraint` that leaves everything open. It is
-where the sum over devices ends if the pass leaves its parts partial, and it counts once -> Tracer.ended
+Arguments are the state, the blocks of the batch, values received from other stages, and totals and values of other
+stages' updates. Results are values that other stages read, and results of the step. No operation accumulates: an update
+reads a microbatch's part of a sum through a `sharding_constraint` that leaves all dimensions open. If the pass leaves
+its parts unreduced, they are reduced over devices there, which counts once -> Tracer.completed_sums
 
-`Graph.repeats` says what counts m times.
+`Graph.repeats` tells which operations and values count m times.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.programs import Sweep, Total
 from autopar.passes.microbatch.states import local_shape
-from autopar.passes.stages.divide import KINDS, Stages
+from autopar.passes.stages.divide import PASS_KINDS, Stages
 from autopar.passes.stages.updates import Update
 
 BEGIN = "begin"
 
 
 def update_name(number: int) -> str:
-    """The program of an update, by its number in `Stages.updates.programs`."""
+    """Name of the program of an update, by its number in `Stages.updates.programs`."""
     return f"update{number}"
 
 
-Key = tuple[str, int]
+ValueKey = tuple[str, int]
 """(map of StageGraph, value of the step)."""
 
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:
-    """A stage as a graph, and where the values of the step in stages are in it.
+    """A stage as a graph, and the values of the step in stages that its values stand for.
 
     Attributes:
         stage: its number.
@@ -59,16 +59,16 @@ class StageGraph:
         index: the number of the microbatch, an argument.
         arguments: argument of the step -> argument of the graph.
         blocks: argument that holds the batch -> argument of the graph, one microbatch of it.
-        received: value that another stage hands over -> argument of the graph.
-        whole: value that the prologue makes -> its value.
-        local: value that a pass makes -> its value.
-        totals: total -> what the updates read: an argument of the graph if it is put together elsewhere (stacked parts,
-            sums of other stages).
-        marked: total -> the name of the program that ends its sum.
-        made: value of an update -> its value; an argument of the graph if another stage's update makes it.
-        results: per result of the graph, ("local", value handed over, or part or total for others) or ("made", value of
-            an update).
-        handed: position of a result -> the value handed over.
+        received: value received from another stage -> argument of the graph.
+        whole: value computed by the prologue -> its value.
+        local: value computed by a pass -> its value.
+        totals: total -> the value that updates read: an argument of the graph if no pass of the stage computes it
+            (stacked parts, sums of other stages).
+        summed_in: total -> the name of the program that completes its sum.
+        made: value of an update -> its value; an argument of the graph if another stage's update computes it.
+        results: per result of the graph, ("local", value sent, or part or total for others) or ("made", value of an
+            update).
+        sent: position of a result -> the value sent.
         avals: shape and dtype of every argument of the graph.
     """
 
@@ -82,10 +82,10 @@ class StageGraph:
     whole: Mapping[int, Atom]
     local: Mapping[int, Atom]
     totals: Mapping[int, Atom]
-    marked: Mapping[int, str]
+    summed_in: Mapping[int, str]
     made: Mapping[int, Atom]
-    results: tuple[Key, ...]
-    handed: Mapping[int, int]
+    results: tuple[ValueKey, ...]
+    sent: Mapping[int, int]
     avals: tuple[Any, ...]
 
     def program_of(self, op: int) -> str:
@@ -94,7 +94,7 @@ class StageGraph:
 
     @cached_property
     def maker(self) -> Mapping[int, str]:
-        """Value -> the program that makes it; arguments, constants and values inside bodies are not in it."""
+        """Value -> the program that computes it, without arguments, constants and values inside regions."""
         return {v: self.program_of(op.index) for op in self.graph.ops for v in op.outputs}
 
 
@@ -103,27 +103,27 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Prog
 
     Args:
         stages: the step in stages.
-        stage: which.
+        stage: its number.
         avals: shape and dtype of every argument of the step.
-        programs: those of `stages.split`, where there are several stages to make graphs of.
+        programs: those of `stages.split`; shared where graphs of several stages are traced.
     """
-    of_step = programs or Programs(stages.split)
-    tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), of_step)
-    names = list(tracer.inputs())
-    found: list[Key] = []
+    programs_of_step = programs or Programs(stages.split)
+    tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), programs_of_step)
+    inputs = list(tracer.inputs())
+    result_keys: list[ValueKey] = []
 
     def run(*arrays: Any) -> list[Any]:
-        values = tracer.run_all(dict(zip((key for key, _, _ in names), arrays, strict=True)))
-        found.extend(values)
-        return list(values.values())
+        results = tracer.run_all(dict(zip((key for key, _, _ in inputs), arrays, strict=True)))
+        result_keys.extend(results)
+        return list(results.values())
 
-    jaxpr = jax_compat.eliminate_dead_code(jax.make_jaxpr(run)(*(aval for _, aval, _ in names)))
-    graph, ranges = build_programs(jaxpr, [path for _, _, path in names], [f"{k[0]} %{k[1]}" for k in found])
-    return _assembled(tracer, names, found, graph, ranges)
+    jaxpr = jax_compat.eliminate_dead_code(jax.make_jaxpr(run)(*(aval for _, aval, _ in inputs)))
+    graph, ranges = build_programs(jaxpr, [path for _, _, path in inputs], [f"{k[0]} %{k[1]}" for k in result_keys])
+    return _assemble(tracer, inputs, result_keys, graph, ranges)
 
 
-Input = tuple[Key, Any, str]
-"""Its key, type and path."""
+GraphInput = tuple[ValueKey, Any, str]
+"""(key, type, path)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +132,8 @@ class Tracer:
 
     Attributes:
         updates: number -> update, of this stage.
-        sources: total -> the stage that makes it.
-        stacked: totals whose parts are kept one by one.
+        sources: total -> the stage that computes it.
+        stacked: totals whose parts are not summed but stacked, one per microbatch.
     """
 
     stages: Stages
@@ -143,18 +143,20 @@ class Tracer:
     updates: Mapping[int, Update]
     sources: Mapping[int, int]
     stacked: frozenset[int]
-    marked: dict[int, str] = field(default_factory=dict)
+    summed_in: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
     def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: Programs) -> Tracer:
-        totals = {t.value: (s, t) for s, one in enumerate(stages.stages) for p in one.passes.values() for t in p.totals}
-        stacked = frozenset(v for v, (_, t) in totals.items() if programs.accumulator(t).stacks)
+        source_of = {
+            t.value: (s, t) for s, stage_ in enumerate(stages.stages) for p in stage_.passes.values() for t in p.totals
+        }
+        stacked = frozenset(v for v, (_, t) in source_of.items() if programs.accumulator(t).stacks)
         updates = {i: u for i, u in enumerate(stages.updates.programs) if u.stage == stage}
-        return Tracer(stages, stage, types, programs, updates, {v: s for v, (s, _) in totals.items()}, stacked)
+        return Tracer(stages, stage, types, programs, updates, {v: s for v, (s, _) in source_of.items()}, stacked)
 
-    # What comes in
+    # Arguments
 
-    def inputs(self) -> Iterator[Input]:
+    def inputs(self) -> Iterator[GraphInput]:
         """Arguments of the graph."""
         names, passes = self.stages.split.graph.names, self.stages.stages[self.stage].passes
         read = {*self.stages.stages[self.stage].arguments, *(v for u in self.updates.values() for v in u.arguments)}
@@ -162,20 +164,22 @@ class Tracer:
             if v in read:
                 yield ("arguments", v), self.types[v], names[v]
         yield ("index", 0), jax.ShapeDtypeStruct((), np.int32), "microbatch"
-        for v in sorted({v for one in passes.values() for v in one.blocks}):
+        for v in sorted({v for pass_ in passes.values() for v in pass_.blocks}):
             yield ("blocks", v), self.local_type(v), f"block {names[v]}"
-        given = {v for hand, values in self.stages.hands.items() if hand.target == self.stage for v in values}
-        for v in sorted(given):
+        sent = {
+            v for transfer, values in self.stages.transfers.items() if transfer.target == self.stage for v in values
+        }
+        for v in sorted(sent):
             yield ("received", v), self.local_type(v), "received"
         for v in sorted({t.value for u in self.updates.values() for t in u.totals}):
-            if self.is_put_together(v):
+            if self.is_argument(v):
                 yield ("totals", v), self.whole_type(v), "total"
-        own = {v for u in self.updates.values() for v in u.writes}
-        for v in sorted({v for u in self.updates.values() for v in u.reads} - own):
+        own_writes = {v for u in self.updates.values() for v in u.writes}
+        for v in sorted({v for u in self.updates.values() for v in u.reads} - own_writes):
             yield ("made", v), self.whole_type(v), "made"
 
-    def is_put_together(self, total: int) -> bool:
-        """The stage's updates do not read the part that its own pass makes."""
+    def is_argument(self, total: int) -> bool:
+        """Whether the updates of the stage read a total that is not the part computed by its own pass."""
         return total in self.stacked or self.sources[total] != self.stage
 
     def whole_type(self, value: int) -> Any:
@@ -189,79 +193,79 @@ class Tracer:
         shape = whole.shape if state is None else local_shape(whole.shape, state, split.count)
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
-    # What runs
+    # Programs
 
-    def run_all(self, arrays: Mapping[Key, Any]) -> dict[Key, Any]:
-        """Everything in order; what the programs leave to each other and to others, by key."""
-        known = dict(arrays)
-        made: dict[Key, Any] = {}
+    def run_all(self, arrays: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
+        """Runs all programs in order; returns their results by key."""
+        environment = dict(arrays)
+        produced: dict[ValueKey, Any] = {}
         for name, program in self.all_programs():
             program.__name__ = name
-            results = jax.jit(program)(known)
-            known.update(results)
-            made.update(results)
-        return made
+            results = jax.jit(program)(environment)
+            environment.update(results)
+            produced.update(results)
+        return produced
 
     def all_programs(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        yield BEGIN, lambda known: self.begin(known)
-        for kind in KINDS:
-            yield kind, lambda known, kind=kind: self.run(kind, known)
+        yield BEGIN, lambda environment: self.begin(environment)
+        for kind in PASS_KINDS:
+            yield kind, lambda environment, kind=kind: self.run(kind, environment)
         for number, update in self.updates.items():
             name = update_name(number)
-            yield name, lambda known, name=name, u=update: self.update(name, u, known)
+            yield name, lambda environment, name=name, u=update: self.update(name, u, environment)
 
-    def begin(self, known: Mapping[Key, Any]) -> dict[Key, Any]:
-        found = self.stages.stages[self.stage]
-        wanted = {v for one in found.passes.values() for v in one.whole}
-        whole = sorted(wanted & {v for p in found.prologue for v in p.op.outputs})
-        outer = {**self.constants, **_of(known, "arguments")}
-        made = self.programs.after(Sweep((), (), found.prologue if whole else ()), outer, ())
+    def begin(self, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
+        stage = self.stages.stages[self.stage]
+        needed = {v for pass_ in stage.passes.values() for v in pass_.whole}
+        whole = sorted(needed & {v for p in stage.prologue for v in p.op.outputs})
+        outer = {**self.constants, **_of_map(environment, "arguments")}
+        made = self.programs.after(Sweep((), (), stage.prologue if whole else ()), outer, ())
         return {("whole", v): made[v] for v in whole}
 
-    def run(self, kind: Any, known: Mapping[Key, Any]) -> dict[Key, Any]:
-        one = self.stages.stages[self.stage].passes[kind]
-        given = {**self.constants, **_of(known, "arguments"), **_of(known, "whole")}
-        local = {**_of(known, "received"), **_of(known, "local")}
-        values = {**{v: known["blocks", v] for v in one.blocks}, **{v: local[v] for v in one.reads}}
-        wanted = list(dict.fromkeys((*(t.value for t in one.totals), *one.writes)))
-        outer = {v: given[v] for v in (*one.whole, *self.constants)}
-        sweep = Sweep(one.ops, tuple(Total(v, "last") for v in wanted), ())
-        made = self.programs.loop(sweep, outer, values, known["index", 0])
-        return {("local", v): array for v, array in zip(wanted, made, strict=True)}
+    def run(self, kind: Any, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
+        pass_ = self.stages.stages[self.stage].passes[kind]
+        whole = {**self.constants, **_of_map(environment, "arguments"), **_of_map(environment, "whole")}
+        local = {**_of_map(environment, "received"), **_of_map(environment, "local")}
+        values = {**{v: environment["blocks", v] for v in pass_.blocks}, **{v: local[v] for v in pass_.reads}}
+        written = list(dict.fromkeys((*(t.value for t in pass_.totals), *pass_.writes)))
+        outer = {v: whole[v] for v in (*pass_.whole, *self.constants)}
+        sweep = Sweep(pass_.ops, tuple(Total(v, "last") for v in written), ())
+        made = self.programs.loop(sweep, outer, values, environment["index", 0])
+        return {("local", v): array for v, array in zip(written, made, strict=True)}
 
-    def update(self, name: str, update: Update, known: Mapping[Key, Any]) -> dict[Key, Any]:
-        arguments, made = _of(known, "arguments"), _of(known, "made")
-        ended = self.ended(name, [t.value for t in update.totals], known)
+    def update(self, name: str, update: Update, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
+        arguments, made = _of_map(environment, "arguments"), _of_map(environment, "made")
+        totals = self.completed_sums(name, [t.value for t in update.totals], environment)
         outer = {**self.constants, **{v: arguments[v] for v in update.arguments}, **{v: made[v] for v in update.reads}}
         after = self.programs.after(
-            Sweep((), update.totals, update.ops), outer, [ended[t.value] for t in update.totals]
+            Sweep((), update.totals, update.ops), outer, [totals[t.value] for t in update.totals]
         )
-        marked = {("totals", v): array for v, array in ended.items() if self.marked.get(v) == name}
-        return {**marked, **{("made", v): after[v] for v in update.writes}}
+        completed = {("totals", v): array for v, array in totals.items() if self.summed_in.get(v) == name}
+        return {**completed, **{("made", v): after[v] for v in update.writes}}
 
-    def ended(self, name: str, totals: Sequence[int], known: Mapping[Key, Any]) -> dict[int, Any]:
-        """Totals as an update reads them; the first that reads a sum ends it."""
-        found: dict[int, Any] = {}
+    def completed_sums(self, name: str, totals: Sequence[int], environment: Mapping[ValueKey, Any]) -> dict[int, Any]:
+        """Totals as an update reads them; the first update that reads a sum completes it."""
+        totals_read: dict[int, Any] = {}
         for v in totals:
-            if ("totals", v) in known:
-                found[v] = known["totals", v]
+            if ("totals", v) in environment:
+                totals_read[v] = environment["totals", v]
             else:
-                self.marked[v] = name
-                # what ends the sum reads its parts alone; those of narrow floats are in float32
-                found[v] = _open(known["local", v]).astype(self.whole_type(v).dtype)
-        return found
+                self.summed_in[v] = name
+                # only the constraint that completes a sum reads its parts; those of narrow floats are in float32
+                totals_read[v] = _unconstrained(environment["local", v]).astype(self.whole_type(v).dtype)
+        return totals_read
 
     @property
     def constants(self) -> dict[int, Any]:
         return dict(self.stages.split.flat.constants)
 
 
-def _of(known: Mapping[Key, Any], kind: str) -> dict[int, Any]:
-    return {v: array for (k, v), array in known.items() if k == kind}
+def _of_map(environment: Mapping[ValueKey, Any], map_name: str) -> dict[int, Any]:
+    return {v: array for (k, v), array in environment.items() if k == map_name}
 
 
-def _open(array: Any) -> Any:
-    """The array behind a constraint that leaves every dimension open."""
+def _unconstrained(array: Any) -> Any:
+    """The array behind a sharding constraint that leaves every dimension open."""
     if not jnp.ndim(array):
         return array
     mesh = jax_compat.auto_abstract_mesh((1,), ("all",))
@@ -269,32 +273,36 @@ def _open(array: Any) -> Any:
     return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, open_spec))
 
 
-# Putting the graph together
+# Assembly of the graph
 
 
-def _assembled(
-    tracer: Tracer, names: Sequence[Input], found: Sequence[Key], graph: Graph, programs: Mapping[str, range]
+def _assemble(
+    tracer: Tracer,
+    inputs: Sequence[GraphInput],
+    result_keys: Sequence[ValueKey],
+    graph: Graph,
+    programs: Mapping[str, range],
 ) -> StageGraph:
     """The graph with the results that leave the stage, and the maps."""
     stages, stage, count = tracer.stages, tracer.stage, tracer.stages.split.count
-    entered: dict[Key, int] = {key: v for (key, _, _), v in zip(names, graph.inputs, strict=True)}
-    atoms: dict[Key, Atom] = {**entered, **dict(zip(found, graph.outputs, strict=True))}
+    inputs_by_key: dict[ValueKey, int] = {key: v for (key, _, _), v in zip(inputs, graph.inputs, strict=True)}
+    atoms: dict[ValueKey, Atom] = {**inputs_by_key, **dict(zip(result_keys, graph.outputs, strict=True))}
     results = list(results_of(tracer))
-    state = carried_by(tracer, results, list(entered))
-    handed = {i: v for i, (kind, v) in enumerate(results) if kind == "local" and v in _handed(stages, stage)}
-    often = {
-        i: count for i, (kind, v) in enumerate(results) if i in handed or (kind == "local" and v in tracer.stacked)
+    carried = carried_by(tracer, results, list(inputs_by_key))
+    sent = {i: v for i, (kind, v) in enumerate(results) if kind == "local" and v in _sent(stages, stage)}
+    result_counts = {
+        i: count for i, (kind, v) in enumerate(results) if i in sent or (kind == "local" and v in tracer.stacked)
     }
-    ops = {op.index: count for op in graph.ops for kind in KINDS if op.index in programs.get(kind, ())}
-    inputs = {v: count for key, v in entered.items() if key[0] in ("index", "blocks", "received")}
-    backward = any(op.phase == "backward" for op in graph.ops if op.index in ops)
+    op_counts = {op.index: count for op in graph.ops for kind in PASS_KINDS if op.index in programs.get(kind, ())}
+    input_counts = {v: count for key, v in inputs_by_key.items() if key[0] in ("index", "blocks", "received")}
+    backward = any(op.phase == "backward" for op in graph.ops if op.index in op_counts)
     graph = replace(
         graph,
         ops=tuple(replace(op, phase="update") if backward and _is_update(programs, op) else op for op in graph.ops),
         outputs=tuple(atoms[key] for key in results),
         output_paths=tuple(f"{kind} {i}" for i, (kind, _) in enumerate(results)),
-        repeats=Repeats(ops, inputs, often),
-        carried=state,
+        repeats=Repeats(op_counts, input_counts, result_counts),
+        carried=carried,
     )
     order = [name for name, _ in tracer.all_programs()]
     maps = {kind: {v: atom for (k, v), atom in atoms.items() if k == kind} for kind in _MAPS}
@@ -302,32 +310,32 @@ def _assembled(
         stage=stage,
         graph=graph,
         programs={name: programs.get(name, range(0)) for name in order},
-        index=entered["index", 0],
-        marked=dict(tracer.marked),
+        index=inputs_by_key["index", 0],
+        summed_in=dict(tracer.summed_in),
         results=tuple(results),
-        handed=handed,
-        avals=tuple(aval for _, aval, _ in names),
+        sent=sent,
+        avals=tuple(aval for _, aval, _ in inputs),
         **maps,  # pyright: ignore[reportArgumentType]
     )
 
 
 def _is_update(programs: Mapping[str, range], op: Op) -> bool:
-    return not any(op.index in programs.get(name, ()) for name in (BEGIN, *KINDS))
+    return not any(op.index in programs.get(name, ()) for name in (BEGIN, *PASS_KINDS))
 
 
 _MAPS = ("arguments", "blocks", "received", "whole", "local", "totals", "made")
 
 
-def _handed(stages: Stages, stage: int) -> list[int]:
-    """What the passes of a stage hand over."""
-    return sorted({v for hand, values in stages.hands.items() if hand.source == stage for v in values})
+def _sent(stages: Stages, stage: int) -> list[int]:
+    """Values that the passes of a stage send."""
+    return sorted({v for transfer, values in stages.transfers.items() if transfer.source == stage for v in values})
 
 
-def results_of(tracer: Tracer) -> Iterator[Key]:
-    """What leaves the stage: values handed over, parts that are stacked, totals and values for others, results."""
+def results_of(tracer: Tracer) -> Iterator[ValueKey]:
+    """Keys of values that leave the stage: values sent, stacked parts, totals and values for other stages, results."""
     stages, stage = tracer.stages, tracer.stage
     elsewhere = [u for u in stages.updates.programs if u.stage != stage]
-    yield from (("local", v) for v in _handed(stages, stage))
+    yield from (("local", v) for v in _sent(stages, stage))
     own = sorted(v for v, source in tracer.sources.items() if source == stage)
     foreign = {t.value for u in elsewhere for t in u.totals}
     yield from (("local", v) for v in own if v in tracer.stacked or v in foreign)
@@ -335,14 +343,18 @@ def results_of(tracer: Tracer) -> Iterator[Key]:
     yield from (("made", v) for u in tracer.updates.values() for v in u.writes if v in wanted)
 
 
-def carried_by(tracer: Tracer, results: Sequence[Key], inputs: Sequence[Key]) -> Mapping[int, int]:
-    """Results that carry an argument of this stage into the next step."""
+def carried_by(tracer: Tracer, results: Sequence[ValueKey], inputs: Sequence[ValueKey]) -> Mapping[int, int]:
+    """Result that carries an argument of this stage into the next step -> position of the argument."""
     split = tracer.stages.split
-    position = {key: i for i, key in enumerate(inputs)}
-    place = {key: i for i, key in reversed(list(enumerate(results)))}
-    found: dict[int, int] = {}
+    argument_position = {key: i for i, key in enumerate(inputs)}
+    result_position = {key: i for i, key in reversed(list(enumerate(results)))}
+    carried: dict[int, int] = {}
     for out, i in match_state(split.graph).items():
-        made, argument = ("made", split.flat.outputs[out]), ("arguments", split.graph.inputs[i])
-        if made in place and argument in position and position[argument] not in found.values():
-            found.setdefault(place[made], position[argument])  # pyright: ignore[reportArgumentType]
-    return found
+        result, argument = ("made", split.flat.outputs[out]), ("arguments", split.graph.inputs[i])
+        if (
+            result in result_position
+            and argument in argument_position
+            and argument_position[argument] not in carried.values()
+        ):
+            carried.setdefault(result_position[result], argument_position[argument])  # pyright: ignore[reportArgumentType]
+    return carried

@@ -1,11 +1,12 @@
-"""Stages that are one program: equal but for the numbers of their values and the names of their arguments.
+"""Isomorphic stages: equal but for the numbers of their values and the names of their arguments.
 
-    likeness      all that a stage's graph is made from, its values numbered in the order in which they are met: stages
-                  whose likenesses have equal keys have equal graphs
-    renamed       the graph of one as that of the other: value i of the one for value i of the other
+    canonical_form   what a stage's graph is traced from, its values numbered in the order of their first use: stages
+                     with equal keys have equal graphs
+    renamed          the graph of one stage as that of another: value i of one for value i of the other
 
-Most stages of a deep model are alike, and making a graph means tracing: 0.1 s for a few layers, against 0.01 s. Names
-of operations (name stacks) are those of the first stage: renamed graphs are for planning, not for programs that run.
+Most stages of a deep model are isomorphic, and tracing a graph takes 0.1 s for a few layers, against 0.01 s for a
+canonical form. Names of operations (name stacks) are those of the first stage: renamed graphs are for planning, not for
+programs that run.
 """
 
 from __future__ import annotations
@@ -18,92 +19,101 @@ from autopar.ir.graph import Atom
 from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.programs import Placed
 from autopar.passes.microbatch.rule_types import Outcome
-from autopar.passes.stages.divide import KINDS, Stages
-from autopar.passes.stages.graph import Input, StageGraph, Tracer, carried_by, results_of, update_name
+from autopar.passes.stages.divide import PASS_KINDS, Stages
+from autopar.passes.stages.graph import GraphInput, StageGraph, Tracer, carried_by, results_of, update_name
 
 
 @dataclass(frozen=True, eq=False)
-class Likeness:
-    """What the graph of a stage is made from.
+class CanonicalForm:
+    """The canonical form of a stage.
 
     Attributes:
         stage: its number.
-        key: the same for stages that are alike.
-        values: of the step, in the order in which they are met.
+        key: equal for isomorphic stages.
+        values: of the step, in the order of their first use.
         updates: numbers of the stage's updates.
-        inputs: what comes in.
+        inputs: arguments of the graph.
     """
 
     stage: int
     key: Hashable
     values: tuple[int, ...]
     updates: tuple[int, ...]
-    inputs: tuple[Input, ...]
+    inputs: tuple[GraphInput, ...]
 
 
-def likeness(stages: Stages, stage: int, avals: Sequence[Any], programs: Programs) -> Likeness:
-    """What the graph of a stage is made from; arguments as for `autopar.passes.stages.graph.stage_graph`."""
+def canonical_form(stages: Stages, stage: int, avals: Sequence[Any], programs: Programs) -> CanonicalForm:
+    """The canonical form of a stage; arguments as for `autopar.passes.stages.graph.stage_graph`."""
     tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), programs)
     inputs = tuple(tracer.inputs())
-    described = _Described(stages, frozenset(v for v, _ in stages.split.flat.constants))
-    key = tuple(described.all(tracer, inputs))
-    return Likeness(stage, key, tuple(described.numbers), tuple(tracer.updates), inputs)
+    description = _Description(stages, frozenset(v for v, _ in stages.split.flat.constants))
+    key = tuple(description.all(tracer, inputs))
+    return CanonicalForm(stage, key, tuple(description.numbers), tuple(tracer.updates), inputs)
 
 
-def renamed(graph: StageGraph, of: Likeness, to: Likeness) -> StageGraph:
-    """The graph of a stage as that of one that is like it.
+def renamed(graph: StageGraph, source: CanonicalForm, target: CanonicalForm) -> StageGraph:
+    """The graph of a stage as that of an isomorphic one.
 
     Args:
-        graph: made.
-        of: the likeness of its stage.
-        to: that of the other, with an equal key.
+        graph: the traced graph.
+        source: the canonical form of its stage.
+        target: that of the other stage, with an equal key.
     """
-    value = dict(zip(of.values, to.values, strict=True))
-    program = dict(zip(map(update_name, of.updates), map(update_name, to.updates), strict=True))
+    new_value = dict(zip(source.values, target.values, strict=True))
+    new_program = dict(zip(map(update_name, source.updates), map(update_name, target.updates), strict=True))
 
-    def over(found: Mapping[int, Any]) -> dict[int, Any]:
-        return {value[v]: one for v, one in found.items()}
+    def renumbered(map_: Mapping[int, Any]) -> dict[int, Any]:
+        return {new_value[v]: atom for v, atom in map_.items()}
 
     return replace(
         graph,
-        stage=to.stage,
-        graph=replace(graph.graph, input_paths=tuple(path for _, _, path in to.inputs)),
-        programs={program.get(name, name): ops for name, ops in graph.programs.items()},
-        arguments=over(graph.arguments),
-        blocks=over(graph.blocks),
-        received=over(graph.received),
-        whole=over(graph.whole),
-        local=over(graph.local),
-        totals=over(graph.totals),
-        marked={value[v]: program.get(name, name) for v, name in graph.marked.items()},
-        made=over(graph.made),
-        results=tuple((kind, value[v]) for kind, v in graph.results),
-        handed={i: value[v] for i, v in graph.handed.items()},
-        avals=tuple(aval for _, aval, _ in to.inputs),
+        stage=target.stage,
+        graph=replace(graph.graph, input_paths=tuple(path for _, _, path in target.inputs)),
+        programs={new_program.get(name, name): ops for name, ops in graph.programs.items()},
+        arguments=renumbered(graph.arguments),
+        blocks=renumbered(graph.blocks),
+        received=renumbered(graph.received),
+        whole=renumbered(graph.whole),
+        local=renumbered(graph.local),
+        totals=renumbered(graph.totals),
+        summed_in={new_value[v]: new_program.get(name, name) for v, name in graph.summed_in.items()},
+        made=renumbered(graph.made),
+        results=tuple((kind, new_value[v]) for kind, v in graph.results),
+        sent={i: new_value[v] for i, v in graph.sent.items()},
+        avals=tuple(aval for _, aval, _ in target.inputs),
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Described:
-    """Describes one stage; `numbers`: value of the step -> its number in the description."""
+class _Description:
+    """Describes one stage.
+
+    Attributes:
+        numbers: value of the step -> its number in the description.
+        remat: index of a rematerialised region -> its number in the description.
+    """
 
     stages: Stages
     constants: frozenset[int]
     numbers: dict[int, int] = field(default_factory=dict[int, int])
     remat: dict[int, int] = field(default_factory=dict[int, int])
 
-    def all(self, tracer: Tracer, inputs: Sequence[Input]) -> Iterator[Hashable]:
-        """Everything, in the order in which a graph is made from it."""
-        split, found = self.stages.split, self.stages.stages[tracer.stage]
+    def all(self, tracer: Tracer, inputs: Sequence[GraphInput]) -> Iterator[Hashable]:
+        """All parts, in the order in which a graph is traced from them."""
+        split, stage = self.stages.split, self.stages.stages[tracer.stage]
         yield split.count
         for (kind, v), aval, _ in inputs:
             yield kind, v if kind == "index" else self.value(v), aval.shape, str(aval.dtype), _is_weak(aval)
-        yield from map(self.operation, found.prologue)
-        yield self.several(sorted({v for one in found.passes.values() for v in one.whole}))
-        for kind in KINDS:
-            one = found.passes[kind]
-            yield kind, tuple(map(self.operation, one.ops)), *map(self.several, (one.whole, one.blocks, one.reads))
-            yield self.several(one.writes), tuple((self.value(t.value), t.how) for t in one.totals)
+        yield from map(self.operation, stage.prologue)
+        yield self.several(sorted({v for pass_ in stage.passes.values() for v in pass_.whole}))
+        for kind in PASS_KINDS:
+            pass_ = stage.passes[kind]
+            yield (
+                kind,
+                tuple(map(self.operation, pass_.ops)),
+                *map(self.several, (pass_.whole, pass_.blocks, pass_.reads)),
+            )
+            yield self.several(pass_.writes), tuple((self.value(t.value), t.how) for t in pass_.totals)
         for update in tracer.updates.values():
             yield tuple(map(self.operation, update.ops)), tuple((self.value(t.value), t.how) for t in update.totals)
             yield tuple(map(self.several, (update.arguments, update.reads, update.writes)))
@@ -114,7 +124,7 @@ class _Described:
         yield tuple((split.batch.get(v), split.states.get(v)) for v in self.numbers)
 
     def value(self, v: int) -> Hashable:
-        """Constants of the step are what they are."""
+        """The number of a value; constants of the step keep their own."""
         number = self.numbers.setdefault(v, len(self.numbers))
         return ("constant", v) if v in self.constants else number
 
@@ -126,14 +136,14 @@ class _Described:
 
     def operation(self, placed: Placed) -> Hashable:
         op = placed.op
-        around = self.stages.split.flat.remat.get(op.index, ())
+        enclosing = self.stages.split.flat.remat.get(op.index, ())
         return (
             (op.signature, op.phase, op.source, op.trips),
             tuple(map(self.atom, op.inputs)),
             self.several(op.outputs),
-            tuple((self.remat.setdefault(one.index, len(self.remat)), one.signature) for one in around),
+            tuple((self.remat.setdefault(region.index, len(self.remat)), region.signature) for region in enclosing),
             (tuple(sorted(placed.outer)), tuple(sorted(placed.own))),
-            _outcome(placed.outcome),
+            _block_rule(placed.outcome),
         )
 
 
@@ -141,9 +151,15 @@ def _is_weak(aval: Any) -> bool:
     return bool(getattr(aval, "weak_type", False))
 
 
-def _outcome(found: Outcome | None) -> Hashable:
-    """How an operation runs on a block. Bodies of loops and known columns are like themselves alone."""
-    if found is None:
+def _block_rule(outcome: Outcome | None) -> Hashable:
+    """How an operation runs on a block; with bodies of loops or known columns, equal only to itself."""
+    if outcome is None:
         return None
-    own = id(found) if found.body is not None or found.columns else 0
-    return found.results, str(sorted(found.cuts.items())), str(sorted(found.params.items())), found.block, own
+    identity = id(outcome) if outcome.body is not None or outcome.columns else 0
+    return (
+        outcome.results,
+        str(sorted(outcome.cuts.items())),
+        str(sorted(outcome.params.items())),
+        outcome.block,
+        identity,
+    )

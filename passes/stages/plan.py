@@ -1,14 +1,14 @@
-"""Layouts inside a pipeline stage: planned on its submesh by the intra-op optimizer.
+"""Layouts inside a pipeline stage: planned on its submesh by the intra-operator solver.
 
     stage      -> one flat graph                            passes/stages/graph.py
-    graph      -> groups, problem, solution, layouts      as for a whole step                  -> plan_stage
-    memory     within what a device has left, by charging for bytes ever more                    -> PenalisedPlans
-    account    all that a plan needs to know of it         passes/stages/summary.py
+    graph      -> op groups, problem, solution, layouts   as for a whole step                  -> plan_stage
+    memory     within the memory limit, by rising Lagrangian penalties for bytes               -> PenalisedPlans
+    summary    what the plan of the step contains of it    passes/stages/summary.py
 
 All stages of a step: `autopar.passes.stages.plan_all`.
 
-Sums of gradients stay partial over all microbatches where that is cheaper (`autopar.passes.op_groups.unreduced`), and
-are read whole once, by the update.
+Sums of gradients stay unreduced over all microbatches where that is cheaper (`autopar.passes.op_groups.unreduced`); the
+update reduces them, once.
 """
 
 from __future__ import annotations
@@ -36,38 +36,40 @@ from autopar.passes.remat.memory_policy import solve
 from autopar.passes.solver.optimize import Solution, optimize
 from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.graph import StageGraph
-from autopar.passes.stages.summary import Account, Border, Placed, account, border
+from autopar.passes.stages.summary import BoundaryLayouts, StageSummary, StageWithLayouts, boundary_layouts, summarize
 from autopar.plans.plan import Stage
 from autopar.rules import Rule
 
-#: Shares of the seconds that a plan may take more, for as large a share less of its bytes, that are tried in turn.
+#: Penalty rates that are tried in ascending order: at rate r a plan may take r x share more seconds for a share fewer
+#: bytes, both relative to the reference plan.
 RATES = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
-#: Share by which a plan that fits is dearer than one that does not, above which a rate between theirs is tried.
-DEAR = 0.05
-#: The rate between none and another is this one's share of it, squared.
-SPREAD = 16
-#: Relative gap at which such a plan is taken.
-ENOUGH = 0.02
+#: If the plan at the lowest fitting rate takes more than this share longer than that below, a rate between is tried.
+REFINE_ABOVE = 0.05
+#: The rate between two others is their geometric mean. The lower one counts as at least the higher one divided by this,
+#: as it may be 0.
+ZERO_RATE_DIVISOR = 16
+#: Relative gap at which the solver stops on a penalised problem.
+PENALISED_GAP = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """Bytes per device that a stage may hold with so many microbatches in flight; `share`: the first of `RATES`."""
+class MemoryLimit:
+    """Bytes per device that a stage may use with `in_flight` microbatches; `rate`: the penalty rate to start near."""
 
     nbytes: float
     in_flight: int
-    share: float = 0.0
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
-class StagePlan(Placed):
+class StagePlan(StageWithLayouts):
     """The plan of one stage.
 
     Attributes:
         graph: the stage.
-        mesh: its submesh, with prices.
+        mesh: its submesh, with link costs.
         rules: of the graph's operations.
-        model, solution: the optimization problem, and what solves it.
+        model, solution: the optimization problem and its solution.
         liveness: the memory of its plans.
         layouts: of every value, site and copy of the graph.
     """
@@ -81,20 +83,20 @@ class StagePlan(Placed):
     layouts: Stage
 
     @cached_property
-    def border(self) -> Border:
-        """Layouts of what crosses its borders."""
-        return border(self)
+    def boundary(self) -> BoundaryLayouts:
+        """Layouts of values that cross its boundary."""
+        return boundary_layouts(self)
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Of all its programs, per step."""
-        found = extract.Layouts(self.layouts.values, self.layouts.uses, self.layouts.copies)
-        return tuple(extract.collectives(self.graph.graph, self.model, self.solution.assignment, found, self.mesh))
+        layouts = extract.Layouts(self.layouts.values, self.layouts.uses, self.layouts.copies)
+        return tuple(extract.collectives(self.graph.graph, self.model, self.solution.assignment, layouts, self.mesh))
 
     @cached_property
-    def account(self) -> Account:
-        """What it comes down to."""
-        return account(self)
+    def summary(self) -> StageSummary:
+        """What the plan of the step contains of it."""
+        return summarize(self)
 
 
 def plan_stage(
@@ -105,13 +107,13 @@ def plan_stage(
     arguments: Mapping[int, Layout] | None = None,
     results: Mapping[int, Layout] | None = None,
 ) -> StagePlan:
-    """Plan one stage by itself.
+    """Plans one stage by itself.
 
     Args:
         graph: the stage.
         mesh: its submesh.
         rules: of the graph's operations.
-        options: of planning; its pins are not looked at.
+        options: of planning; its pins are ignored.
         arguments, results: position -> the layout that an argument or a result of the graph must have.
     """
     model, liveness = problem_of(graph, mesh, rules, arguments, results)
@@ -121,17 +123,20 @@ def plan_stage(
 
 @dataclass(eq=False)
 class PenalisedPlans:
-    """Plans of one stage at rising rates for memory, each solved when it is first asked for.
+    """Plans of one stage at rising penalty rates for memory, each solved on demand.
 
-    A rate is a share: so much more of the cheapest plan's seconds is worth as large a share less of its bytes.
+    At rate r the penalty is r x (seconds / bytes of the reference plan) per byte.
 
     Attributes:
         graph, mesh, rules: the stage, its submesh, and the rules of its operations.
-        options: of planning; its pins and its budget are not looked at.
+        options: of planning; its pins and its budget are ignored.
         arguments, results: as for `plan_stage`.
         layers: as for `memory_row`.
-        how: further keywords of `optimize`; `penalised_how`: those with a charge alone.
-        rough: whether what the cheapest plan takes and holds, which rates go by, may be what bounds alone find.
+        solver_options: further keywords of `optimize`.
+        penalised_solver_options: further keywords with a penalty only.
+        rough_reference: whether the seconds and bytes that rates refer to may be those of dual ascent and local search,
+            without the ILP.
+        solved: rate -> solution.
     """
 
     graph: StageGraph
@@ -141,97 +146,101 @@ class PenalisedPlans:
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
     layers: float = 1.0
-    how: Mapping[str, Any] = field(default_factory=lambda: {"gap": ENOUGH, "rounds": 0})
-    penalised_how: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    rough: bool = False
+    solver_options: Mapping[str, Any] = field(default_factory=lambda: {"gap": PENALISED_GAP, "rounds": 0})
+    penalised_solver_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rough_reference: bool = False
     solved: dict[float, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
 
-    def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: Limit) -> StagePlan:
-        """The plan of a stage like this one, at the lowest rate at which it fits, looked for about that of the limit.
+    def within(self, graph: StageGraph, rules: Mapping[int, Rule], limit: MemoryLimit) -> StagePlan:
+        """The plan of a stage isomorphic to this one, at the lowest rate at which it fits.
 
-        Layers by themselves may have to be charged more than the whole stage: the rate below that of the limit is the
-        first, then those below it or above. If the first that fits costs much more than the last that does not, one
-        between them is tried. With the last rate of `RATES` it is as small as such plans get; a warning says by how
-        much it does not fit.
+        The search starts at the rate below that of the limit: layers by themselves may need a higher rate than the
+        whole stage. It goes down from a rate that fits, and up from one that does not. If the lowest fitting rate costs
+        much more than the one below it, a rate between the two is tried. If no rate fits, the plan is that of the last
+        of `RATES`; a warning says how many bytes are missing.
         """
-        made: dict[float, StagePlan] = {}
-        over: dict[float, float] = {}
+        plans: dict[float, StagePlan] = {}
+        excess: dict[float, float] = {}
 
-        def fits(share: float) -> bool:
-            made[share] = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(share))
-            over[share] = stage_memory(made[share]).peak(limit.in_flight) - limit.nbytes
-            return over[share] <= 0
+        def fits(rate: float) -> bool:
+            plans[rate] = planned(graph, self.mesh, rules, self.model, self.liveness, self.at(rate))
+            excess[rate] = stage_memory(plans[rate]).peak(limit.in_flight) - limit.nbytes
+            return excess[rate] <= 0
 
-        def seconds(share: float) -> float:
-            return made[share].solution.objective
+        def seconds(rate: float) -> float:
+            return plans[rate].solution.objective
 
-        rates = sorted({limit.share, *RATES})
-        first = max(rates.index(limit.share) - 1, 0)
-        if fits(rates[first]):
-            for share in reversed(rates[:first]):
-                if seconds(min(made)) <= (1 + ENOUGH) * self.base.objective or not fits(share):
+        rates = sorted({limit.rate, *RATES})
+        start = max(rates.index(limit.rate) - 1, 0)
+        if fits(rates[start]):
+            for rate in reversed(rates[:start]):
+                if seconds(min(plans)) <= (1 + PENALISED_GAP) * self.reference.objective or not fits(rate):
                     break
-        elif not any(map(fits, rates[first + 1 :])):
-            least, needs = made[rates[-1]], size(over[rates[-1]])
-            warning = f"stage {graph.stage} needs {needs} more than the {size(limit.nbytes)} that a device has for it"
-            return replace(least, solution=replace(least.solution, warnings=(*least.solution.warnings, warning)))
-        high = min(share for share, nbytes in over.items() if nbytes <= 0)
-        low = max((share for share in made if share < high), default=high)
-        if seconds(high) > (1 + DEAR) * seconds(low):
-            fits(math.sqrt(max(low, high / SPREAD) * high))
-        return made[min((share for share, nbytes in over.items() if nbytes <= 0), key=seconds)]
+        elif not any(map(fits, rates[start + 1 :])):
+            smallest, missing = plans[rates[-1]], size(excess[rates[-1]])
+            warning = f"stage {graph.stage} needs {missing} more than the {size(limit.nbytes)} that a device has for it"
+            return replace(
+                smallest, solution=replace(smallest.solution, warnings=(*smallest.solution.warnings, warning))
+            )
+        lowest_fitting = min(rate for rate, nbytes in excess.items() if nbytes <= 0)
+        highest_below = max((rate for rate in plans if rate < lowest_fitting), default=lowest_fitting)
+        if seconds(lowest_fitting) > (1 + REFINE_ABOVE) * seconds(highest_below):
+            fits(math.sqrt(max(highest_below, lowest_fitting / ZERO_RATE_DIVISOR) * lowest_fitting))
+        return plans[min((rate for rate, nbytes in excess.items() if nbytes <= 0), key=seconds)]
 
-    def at(self, share: float) -> Solution:
-        """The solution at a rate, valued without the charge."""
-        if share not in self.solved:
-            found = self._solve(share * self.base.objective / self.peak) if share and self.peak else self.free
-            cost = self.model.problem.value(found.assignment)
-            self.solved[share] = replace(found, objective=cost, lower_bound=0.0, gap=1.0)
-        return self.solved[share]
-
-    @cached_property
-    def free(self) -> Solution:
-        """Without a charge."""
-        return self._solve(0.0) if not self.rough or self.base.status == "open" else self.base
+    def at(self, rate: float) -> Solution:
+        """The solution at a rate; its objective is without the penalty."""
+        if rate not in self.solved:
+            multiplier = rate * self.reference.objective / self.peak if rate and self.peak else 0.0
+            solution = self._solve(multiplier) if multiplier else self.unpenalised
+            cost = self.model.problem.value(solution.assignment)
+            self.solved[rate] = replace(solution, objective=cost, lower_bound=0.0, gap=1.0)
+        return self.solved[rate]
 
     @cached_property
-    def base(self) -> Solution:
-        """About the same, which rates go by."""
-        return self._solve(0.0, {"largest": 0}) if self.rough else self.free
+    def unpenalised(self) -> Solution:
+        """The solution without a penalty."""
+        return self._solve(0.0) if not self.rough_reference or self.reference.status == "open" else self.reference
+
+    @cached_property
+    def reference(self) -> Solution:
+        """The solution whose seconds and bytes rates refer to: the unpenalised one, or nearly."""
+        return self._solve(0.0, {"largest": 0}) if self.rough_reference else self.unpenalised
 
     @cached_property
     def row(self) -> Row:
-        """The bytes that are charged for."""
-        return memory_row(self.graph, self.liveness, self.base.assignment, self.layers)
+        """The bytes that have a penalty."""
+        return memory_row(self.graph, self.liveness, self.reference.assignment, self.layers)
 
     @cached_property
     def peak(self) -> float:
-        """These bytes of that plan."""
-        return self.row.value(self.model.problem, self.base.assignment)
+        """These bytes of the reference solution."""
+        return self.row.value(self.model.problem, self.reference.assignment)
 
-    def _solve(self, rate: float, further: Mapping[str, Any] | None = None) -> Solution:
+    def _solve(self, rate: float, extra: Mapping[str, Any] | None = None) -> Solution:
         problem = penalised(self.model.problem, self.row, rate) if rate else self.model.problem
-        how = {**self.how, **(self.penalised_how if rate else {}), **(further or {})}
-        return optimize(problem, **{**self.options.keywords(), **how})
+        penalised_options = self.penalised_solver_options if rate else {}
+        keywords = {**self.options.keywords(), **self.solver_options, **penalised_options, **(extra or {})}
+        return optimize(problem, **keywords)
 
 
 def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
-    """The bytes that a stage is charged for: what lives where one microbatch peaks, and `layers` times what is held.
+    """Bytes of a stage with a penalty: those live at the peak of one microbatch, and `layers` times persistent ones.
 
-    Held are the state, what gradients are summed in, and what passes share.
+    Persistent are the state, accumulators of gradients, and values that passes share.
     """
     whole = {a for a in graph.whole.values() if isinstance(a, int)}
-    sums = {a for v in graph.marked if isinstance(a := graph.local.get(v), int)}
-    held = {
+    sums = {a for v in graph.summed_in if isinstance(a := graph.local.get(v), int)}
+    persistent = {
         "argument": {*graph.arguments.values()},
         "value": whole | sums,
         "copy": whole | {*graph.arguments.values()},
     }
-    besides = liveness.row_of("held", lambda buffer: buffer.value in held.get(buffer.what, ()))
-    return together(liveness.peak(assignment)[1], besides, layers)
+    persistent_row = liveness.row_of("held", lambda buffer: buffer.value in persistent.get(buffer.what, ()))
+    return together(liveness.peak(assignment)[1], persistent_row, layers)
 
 
 def problem_of(
@@ -241,17 +250,17 @@ def problem_of(
     arguments: Mapping[int, Layout] | None = None,
     results: Mapping[int, Layout] | None = None,
 ) -> tuple[intra_op.Model, Liveness]:
-    """The problem whose solutions are the plans of a stage, and their memory; arguments as for `plan_stage`.
+    """The intra-operator problem of a stage and the memory of its solutions; arguments as for `plan_stage`.
 
-    Passes run one after another, so that nothing of one is there before the one in front of it has ended.
+    Passes run one after another: no value of a pass is live before the pass in front of it has ended.
     """
     position = {v: i for i, v in enumerate(graph.graph.inputs)}
-    handed = [position[v] for v in graph.received.values()]
-    grouping = op_groups.group(graph.graph, rules, mesh, arguments, results, handed)
+    received = [position[v] for v in graph.received.values()]
+    grouping = op_groups.group(graph.graph, rules, mesh, arguments, results, received)
     model = intra_op.build(graph.graph, grouping, mesh)
     backend = replace(backend_of(mesh.device), runs_eagerly=False)
-    given = sorted((graph.graph.carried or {}).values())  # updates take over the state that they replace
-    return model, Liveness(graph.graph, model, mesh, backend, given)
+    donated = sorted((graph.graph.carried or {}).values())  # updates take over the state that they replace
+    return model, Liveness(graph.graph, model, mesh, backend, donated)
 
 
 def planned(
@@ -262,8 +271,8 @@ def planned(
     liveness: Liveness,
     solution: Solution,
 ) -> StagePlan:
-    """The plan that a solution of `problem_of` stands for."""
-    found = extract.layouts(model, solution.assignment)
-    submesh = dict(zip(mesh.names, mesh.sizes, strict=True))
-    layouts = Stage(f"stage {graph.stage}", submesh, mesh.size, found.values, found.uses, found.copies)
-    return StagePlan(graph, mesh, rules, model, solution, liveness, layouts)
+    """The plan that a solution of `problem_of` describes."""
+    layouts = extract.layouts(model, solution.assignment)
+    axis_sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    stage = Stage(f"stage {graph.stage}", axis_sizes, mesh.size, layouts.values, layouts.uses, layouts.copies)
+    return StagePlan(graph, mesh, rules, model, solution, liveness, stage)

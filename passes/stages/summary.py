@@ -1,13 +1,17 @@
-"""What a planned stage comes down to: all that a plan needs to know of it once its layouts are chosen.
+"""Summary of a planned stage: what a plan contains of it once its layouts are chosen.
 
     seconds, bytes            passes/stages/cost.py
     collectives               autopar/passes/intra_op/extract.py
-    borders                   the layouts in which it hands values over and wants them      -> Border
-    arguments                 where those of the step lie
+    boundary                  layouts of values that it sends and receives                  -> BoundaryLayouts
+    arguments                 layouts of arguments of the step
 
-Stages are planned in processes of their own (`autopar.passes.stages.plan_all`), from which graphs and problems cannot
-be sent, an account can; and the graph that a stage was planned with may be that of another that is like it. `Recorded`
-is a planned stage of which there is the account; its graph is made where it is asked for.
+Stages are planned in several processes (`autopar.passes.stages.plan_all`), which can send each other summaries, but
+neither graphs nor problems. The graph that a stage was planned with may also be that of an isomorphic stage. A planned
+stage has one of these forms:
+
+    StagePlan         with graph, problem and solution          (autopar/passes/stages/plan.py)
+    SummarizedStage   with its summary; the graph is traced when it is needed
+    SavedStage        with layouts from a plan, for code generation alone
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.layout import PARTIAL, Layout, divides
 from autopar.passes.solver.optimize import Solution
-from autopar.passes.stages.cost import StageMemory, StagePrices, stage_memory, stage_prices
+from autopar.passes.stages.cost import StageMemory, StageTimes, stage_memory, stage_times
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.plans.plan import Stage, graph_hash
@@ -32,90 +36,90 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
-    """Layouts of what crosses the borders of a stage, as a stage on a submesh of the same shape may keep them.
+class BoundaryLayouts:
+    """Layouts of values that cross the boundary of a stage; a stage on a submesh of the same shape may keep them.
 
     Attributes:
         sizes: of the submesh's axes.
-        given: value that it hands over -> its layout.
-        wanted: value that it receives -> its layout.
+        sent: value that it sends -> its layout.
+        received: value that it receives -> its layout.
     """
 
     sizes: tuple[int, ...]
-    given: Mapping[int, Layout]
-    wanted: Mapping[int, Layout]
+    sent: Mapping[int, Layout]
+    received: Mapping[int, Layout]
 
 
 @dataclass(frozen=True, eq=False)
-class Account:
-    """What a plan needs to know of a planned stage.
+class StageSummary:
+    """Summary of a planned stage.
 
     Attributes:
-        prices, memory: its seconds and its bytes.
+        times, memory: its seconds and its bytes.
         collectives: of its programs; none over axes of one device.
         graph_hash: of its graph.
-        arguments: argument of the step -> where it lies; None for scalars.
-        border: layouts of what it hands over and receives.
+        arguments: argument of the step -> its layout; None for scalars.
+        boundary: layouts of values that it sends and receives.
     """
 
-    prices: StagePrices
+    times: StageTimes
     memory: StageMemory
     collectives: tuple[Collective, ...]
     graph_hash: str
     arguments: Mapping[int, Layout | None]
-    border: Border
+    boundary: BoundaryLayouts
 
 
-def account(plan: StagePlan) -> Account:
-    """The account of a planned stage."""
-    return Account(
-        stage_prices(plan),
+def summarize(plan: StagePlan) -> StageSummary:
+    """The summary of a planned stage."""
+    return StageSummary(
+        stage_times(plan),
         stage_memory(plan),
         tuple(c for c in plan.collectives if c.sent(plan.mesh.shape)),
         graph_hash(plan.graph.graph),
         plan.arguments(plan.graph),
-        plan.border,
+        plan.boundary,
     )
 
 
-def border(plan: StagePlan) -> Border:
-    """Layouts of what a planned stage hands over and receives: those that cut evenly, and whole values."""
+def boundary_layouts(plan: StagePlan) -> BoundaryLayouts:
+    """Layouts of values that a planned stage sends and receives, if they shard evenly and are no partial sums."""
     graph, types = plan.graph.graph, plan.graph.graph.types
-    given: dict[int, Layout] = {}
-    for out, value in plan.graph.handed.items():
+    sent: dict[int, Layout] = {}
+    for out, value in plan.graph.sent.items():
         atom = graph.outputs[out]
         layout = plan.layouts.uses.get(f"out{out}", plan.layout(atom)) if isinstance(atom, int) else None
         if isinstance(atom, int) and layout is not None and _even(layout, types[atom].shape, plan.mesh):
-            given.setdefault(value, layout)
-    wanted = {v: (atom, plan.layout(atom)) for v, atom in plan.graph.received.items()}
-    return Border(
-        plan.mesh.sizes,
-        given,
-        {v: at for v, (atom, at) in wanted.items() if at is not None and _even(at, types[atom].shape, plan.mesh)},
-    )
+            sent.setdefault(value, layout)
+    received: dict[int, Layout] = {}
+    for value, atom in plan.graph.received.items():
+        layout = plan.layout(atom)
+        if layout is not None and _even(layout, types[atom].shape, plan.mesh):
+            received[value] = layout
+    return BoundaryLayouts(plan.mesh.sizes, sent, received)
 
 
 def _even(layout: Layout, shape: Sequence[int], mesh: LogicalMesh) -> bool:
     return PARTIAL not in layout and divides(layout, shape, mesh.sizes)
 
 
-class Placed:
+class StageWithLayouts:
     """A stage whose values have layouts."""
 
     layouts: Stage
 
     def layout(self, value: int) -> Layout | None:
-        """Where a value of the graph lives; None for scalars and what is made where it is read."""
+        """The layout of a value of the graph; None for scalars and values that are recomputed at every reader."""
         return self.layouts.values.get(value)
 
     def arguments(self, graph: StageGraph) -> Mapping[int, Layout | None]:
-        """Arguments of the step that the stage reads, and how they lie there."""
-        return {v: self.layout(inner) for v, inner in graph.arguments.items()}
+        """Arguments of the step that the stage reads -> their layouts."""
+        return {v: self.layout(value) for v, value in graph.arguments.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(Placed):
-    """The layouts of a stage as a plan holds them: what its programs are made from."""
+class SavedStage(StageWithLayouts):
+    """A stage with the layouts of a saved plan, from which its programs are generated."""
 
     graph: StageGraph
     mesh: LogicalMesh
@@ -124,14 +128,14 @@ class Kept(Placed):
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded(Placed):
-    """A planned stage as its account tells it.
+class SummarizedStage(StageWithLayouts):
+    """A planned stage without its problem: its solution, layouts and summary.
 
     Attributes:
         stages, avals: the step in stages, and shape and dtype of every argument.
         number: of the stage.
         mesh: its submesh.
-        solution, layouts, account: as of a `StagePlan`.
+        solution, layouts, summary: as of a `StagePlan`.
         registered: rules that were registered, by operation.
     """
 
@@ -141,13 +145,13 @@ class Recorded(Placed):
     mesh: LogicalMesh
     solution: Solution
     layouts: Stage
-    account: Account
+    summary: StageSummary
     registered: Mapping[str, str] | None
 
     @property
-    def border(self) -> Border:
-        """Layouts of what crosses its borders."""
-        return self.account.border
+    def boundary(self) -> BoundaryLayouts:
+        """Layouts of values that cross its boundary."""
+        return self.summary.boundary
 
     @cached_property
     def graph(self) -> StageGraph:

@@ -1,18 +1,18 @@
-"""Which stage runs an operation after the loop over microbatches: every stage updates the parameters that it holds.
+"""Which stage runs each operation after the loop over microbatches: every stage updates the parameters that it stores.
 
-Totals lie where they were accumulated, parameters in the first stage whose passes read them. From there,
+Totals are in the stage that accumulates them, parameters in the first stage whose passes read them. From there,
 
-    an operation runs where its weightiest operand lies, at equal weights in the earliest stage; scalars of several
-    stages, such as the squares in a global norm, meet in stage 0                                   -> _ahead
-    what reads nothing that has a place runs where its weightiest reader does, and so lie moments and other arguments
-    that no pass reads                                                                              -> _behind
+    an operation runs in the stage of its heaviest operand, at equal weights in the earliest stage; one on scalars of
+    several stages, such as the squares in a global norm, runs in stage 0               -> _place_with_operands
+    an operation without a placed operand runs in the stage of its heaviest reader; moments and other arguments that no
+    pass reads are stored there                                                         -> _place_with_readers
 
-until all have one. A value weighs its bytes, and no more than all that it was made of: a scalar spread over a gradient
-weighs what the scalar does, and is spread where it is read. What is so spread is repeated by every reader, and so is
-what is made of constants or the batch                                                          -> _free
+until every operation has a stage. The weight of a value is its bytes, but at most the weight of the operands that it is
+computed from: a scalar broadcast to the shape of a gradient weighs as much as the scalar. Such a broadcast is
+duplicated in every reader, and so are results of constants or of the batch alone       -> _duplicated
 
-What crosses between stages here are scalars, the gradients of tied weights, and little else. An operation that reads
-something from another stage stands one round after it; a stage runs one program per round          -> Update.round
+Transfers between stages here are scalars, the gradients of tied weights, and little else. An operation that reads a
+value of another stage runs one round after it; a stage runs one program per round      -> Update.round
 """
 
 from __future__ import annotations
@@ -23,23 +23,29 @@ from dataclasses import dataclass
 from autopar.ir.graph import Atom
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import Placed, Total
-from autopar.passes.stages.assign import KEPT, Passes, cone, held, values
+from autopar.passes.stages.assign import (
+    NOT_DUPLICATED,
+    PassAssignment,
+    operand_values,
+    persistent_arguments,
+    with_duplicated,
+)
 
-#: Operations that show a value in another shape or type, and may make more of it.
-SPREAD = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims")
+#: Operations that change the shape or the type of a value, and may enlarge it.
+SHAPE_OPS = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What a stage runs once per step, in one round.
+    """The program that a stage runs once per step, in one round.
 
     Attributes:
-        stage, round: whose it is, and when: after what it reads of earlier rounds.
+        stage, round: the stage, and its turn: after the earlier rounds whose results it reads.
         ops: operations on whole values.
         arguments: arguments of the step that it reads.
         totals: totals of the loop that it reads, of any stage.
         reads: values of other updates.
-        writes: values that others read, and results of the step.
+        writes: values that other updates read, and results of the step.
     """
 
     stage: int
@@ -57,195 +63,201 @@ class Updates:
 
     Attributes:
         programs: by round, then by stage.
-        homes: argument that is no batch -> the stage that holds it.
-        made: value -> the number of the program that makes it.
+        owners: argument that is no batch -> the stage that stores it.
+        made: value -> the number of the program that computes it.
     """
 
     programs: tuple[Update, ...]
-    homes: Mapping[int, int]
+    owners: Mapping[int, int]
     made: Mapping[int, int]
 
 
-def assign(split: Microbatches, passes: Passes, read_in: Mapping[int, Sequence[int]], stages: int) -> Updates:
-    """Where the operations after the loop run.
+def assign(
+    split: Microbatches, passes: PassAssignment, reading_stages: Mapping[int, Sequence[int]], stages: int
+) -> Updates:
+    """Assigns the operations after the loop to stages and rounds.
 
     Args:
         split: the step in microbatches, in one loop.
         passes: its loop by stages.
-        read_in: argument -> stages whose passes read it.
-        stages: how many there are.
+        reading_stages: argument -> stages whose passes read it.
+        stages: number of stages.
     """
     ops = _needed(split, passes)
-    arguments = held(split)
-    at = {t.value: passes.made.get(t.value, (stages - 1, "F"))[0] for t in passes.totals}
-    at.update((v, min(read_in[v])) for v in sorted(arguments) if read_in.get(v))
+    arguments = persistent_arguments(split)
+    stage_of = {t.value: passes.made.get(t.value, (stages - 1, "F"))[0] for t in passes.totals}
+    stage_of.update((v, min(reading_stages[v])) for v in sorted(arguments) if reading_stages.get(v))
     weight = _weights(split, ops, arguments, passes.totals)
-    free = _free(split, ops, weight)
-    fixed = [p for p in ops if not p.op.outputs or p.op.outputs[0] not in free]
-    reads = {p.op.index: _through(p.op.inputs, free) for p in fixed}
-    movable = arguments | {v for p in fixed for v in p.op.outputs} | at.keys()
-    before = -1
-    while len(at) > before:
-        before = len(at)
-        _ahead(split, fixed, reads, weight, at)
-        if len(at) == before:
-            _behind(fixed, reads, weight, movable, at)
-    homes = {v: at.get(v, 0) for v in sorted(arguments)}
-    return _programs(split, passes, fixed, free, reads, at, homes)
+    duplicated = _duplicated(split, ops, weight)
+    placed_ops = [p for p in ops if not p.op.outputs or p.op.outputs[0] not in duplicated]
+    reads = {p.op.index: _producers_behind(p.op.inputs, duplicated) for p in placed_ops}
+    movable = arguments | {v for p in placed_ops for v in p.op.outputs} | stage_of.keys()
+    placed_values = -1
+    while len(stage_of) > placed_values:
+        placed_values = len(stage_of)
+        _place_with_operands(split, placed_ops, reads, weight, stage_of)
+        if len(stage_of) == placed_values:
+            _place_with_readers(placed_ops, reads, weight, movable, stage_of)
+    owners = {v: stage_of.get(v, 0) for v in sorted(arguments)}
+    return _programs(split, passes, placed_ops, duplicated, reads, stage_of, owners)
 
 
-def _needed(split: Microbatches, passes: Passes) -> list[Placed]:
-    """Operations after the loop, with those before it whose results they read or hand out."""
-    known = {t.value for t in passes.totals} | {v for v, _ in split.flat.constants} | {*split.graph.inputs}
-    wanted: set[Atom] = {a for a in split.flat.outputs if a not in known}
-    found: list[Placed] = []
-    everything = {p.op.index: p for p in (*split.prologue, *passes.deferred, *split.epilogue)}
-    for index in sorted(everything, reverse=True):
-        placed = everything[index]
-        if placed.op.equation.effects or any(v in wanted for v in placed.op.outputs):
-            found.append(placed)
-            wanted.update(a for a in placed.op.inputs if isinstance(a, int) and a not in known)
-    return found[::-1]
+def _needed(split: Microbatches, passes: PassAssignment) -> list[Placed]:
+    """Operations after the loop, and those before it whose results they read or the step returns."""
+    available = {t.value for t in passes.totals} | {v for v, _ in split.flat.constants} | {*split.graph.inputs}
+    needed: set[Atom] = {a for a in split.flat.outputs if a not in available}
+    ops: list[Placed] = []
+    by_index = {p.op.index: p for p in (*split.prologue, *passes.deferred_sums, *split.epilogue)}
+    for index in sorted(by_index, reverse=True):
+        placed = by_index[index]
+        if placed.op.equation.effects or any(v in needed for v in placed.op.outputs):
+            ops.append(placed)
+            needed.update(a for a in placed.op.inputs if isinstance(a, int) and a not in available)
+    return ops[::-1]
 
 
 def _weights(
     split: Microbatches, ops: Sequence[Placed], arguments: frozenset[int], totals: Sequence[Total]
 ) -> Mapping[int, int]:
-    """Bytes of a value, and no more than what it was made of."""
+    """Value -> its bytes, at most the weight of the operands that it is computed from."""
     types = split.graph.types
-    found = {v: types[v].nbytes for v in (*arguments, *(t.value for t in totals))}
+    weight = {v: types[v].nbytes for v in (*arguments, *(t.value for t in totals))}
     for placed in ops:
-        read = sum(found.get(a, 0) for a in placed.op.inputs if isinstance(a, int))
-        found.update((v, min(types[v].nbytes, read)) for v in placed.op.outputs)
-    return found
+        operand_bytes = sum(weight.get(a, 0) for a in placed.op.inputs if isinstance(a, int))
+        weight.update((v, min(types[v].nbytes, operand_bytes)) for v in placed.op.outputs)
+    return weight
 
 
-def _free(split: Microbatches, ops: Sequence[Placed], weight: Mapping[int, int]) -> Mapping[int, Placed]:
-    """Values that every reader makes for itself, and how."""
+def _duplicated(split: Microbatches, ops: Sequence[Placed], weight: Mapping[int, int]) -> Mapping[int, Placed]:
+    """Value that every reader computes for itself -> its operation."""
     types = split.graph.types
     results = set(split.flat.outputs)
-    free: dict[int, Placed] = {}
+    duplicated: dict[int, Placed] = {}
     for placed in ops:
         op = placed.op
-        spread = op.name in SPREAD and all(2 * weight[v] <= types[v].nbytes for v in op.outputs)
-        of_nothing = op.name not in KEPT and not op.regions and not any(weight[v] for v in op.outputs)
-        if (spread or of_nothing) and not op.equation.effects and not results & {*op.outputs}:
-            free.update(dict.fromkeys(op.outputs, placed))
-    return free
+        expands = op.name in SHAPE_OPS and all(2 * weight[v] <= types[v].nbytes for v in op.outputs)
+        is_constant = op.name not in NOT_DUPLICATED and not op.regions and not any(weight[v] for v in op.outputs)
+        if (expands or is_constant) and not op.equation.effects and not results & {*op.outputs}:
+            duplicated.update(dict.fromkeys(op.outputs, placed))
+    return duplicated
 
 
-def _through(atoms: Sequence[Atom], free: Mapping[int, Placed]) -> tuple[int, ...]:
-    """The values behind operands, free operations looked through."""
+def _producers_behind(atoms: Sequence[Atom], duplicated: Mapping[int, Placed]) -> tuple[int, ...]:
+    """The values that operands are computed from by duplicated operations; other operands themselves."""
     seen: dict[int, None] = {}
-    waiting = [a for a in reversed(atoms) if isinstance(a, int)]
-    while waiting:
-        value = waiting.pop()
-        if value not in seen and value in free:
-            waiting.extend(a for a in reversed(free[value].op.inputs) if isinstance(a, int))
+    stack = [a for a in reversed(atoms) if isinstance(a, int)]
+    while stack:
+        value = stack.pop()
+        if value not in seen and value in duplicated:
+            stack.extend(a for a in reversed(duplicated[value].op.inputs) if isinstance(a, int))
         seen[value] = None
-    return tuple(v for v in seen if v not in free)
+    return tuple(v for v in seen if v not in duplicated)
 
 
-def _ahead(
+def _place_with_operands(
     split: Microbatches,
     ops: Sequence[Placed],
     reads: Mapping[int, Sequence[int]],
     weight: Mapping[int, int],
-    at: dict[int, int],
+    stage_of: dict[int, int],
 ) -> None:
-    """Place what reads something that has a place."""
+    """Adds the stages of operations with an operand that has a stage."""
     types = split.graph.types
     for placed in ops:
         op = placed.op
-        known = [v for v in reads[op.index] if v in at]
-        if not known or not op.outputs or op.outputs[0] in at:
+        placed_operands = [v for v in reads[op.index] if v in stage_of]
+        if not placed_operands or not op.outputs or op.outputs[0] in stage_of:
             continue
         scalars = not any(types[v].rank for v in (*reads[op.index], *op.outputs))
-        several = len({at[v] for v in known}) > 1
-        stage = 0 if scalars and several else min((-weight[v], at[v]) for v in known)[1]
-        at.update(dict.fromkeys(op.outputs, stage))
+        several_stages = len({stage_of[v] for v in placed_operands}) > 1
+        stage = 0 if scalars and several_stages else min((-weight[v], stage_of[v]) for v in placed_operands)[1]
+        stage_of.update(dict.fromkeys(op.outputs, stage))
 
 
-def _behind(
+def _place_with_readers(
     ops: Sequence[Placed],
     reads: Mapping[int, Sequence[int]],
     weight: Mapping[int, int],
     movable: frozenset[int],
-    at: dict[int, int],
+    stage_of: dict[int, int],
 ) -> None:
-    """Place what has none where its weightiest reader is; where nothing reads it, in stage 0."""
-    best: dict[int, tuple[int, int]] = {}
+    """Adds the stages of other operations and arguments: that of the heaviest reader; stage 0 without readers."""
+    heaviest: dict[int, tuple[int, int]] = {}
     for placed in reversed(ops):
         op = placed.op
-        if op.outputs and op.outputs[0] not in at:
-            claims = [best[v] for v in op.outputs if v in best]
-            if claims:
-                at.update(dict.fromkeys(op.outputs, min(claims)[1]))
+        if op.outputs and op.outputs[0] not in stage_of:
+            reader_stages = [heaviest[v] for v in op.outputs if v in heaviest]
+            if reader_stages:
+                stage_of.update(dict.fromkeys(op.outputs, min(reader_stages)[1]))
         for v in reads[op.index]:
-            if op.outputs and op.outputs[0] in at and v in movable:
-                claim = (-max(weight[u] for u in op.outputs), at[op.outputs[0]])
-                best[v] = min(best.get(v, claim), claim)
-    at.update((v, stage) for v, (_, stage) in best.items() if v not in at)
+            if op.outputs and op.outputs[0] in stage_of and v in movable:
+                candidate = (-max(weight[u] for u in op.outputs), stage_of[op.outputs[0]])
+                heaviest[v] = min(heaviest.get(v, candidate), candidate)
+    stage_of.update((v, stage) for v, (_, stage) in heaviest.items() if v not in stage_of)
 
 
 def _programs(
     split: Microbatches,
-    passes: Passes,
+    passes: PassAssignment,
     ops: Sequence[Placed],
-    free: Mapping[int, Placed],
+    duplicated: Mapping[int, Placed],
     reads: Mapping[int, Sequence[int]],
-    at: Mapping[int, int],
-    homes: Mapping[int, int],
+    stage_of: Mapping[int, int],
+    owners: Mapping[int, int],
 ) -> Updates:
     totals = {t.value: t for t in passes.totals}
-    made_by = {v: p for p in ops for v in p.op.outputs}
-    place = _rounds(ops, reads, at)
+    producers = {v: p for p in ops for v in p.op.outputs}
+    position_of = _rounds(ops, reads, stage_of)
     results = dict.fromkeys(v for v in split.flat.outputs if isinstance(v, int))
-    direct = {v: (0, at[v]) for v in results if v in totals}
-    by_spot: dict[tuple[int, int], list[Placed]] = {spot: [] for spot in sorted({*place.values(), *direct.values()})}
-    read_at: dict[int, dict[tuple[int, int], None]] = {}
+    returned_totals = {v: (0, stage_of[v]) for v in results if v in totals}
+    ops_at: dict[tuple[int, int], list[Placed]] = {
+        position: [] for position in sorted({*position_of.values(), *returned_totals.values()})
+    }
+    reading_positions: dict[int, dict[tuple[int, int], None]] = {}
     for p in ops:
-        by_spot[place[p.op.index]].append(p)
+        ops_at[position_of[p.op.index]].append(p)
         for v in reads[p.op.index]:
-            read_at.setdefault(v, {})[place[p.op.index]] = None
+            reading_positions.setdefault(v, {})[position_of[p.op.index]] = None
     programs: list[Update] = []
-    for (when, stage), mine in by_spot.items():
-        own = {v for p in mine for v in p.op.outputs}
-        behind = sorted({v for p in mine for v in reads[p.op.index]} - own)
-        given = [v for v in sorted(own) if v in results or {*read_at.get(v, ())} - {(when, stage)}]
-        given += [v for v in results if direct.get(v) == (when, stage)]
+    for (round_, stage), ops_here in ops_at.items():
+        results_here = {v for p in ops_here for v in p.op.outputs}
+        operands = sorted({v for p in ops_here for v in reads[p.op.index]} - results_here)
+        writes = [
+            v for v in sorted(results_here) if v in results or {*reading_positions.get(v, ())} - {(round_, stage)}
+        ]
+        writes += [v for v in results if returned_totals.get(v) == (round_, stage)]
         programs.append(
             Update(
                 stage,
-                when,
-                tuple(cone(mine, free, values)),
-                tuple(v for v in behind if v in split.graph.names),
-                tuple(totals[v] for v in dict.fromkeys((*behind, *given)) if v in totals),
-                tuple(v for v in behind if v in made_by),
-                tuple(given),
+                round_,
+                tuple(with_duplicated(ops_here, duplicated, operand_values)),
+                tuple(v for v in operands if v in split.graph.names),
+                tuple(totals[v] for v in dict.fromkeys((*operands, *writes)) if v in totals),
+                tuple(v for v in operands if v in producers),
+                tuple(writes),
             )
         )
     made = {v: i for i, program in enumerate(programs) for v in program.writes}
-    return Updates(tuple(programs), homes, made)
+    return Updates(tuple(programs), owners, made)
 
 
 def _rounds(
-    ops: Sequence[Placed], reads: Mapping[int, Sequence[int]], at: Mapping[int, int]
+    ops: Sequence[Placed], reads: Mapping[int, Sequence[int]], stage_of_value: Mapping[int, int]
 ) -> Mapping[int, tuple[int, int]]:
-    """(round, stage) of every operation, by index: as late as its readers allow, so that little is held between."""
-    stage_of = {p.op.index: next((at[v] for v in p.op.outputs if v in at), 0) for p in ops}
-    soonest: dict[int, int] = {}
-    maker = {v: p.op.index for p in ops for v in p.op.outputs}
+    """Index of an operation -> (round, stage): as late as readers allow, for few live values between rounds."""
+    stage_of = {p.op.index: next((stage_of_value[v] for v in p.op.outputs if v in stage_of_value), 0) for p in ops}
+    earliest: dict[int, int] = {}
+    producer = {v: p.op.index for p in ops for v in p.op.outputs}
     for placed in ops:
         index = placed.op.index
-        sources = [maker[v] for v in reads[index] if v in maker]
-        soonest[index] = max((soonest[i] + (stage_of[i] != stage_of[index]) for i in sources), default=0)
-    last: dict[int, int] = {}
-    for index, when in soonest.items():
-        last[stage_of[index]] = max(last.get(stage_of[index], 0), when)
-    latest = {index: last[stage] for index, stage in stage_of.items()}
+        sources = [producer[v] for v in reads[index] if v in producer]
+        earliest[index] = max((earliest[i] + (stage_of[i] != stage_of[index]) for i in sources), default=0)
+    last_round: dict[int, int] = {}
+    for index, round_ in earliest.items():
+        last_round[stage_of[index]] = max(last_round.get(stage_of[index], 0), round_)
+    latest = {index: last_round[stage] for index, stage in stage_of.items()}
     for placed in reversed(ops):
         index = placed.op.index
-        for source in (maker[v] for v in reads[index] if v in maker):
+        for source in (producer[v] for v in reads[index] if v in producer):
             latest[source] = min(latest[source], latest[index] - (stage_of[source] != stage_of[index]))
     return {index: (latest[index], stage) for index, stage in stage_of.items()}

@@ -19,7 +19,7 @@ from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.stages.divide import divide
-from autopar.passes.stages.plan import Limit
+from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import StagePlans, plan_stages
 from autopar.runtime import PipelineStep, build, data_parallel
 from autopar.schedules import Size, bounds, check, make
@@ -130,12 +130,12 @@ def test_gradients_are_summed_over_devices_once_per_step() -> None:
     """None in a pass; in the updates one piece of an all-reduce per parameter."""
     model, (state, batch) = arguments("gpt-toy", batch=32)
     step, plans = planned(model.step, (state, batch), ((4,), (4,)), count=4, alpha=1e-5)
-    parameters = [len(plan.graph.marked) for plan in plans.plans]
+    parameters = [len(plan.graph.summed_in) for plan in plans.plans]
     found = {name: collectives(program) for name, program in step.programs.items()}
     assert {name: c for name, c in found.items() if c and name[-1] in "FB"} == {}
     sums = [sum(c["all-reduce"] for n, c in found.items() if n.startswith(f"stage {s} update")) for s in (0, 1)]
     partial = [
-        sum(-2 in (plan.layout(plan.graph.local[v]) or ()) for v in plan.graph.marked)  # pyright: ignore[reportArgumentType]
+        sum(-2 in (plan.layout(plan.graph.local[v]) or ()) for v in plan.graph.summed_in)  # pyright: ignore[reportArgumentType]
         for plan in plans.plans
     ]
     assert sums == partial == [parameters[0], parameters[1] - 1]  # and the loss, a scalar, in every microbatch
@@ -225,9 +225,9 @@ def test_gathered_weights_are_gathered_once_per_step() -> None:
 def test_what_is_handed_over_lies_alike_on_both_ends() -> None:
     args = wide_arguments(64)
     step, plans = planned(wide, args, ((2, 2), (2, 2)))
-    for hand, values in plans.stages.hands.items():
+    for transfer, values in plans.stages.transfers.items():
         for v in values:
-            assert step.places.value(hand.source, v).spec == step.places.value(hand.target, v).spec
+            assert step.places.value(transfer.source, v).spec == step.places.value(transfer.target, v).spec
 
 
 def one_stage_per_layer() -> tuple[Any, Any]:
@@ -250,16 +250,16 @@ def test_like_stages_with_unlike_room_share_their_solutions() -> None:
     """Every stage takes the first rate at which it fits with as many microbatches as it has in flight."""
     traced, stages = one_stage_per_layer()
     meshes, count = [_mesh((2,), 1e-6, 1e-7)] * len(stages.stages), len(stages.stages)
-    wide_open = [Limit(1e12, count - s) for s in range(count)]
+    wide_open = [MemoryLimit(1e12, count - s) for s in range(count)]
     roomy = plan_stages(stages, traced.in_avals, meshes, limits=wide_open)
-    held = [[p.account.memory.peak(n) for n in (1, count)] for p in roomy.plans]
+    held = [[p.summary.memory.peak(n) for n in (1, count)] for p in roomy.plans]
     within = min(h[1] for h in held[1:-1]) - 1  # too little for what the middle stages would hold, at their most
-    limits = [Limit(within, count if s % 2 else 1) for s in range(count)]
+    limits = [MemoryLimit(within, count if s % 2 else 1) for s in range(count)]
     tight = plan_stages(stages, traced.in_avals, meshes, limits=limits)
     assert roomy.distinct == tight.distinct < count
     for plan, limit, before in zip(tight.plans[1:-1], limits[1:-1], held[1:-1], strict=True):
-        fits = plan.account.memory.peak(limit.in_flight) <= limit.nbytes
+        fits = plan.summary.memory.peak(limit.in_flight) <= limit.nbytes
         assert fits != bool(plan.solution.warnings)
-        assert plan.account.memory.peak(limit.in_flight) <= before[limit.in_flight > 1]
-    at_one = [{p.account.memory.peak(1) for p in found.plans[1:-1]} for found in (tight, roomy)]
+        assert plan.summary.memory.peak(limit.in_flight) <= before[limit.in_flight > 1]
+    at_one = [{p.summary.memory.peak(1) for p in found.plans[1:-1]} for found in (tight, roomy)]
     assert at_one[0] != at_one[1]

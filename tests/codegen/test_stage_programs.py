@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar import jax_compat
 from autopar.codegen.stage_programs import Emitter, cut, even
 from autopar.ir.layout import cuts, divides
-from autopar.passes.stages.divide import KINDS
+from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of
 
 
@@ -32,8 +32,8 @@ def test_what_programs_take_is_given_before() -> None:
     for plan in plans_of("gpt-toy", on, weights=True).plans:
         emitter = Emitter(plan, jax_compat.auto_abstract_mesh(on.sizes, on.names))
         names = list(plan.graph.programs)
-        atoms = [a for v in plan.graph.marked if isinstance(a := plan.graph.local[v], int)]
-        totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in KINDS}
+        atoms = [a for v in plan.graph.summed_in if isinstance(a := plan.graph.local[v], int)]
+        totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in PASS_KINDS}
         found = cut(emitter, {}, totals)
         arguments = {(v, None) for v in plan.graph.graph.inputs}
         for i, name in enumerate(names):
@@ -49,7 +49,7 @@ def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:
     plans = plans_of("mlp-toy", mesh((4,), beta=1e-9))
     for plan in plans.plans:
         emitter = Emitter(plan, jax_compat.auto_abstract_mesh((4,), ("x",)))
-        for v in plan.graph.marked:
+        for v in plan.graph.summed_in:
             key = (plan.graph.local[v], None)
             if -2 in (plan.layout(key[0]) or ()):  # pyright: ignore[reportArgumentType]
                 assert emitter.lead(key) == (4,)  # pyright: ignore[reportArgumentType]

@@ -136,7 +136,7 @@ def test_a_layout_of_the_users_own() -> None:
     stages = divide(split(traced.graph, 2), layers, (1,))
     devices = np.array(jax.devices()).reshape(2, 2, 2)
     meshes = [Mesh(d, ("data", "model")) for d in devices]
-    held = stages.updates.homes
+    held = stages.updates.owners
 
     def layouts(stage: int, value: int) -> PartitionSpec:
         cut = value in held and traced.graph.types[value].rank == 2
@@ -175,7 +175,7 @@ def test_state_lives_where_its_stage_is(small: tuple[PipelineStep, Any, Any]) ->
     new, _ = step(state, batch)
     graph = step.traced.graph
     for value, path, leaf in zip(graph.inputs, graph.input_paths, jax.tree.leaves(new), strict=False):
-        stage = step.stages.updates.homes[value]
+        stage = step.stages.updates.owners[value]
         assert leaf.sharding == step.places.argument(stage, value), path
     again, _ = step(new, batch)
     assert [a.sharding for a in jax.tree.leaves(again)] == [a.sharding for a in jax.tree.leaves(new)]

@@ -12,7 +12,7 @@ from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.microbatch.analysis import batch_leaves
-from autopar.passes.stages.cost import StageMemory, StagePrices
+from autopar.passes.stages.cost import StageMemory, StageTimes
 from tests.passes.inter_op.test_search import cluster, traced
 
 POSITIVE = st.floats(1e-3, 1e3)
@@ -22,13 +22,13 @@ COUNTS = st.integers(1, 512)
 def affine(count: int, fixed: float, rest: float, share: float = 0.0) -> StageOption:
     """A option to run a layer whose passes take and hold `fixed` and, over all microbatches, `rest`."""
     one = fixed + rest / count
-    prices = StagePrices(one, 2 * one, 3 * one, 5.0, 6.0, {})
-    return StageOption(prices, StageMemory(7.0, 8.0, 9.0, 10.0, 4 * one, 5 * one, 11.0), 6 * one, share)
+    times = StageTimes(one, 2 * one, 3 * one, 5.0, 6.0, {})
+    return StageOption(times, StageMemory(7.0, 8.0, 9.0, 10.0, 4 * one, 5 * one, 11.0), 6 * one, share)
 
 
 def per_pass(option: StageOption) -> tuple[float, ...]:
-    prices, memory = option.prices, option.memory
-    return (prices.forward, prices.backward, prices.weight, memory.stash, memory.temporaries, option.entering)
+    times, memory = option.times, option.memory
+    return (times.forward, times.backward, times.weight, memory.stash, memory.temporaries, option.entering)
 
 
 @given(st.sets(COUNTS, min_size=3, max_size=4), POSITIVE, POSITIVE)
@@ -38,7 +38,7 @@ def test_what_is_affine_in_the_size_is_exact(counts: set[int], fixed: float, res
     exact = (affine(count, fixed, rest), affine(count, 2 * fixed, rest, 0.3))
     for found, one in zip(options_at(count, priced)[0][3], exact, strict=True):
         assert per_pass(found) == pytest.approx(per_pass(one), rel=1e-6)
-        assert found.prices.update == 5.0
+        assert found.times.update == 5.0
         assert found.memory.state == 7.0
 
 

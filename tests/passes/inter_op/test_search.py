@@ -106,16 +106,16 @@ def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(p
         best = optimize(model.problem)
         assert found[0].share == 0
         # local slices, which the optimizer prices at next to nothing, are left out of the seconds of programs
-        assert found[0].prices.seconds(2) == pytest.approx(best.objective, rel=2e-3)
+        assert found[0].times.seconds(2) == pytest.approx(best.objective, rel=2e-3)
         assert found[0].memory.state + found[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
         for cheap, small in itertools.pairwise(found):
-            assert cheap.prices.seconds(2) <= small.prices.seconds(2)
+            assert cheap.times.seconds(2) <= small.times.seconds(2)
 
 
 def test_recomputing_runs_the_forward_pass_twice_and_keeps_what_enters(pricing: LayerCosts) -> None:
     middle = pricing.on(cluster().logical_mesh((4,))).by_kind[1].cheapest
     again = middle.recomputed()
-    assert again.prices.backward == middle.prices.backward + middle.prices.forward
+    assert again.times.backward == middle.times.backward + middle.times.forward
     assert again.memory.stash == middle.entering > 0
     assert again.memory.stash + again.memory.temporaries == pytest.approx(
         middle.memory.stash + middle.memory.temporaries
@@ -129,7 +129,7 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None
     found = table({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
     for option, (policy, number) in enumerate(run_options((NONE, FULL))):
         one = [priced.option(kind, number, policy) for kind in of_layer]
-        passes = [t.prices.forward + t.prices.backward + t.prices.weight for t in one]
+        passes = [t.times.forward + t.times.backward + t.times.weight for t in one]
         assert found.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
         assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
         most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
@@ -142,7 +142,7 @@ def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(searcher: InterOpSea
     for priced in searcher.priced(4, searcher.meshes).values():
         for options in priced.by_kind.values():
             assert options.up_to(0)[0] == options.cheapest
-            assert options.up_to(0)[-1].prices == options.cheapest.prices
+            assert options.up_to(0)[-1].times == options.cheapest.times
             for least in (options.up_to(penalties)[-1] for penalties in range(len(options.open))):
                 for one in (options.cheapest, *options.all):
                     for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
@@ -397,7 +397,7 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     priced = searcher.priced(4, searcher.meshes)
     sizes = {n: searcher.meshes[n].size for n in priced}
     for kind in searcher.kinds.stage:
-        used = {n: sizes[n] * min(t.prices.seconds(4) for t in priced[n].by_kind[kind].all) for n in priced}
+        used = {n: sizes[n] * min(t.times.seconds(4) for t in priced[n].by_kind[kind].all) for n in priced}
         assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
     assert searcher.mesh_groups() == ((0,), (1,), (3,), (2,))
     real = {n: {kind: options.all for kind, options in one.by_kind.items()} for n, one in priced.items()}

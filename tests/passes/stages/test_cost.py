@@ -1,4 +1,4 @@
-"""Prices of planned stages add up to what the optimizer minimised; bytes to what the arrays have."""
+"""Times of planned stages add up to the optimizer's objective; bytes to those of the arrays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from autopar.cost_models.pipeline import simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.layout import local_shape
-from autopar.passes.stages.cost import prices, stage_memory, stage_prices
-from autopar.passes.stages.divide import KINDS
+from autopar.passes.stages.cost import pipeline_times, stage_memory, stage_times
+from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.plan_all import StagePlans, plan_stages
 from autopar.schedules import Size, make
 from tests.passes.stages.test_graph import COUNT, staged
@@ -32,20 +32,20 @@ def plans_of(name: str, on: LogicalMesh, **options: Any) -> StagePlans:
 )
 def test_passes_and_updates_add_up_to_the_objective(name: str, beta: float, weights: bool) -> None:
     for plan in plans_of(name, mesh(beta=beta), weights=weights).plans:
-        assert stage_prices(plan).seconds(COUNT) == pytest.approx(plan.solution.objective, rel=0.01)
-        assert stage_prices(plan).seconds(COUNT) <= plan.solution.objective * (1 + 1e-9)
+        assert stage_times(plan).seconds(COUNT) == pytest.approx(plan.solution.objective, rel=0.01)
+        assert stage_times(plan).seconds(COUNT) <= plan.solution.objective * (1 + 1e-9)
 
 
 def test_gradients_are_reduced_in_the_update() -> None:
     """With all else replicated or cut by the batch, what an update communicates is its gradients, once."""
     for plan in plans_of("mlp-toy", mesh((4,), beta=1e-8)).plans:
-        found = stage_prices(plan)
-        sums = [v for v in plan.graph.marked if -2 in (plan.layout(plan.graph.local[v]) or ())]  # pyright: ignore[reportArgumentType]
+        found = stage_times(plan)
+        sums = [v for v in plan.graph.summed_in if -2 in (plan.layout(plan.graph.local[v]) or ())]  # pyright: ignore[reportArgumentType]
         assert bool(found.reduce) == bool(sums)
 
 
 def test_one_device_has_no_one_to_talk_to() -> None:
-    found = prices(plans_of("gpt-toy", mesh((1,))))
+    found = pipeline_times(plans_of("gpt-toy", mesh((1,))))
     assert found.reduce == (0, 0)
     assert min(found.forward) > 0
     assert min(found.backward) > 0
@@ -54,10 +54,10 @@ def test_one_device_has_no_one_to_talk_to() -> None:
 
 def test_the_simulator_takes_them() -> None:
     plans = plans_of("gpt-toy", mesh())
-    found = prices(plans)
+    found = pipeline_times(plans)
     schedule = make("1f1b", Size(2, COUNT), plans.stages.borders)
     seconds = simulate(schedule, found).seconds
-    alone = [stage_prices(plan).seconds(COUNT) for plan in plans.plans]
+    alone = [stage_times(plan).seconds(COUNT) for plan in plans.plans]
     assert max(alone) <= seconds <= sum(alone)
 
 
@@ -69,5 +69,5 @@ def test_memory_counts_state_sums_and_stash() -> None:
         assert found.state == sum(int(np.prod(s)) * graph.types[v].itemsize for v, s in shapes.items())
         assert found.peak(3) - found.peak(2) in (0.0, pytest.approx(found.stash))
         assert found.peak(4) >= found.state + found.sums + 4 * found.stash
-        made = {v for op in graph.ops if plan.graph.program_of(op.index) in KINDS for v in op.outputs}
+        made = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
         assert 0 < found.stash <= sum(graph.types[v].nbytes for v in made)

@@ -1,4 +1,4 @@
-"""A step cut into stages: every operation in its pass, every value handed over where it is needed, nothing else."""
+"""A step divided into stages: every operation in its pass, every value sent where it is needed, nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.passes.layers.find import Layers, find
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages import assign as stage_passes
-from autopar.passes.stages.divide import KINDS, Hand, Stages, divide
+from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer, divide
 from autopar.zoo import build
 from tests.passes.microbatch import batch_programs as programs
 
@@ -171,15 +171,15 @@ def test_zoo_models_are_sound(target: str, borders: tuple[int, ...], weights: bo
 
 
 def assert_sound(found: Stages) -> None:
-    """Play one microbatch by the sets of values alone, F upwards, B downwards, then W and the updates."""
-    if found.before is not None:
-        assert_sound(found.before)
+    """Simulates a microbatch on sets of values: F in ascending order of stages, B and W descending, then updates."""
+    if found.first_loop is not None:
+        assert_sound(found.first_loop)
     split_, stages = found.split, found.stages
     constants = {v for v, _ in split_.flat.constants}
     stash: list[set[int]] = [set() for _ in stages]
     ran: list[int] = []
     totals: list[int] = []
-    for kind in KINDS:
+    for kind in PASS_KINDS:
         for s in range(len(stages)) if kind == "F" else reversed(range(len(stages))):
             one = stages[s].passes[kind]
             before = {v for p in stages[s].prologue for v in p.op.outputs} | set(stages[s].arguments)
@@ -187,20 +187,22 @@ def assert_sound(found: Stages) -> None:
             assert set(one.reads) <= stash[s]
             local = set(one.reads) | set(one.blocks)
             for placed in one.ops:
-                assert set(stage_passes.local(placed)) <= local, (s, kind, placed.op.name)
-                assert set(stage_passes.whole(placed)) <= set(one.whole) | constants
+                assert set(stage_passes.block_operands(placed)) <= local, (s, kind, placed.op.name)
+                assert set(stage_passes.whole_operands(placed)) <= set(one.whole) | constants
                 local |= set(placed.op.outputs)
                 ran.append(placed.op.index)
             assert set(one.writes) | {t.value for t in one.totals} <= local
             totals += [t.value for t in one.totals]
             known = stash[s] | set(one.writes)
-            for hand, values in found.hands.items():
-                if (hand.kind, hand.source) == (kind, s):
+            for transfer, values in found.transfers.items():
+                if (transfer.kind, transfer.source) == (kind, s):
                     assert set(values) <= known
-                    stash[hand.target] |= set(values)
-            stash[s] = known & stages[s].kept(kind)
+                    stash[transfer.target] |= set(values)
+            stash[s] = known & stages[s].live_after(kind)
     assert not any(stash)
-    assert all(ran.count(p.op.index) == 1 for p in split_.loop if p.op.name in stage_passes.KEPT or p.op.regions)
+    assert all(
+        ran.count(p.op.index) == 1 for p in split_.loop if p.op.name in stage_passes.NOT_DUPLICATED or p.op.regions
+    )
     sums = {p.op.index for update in found.updates.programs for p in update.ops}
     assert {p.op.index for p in split_.loop} <= set(ran) | sums
     assert len(totals) == len(set(totals))
@@ -226,7 +228,7 @@ def assert_updates(found: Stages, totals: set[int], constants: set[int]) -> None
 
 def crossing(found: Stages) -> list[str]:
     types = found.split.graph.types
-    return [f"{h.kind}{h.source}>{h.target} {' '.join(str(types[v]) for v in vs)}" for h, vs in found.hands.items()]
+    return [f"{h.kind}{h.source}>{h.target} {' '.join(str(types[v]) for v in vs)}" for h, vs in found.transfers.items()]
 
 
 @pytest.mark.parametrize("target", ["gpt-toy", "gpt-toy-tied", "gpt-toy-remat"])
@@ -241,8 +243,8 @@ def test_only_activations_and_their_cotangents_cross(target: str) -> None:
     "target",
     [pytest.param(n, marks=UNEVEN) if n == "t5-toy" else n for n in zoo.TOYS if n not in WHOLE],
 )
-def test_as_much_goes_back_as_comes(target: str, policy: str) -> None:
-    """At every border between layers, recomputed or not; and a parameter lies in two stages only if both use it."""
+def test_cotangents_that_cross_have_the_bytes_of_activations(target: str, policy: str) -> None:
+    """At every border between layers, rematerialised or not; and a parameter is in two stages only if both use it."""
     model = build(target)
     graph = trace(model.step, *model.abstract_args()).graph
     graph = remat.rewrite(graph, [policy if open_ else remat.NONE for open_ in remat.recomputable(graph)])
@@ -250,7 +252,7 @@ def test_as_much_goes_back_as_comes(target: str, policy: str) -> None:
     parts, layers = split(graph, COUNT, sorted(batch), per_microbatch=("*",)), find(graph)
     for border in range(1, len(layers.layers)):
         found = divide(parts, layers, (border,))
-        forth, back = (found.hands.get(hand, ()) for hand in (Hand("F", 0, 1), Hand("B", 1, 0)))
+        forth, back = (found.transfers.get(transfer, ()) for transfer in (Transfer("F", 0, 1), Transfer("B", 1, 0)))
         assert sorted(graph.types[v].nbytes for v in back) == sorted(graph.types[v].nbytes for v in forth)
         both = {*found.stages[0].arguments} & {*found.stages[1].arguments}
         shared = [graph.names[v] for v in sorted(both) if "params" in graph.names[v]]
@@ -264,7 +266,7 @@ def test_tied_weights_have_one_sum_per_stage() -> None:
     assert [sum(size == table.size for size in stage) for stage in sizes] == [1, 1]
 
 
-def test_a_sum_over_stages_waits_for_the_end() -> None:
+def test_a_sum_over_stages_is_computed_after_the_loop() -> None:
     """A bias that both layers share: its gradients would meet once per microbatch, and are added once per step."""
 
     def step(p: Any, batch: Any) -> Any:
@@ -285,54 +287,54 @@ def test_a_sum_over_stages_waits_for_the_end() -> None:
     assert "add_any" in [p.op.name for update in found.updates.programs for p in update.ops]
 
 
-def test_a_first_loop_hands_its_totals_to_the_second() -> None:
+def test_the_second_loop_reads_totals_of_the_first() -> None:
     """Balance losses: fractions of tokens and mean gates, once per layer, and nothing of the batch's size."""
     step, layers = of_program("balanced experts in every layer")
     found = divide(step, layers, (1,))
-    assert found.before is not None
-    handed = found.split.graph.inputs[len(step.graph.inputs) :]
-    assert handed == found.before.split.flat.outputs
-    assert 0 < sum(step.graph.types[v].size for v in handed) <= 64
-    assert not any(stage.passes["B"].ops for stage in found.before.stages)
+    assert found.first_loop is not None
+    totals = found.split.graph.inputs[len(step.graph.inputs) :]
+    assert totals == found.first_loop.split.flat.outputs
+    assert 0 < sum(step.graph.types[v].size for v in totals) <= 64
+    assert not any(stage.passes["B"].ops for stage in found.first_loop.stages)
 
 
-def test_layers_skipped_are_borders() -> None:
+def test_skip_connections_are_borders() -> None:
     assert {(0, 3), (1, 3), (0, 2)} <= set(in_stages("unet-toy", (1, 2, 3)).borders)
 
 
 def test_equal_layers_are_equal_programs() -> None:
     found = in_stages("gpt-toy", (1, 2, 3), True)
-    for kind in KINDS:
+    for kind in PASS_KINDS:
         first, second = ([p.op.name for p in found.stages[s].passes[kind].ops] for s in (1, 2))
         assert first == second
 
 
 def test_rematerialised_stages_stash_little_and_recompute_for_themselves() -> None:
     plain, remat = (in_stages(target, (2,)) for target in ("gpt-toy", "gpt-toy-remat"))
-    stashed = [sum(s.split.graph.types[v].nbytes for v in s.stages[0].kept("F")) for s in (plain, remat)]
+    stashed = [sum(s.split.graph.types[v].nbytes for v in s.stages[0].live_after("F")) for s in (plain, remat)]
     assert stashed[1] < stashed[0] / 10
 
 
 def test_parameters_are_updated_where_they_are_read() -> None:
-    """Every stage writes the new values of what it holds; only scalars go between updates."""
+    """Every stage writes the new values of the state that it stores; updates send each other only scalars."""
     found = in_stages("gpt-toy", (1, 2, 3))
     graph, updates = found.split.graph, found.updates
     made_in = {v: updates.programs[i].stage for v, i in updates.made.items()}
     for out, i in match_state(graph).items():
         value = found.split.flat.outputs[out]
         assert isinstance(value, int)
-        assert made_in[value] == updates.homes[graph.inputs[i]]
+        assert made_in[value] == updates.owners[graph.inputs[i]]
     assert not any(graph.types[v].rank for update in updates.programs for v in update.reads)
     for update in updates.programs:
         for total in update.totals:
             assert any(total in one.totals for one in found.stages[update.stage].passes.values())
 
 
-def test_gradients_of_weights_wait_in_a_pass_of_their_own() -> None:
+def test_gradients_of_weights_have_a_pass_of_their_own() -> None:
     found = in_stages("gpt-toy", (1, 2, 3), True)
     assert [len(s.passes["B"].totals) for s in found.stages] == [0, 0, 0, 0]
     assert all(s.passes["W"].totals for s in found.stages)
-    assert Hand("B", 3, 2) in found.hands
+    assert Transfer("B", 3, 2) in found.transfers
 
 
 # Refused

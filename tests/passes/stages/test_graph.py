@@ -17,9 +17,9 @@ from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import Programs
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.op_groups import unreduced
-from autopar.passes.stages.divide import KINDS, Stages, divide
+from autopar.passes.stages.divide import PASS_KINDS, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
-from autopar.passes.stages.isomorphism import likeness, renamed
+from autopar.passes.stages.isomorphism import canonical_form, renamed
 from autopar.plans.plan import graph_hash
 from autopar.zoo import build as zoo
 
@@ -40,7 +40,7 @@ def staged(
 @pytest.mark.parametrize(
     ("name", "weights"), [("mlp-toy", True), ("gpt-toy-tied", True), ("gpt-toy-remat", True), ("moe-toy", False)]
 )
-def test_graphs_hold_and_have_every_program(name: str, weights: bool) -> None:
+def test_graphs_are_valid_and_have_every_program(name: str, weights: bool) -> None:
     stages, graphs, traced = staged(name, weights=weights)
     carried = [i for g in graphs for i in (g.graph.carried or {}).values()]
     for g in graphs:
@@ -48,7 +48,7 @@ def test_graphs_hold_and_have_every_program(name: str, weights: bool) -> None:
         found = [op.index for op in g.graph.ops]
         assert found == [i for ops in g.programs.values() for i in found if i in ops]
         assert isinstance(g.graph.repeats, Repeats)
-        passes = [op.index for op in g.graph.ops if g.program_of(op.index) in KINDS]
+        passes = [op.index for op in g.graph.ops if g.program_of(op.index) in PASS_KINDS]
         assert dict(g.graph.repeats.ops) == dict.fromkeys(passes, COUNT)
         for kind, one in stages.stages[g.stage].passes.items():
             for v in (*one.writes, *(t.value for t in one.totals)):
@@ -59,18 +59,18 @@ def test_graphs_hold_and_have_every_program(name: str, weights: bool) -> None:
     assert len(carried) == len(state)
 
 
-#: Model -> pairs of stages that are alike, of four. Experts run on blocks by bodies of their own.
-ALIKE = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
+#: Model -> pairs of isomorphic stages, of four. Experts run on blocks by bodies of their own.
+ISOMORPHIC = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_the_graph_of_a_stage_that_is_like_another_is_that_one_renamed(name: str) -> None:
+@pytest.mark.parametrize("name", ISOMORPHIC)
+def test_the_graph_of_an_isomorphic_stage_is_the_traced_one_renamed(name: str) -> None:
     stages, graphs, traced = staged(name, 4, layers=6)
     programs = Programs(stages.split)
-    found = [likeness(stages, s, traced.in_avals, programs) for s in range(4)]
-    alike = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
-    assert len(alike) == ALIKE[name]
-    for a, b in [*alike, *((s, s) for s in range(4))]:
+    found = [canonical_form(stages, s, traced.in_avals, programs) for s in range(4)]
+    isomorphic = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
+    assert len(isomorphic) == ISOMORPHIC[name]
+    for a, b in [*isomorphic, *((s, s) for s in range(4))]:
         made, exact = renamed(graphs[a], found[a], found[b]), graphs[b]
         assert str(made.graph) == str(exact.graph)
         assert graph_hash(made.graph) == graph_hash(exact.graph)
@@ -85,16 +85,16 @@ def test_flops_of_stages_are_those_of_the_step() -> None:
     assert done == pytest.approx(model_flops(traced.graph), rel=1e-9)
 
 
-def test_what_one_stage_hands_over_another_receives() -> None:
+def test_sent_values_are_received() -> None:
     stages, graphs, _ = staged("gpt-toy", 4, layers=4)
-    for hand, values in stages.hands.items():
-        given, taken = graphs[hand.source], graphs[hand.target]
+    for transfer, values in stages.transfers.items():
+        source, target = graphs[transfer.source], graphs[transfer.target]
         for v in values:
-            out = next(i for i, u in given.handed.items() if u == v)
-            assert given.graph.type_of(given.graph.outputs[out]) == taken.graph.types[taken.received[v]]
-            assert given.graph.repeats is not None
-            assert taken.graph.repeats is not None
-            assert given.graph.repeats.results[out] == taken.graph.repeats.inputs[taken.received[v]] == COUNT
+            out = next(i for i, u in source.sent.items() if u == v)
+            assert source.graph.type_of(source.graph.outputs[out]) == target.graph.types[target.received[v]]
+            assert source.graph.repeats is not None
+            assert target.graph.repeats is not None
+            assert source.graph.repeats.results[out] == target.graph.repeats.inputs[target.received[v]] == COUNT
 
 
 def test_middle_stages_are_equal_but_for_names() -> None:
@@ -118,7 +118,7 @@ def partial_totals(step: Any, *args: Any) -> tuple[int, int]:
         inside = {op.index for op in g.graph.walk()} & (
             chosen.products | {i for i, stays in chosen.sums.items() if stays}
         )
-        found[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.marked)
+        found[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.summed_in)
         found[1] += len(inside & chosen.products)
     return found[0], found[1]
 
