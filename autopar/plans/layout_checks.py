@@ -22,7 +22,7 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import PARTIAL, Layout, cuts, partial_axes, replicated
 from autopar.passes.op_groups import unreduced
 from autopar.passes.op_groups.strategies import MOST_PADDING
-from autopar.passes.remat.offload import waiting
+from autopar.passes.remat.offload import offloadable
 from autopar.plans.checks import Complaints, check_all, misfit, unlike
 from autopar.plans.plan import Plan, Stage
 from autopar.plans.schema import FieldError, shown
@@ -53,7 +53,7 @@ def check_arguments(plan: Plan, graph: Graph) -> None:
     """FieldError for the first argument that a plan without stages has in another layout than its program does."""
     values, whole = plan.stages[0].values, replicated(len(plan.mesh_sizes))
     check_all(unlike("inputs", plan.inputs, tuple(values.get(v, whole) for v in graph.inputs)))
-    may = waiting(graph, plan.donated) if plan.offloaded else ()
+    may = offloadable(graph, plan.donated) if plan.offloaded else ()
     for i in plan.offloaded:
         if i not in may:
             raise FieldError("state that may wait in the host's memory", plan.input_paths[i], "offloaded")

@@ -38,7 +38,7 @@ from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload
 from autopar.passes.remat import rewrite as remat
-from autopar.passes.remat.memory_policy import usable
+from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.plans.plan import Plan
@@ -156,7 +156,7 @@ def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: 
     name = s.schedule if s.schedule != "auto" else "1f1b" if _has_backward(graph) else "inference"
     stages = ranks * _chunks(name)
     count, batch = _microbatches(graph, leaves, s.num_microbatches, ranks, name)
-    policies = _policies(split_scan.cut(graph, stages, batch), s.remat)
+    policies = _policies(split_scan.split_scans(graph, stages, batch), s.remat)
     borders = layer_partition.borders(layers_for(graph, stages, batch, policies), stages)
     return StageChoice(borders, extents, name, count, batch, s.per_microbatch, policies)
 
@@ -180,8 +180,8 @@ def layers_for(
         policies: what is recomputed of each layer.
         pieces: of every scan over layers; 0: one for each stage.
     """
-    shorter = split_scan.cut(graph, pieces or stages, batch)
-    return layer_partition.finer(layers_pass.find(remat.rewrite(shorter, policies)), stages)
+    shorter = split_scan.split_scans(graph, pieces or stages, batch)
+    return layer_partition.subdivide(layers_pass.find(remat.rewrite(shorter, policies)), stages)
 
 
 def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
@@ -271,7 +271,7 @@ def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
 
 def _memory(cluster: Cluster) -> float:
     """Bytes that all devices may hold together."""
-    return cluster.num_devices * usable(cluster.logical_mesh((cluster.num_devices,)))
+    return cluster.num_devices * usable_bytes(cluster.logical_mesh((cluster.num_devices,)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +328,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: S
         return None
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
     pieces = min(cluster.num_devices, MOST_PIECES)
-    shorter = split_scan.cut(graph, pieces, batch)
+    shorter = split_scan.split_scans(graph, pieces, batch)
     counts = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.microbatch_counts(extent)
     own, notes = s.per_microbatch, ()
     known: dict[int, Microbatches] = {}

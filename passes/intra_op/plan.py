@@ -40,7 +40,7 @@ from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat import rewrite as remat
-from autopar.passes.remat.choose import Effort, Outcome
+from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.plans import imbalance
@@ -54,7 +54,7 @@ ROUGH = 0.02
 
 
 @dataclass(frozen=True)
-class Options(memory_policy.Search):
+class Options(memory_policy.SolverOptions):
     """The options of the user that concern one mesh; see `autopar.parallelize`."""
 
     pins: Pins | None = None
@@ -226,8 +226,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.given = _donated(self.traced.graph, self.options)
-        self.allowed = memory_policy.allowed(self.mesh, self.options.memory_budget)
-        self.always, self.leaves = choose_offload.waiting(
+        self.memory_limit = memory_policy.memory_limit(self.mesh, self.options.memory_budget)
+        self.always, self.leaves = choose_offload.candidates(
             self.traced.graph, self.mesh, self.given, self.options.offload
         )
 
@@ -251,8 +251,8 @@ class Planner:
             raise Pruned(self.fastest[self.as_written].lower_bound, self.laps)
         if found.error is not None:
             raise found.error
-        assert found.made is not None
-        draft, solution = found.made
+        assert found.plan is not None
+        draft, solution = found.plan
         clock = _Clock()
         plan = _export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
         clock.lap("export")
@@ -287,9 +287,9 @@ class Planner:
         It is inf if no forecast suffices. Offload is not taken into account.
         """
         free = self.outcome((self._draft(*self.as_written), solution))
-        if free.fits or isinstance(self.allowed, str) or not any(layers := self.open_to()):
+        if free.fits or isinstance(self.memory_limit, str) or not any(layers := self.open_to()):
             return free.seconds if free.fits else math.inf
-        return recomputation.expected(free, layers, self.allowed, self.forecasts(free))
+        return recomputation.expected_seconds(free, layers, self.memory_limit, self.forecasts(free))
 
     def surcharge(self) -> float:
         """An estimate of the time (s) that a plan needs to fit, beyond the program as written; 0 if that may fit.
@@ -297,23 +297,23 @@ class Planner:
         The estimate serves for other meshes too: the least memory, a device's even share, is similar on every mesh.
         """
         found = self.solved.get(self.as_written)
-        if found is None or isinstance(self.allowed, str):
+        if found is None or isinstance(self.memory_limit, str):
             return 0.0
         draft, _ = found
-        room = self.allowed + self.leaves.total
+        room = self.memory_limit + self.leaves.total
         if max(map(smallest, draft.liveness.rows())) <= room:
             return 0.0
         free = self.outcome(found)
         others = [self.outcome(one) for key, one in self.solved.items() if key != self.as_written]
-        return recomputation.surcharge([free, *others], self.open_to(), room, self.forecasts(free))
+        return recomputation.overhead([free, *others], self.open_to(), room, self.forecasts(free))
 
-    def outcome(self, made: tuple[_Draft, Solution]) -> Outcome[tuple[_Draft, Solution]]:
+    def outcome(self, made: tuple[_Draft, Solution]) -> RematResult[tuple[_Draft, Solution]]:
         """The outcome of a plan: seconds, peak, and whether it fits."""
         draft, solution = made
         peak, _ = draft.liveness.peak(solution.assignment)
         fits = memory_policy.fits(peak, self.mesh, self.options.memory_budget)
-        pressed = not fits or memory_policy.is_pressed(solution)
-        return Outcome(draft.policies, made, solution.objective, peak, fits, pressed, hosted=draft.hosted)
+        constrained = not fits or memory_policy.is_constrained(solution)
+        return RematResult(draft.policies, made, solution.objective, peak, fits, constrained, offloaded=draft.hosted)
 
     def open_to(self) -> tuple[bool, ...]:
         """For each layer, whether rematerialising it saves memory; empty if the user has decided."""
@@ -324,11 +324,11 @@ class Planner:
         """For each layer of the step, whether rematerialising it saves memory."""
         return remat.recomputable(self.parts.step.graph)
 
-    def forecasts(self, as_written: Outcome[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
+    def forecasts(self, as_written: RematResult[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
         """Policy -> forecast of the time and memory of rematerialised layers, from this plan; empty if not known."""
-        if as_written.made is None:
+        if as_written.plan is None:
             return {}
-        draft, solution = as_written.made
+        draft, solution = as_written.plan
         if solution not in self.forecast:  # cached, as offload and other meshes need it again
             layered = draft.graph if self.parts.step.graph is self.traced.graph else one_microbatch(draft.graph)
             # forecasts need the layers of the step
@@ -337,9 +337,9 @@ class Planner:
             self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
         return self.forecast[solution]
 
-    def choose(self, cutoff: float) -> Outcome[tuple[_Draft, Solution]]:
+    def choose(self, cutoff: float) -> RematResult[tuple[_Draft, Solution]]:
         """The best outcome within the memory allowed. See `autopar.passes.remat.choose_offload.choose`."""
-        return choose_offload.choose(self.attempt, self.open_to, self.leaves, self.allowed, cutoff, self.forecasts)
+        return choose_offload.choose(self.attempt, self.open_to, self.leaves, self.memory_limit, cutoff, self.forecasts)
 
     def check(self, cutoff: float) -> None:
         """Raise Pruned if the program as written has no plan below `cutoff` (s) by more than the gap. See `plan`."""
@@ -357,12 +357,12 @@ class Planner:
         `anywhere`, the bound is a device's even share, which is valid for every mesh of as many devices.
         """
         layers = self.open_to()
-        if not any(layers) or isinstance(self.allowed, str):
+        if not any(layers) or isinstance(self.memory_limit, str):
             return False
         hosted = self.leaves.positions or self.always
         ends = ((), recomputation.uniform(remat.FULL, layers))
         least = partial(even_share, devices=self.mesh.size) if anywhere else smallest
-        return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.allowed for some in ends)
+        return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.memory_limit for some in ends)
 
     def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
         """The memory row of the peak of a known plan of a program; otherwise rows of its likely peaks.
@@ -390,7 +390,7 @@ class Planner:
 
     def attempt(
         self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
-    ) -> Outcome[tuple[_Draft, Solution]]:
+    ) -> RematResult[tuple[_Draft, Solution]]:
         """The outcome of planning with these policies and this state in the host's memory.
 
         Args:
@@ -405,14 +405,16 @@ class Planner:
         if effort != "proven" and (least := self._hopeless(policies, hosted, effort)):
             without_offload = self.solved.get((policies, self.always))  # the same without offload, which is faster
             seconds = without_offload[1].objective if without_offload else math.inf
-            return Outcome(policies, None, seconds, least, fits=False, pressed=True, hosted=hosted)
+            return RematResult(policies, None, seconds, least, fits=False, constrained=True, offloaded=hosted)
         draft = self._draft(policies, hosted)
         try:
             solution = self._start(draft) if effort == "fastest" else self._fitting(draft, cutoff)
         except Pruned:
-            return Outcome(draft.policies, None, math.inf, 0.0, fits=False, pressed=True, hosted=draft.hosted)
+            return RematResult(
+                draft.policies, None, math.inf, 0.0, fits=False, constrained=True, offloaded=draft.hosted
+            )
         except MemoryBudgetError as error:
-            return Outcome(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
+            return RematResult(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return self.outcome(made)
 
@@ -494,7 +496,7 @@ class Planner:
         """
         moved = hosted != self.always
         chosen = moved or (policies and self.options.remat == recomputation.AUTO)
-        within = self.allowed if chosen else self.options.memory_budget
+        within = self.memory_limit if chosen else self.options.memory_budget
         known = moved and (policies, self.always) in self.solved
         if not isinstance(within, float) or (effort == "fastest" and not known and not self._everywhere(policies)):
             return 0.0

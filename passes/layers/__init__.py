@@ -1,4 +1,4 @@
-"""Layers of a step: where they begin, which are equal, and scans over layers cut into pieces.
+"""Layers of a step: their borders, kinds of equal layers, and scans over layers split into pieces.
 
     in     Graph
     out    Layers: for every operation its layer, for every layer its kind

@@ -1,21 +1,24 @@
-"""The forward pass as a chain of layers: where its work repeats, where little crosses from one part to the next.
+"""The forward pass as a chain of layers: where its operations repeat, and where few bytes cross.
 
-    period       operations i and i + p are the same, round after round, and so are their operands and what crosses
-                 from round to round; of all such p the one that covers the most FLOPs, of those the shortest
+    period       p, if operations i and i + p are equal in every round, and so are their operands and the values that
+                 cross between rounds; of all such p the one that covers the most FLOPs, among equals the shortest
                                                                                                     -> _repetition
-    borders      every p operations, shifted to where the fewest bytes cross, be it at the cost of a round; ties to
-                 more rounds, then to the latest                                                    -> _shift
-    the rest     before, between and behind such rounds, in the same way; where nothing repeats, a piece of H products
-                 makes floor(sqrt(H)) layers (Chen et al., 2016, "Training deep nets with sublinear memory cost",
-                 section 4.1): equal FLOPs, give or take `WINDOW`, then the fewest bytes, then the latest -> _balanced
+    borders      every p operations, shifted to where the fewest bytes cross, even if one round fewer fits; ties go to
+                 more rounds, then to the latest                                                    -> _best_borders
+    the rest     before, between and after such rounds, in the same way. Where nothing repeats, H products make
+                 floor(sqrt(H)) layers (Chen et al., 2016, "Training deep nets with sublinear memory cost",
+                 section 4.1): of equal FLOPs within `BALANCE_TOLERANCE`, then with the fewest bytes at the border, then
+                 with the latest border                                                             -> _balanced
     loops        a scan with products in its body is a chain of equal layers by itself: one `Layer` with `trips`
 
-Two layers are of one kind if their operations are the same once values are renamed in order of appearance     -> _kind
-A backward operation belongs to the latest layer that makes or reads a forward value it reads (Alpa, section 5.2,
-colocate it likewise), that alone reads a parameter it reads, or whose parameter it is the gradient of; but to none
-later than the cotangents it reads, unless that makes a value it reads                          -> _backward
+Two layers are of one kind if their operations are equal once values are renumbered in the order of their first use
+                                                                                                    -> _kind
+A backward operation belongs to the latest of these layers: one that produces or reads a forward value it reads (Alpa,
+section 5.2, colocates it likewise), that alone reads a parameter it reads, or that alone reads the parameter whose
+gradient it computes. It belongs to no layer later than the cotangents it reads, unless that layer produces a value it
+reads                                                                                               -> _backward
 
-Values made of constants, or of parameters alone, are not counted as crossing: they can be had anywhere.
+Values computed from constants or from parameters alone do not count as crossing: every layer can compute them itself.
 """
 
 from __future__ import annotations
@@ -33,22 +36,22 @@ from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.problem import Floats, Ints
 from autopar.ir.train_state import match_state
 
-#: Share of a layer's FLOPs by which a border may miss the balanced place, where nothing repeats.
-WINDOW = 0.35
-#: The operation behind which recomputed parts wait; see `autopar.passes.remat.rewrite`.
+#: Where nothing repeats: share of a layer's FLOPs by which a border may be off the balanced position.
+BALANCE_TOLERANCE = 0.35
+#: The operation that recomputed parts follow; see `autopar.passes.remat.rewrite`.
 BARRIER = "optimization_barrier"
-#: Operations that leave a gradient what it is.
+#: Operations that do not change the values of a gradient.
 RELAYOUTS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A run of forward operations.
+    """Consecutive forward operations.
 
     Attributes:
         start, stop: its range in `Layers.forward`.
-        kind: equal numbers are equal programs.
-        trips: layers that it stands for: the trip count of a loop over layers, otherwise 1.
+        kind: equal numbers mean equal programs.
+        trips: number of layers that it contains: the trip count of a loop over layers, otherwise 1.
     """
 
     start: int
@@ -65,7 +68,7 @@ class Layers:
         graph: the program.
         forward: positions in `graph.ops` of the forward operations, in program order.
         layers: they cover `forward`, in order.
-        crossing: per border (behind each layer but the last) the values that later layers read, ascending.
+        crossing: per border (after each layer but the last) the values that later layers read, ascending.
         backward: position in `graph.ops` of a backward operation -> its layer.
     """
 
@@ -77,40 +80,40 @@ class Layers:
 
     def ops(self, layer: int) -> tuple[Op, ...]:
         """The forward operations of a layer."""
-        found = self.layers[layer]
-        return tuple(self.graph.ops[i] for i in self.forward[found.start : found.stop])
+        layer_ = self.layers[layer]
+        return tuple(self.graph.ops[i] for i in self.forward[layer_.start : layer_.stop])
 
     def __str__(self) -> str:
-        passed = [f", passes on {', '.join(f'%{v}' for v in values) or 'nothing'}" for values in self.crossing]
+        crossing = [f", passes on {', '.join(f'%{v}' for v in values) or 'nothing'}" for values in self.crossing]
         return "".join(
-            f"layer {i}: kind {x.kind}, {x.stop - x.start} ops{f' x{x.trips}' if x.trips > 1 else ''}{rest}\n"
-            for i, (x, rest) in enumerate(zip(self.layers, [*passed, ""], strict=False))
+            f"layer {i}: kind {x.kind}, {x.stop - x.start} ops{f' x{x.trips}' if x.trips > 1 else ''}{suffix}\n"
+            for i, (x, suffix) in enumerate(zip(self.layers, [*crossing, ""], strict=False))
         )
 
 
-@lru_cache(maxsize=4)  # asked again for every choice of what to recompute
+@lru_cache(maxsize=4)  # called again for every choice of rematerialisation policies
 def find(graph: Graph) -> Layers:
     """The layers of a program; none if it has no forward operation."""
     chain = _Chain.of(graph)
     return _layers(chain, [0, *_borders(chain)])
 
 
-def divided(found: Layers, position: int) -> Layers:
+def with_border(layers: Layers, position: int) -> Layers:
     """The layers with one more border, in front of this position of `forward`."""
-    borders = {0, position, *(layer.stop for layer in found.layers)}
-    return _layers(_Chain.of(found.graph), sorted(borders))
+    borders = {0, position, *(layer.stop for layer in layers.layers)}
+    return _layers(_Chain.of(layers.graph), sorted(borders))
 
 
-def crossing_bytes(found: Layers, position: int) -> int:
-    """Bytes of the values that a border in front of this position of `forward` would be crossed by."""
-    return int(_Chain.of(found.graph).bytes[position])
+def crossing_bytes(layers: Layers, position: int) -> int:
+    """Bytes of the values that cross a border in front of this position of `forward`."""
+    return int(_Chain.of(layers.graph).bytes[position])
 
 
 def _layers(chain: _Chain, borders: Sequence[int]) -> Layers:
     graph = chain.graph
-    kinds: dict[Hashable, int] = {}
+    kind_of: dict[Hashable, int] = {}
     layers = tuple(
-        Layer(a, b, kinds.setdefault(_kind(chain, a, b), len(kinds)), _trips(chain, a, b))
+        Layer(a, b, kind_of.setdefault(_kind(chain, a, b), len(kind_of)), _trips(chain, a, b))
         for a, b in itertools.pairwise(borders)
     )
     crossing = tuple(_crossing(chain, layer.stop) for layer in layers[:-1])
@@ -122,20 +125,20 @@ class _Chain:
     """The forward operations as arrays.
 
     Attributes:
-        codes: equal where operations are the same by themselves.
-        done: FLOPs before each operation, and in all.
-        bytes: what crosses the border before each operation, and behind the last.
-        made, read: value that counts as crossing -> where it is made, and last read.
+        codes: equal for operations that are equal regardless of their operands.
+        flops_before: FLOPs before each operation, and the total.
+        bytes: bytes that cross the border before each operation, and after the last.
+        producer, last_reader: value that counts as crossing -> the operation that produces it, and its last reader.
     """
 
     graph: Graph
     positions: tuple[int, ...]
     ops: tuple[Op, ...]
     codes: Ints
-    done: Floats
+    flops_before: Floats
     bytes: Ints
-    made: Mapping[int, int]
-    read: Mapping[int, int]
+    producer: Mapping[int, int]
+    last_reader: Mapping[int, int]
 
     @staticmethod
     @lru_cache(maxsize=4)
@@ -143,130 +146,131 @@ class _Chain:
         positions = tuple(i for i, op in enumerate(graph.ops) if op.phase == "forward")
         ops = tuple(graph.ops[i] for i in positions)
         ids: dict[Hashable, int] = {}
-        codes = np.array([ids.setdefault(_code(op), len(ids)) for op in ops], np.int64)
-        done = np.concatenate([[0.0], np.cumsum([work(graph, op) for op in ops], dtype=np.float64)])
-        anywhere = _roots(graph)
-        made = {v: i for i, op in enumerate(ops) for v in op.outputs if v not in anywhere}
-        read = {a: i for i, op in enumerate(ops) for a in op.inputs if isinstance(a, int) and a in made}
-        change = np.zeros(len(ops) + 2, np.int64)
-        for v, last in read.items():
-            change[made[v] + 1] += graph.types[v].nbytes
-            change[last + 1] -= graph.types[v].nbytes
-        return _Chain(graph, positions, ops, codes, done, np.cumsum(change)[:-1], made, read)
+        codes = np.array([ids.setdefault(_op_code(op), len(ids)) for op in ops], np.int64)
+        flops_before = np.concatenate([[0.0], np.cumsum([work(graph, op) for op in ops], dtype=np.float64)])
+        roots = _roots(graph)
+        producer = {v: i for i, op in enumerate(ops) for v in op.outputs if v not in roots}
+        last_reader = {a: i for i, op in enumerate(ops) for a in op.inputs if isinstance(a, int) and a in producer}
+        delta = np.zeros(len(ops) + 2, np.int64)
+        for v, last in last_reader.items():
+            delta[producer[v] + 1] += graph.types[v].nbytes
+            delta[last + 1] -= graph.types[v].nbytes
+        return _Chain(graph, positions, ops, codes, flops_before, np.cumsum(delta)[:-1], producer, last_reader)
 
     def flops(self, start: int, stop: int) -> float:
-        return float(self.done[stop] - self.done[start])
+        return float(self.flops_before[stop] - self.flops_before[start])
 
 
-def _code(op: Op) -> Hashable:
-    """What an operation is, whatever it is applied to; bodies by their own operations."""
+def _op_code(op: Op) -> Hashable:
+    """An operation regardless of its operands; its regions by their operations."""
     return (op.name, op.trips, tuple(_body_code(r) for r in op.regions)) if op.regions else op.signature
 
 
 def _body_code(region: Region) -> Hashable:
-    return tuple(map(_code, region.ops))
+    return tuple(map(_op_code, region.ops))
 
 
 @lru_cache(maxsize=4)
 def _roots(graph: Graph) -> Mapping[int, frozenset[int]]:
-    """Values that depend on constants and on the state alone -> what of it; on constants alone if nothing is state."""
-    found = {graph.inputs[i]: frozenset([graph.inputs[i]]) for i in match_state(graph).values()}
-    found.update((v, frozenset[int]()) for v, _ in graph.constants)
+    """Value that depends on constants and state alone -> the state it depends on."""
+    roots = {graph.inputs[i]: frozenset([graph.inputs[i]]) for i in match_state(graph).values()}
+    roots.update((v, frozenset[int]()) for v, _ in graph.constants)
     for op in graph.ops:
-        if all(a in found for a in _values(op)):
-            found.update(dict.fromkeys(op.outputs, frozenset[int]().union(*(found[a] for a in _values(op)))))
-    return found
+        if all(a in roots for a in _operands(op)):
+            roots.update(dict.fromkeys(op.outputs, frozenset[int]().union(*(roots[a] for a in _operands(op)))))
+    return roots
 
 
 # Borders
 
 
 def _borders(chain: _Chain) -> Iterator[int]:
-    """Ends of the layers, ascending; loops with products stand alone."""
+    """Ends of the layers, ascending; loops with products are layers of their own."""
     start = 0
     for i, op in enumerate(chain.ops):
         if op.name == "scan" and chain.flops(i, i + 1):
-            yield from _pieces(chain, start, i)
+            yield from _layer_ends(chain, start, i)
             yield i + 1
             start = i + 1
-    yield from _pieces(chain, start, len(chain.ops))
+    yield from _layer_ends(chain, start, len(chain.ops))
 
 
-def _pieces(chain: _Chain, start: int, stop: int) -> Iterator[int]:
-    """Ends of the layers of a stretch without such loops."""
+def _layer_ends(chain: _Chain, start: int, stop: int) -> Iterator[int]:
+    """Ends of the layers of a range without such loops."""
     if start == stop:
         return
-    found = _repetition(chain, start, stop)
-    if found is None:
+    repetition = _repetition(chain, start, stop)
+    if repetition is None:
         yield from _balanced(chain, start, stop)
         return
-    first, period, rounds = found
-    yield from _pieces(chain, start, first)
+    first, period, rounds = repetition
+    yield from _layer_ends(chain, start, first)
     yield from (first + (k + 1) * period for k in range(rounds))
-    yield from _pieces(chain, first + rounds * period, stop)
+    yield from _layer_ends(chain, first + rounds * period, stop)
 
 
 def _repetition(chain: _Chain, start: int, stop: int) -> tuple[int, int, int] | None:
-    """(first operation, period, rounds) of what repeats and covers the most FLOPs; None if no product repeats."""
+    """(first operation, period, rounds) of the repetition that covers the most FLOPs; None if no product repeats."""
     codes = chain.codes[start:stop]
     best: tuple[int, int, int] | None = None
-    most = 0.0
+    most_flops = 0.0
     for period in range(1, len(codes) // 2 + 1):
         for offset, length in _runs(codes[:-period] == codes[period:], period):
             first, rounds = start + offset, 1 + length // period
-            covered = rounds * chain.flops(first, first + period)
-            shifted = _shift(chain, period, first, length + period) if covered > most else None
-            if shifted is not None:
-                best, most = (shifted[0], period, shifted[1]), covered
+            flops = rounds * chain.flops(first, first + period)
+            borders = _best_borders(chain, period, first, length + period) if flops > most_flops else None
+            if borders is not None:
+                best, most_flops = (borders[0], period, borders[1]), flops
     return best
 
 
-def _runs(same: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
+def _runs(equal: np.ndarray, min_length: int) -> Iterator[tuple[int, int]]:
     """(start, length) of every run of True of at least this length."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
     for a, b in edges.reshape(-1, 2).tolist():
-        if b - a >= least:
+        if b - a >= min_length:
             yield a, b - a
 
 
-def _shift(chain: _Chain, period: int, first: int, length: int) -> tuple[int, int] | None:
-    """(first operation, rounds) of the best borders in a run that repeats; None if rounds are not alike.
+def _best_borders(chain: _Chain, period: int, first: int, length: int) -> tuple[int, int] | None:
+    """(first operation, rounds) of the best borders in a repetition; None if its rounds are not equal layers.
 
-    Rounds that do not read what the one before makes, or whose borders are crossed by ever more, stand side by side
-    (queries, keys and values, say): they are no layers.
+    Rounds that do not read results of the round before, or whose borders are crossed by more and more bytes, are
+    parallel branches (queries, keys and values, for example) and not layers.
     """
-    found: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, int, int]] = []
     for rounds in range(max(2, length // period - 1), length // period + 1):
-        for at in range(first, first + length - rounds * period + 1):
-            borders = range(at or period, min(at + rounds * period + 1, len(chain.ops)), period)
-            if len(crossing := {int(chain.bytes[i]) for i in borders}) == 1:  # at either end of all nothing crosses
-                found.append((-min(crossing), rounds, at))
-    for _, rounds, at in sorted(found, reverse=True):
-        starts = range(at, at + rounds * period, period)
-        inner = {_kind(chain, a, a + period) for a in starts if a + period < len(chain.ops)}
-        alike = len(inner) == 1 and len({_steps(chain, a, a + period) for a in starts}) == 1
-        if alike and all(_linked(chain, a, period) for a in starts[1:]):
-            return at, rounds
+        for start in range(first, first + length - rounds * period + 1):
+            borders = range(start or period, min(start + rounds * period + 1, len(chain.ops)), period)
+            if len(crossing := {int(chain.bytes[i]) for i in borders}) == 1:  # nothing crosses the ends of the program
+                candidates.append((-min(crossing), rounds, start))
+    for _, rounds, start in sorted(candidates, reverse=True):
+        starts = range(start, start + rounds * period, period)
+        kinds = {_kind(chain, a, a + period) for a in starts if a + period < len(chain.ops)}
+        is_repetition = len(kinds) == 1 and len({_normal_form(chain, a, a + period) for a in starts}) == 1
+        if is_repetition and all(_reads_previous(chain, a, period) for a in starts[1:]):
+            return start, rounds
     return None
 
 
-def _linked(chain: _Chain, start: int, period: int) -> bool:
-    """A round reads something that the round before it makes."""
-    made = {v for op in chain.ops[start - period : start] for v in op.outputs}
-    return any(a in made for op in chain.ops[start : start + period] for a in op.inputs if isinstance(a, int))
+def _reads_previous(chain: _Chain, start: int, period: int) -> bool:
+    """Whether a round reads a result of the round before it."""
+    previous = {v for op in chain.ops[start - period : start] for v in op.outputs}
+    return any(a in previous for op in chain.ops[start : start + period] for a in op.inputs if isinstance(a, int))
 
 
 def _balanced(chain: _Chain, start: int, stop: int) -> Iterator[int]:
-    """Ends of about equal layers of a stretch in which nothing repeats."""
+    """Ends of layers of about equal FLOPs in a range where nothing repeats."""
     products = sum(1 for i in range(start, stop) if chain.flops(i, i + 1))
-    parts = max(1, math.isqrt(products))
-    size = chain.flops(start, stop) / parts
+    count = max(1, math.isqrt(products))
+    size = chain.flops(start, stop) / count
     last = start
-    for k in range(1, parts):
-        target = float(chain.done[start]) + k * size
-        near = [i for i in range(last + 1, stop) if abs(float(chain.done[i]) - target) <= WINDOW * size]
-        if near:
-            last = max(near, key=lambda i: (-int(chain.bytes[i]), i))
+    for k in range(1, count):
+        target = float(chain.flops_before[start]) + k * size
+        off = {i: abs(float(chain.flops_before[i]) - target) for i in range(last + 1, stop)}
+        candidates = [i for i, flops in off.items() if flops <= BALANCE_TOLERANCE * size]
+        if candidates:
+            last = max(candidates, key=lambda i: (-int(chain.bytes[i]), i))
             yield last
     yield stop
 
@@ -276,110 +280,113 @@ def _balanced(chain: _Chain, start: int, stop: int) -> Iterator[int]:
 
 def _trips(chain: _Chain, start: int, stop: int) -> int:
     op = chain.ops[start]
-    alone = stop - start == 1 and op.name == "scan" and chain.flops(start, stop) > 0
-    return (op.trips or 1) if alone else 1
+    is_loop = stop - start == 1 and op.name == "scan" and chain.flops(start, stop) > 0
+    return (op.trips or 1) if is_loop else 1
 
 
 def _kind(chain: _Chain, start: int, stop: int) -> Hashable:
-    """The operations of a layer, and which of the values they make leave it."""
-    made = [v for op in chain.ops[start:stop] for v in op.outputs]
-    leaving = {*_crossing(chain, stop)}
-    return _steps(chain, start, stop), tuple(i for i, v in enumerate(made) if v in leaving)
+    """The operations of a layer, and which of their results cross its end."""
+    results = [v for op in chain.ops[start:stop] for v in op.outputs]
+    crossing = {*_crossing(chain, stop)}
+    return _normal_form(chain, start, stop), tuple(i for i, v in enumerate(results) if v in crossing)
 
 
-def _steps(chain: _Chain, start: int, stop: int) -> Hashable:
-    """Operations with values numbered in order of appearance."""
-    names: dict[int, int] = {}
+def _normal_form(chain: _Chain, start: int, stop: int) -> Hashable:
+    """Operations with values numbered in the order of their first use."""
+    number_of: dict[int, int] = {}
     types = chain.graph.types
 
-    def name(value: int) -> Hashable:
-        new = value not in names
-        return (names.setdefault(value, len(names)), types[value] if new else None)
+    def number(value: int) -> Hashable:
+        is_new = value not in number_of
+        return (number_of.setdefault(value, len(number_of)), types[value] if is_new else None)
 
     return tuple(
         (
-            _code(op),
-            tuple(name(a) if isinstance(a, int) else str(a) for a in op.inputs),
-            tuple(name(v) for v in op.outputs),
+            _op_code(op),
+            tuple(number(a) if isinstance(a, int) else str(a) for a in op.inputs),
+            tuple(number(v) for v in op.outputs),
         )
         for op in chain.ops[start:stop]
     )
 
 
 def _crossing(chain: _Chain, border: int) -> tuple[int, ...]:
-    """Values made before a border and read behind it."""
-    return tuple(sorted(v for v, last in chain.read.items() if chain.made[v] < border <= last))
+    """Values produced before a border and read after it."""
+    return tuple(sorted(v for v, last in chain.last_reader.items() if chain.producer[v] < border <= last))
 
 
 def _backward(graph: Graph, chain: _Chain, layers: Sequence[Layer]) -> Mapping[int, int]:
-    """The layer of every backward operation, by position in `graph.ops`."""
-    made_in = [(k, chain.ops[layer.start : layer.stop]) for k, layer in enumerate(layers)]
+    """Position in `graph.ops` of a backward operation -> its layer."""
+    layer_ops = [(k, chain.ops[layer.start : layer.stop]) for k, layer in enumerate(layers)]
     roots = _roots(graph)
-    layer_of = {v: k for k, ops in made_in for op in ops for v in op.outputs if v not in roots}
-    read_in = {v: k for k, ops in made_in for op in ops for v in (*op.outputs, *_values(op)) if v in layer_of}
-    owner = _owners(made_in, roots)
-    inside = {v for op in graph.ops if op.phase == "backward" for v in op.outputs}
-    gradient = gradients(graph, graph.ops, graph.outputs, inside, owner)
-    last = max(len(layers) - 1, 0)
-    cotangent: dict[int, int] = {}
-    found: dict[int, int] = {}
+    producer_layer = {v: k for k, ops in layer_ops for op in ops for v in op.outputs if v not in roots}
+    used = [(k, v) for k, ops in layer_ops for op in ops for v in (*op.outputs, *_operands(op))]
+    reader_layer = {v: k for k, v in used if v in producer_layer}  # the last one counts
+    sole_reader = _sole_readers(layer_ops, roots)
+    backward_values = {v for op in graph.ops if op.phase == "backward" for v in op.outputs}
+    gradient_layer = gradients(graph, graph.ops, graph.outputs, backward_values, sole_reader)
+    last_layer = max(len(layers) - 1, 0)
+    cotangent_layer: dict[int, int] = {}
+    result: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         if op.phase != "backward":
             continue
-        read = _values(op)
-        below = [read_in[a] for a in read if a in read_in]
-        below += [owner[leaf] for a in read for leaf in roots.get(a, ()) if leaf in owner]
-        below += [gradient[v] for v in op.outputs if v in gradient]
-        above = [cotangent[a] for a in read if a in cotangent]
-        made = [layer_of[a] for a in read if a in layer_of]
-        found[position] = max([min([max(below, default=last), *above]), *made])
-        cotangent.update(dict.fromkeys(op.outputs, found[position]))
-    return found
+        operands = _operands(op)
+        at_least = [reader_layer[a] for a in operands if a in reader_layer]
+        at_least += [sole_reader[leaf] for a in operands for leaf in roots.get(a, ()) if leaf in sole_reader]
+        at_least += [gradient_layer[v] for v in op.outputs if v in gradient_layer]
+        at_most = [cotangent_layer[a] for a in operands if a in cotangent_layer]
+        producer_layers = [producer_layer[a] for a in operands if a in producer_layer]
+        result[position] = max([min([max(at_least, default=last_layer), *at_most]), *producer_layers])
+        cotangent_layer.update(dict.fromkeys(op.outputs, result[position]))
+    return result
 
 
-def _owners(made_in: Sequence[tuple[int, Sequence[Op]]], roots: Mapping[int, frozenset[int]]) -> Mapping[int, int]:
-    """What of the state one layer alone reads -> that layer."""
+def _sole_readers(
+    layer_ops: Sequence[tuple[int, Sequence[Op]]], roots: Mapping[int, frozenset[int]]
+) -> Mapping[int, int]:
+    """State that only one layer reads -> that layer."""
     readers: dict[int, set[int]] = {}
-    for k, ops in made_in:
-        reading = [op for op in ops if not op.outputs or not all(v in roots for v in op.outputs)]
-        for leaf in {leaf for op in reading for v in _values(op) for leaf in roots.get(v, ())}:
+    for k, ops in layer_ops:
+        reading_ops = [op for op in ops if not op.outputs or not all(v in roots for v in op.outputs)]
+        for leaf in {leaf for op in reading_ops for v in _operands(op) for leaf in roots.get(v, ())}:
             readers.setdefault(leaf, set()).add(k)
-    return {leaf: min(found) for leaf, found in readers.items() if len(found) == 1}
+    return {leaf: min(readers_) for leaf, readers_ in readers.items() if len(readers_) == 1}
 
 
 def gradients(
-    graph: Graph, ops: Iterable[Op], results: Sequence[Atom], inside: Set[int], owner: Mapping[int, int]
+    graph: Graph, ops: Iterable[Op], results: Sequence[Atom], candidates: Set[int], owner: Mapping[int, int]
 ) -> Mapping[int, int]:
-    """Gradients from which the new value of a parameter is made, by operations of its size -> who owns it.
+    """Gradients from which new values of parameters are computed by operations of equal size -> owner of the parameter.
 
     Args:
         graph: the step.
         ops: its operations, or others on its values.
-        results: what they make of the step's results, in order.
-        inside: values that may be gradients; others are made from them.
-        owner: parameter -> a layer or a stage; of parameters that share a gradient it is that of the earliest.
+        results: the step's results as computed by `ops`, in order.
+        candidates: values that may be gradients; other values are computed from gradients.
+        owner: parameter -> a layer or a stage; of parameters that share a gradient, the earliest counts.
     """
-    maker = {v: op for op in ops for v in op.outputs}
-    found: dict[int, int] = {}
+    producer = {v: op for op in ops for v in op.outputs}
+    gradient_owner: dict[int, int] = {}
     for out, i in match_state(graph).items():
         leaf = graph.inputs[i]
-        waiting = [results[out]] if leaf in owner else []
-        seen: set[int] = set()
-        while waiting:
-            value = waiting.pop()
-            if not isinstance(value, int) or value in seen or value not in maker:
+        stack = [results[out]] if leaf in owner else []
+        visited: set[int] = set()
+        while stack:
+            value = stack.pop()
+            if not isinstance(value, int) or value in visited or value not in producer:
                 continue
-            seen.add(value)
-            op = maker[value]
+            visited.add(value)
+            op = producer[value]
             if op.name == BARRIER:
-                waiting.append(op.inputs[op.outputs.index(value)])
+                stack.append(op.inputs[op.outputs.index(value)])
                 continue
-            if value in inside and op.name not in ("add", "add_any"):
-                found[value] = min(found.get(value, owner[leaf]), owner[leaf])
-            if value not in inside or op.name in ("add", "add_any", *RELAYOUTS):
-                waiting.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
-    return found
+            if value in candidates and op.name not in ("add", "add_any"):
+                gradient_owner[value] = min(gradient_owner.get(value, owner[leaf]), owner[leaf])
+            if value not in candidates or op.name in ("add", "add_any", *RELAYOUTS):
+                stack.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
+    return gradient_owner
 
 
-def _values(op: Op) -> list[int]:
+def _operands(op: Op) -> list[int]:
     return [a for a in op.inputs if isinstance(a, int)]

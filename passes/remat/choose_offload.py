@@ -1,19 +1,21 @@
-"""Which state waits in the host's memory, where memory forces something, together with what is recomputed.
+"""Which state is offloaded to host memory if memory is short, together with rematerialisation.
 
-    on the device     first, and alone if memory makes the plan no costlier; else with recomputation
-                      (`autopar.passes.remat.choose`)
-    in host memory    all that may wait, with nothing recomputed or what was found best before        -> _moved
-                      where nothing fits so far, with as many layers recomputed as it takes           -> _moved
-    some of it        then only the largest leaves, in up to `STEPS` steps of about equal bytes: as few as fit, unless
-                      the copies that would save are too short to matter                              -> _fewest
+    none          first, and the only choice if the memory limit makes the plan no slower; else with rematerialisation
+                  (`autopar.passes.remat.choose`)
+    all           all candidates, with no layer rematerialised or with the best policies found so far
+                                                                                              -> _all_offloaded
+                  if nothing fits so far, with as many layers rematerialised as necessary     -> _all_offloaded
+    some          only the largest leaves, in up to `STEPS` steps of about equal bytes: as few as fit, unless the copies
+                  saved are too short to matter                                               -> _fewer_offloaded
 
-Copies over the host's link are dear, and what they cost is known before planning. Bytes that a plan has too many have
-to be copied twice a step, so that from the fastest plan of the same program with everything on the device
+Copies over the host's link are slow, and their cost is known before planning. Each byte above the budget is copied
+twice a step, so that from the fastest plan of the same program without offload
 
     seconds  >=  seconds(fastest) + 2 * (peak(fastest) - budget) / host_bandwidth
 
-and where that is no less than the best found, nothing is tried. Of all that fit the one with the shortest step is
-taken, of equals the one found first; for the budget "min" it is the smallest peak, with and without the host's memory.
+and where that is no less than the best result, no plan is tried. Of all plans that fit, the one with the shortest step
+is chosen, among equals the first one found; for the budget "min" the one with the smallest peak, with and without
+offload.
 """
 
 from __future__ import annotations
@@ -31,33 +33,37 @@ from autopar.ir.graph import Graph
 from autopar.ir.text import size
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import offload as offload_pass
-from autopar.passes.remat.choose import Effort, Forecasts, Outcome
+from autopar.passes.remat.choose import Effort, Forecasts, RematResult
 from autopar.passes.remat.estimates import Forecast
 
 AUTO, NONE, ALL = "auto", "none", "all"
-#: What the option `offload` may be.
+#: Values of the option `offload`.
 CHOICES: tuple[str, ...] = (AUTO, NONE, ALL)
 
-SHOWN = 3  # paths in a note
-TRIES = 4  # plans with less of the state in the host's memory
-MATTERS = 0.03  # share of a step below which what copies cost is not worth another search
-STEPS = 32  # parts of the state that are moved one by one
+#: Paths in a note.
+SHOWN_PATHS = 3
+#: Plans that are tried with fewer candidates offloaded.
+MAX_TRIES = 4
+#: Share of a step that saved copies must take for another search.
+MIN_GAIN = 0.03
+#: Parts of the candidates that are offloaded one after another.
+STEPS = 32
 
 T = TypeVar("T")
 
-#: Plans with a policy for each layer and with the arguments at some positions in the host's memory; what takes so many
-#: seconds or longer is of no interest.
-Attempt = Callable[[Sequence[str], Sequence[int], Effort, float], Outcome[T]]
+#: (policy of each layer, positions of offloaded arguments, effort, cutoff) -> result; plans of `cutoff` seconds or more
+#: may be missed.
+Attempt = Callable[[Sequence[str], Sequence[int], Effort, float], RematResult[T]]
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """What may wait in the host's memory.
+class OffloadCandidates:
+    """State that may be offloaded to host memory between steps.
 
     Attributes:
         positions: of the arguments, the largest first.
-        nbytes: even share that one device has of each.
-        seconds: bytes of one device -> s per step for copying them to it and back.
+        nbytes: bytes per device of each, evenly sharded.
+        seconds: bytes per device -> s per step to copy them to the device and back.
     """
 
     positions: tuple[int, ...]
@@ -66,31 +72,33 @@ class Leaves:
 
     @property
     def total(self) -> float:
-        """Bytes of one device's even share of all of them."""
+        """Bytes per device of all of them, evenly sharded."""
         return sum(self.nbytes)
 
     def steps(self) -> tuple[tuple[int, ...], ...]:
-        """The positions that wait after each step, from none to all of them."""
-        share = self.total / STEPS
-        chosen: list[tuple[int, ...]] = [()]
-        filled = 0.0
+        """The offloaded positions after each step, from none to all."""
+        step_bytes = self.total / STEPS
+        steps: list[tuple[int, ...]] = [()]
+        cumulative = 0.0
         for count, nbytes in enumerate(self.nbytes, 1):
-            filled += nbytes
-            if filled >= len(chosen) * share or count == len(self.nbytes):
-                chosen.append(self.positions[:count])
-        return tuple(chosen)
+            cumulative += nbytes
+            if cumulative >= len(steps) * step_bytes or count == len(self.nbytes):
+                steps.append(self.positions[:count])
+        return tuple(steps)
 
-    def between(self, low: int, high: int) -> float:
-        """Bytes of an even share that some steps move which fewer do not."""
-        first, last = (len(self.steps()[count]) for count in (low, high))
+    def between(self, fewer: int, more: int) -> float:
+        """Bytes per device, evenly sharded, that `more` steps offload beyond `fewer`."""
+        first, last = (len(self.steps()[count]) for count in (fewer, more))
         return sum(self.nbytes[first:last])
 
 
-def waiting(graph: Graph, mesh: LogicalMesh, donated: Collection[int], option: str) -> tuple[tuple[int, ...], Leaves]:
-    """Positions of the arguments that wait in the host's memory in any case, and those that may.
+def candidates(
+    graph: Graph, mesh: LogicalMesh, donated: Collection[int], option: str
+) -> tuple[tuple[int, ...], OffloadCandidates]:
+    """Positions of the arguments that are offloaded in any case, and those that may be.
 
     Raises:
-        ArgumentError: all are to, and nothing is known of the link to the host's memory.
+        ArgumentError: the option is "all", and the cluster has no bandwidth of a link to host memory.
     """
     device = mesh.device
     if option == ALL and not device.host_bandwidth:
@@ -98,142 +106,155 @@ def waiting(graph: Graph, mesh: LogicalMesh, donated: Collection[int], option: s
             f"offload='all': nothing is known of a link between {device.name} and its host's memory; give the "
             "cluster's device a host_bandwidth (bytes/s), or use offload='none'"
         )
-    positions = offload_pass.waiting(graph, donated) if option != NONE and device.host_bandwidth else ()
+    positions = offload_pass.offloadable(graph, donated) if option != NONE and device.host_bandwidth else ()
     nbytes = [graph.types[graph.inputs[i]].nbytes / mesh.size for i in positions]
-    room = sum(total <= device.host_memory_bytes for total in itertools.accumulate(nbytes)) if option == AUTO else 0
-    free = Leaves(positions[:room], tuple(nbytes[:room]), lambda n: offload.seconds(n, mesh))
-    return positions if option == ALL else (), free
+    count = sum(total <= device.host_memory_bytes for total in itertools.accumulate(nbytes)) if option == AUTO else 0
+    state = OffloadCandidates(positions[:count], tuple(nbytes[:count]), lambda n: offload.seconds(n, mesh))
+    return positions if option == ALL else (), state
 
 
-def notes(graph: Graph, mesh: LogicalMesh, hosted: Sequence[int], nbytes: float) -> tuple[str, ...]:
-    """What a plan says about state in the host's memory, `nbytes` per device; and where that is more than there is."""
-    if not hosted:
+def notes(graph: Graph, mesh: LogicalMesh, offloaded: Sequence[int], nbytes: float) -> tuple[str, ...]:
+    """Notes of a plan on offloaded state, `nbytes` per device, with a warning if host memory is too small for it."""
+    if not offloaded:
         return ()
-    paths = [graph.input_paths[i] for i in hosted]
-    shown = ", ".join(paths[:SHOWN]) + (f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else "")
-    kept = f"kept in host memory between steps, to save device memory: {size(nbytes)} per device ({shown})"
-    there = mesh.device.host_memory_bytes
-    short = f"; that is more than the {size(there)} of host memory there" if nbytes > there > 0 else ""
-    own = "" if there else "; the cluster knows of no host memory apart from the device's own"
-    return (kept + short + own,)
+    paths = [graph.input_paths[i] for i in offloaded]
+    more = f" and {len(paths) - SHOWN_PATHS} more" if len(paths) > SHOWN_PATHS else ""
+    shown = ", ".join(paths[:SHOWN_PATHS]) + more
+    text = f"kept in host memory between steps, to save device memory: {size(nbytes)} per device ({shown})"
+    host_memory = mesh.device.host_memory_bytes
+    shortage = f"; that is more than the {size(host_memory)} of host memory there" if nbytes > host_memory > 0 else ""
+    unknown = "" if host_memory else "; the cluster knows of no host memory apart from the device's own"
+    return (text + shortage + unknown,)
 
 
 def choose(
     attempt: Attempt[T],
-    open_to: Callable[[], Sequence[bool]],
-    leaves: Leaves,
+    recomputable: Callable[[], Sequence[bool]],
+    state: OffloadCandidates,
     budget: float | str,
     cutoff: float = math.inf,
     forecasts: Forecasts[T] = lambda as_written: {},
-) -> Outcome[T]:
-    """The best outcome within a budget (bytes per device, or "min"); for the rest see `recomputation.search`.
+) -> RematResult[T]:
+    """The best result within a budget (bytes per device, or "min"); arguments as of `recomputation.search`.
 
-    Where what takes `cutoff` seconds or longer is of no interest, it may be one that does not fit.
+    With a finite `cutoff` the result may be one that does not fit.
     """
-    known = _Known(attempt)
-    found = recomputation.search(known.hosting(()), open_to, budget, cutoff, forecasts)
-    if leaves.positions and isinstance(budget, str):
-        found += recomputation.search(known.hosting(leaves.positions), open_to, budget)
-    elif leaves.positions and not isinstance(budget, str) and found[0].pressed:
-        found += _moved(known, found, open_to, leaves, budget, cutoff, forecasts)
-        found += _fewest(known, found, leaves, budget)
-    if math.isfinite(cutoff) and not any(o.fits for o in found):
-        return found[0]
-    return recomputation.settle(lambda o: known(o.policies, o.hosted, "proven"), found, budget)
+    attempts = _CachedAttempts(attempt)
+    results = recomputation.search(attempts.with_offloaded(()), recomputable, budget, cutoff, forecasts)
+    if state.positions and isinstance(budget, str):
+        results += recomputation.search(attempts.with_offloaded(state.positions), recomputable, budget)
+    elif state.positions and not isinstance(budget, str) and results[0].constrained:
+        results += _all_offloaded(attempts, results, recomputable, state, budget, cutoff, forecasts)
+        results += _fewer_offloaded(attempts, results, state, budget)
+    if math.isfinite(cutoff) and not any(result.fits for result in results):
+        return results[0]
+    return recomputation.best_result(
+        lambda result: attempts(result.policies, result.offloaded, "proven"), results, budget
+    )
 
 
 @dataclass(eq=False)
-class _Known(Generic[T]):
+class _CachedAttempts(Generic[T]):
     """Attempts, each made once."""
 
     attempt: Attempt[T]
-    made: dict[tuple[tuple[str, ...], tuple[int, ...], Effort], Outcome[T]] = field(default_factory=dict)
+    cache: dict[tuple[tuple[str, ...], tuple[int, ...], Effort], RematResult[T]] = field(default_factory=dict)
 
     def __call__(
-        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float = math.inf
-    ) -> Outcome[T]:
-        what = tuple(policies), tuple(hosted)
-        fastest = self.made.get((*what, "fastest"))
+        self, policies: Sequence[str], offloaded: Sequence[int], effort: Effort, cutoff: float = math.inf
+    ) -> RematResult[T]:
+        key = tuple(policies), tuple(offloaded)
+        fastest = self.cache.get((*key, "fastest"))
         if fastest is not None and fastest.fits:
             return fastest
-        if (*what, effort) not in self.made:
-            self.made[*what, effort] = self.attempt(*what, effort, cutoff)
-        return self.made[*what, effort]
+        if (*key, effort) not in self.cache:
+            self.cache[*key, effort] = self.attempt(*key, effort, cutoff)
+        return self.cache[*key, effort]
 
-    def hosting(self, hosted: Sequence[int]) -> recomputation.Attempt[T]:
-        """The same with this state in the host's memory, whatever is recomputed."""
-        return lambda policies, effort, cutoff=math.inf: self(policies, hosted, effort, cutoff)
-
-
-def _best(found: Sequence[Outcome[T]]) -> Outcome[T]:
-    return min((o for o in found if o.fits), key=lambda o: o.seconds)
+    def with_offloaded(self, offloaded: Sequence[int]) -> recomputation.Attempt[T]:
+        """Attempts with these arguments offloaded, for any policies."""
+        return lambda policies, effort, cutoff=math.inf: self(policies, offloaded, effort, cutoff)
 
 
-def _moved(
-    known: _Known[T],
-    found: Sequence[Outcome[T]],
-    open_to: Callable[[], Sequence[bool]],
-    leaves: Leaves,
+def _best(results: Sequence[RematResult[T]]) -> RematResult[T]:
+    return min((result for result in results if result.fits), key=lambda result: result.seconds)
+
+
+def _all_offloaded(
+    attempts: _CachedAttempts[T],
+    results: Sequence[RematResult[T]],
+    recomputable: Callable[[], Sequence[bool]],
+    state: OffloadCandidates,
     budget: float,
     cutoff: float,
     forecasts: Forecasts[T],
-) -> list[Outcome[T]]:
-    """Outcomes with all that may wait in the host's memory that may be better than the best that does without."""
-    if not any(o.fits for o in found):
-        if math.isfinite(cutoff) and any(_too_slow(o, leaves, budget, cutoff) for o in found):
+) -> list[RematResult[T]]:
+    """Results with all candidates offloaded that may be better than the best result without."""
+    if not any(result.fits for result in results):
+        if math.isfinite(cutoff) and any(_too_slow(result, state, budget, cutoff) for result in results):
             return []
 
-        def eased(as_written: Outcome[T]) -> Mapping[str, Forecast]:
-            """Where the program as written has no plan even so, from the one that it has without."""
-            at_home = forecasts(found[0]) if as_written.made is None else {}
-            less = {p: replace(one, least_bytes=one.least_bytes - leaves.total) for p, one in at_home.items()}
-            return less or forecasts(as_written)
+        def eased_forecasts(as_written: RematResult[T]) -> Mapping[str, Forecast]:
+            """If the program as written has no plan even with offload, the forecasts are those of its plan without."""
+            on_device = forecasts(results[0]) if as_written.plan is None else {}
+            offloaded_forecasts = {
+                p: replace(one, least_bytes=one.least_bytes - state.total) for p, one in on_device.items()
+            }
+            return offloaded_forecasts or forecasts(as_written)
 
-        return recomputation.search(known.hosting(leaves.positions), open_to, budget, cutoff, eased)
-    best = _best(found)
-    added: list[Outcome[T]] = []
+        return recomputation.search(
+            attempts.with_offloaded(state.positions), recomputable, budget, cutoff, eased_forecasts
+        )
+    best = _best(results)
+    added: list[RematResult[T]] = []
     for policies in dict.fromkeys(((), best.policies)):
-        start = known(policies, (), "fastest")
-        if start.seconds + leaves.seconds(max(0.0, start.peak_bytes - budget)) < best.seconds * (1 - MATTERS):
-            added.append(known(policies, leaves.positions, "fitting"))
+        fastest = attempts(policies, (), "fastest")
+        if fastest.seconds + state.seconds(max(0.0, fastest.peak_bytes - budget)) < best.seconds * (1 - MIN_GAIN):
+            added.append(attempts(policies, state.positions, "fitting"))
     return added
 
 
-def _too_slow(tried: Outcome[T], leaves: Leaves, budget: float, cutoff: float) -> bool:
-    """Whether too few layers are recomputed even with all of the state in the host's memory, and more take too long."""
-    short = bool(tried.policies) and tried.made is not None and tried.peak_bytes - leaves.total > budget
-    return short and tried.seconds + leaves.seconds(leaves.total) >= cutoff * (1 - MATTERS)
+def _too_slow(result: RematResult[T], state: OffloadCandidates, budget: float, cutoff: float) -> bool:
+    """Whether even with all candidates offloaded the layers of a result are too few, and more layers take too long."""
+    is_too_large = bool(result.policies) and result.plan is not None and result.peak_bytes - state.total > budget
+    return is_too_large and result.seconds + state.seconds(state.total) >= cutoff * (1 - MIN_GAIN)
 
 
-def _fewest(known: _Known[T], found: Sequence[Outcome[T]], leaves: Leaves, budget: float) -> list[Outcome[T]]:
-    """Outcomes with less in the host's memory than the one that promises most with all of it there."""
-    all_of_it = leaves.seconds(leaves.total)
+def _fewer_offloaded(
+    attempts: _CachedAttempts[T], results: Sequence[RematResult[T]], state: OffloadCandidates, budget: float
+) -> list[RematResult[T]]:
+    """Results with fewer candidates offloaded, from the one with all of them that has the least lower bound."""
+    all_seconds = state.seconds(state.total)
 
-    def promise(whole: Outcome[T]) -> float:
-        """Seconds without the copies of what there is room for; where layouts make room, without any copies."""
-        eased = known(whole.policies, whole.hosted, "fastest").fits
-        return whole.seconds - min(all_of_it, leaves.seconds(budget - whole.peak_bytes) if eased else math.inf)
+    def lower_bound(result: RematResult[T]) -> float:
+        """Seconds without the copies of bytes that the budget has room for; none if layouts make room for all."""
+        fits_at_once = attempts(result.policies, result.offloaded, "fastest").fits
+        return result.seconds - min(
+            all_seconds, state.seconds(budget - result.peak_bytes) if fits_at_once else math.inf
+        )
 
-    wholes = [o for o in known.made.values() if o.fits and o.hosted == leaves.positions]
-    if not wholes:
+    with_all = [o for o in attempts.cache.values() if o.fits and o.offloaded == state.positions]
+    if not with_all:
         return []
-    whole = min(wholes, key=promise)
-    if promise(whole) >= _best([*found, whole]).seconds * (1 - MATTERS):
-        return [whole]
-    return [whole, *_less(known, whole, leaves, budget)]
+    result = min(with_all, key=lower_bound)
+    if lower_bound(result) >= _best([*results, result]).seconds * (1 - MIN_GAIN):
+        return [result]
+    return [result, *_bisected(attempts, result, state, budget)]
 
 
-def _less(known: _Known[T], whole: Outcome[T], leaves: Leaves, budget: float) -> Iterator[Outcome[T]]:
-    """Outcomes with less and less in the host's memory: first as much as would fit if the peak fell evenly."""
-    steps = leaves.steps()
-    effort: Effort = "fastest" if known(whole.policies, whole.hosted, "fastest").fits else "fitting"
-    low, high, room = 0, len(steps) - 1, budget - whole.peak_bytes
-    for turn in range(TRIES):
-        even = [k for k in range(low + 1, high) if leaves.between(k, len(steps) - 1) <= room / 2**turn]
-        count = (low + high) // 2 if effort == "fitting" else min(even, default=high)
+def _bisected(
+    attempts: _CachedAttempts[T], result: RematResult[T], state: OffloadCandidates, budget: float
+) -> Iterator[RematResult[T]]:
+    """Results with fewer and fewer candidates offloaded: first as few as would fit if the peak fell evenly."""
+    steps = state.steps()
+    effort: Effort = "fastest" if attempts(result.policies, result.offloaded, "fastest").fits else "fitting"
+    low, high, spare = 0, len(steps) - 1, budget - result.peak_bytes
+    for iteration in range(MAX_TRIES):
+        fitting = [k for k in range(low + 1, high) if state.between(k, len(steps) - 1) <= spare / 2**iteration]
+        count = (low + high) // 2 if effort == "fitting" else min(fitting, default=high)
         if not low < count < high:
             return
-        yield (tried := known(whole.policies, steps[count], effort))
-        low, high = (low, count) if tried.fits else (count, high)
-        if tried.fits and effort == "fastest":
+        yield (with_fewer := attempts(result.policies, steps[count], effort))
+        low, high = (low, count) if with_fewer.fits else (count, high)
+        if with_fewer.fits and effort == "fastest":
             return

@@ -1,13 +1,13 @@
-"""Plans that fit: the optimum within a memory budget, and what to say when there is none.
+"""Plans within the memory budget, and the error if there is none.
 
-    given       the cheapest plan whose predicted peak is within the budget (`autopar.passes.memory.budget`)
-    "min"       the plan with the least peak (`autopar.passes.memory.min_memory`)
-    none        within the device's memory less `MARGIN`, since a compiler may need more than predicted
-    none fits   an error: the shortfall, where the smallest plan peaks, what lives there, what would help; unless nobody
-                gave a budget: then the cheapest plan, with a warning that says the same
+    a budget    the fastest plan whose predicted peak is within the budget (`autopar.passes.memory.budget`)
+    "min"       the plan with the smallest peak (`autopar.passes.memory.min_memory`)
+    none        within the device's memory less `MARGIN`, because a compiler may need more than predicted
+    no plan     with a budget an error: the missing bytes, where the smallest plan peaks, the tensors that are live
+      fits      there, and suggestions; without a budget the fastest plan, with a warning
 
-What would help is read off the smallest plan: dividing the batch into m microbatches leaves 1/m of what grows with the
-batch, recomputation saves what the backward pass keeps, and n times the devices hold 1/n of everything that is cut.
+Suggestions come from the smallest plan: m microbatches leave 1/m of the bytes that grow with the batch,
+rematerialisation saves residuals, and n times the devices have 1/n of every sharded tensor.
 """
 
 from __future__ import annotations
@@ -29,21 +29,25 @@ from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.solver.optimize import Solution, optimize
 
-#: Share of a device's memory that is kept free when no budget is given.
+#: Share of a device's memory that plans leave free when no budget is given.
 MARGIN = 0.1
-#: What grows with the batch, by kind of `autopar.cost_models.memory.report`.
-OF_THE_BATCH = ("residuals", "temporaries", "arguments")
-SHOWN = 10  # tensors that an error lists
-MOST_PARTS = 64  # microbatches that an error suggests
-GAP = 0.005  # share of a step time that a plan may lie above the bound on all plans
-NO_TIME = 1e-3  # s that a problem gets after the deadline: both bounds, and no search
+#: Kinds of `autopar.cost_models.memory.report` that grow with the batch.
+BATCH_KINDS = ("residuals", "temporaries", "arguments")
+#: Tensors that an error lists.
+SHOWN_TENSORS = 10
+#: Microbatches that an error suggests, at most.
+MAX_MICROBATCHES = 64
+#: Relative gap to the lower bound on all plans at which the solver stops.
+GAP = 0.005
+#: Time limit (s) of a problem after the deadline, which is enough for both bounds but no search.
+MIN_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
-class Search:
-    """How to solve: see `autopar.passes.solver.optimize.optimize`.
+class SolverOptions:
+    """Options of the solver; see `autopar.passes.solver.optimize.optimize`.
 
-    `time_limit` holds for one problem, `deadline` (`time.monotonic()`) for all that are solved in one call.
+    `time_limit` (s) applies to one problem, `deadline` (`time.monotonic()`) to all problems of one call.
     """
 
     solver: str = "auto"
@@ -55,11 +59,11 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """What the next problem may take."""
-        return min(self.time_limit, max(self.deadline - time.monotonic(), NO_TIME))
+        """Time limit (s) of the next problem."""
+        return min(self.time_limit, max(self.deadline - time.monotonic(), MIN_SECONDS))
 
     def keywords(self) -> dict[str, Any]:
-        """What `optimize` and `optimize_within` are called with."""
+        """Keywords of `optimize` and `optimize_within`."""
         return {
             "solver": self.solver,
             "time_limit": self.seconds,
@@ -69,24 +73,24 @@ class Search:
         }
 
 
-def allowed(mesh: LogicalMesh, budget: float | str | None) -> float | str:
-    """Bytes that a device may hold: the budget, or what the device has if there is none; or "min"."""
-    return usable(mesh) if budget is None else budget
+def memory_limit(mesh: LogicalMesh, budget: float | str | None) -> float | str:
+    """Bytes per device that a plan may use: the budget, without one the device's usable memory; or "min"."""
+    return usable_bytes(mesh) if budget is None else budget
 
 
 def fits(peak_bytes: float, mesh: LogicalMesh, budget: float | str | None) -> bool:
-    """Whether a device may hold so much; any plan fits where the smallest is asked for."""
-    within = allowed(mesh, budget)
-    return isinstance(within, str) or peak_bytes <= within
+    """Whether a plan with this peak is within the budget; any is for "min"."""
+    limit = memory_limit(mesh, budget)
+    return isinstance(limit, str) or peak_bytes <= limit
 
 
-def usable(mesh: LogicalMesh) -> float:
-    """Bytes of a device's own memory, less `MARGIN`."""
+def usable_bytes(mesh: LogicalMesh) -> float:
+    """Bytes of a device's memory, less `MARGIN`."""
     return mesh.device.memory_bytes * (1 - MARGIN)
 
 
-def is_pressed(solution: Solution) -> bool:
-    """Whether memory had a say in a solution of `solve` that fits."""
+def is_constrained(solution: Solution) -> bool:
+    """Whether the budget changed a solution of `solve` that fits."""
     return isinstance(solution, BudgetedSolution) and bool(solution.points)
 
 
@@ -95,67 +99,67 @@ def solve(
     source: Liveness,
     mesh: LogicalMesh,
     budget: float | str | None,
-    how: Search,
+    options: SolverOptions,
     microbatches: int = 1,
     fastest: Callable[[], Solution] | None = None,
     cutoff: float = math.inf,
 ) -> Solution:
-    """The cheapest plan within the budget (bytes per device, None: the device's own), or for "min" the smallest plan.
+    """The fastest plan within the budget (bytes per device, None: the device's memory), or for "min" the smallest plan.
 
-    `microbatches`: those that the program runs its step in already; `fastest`: knows the cheapest plan of all;
-    `cutoff`: of the plans that have to be looked for, those that take so many seconds or longer are of no interest.
+    `microbatches`: of the program already; `fastest`: returns the fastest plan without a budget; `cutoff`: if that plan
+    does not fit, slower ones of this many seconds or more may be missed.
 
     Raises:
         MemoryBudgetError: no plan fits into a budget that was given.
-        Pruned: none that fits is of interest.
+        Pruned: every plan that fits takes `cutoff` or longer.
     """
     if isinstance(budget, str):
         begin = time.monotonic()
-        least = least_memory(problem, source, deadline=begin + how.seconds)
-        return _smallest(problem, least, time.monotonic() - begin)
-    free = fastest() if fastest is not None else optimize(problem, **how.keywords())
+        smallest_plan = least_memory(problem, source, deadline=begin + options.seconds)
+        return _smallest(problem, smallest_plan, time.monotonic() - begin)
+    unconstrained = fastest() if fastest is not None else optimize(problem, **options.keywords())
     if budget is None:
-        return _by_default(problem, source, usable(mesh), how, free, cutoff)
+        return _within_device(problem, source, usable_bytes(mesh), options, unconstrained, cutoff)
     try:
-        return optimize_within(problem, source, budget, free=free, cutoff=cutoff, **how.keywords())
-    except Infeasible as none:
-        found = report(source, none.least.assignment)
-        least, bound = math.ceil(none.least.peak_bytes), math.ceil(none.least.lower_bytes)
-        refusal = _refusal(found, budget, bound, microbatches)
-        raise MemoryBudgetError(refusal, budget, least, bound) from None
+        return optimize_within(problem, source, budget, free=unconstrained, cutoff=cutoff, **options.keywords())
+    except Infeasible as infeasible:
+        memory = report(source, infeasible.least.assignment)
+        least_bytes, bound_bytes = math.ceil(infeasible.least.peak_bytes), math.ceil(infeasible.least.lower_bytes)
+        message = _infeasible_message(memory, budget, bound_bytes, microbatches)
+        raise MemoryBudgetError(message, budget, least_bytes, bound_bytes) from None
 
 
-def _by_default(
+def _within_device(
     problem: Problem,
     source: Liveness,
-    within: float,
-    how: Search,
-    free: Solution,
+    usable: float,
+    options: SolverOptions,
+    unconstrained: Solution,
     cutoff: float,
 ) -> Solution:
-    """The cheapest plan that the device has memory for, else the cheapest with a warning.
+    """The fastest plan that fits into the device's memory, else the fastest plan with a warning.
 
-    Where nothing fits is mostly plain from one program point: the smallest that each tensor there can be is too much.
+    If no plan fits, the smallest sizes of the tensors live at one program point mostly prove it already.
     """
-    peak, row = source.peak(free.assignment)
-    if peak <= within:
-        return free
-    least = smallest(row)
-    if least <= within:
+    peak, row = source.peak(unconstrained.assignment)
+    if peak <= usable:
+        return unconstrained
+    lower_bound = smallest(row)
+    if lower_bound <= usable:
         try:
-            keywords = how.keywords()
-            return optimize_within(problem, source, within, free=free, cutoff=cutoff, patience=0.0, **keywords)
-        except Infeasible as none:
-            least = none.least.lower_bytes
+            keywords = options.keywords()
+            return optimize_within(problem, source, usable, free=unconstrained, cutoff=cutoff, patience=0.0, **keywords)
+        except Infeasible as infeasible:
+            lower_bound = infeasible.least.lower_bytes
     warning = (
-        f"the plan needs {size(peak)} per device, more than the {size(within)} that are there, and no layouts of it "
-        f"need less than {size(least)}; memory_budget='min' gives the smallest"
+        f"the plan needs {size(peak)} per device, more than the {size(usable)} that are there, and no layouts of it "
+        f"need less than {size(lower_bound)}; memory_budget='min' gives the smallest"
     )
-    return replace(free, warnings=(*free.warnings, warning))
+    return replace(unconstrained, warnings=(*unconstrained.warnings, warning))
 
 
 def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
-    """`gap` is how much less than this plan's peak any plan might need."""
+    """The smallest plan as a solution; `gap` is the relative difference between its peak and the lower bound."""
     gap = (least.peak_bytes - least.lower_bytes) / max(least.peak_bytes, 1.0)
     return Solution(
         assignment=least.assignment,
@@ -172,32 +176,32 @@ def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
     )
 
 
-def _refusal(found: Memory, budget: float, bound: int, microbatches: int) -> str:
-    where = f"{found.at} at {found.source}" if found.source else found.at
+def _infeasible_message(memory: Memory, budget: float, bound: int, microbatches: int) -> str:
+    place = f"{memory.at} at {memory.source}" if memory.source else memory.at
     tensors = [
         f"  {size(t.nbytes):>9}  {t.kind}: {t.name} {t.type}" + (f" at {t.source}" if t.source else "")
-        for t in found.largest[:SHOWN]
+        for t in memory.largest[:SHOWN_TENSORS]
     ]
     return "\n".join(
         [
-            f"no plan fits into {size(budget)} per device: the smallest one found needs {size(found.peak_bytes)}, "
-            f"{size(found.peak_bytes - budget)} more, at {where} (no plan needs less than {size(bound)}).",
+            f"no plan fits into {size(budget)} per device: the smallest one found needs {size(memory.peak_bytes)}, "
+            f"{size(memory.peak_bytes - budget)} more, at {place} (no plan needs less than {size(bound)}).",
             "Largest there:",
             *tensors,
-            "What would fit: " + "; ".join(_changes(found, budget, microbatches)) + ".",
+            "What would fit: " + "; ".join(_suggestions(memory, budget, microbatches)) + ".",
         ]
     )
 
 
-def _changes(found: Memory, budget: float, microbatches: int) -> Iterator[str]:
+def _suggestions(memory: Memory, budget: float, microbatches: int) -> Iterator[str]:
     """Changes that would make the smallest plan fit, the cheapest first."""
-    growing = sum(found.kinds.get(kind, 0) for kind in OF_THE_BATCH)
-    fixed = found.peak_bytes - growing
-    if found.peak_bytes - found.kinds.get("residuals", 0) <= budget:
+    batch_bytes = sum(memory.kinds.get(kind, 0) for kind in BATCH_KINDS)
+    other_bytes = memory.peak_bytes - batch_bytes
+    if memory.peak_bytes - memory.kinds.get("residuals", 0) <= budget:
         yield "recompute what the backward pass keeps (remat='auto', or jax.checkpoint around a layer)"
-    times = 2 ** math.ceil(math.log2(growing / (budget - fixed))) if fixed < budget else math.inf
-    if times <= MOST_PARTS:
-        parts = int(times) * microbatches
-        yield f"num_microbatches={parts}, which takes 1/{parts} of the batch at a time"
-    yield f"about {math.ceil(found.peak_bytes / budget)} times the devices"
-    yield f"memory_budget={found.peak_bytes} on devices that have it"
+    times = 2 ** math.ceil(math.log2(batch_bytes / (budget - other_bytes))) if other_bytes < budget else math.inf
+    if times <= MAX_MICROBATCHES:
+        count = int(times) * microbatches
+        yield f"num_microbatches={count}, which takes 1/{count} of the batch at a time"
+    yield f"about {math.ceil(memory.peak_bytes / budget)} times the devices"
+    yield f"memory_budget={memory.peak_bytes} on devices that have it"

@@ -1,14 +1,15 @@
-"""Which arguments may wait in the host's memory between two steps.
+"""Which arguments may be offloaded to host memory between two steps.
 
 An argument leaf qualifies if
 
     it is state        the step returns its successor (`autopar.ir.train_state.match_state`) and may reuse its buffer
-    it can wait        something reads it, and nothing of the backward pass follows from it          -> _differentiated
-    it is large        of rank 1 or more: scalars and keys free nothing
+    the update alone   an operation reads it, and no value of the backward pass depends on it       -> _differentiated
+      reads it
+    it is an array     of rank 1 or more: offloading scalars and keys would free nothing
 
-That is what the update alone reads, wherever in the program it stands: the optimizer's moments, averages of parameters,
-and in mixed precision float32 masters whose rounded copies the forward pass reads. A parameter never qualifies, and
-without a backward pass nothing does.
+These are the optimizer's moments, averages of parameters, and in mixed precision float32 masters whose rounded copies
+the forward pass reads; the operations that read them may be anywhere in the program. A parameter never qualifies, and
+without a backward pass no argument does.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.train_state import match_state
 
 
-def waiting(graph: Graph, donated: Collection[int]) -> tuple[int, ...]:
-    """Positions of the arguments that may wait in the host's memory, the largest first, of equals in their order.
+def offloadable(graph: Graph, donated: Collection[int]) -> tuple[int, ...]:
+    """Positions of the arguments that may be offloaded, the largest first, among equals in order.
 
     `donated` are the positions whose buffers the step may reuse.
     """
-    needed = _differentiated(graph.ops)
-    if not needed:
+    differentiated = _differentiated(graph.ops)
+    if not differentiated:
         return ()
-    waits = {a for op in graph.ops for a in op.inputs} - needed
-    kept = sorted(i for i in match_state(graph).values() if i in donated)
-    found = [i for i in kept if graph.inputs[i] in waits and _is_array(graph, i)]
-    return tuple(sorted(found, key=lambda i: (-graph.types[graph.inputs[i]].nbytes, i)))
+    update_operands = {a for op in graph.ops for a in op.inputs} - differentiated
+    donated_state = sorted(i for i in match_state(graph).values() if i in donated)
+    positions = [i for i in donated_state if graph.inputs[i] in update_operands and _is_array(graph, i)]
+    return tuple(sorted(positions, key=lambda i: (-graph.types[graph.inputs[i]].nbytes, i)))
 
 
 def _differentiated(ops: Sequence[Op]) -> set[Atom]:
-    """What operations of the backward pass read, and all that this is computed from."""
-    needed: set[Atom] = set()
+    """Operands of operations of the backward pass, and all values that these are computed from."""
+    values: set[Atom] = set()
     for op in reversed(ops):
-        if any(v in needed for v in op.outputs) or any(inner.phase == "backward" for inner in op.walk()):
-            needed.update(op.inputs)
-    return needed
+        if any(v in values for v in op.outputs) or any(inner.phase == "backward" for inner in op.walk()):
+            values.update(op.inputs)
+    return values
 
 
 def _is_array(graph: Graph, position: int) -> bool:

@@ -1,7 +1,7 @@
-"""A step cut into pipeline stages: passes of every stage, and each stage planned on its submesh.
+"""A step divided into pipeline stages: passes of every stage, and each stage planned on its submesh.
 
     in     Graph, Layers, borders between stages
-    out    Stages (forward, backward and update passes, what they send), planned stages with shardings
+    out    Stages (forward, backward and update passes, transfers), planned stages with shardings
 
 Read `divide` first, then `plan`.
 """

@@ -25,7 +25,7 @@ from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import layout_at
 from autopar.passes.intra_op.plan import Options, make_model
-from autopar.passes.remat.offload import waiting
+from autopar.passes.remat.offload import offloadable
 from autopar.passes.solver.optimize import optimize
 
 BANDWIDTH = 1e9  # bytes/s
@@ -47,7 +47,7 @@ def mesh(sizes: Sequence[int] = (2, 4)) -> LogicalMesh:
 
 def program() -> tuple[Graph, Any, tuple[int, ...]]:
     traced = trace(step, W, W, X)
-    hosted = waiting(traced.graph, tuple(match_state(traced.graph).values()))
+    hosted = offloadable(traced.graph, tuple(match_state(traced.graph).values()))
     assert [traced.graph.input_paths[i] for i in hosted] == ["m"]
     return traced.graph, make_model(traced, mesh(), Options()), hosted
 

@@ -110,7 +110,7 @@ def test_blocks_of_a_transformer_are_equal_layers_between_embedding_and_head(nam
 
 
 @pytest.mark.parametrize("name", ["gpt-toy-scan", "llama3-toy-scan", "gpt-toy-scan-remat"])
-def test_a_scan_over_blocks_stands_for_as_many_layers(name: str) -> None:
+def test_a_scan_over_blocks_is_as_many_layers(name: str) -> None:
     assert [layer.trips for layer in of_zoo(name, layers=5).layers] == [1, 5, 1]
 
 
@@ -134,7 +134,7 @@ def crossing(graph: Graph, before: set[int]) -> list[int]:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from("tsrm"), min_size=1, max_size=9))
-def test_layers_cover_the_forward_pass_and_know_what_crosses(letters: list[str]) -> None:
+def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[str]) -> None:
     def loss(w: Any, x: Any) -> Any:
         first = x
         for letter in letters:

@@ -20,7 +20,7 @@ from autopar.passes.layers.find import Layers
 
 
 def chain(widths: list[int]) -> Layers:
-    """One product after another, unlike each other, every one a layer."""
+    """A chain of different products, each a layer."""
 
     def fn(ws: Any, x: Any) -> Any:
         for i, w in enumerate(ws):
@@ -29,7 +29,7 @@ def chain(widths: list[int]) -> Layers:
 
     ws = [jax.ShapeDtypeStruct((a, b), jnp.float32) for a, b in itertools.pairwise(widths)]
     graph = trace(fn, ws, jax.ShapeDtypeStruct((4, widths[0]), jnp.float32)).graph
-    return layer_partition.finer(layers_pass.find(graph), len(ws))
+    return layer_partition.subdivide(layers_pass.find(graph), len(ws))
 
 
 def quality(found: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
@@ -44,17 +44,17 @@ def quality(found: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=3, max_size=7), st.integers(1, 4))
-def test_borders_are_the_best_of_all(widths: list[int], stages: int) -> None:
+def test_borders_are_optimal(widths: list[int], stages: int) -> None:
     found = chain(widths)
     stages = min(stages, len(found.layers))
     every = itertools.combinations(range(1, len(found.layers)), stages - 1)
     assert layer_partition.borders(found, stages) == min(every, key=lambda borders: quality(found, borders))
 
 
-def test_finer_layers_cover_the_same_operations() -> None:
+def test_subdivided_layers_cover_the_same_operations() -> None:
     coarse = chain([8, 8, 8, 8, 8])
     for least in (1, 4, 7, 9):
-        found = layer_partition.finer(coarse, least)
+        found = layer_partition.subdivide(coarse, least)
         assert len(found.layers) == max(least, len(coarse.layers))
         assert [op.index for i in range(len(found.layers)) for op in found.ops(i)] == [
             op.index for i in range(len(coarse.layers)) for op in coarse.ops(i)
@@ -64,6 +64,6 @@ def test_finer_layers_cover_the_same_operations() -> None:
 def test_more_stages_than_operations_are_refused() -> None:
     found = chain([2, 2])
     with pytest.raises(ArgumentError, match=r"stages=9 are more than the forward pass has operations, 3; use fewer"):
-        layer_partition.finer(found, 9)
+        layer_partition.subdivide(found, 9)
     with pytest.raises(ArgumentError, match="layers make no 9 stages"):
         layer_partition.borders(found, 9)

@@ -1,4 +1,4 @@
-"""Scans over layers in pieces: the same numbers, and a chain of layers that stages can be made of."""
+"""Scans over layers split into pieces: the same numbers, and a chain of layers that stages can consist of."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def run(graph: Graph, leaves: list[Any]) -> list[Any]:
 
 
 def equal(traced: Traced, pieces: int, args: tuple[Any, ...], batch: tuple[int, ...] = ()) -> Graph:
-    """The program in pieces, once it has been seen to compute the same."""
-    cut = verify(split_scan.cut(traced.graph, pieces, batch))
+    """The program with split scans, after a check that it computes the same."""
+    cut = verify(split_scan.split_scans(traced.graph, pieces, batch))
     leaves = jax.tree.leaves(args)
     for one, other in zip(run(cut, leaves), run(traced.graph, leaves), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
@@ -66,7 +66,7 @@ def test_pieces_compute_what_the_scan_does(fn: Callable[..., Any], pieces: int, 
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_backward_scan_reads_pieces_and_never_the_whole(remat: bool) -> None:
+def test_the_backward_scan_reads_pieces_only(remat: bool) -> None:
     def step(w: Any, x: Any) -> Any:
         def body(x: Any, w: Any) -> Any:
             return jnp.tanh(x @ w), None
@@ -85,7 +85,7 @@ def test_the_backward_scan_reads_pieces_and_never_the_whole(remat: bool) -> None
 
 @given(length=st.integers(1, 9), pieces=st.integers(1, 9))
 def test_pieces_are_about_equal(length: int, pieces: int) -> None:
-    found = split_scan.bounds(length, pieces)
+    found = split_scan.piece_bounds(length, pieces)
     sizes = [b - a for a, b in found]
     assert (found[0][0], found[-1][1]) == (0, length)
     assert sum(sizes) == length
@@ -110,9 +110,9 @@ def effects(w: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("fn", [over_time, no_product, effects], ids=lambda f: f.__name__)
-def test_other_scans_are_left_whole(fn: Callable[..., Any]) -> None:
+def test_other_scans_are_not_split(fn: Callable[..., Any]) -> None:
     graph = trace(fn, W, X).graph
-    assert split_scan.cut(graph, 2, (1,)) is graph
+    assert split_scan.split_scans(graph, 2, (1,)) is graph
 
 
 @pytest.mark.parametrize("name", ["gpt-toy-scan", "llama3-toy-scan", "gpt-toy-scan-remat"])
@@ -120,7 +120,7 @@ def test_layers_of_a_scanned_model_are_equal_pieces(name: str) -> None:
     model = zoo.build(name, layers=6)
     graph = trace(model.step, *model.abstract_args()).graph
     batch = [i for i, path in enumerate(graph.input_paths) if path.startswith("batch/")]
-    found = layers_pass.find(verify(split_scan.cut(graph, 3, batch)))
+    found = layers_pass.find(verify(split_scan.split_scans(graph, 3, batch)))
     assert [layer.kind for layer in found.layers] == [0, 1, 1, 1, 2]
     assert [layer.trips for layer in found.layers] == [1, 2, 2, 2, 1]
     assert [len(values) for values in found.crossing] == [1] * 4

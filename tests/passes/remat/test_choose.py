@@ -25,7 +25,7 @@ from autopar.passes.microbatch.analysis import split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import memory_policy
 from autopar.passes.remat import rewrite as remat
-from autopar.passes.remat.choose import Effort, Outcome
+from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Estimate, Forecast
 from autopar.passes.solver.optimize import bound, optimize
 from autopar.plans import cache as plan_cache
@@ -46,18 +46,20 @@ class Planner:
     penalty: float = 0.0
     tried: list[tuple[tuple[str, ...], Effort]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> RematResult[str]:
         policies = tuple(policies)
         self.tried.append((policies, effort))
         names = policies or ("none",) * len(LAYERS)
         seconds, held = sum(map(SECONDS.__getitem__, names)), sum(map(BYTES.__getitem__, names))
         over = max(0.0, held - self.budget)
         if effort == "fastest" or not over:
-            return Outcome(policies, "plan", seconds, held, fits=not over, pressed=over > 0)
+            return RematResult(policies, "plan", seconds, held, fits=not over, constrained=over > 0)
         if self.penalty:
-            return Outcome(policies, "plan", seconds + self.penalty * over, self.budget, fits=True, pressed=True)
+            return RematResult(
+                policies, "plan", seconds + self.penalty * over, self.budget, fits=True, constrained=True
+            )
         error = MemoryBudgetError("too much", self.budget, int(held), int(held) - 1)
-        return Outcome(policies, None, float("inf"), held - 1, False, True, error if effort == "proven" else None)
+        return RematResult(policies, None, float("inf"), held - 1, False, True, error if effort == "proven" else None)
 
 
 CHOICES = (
@@ -118,23 +120,23 @@ class Unequal:
     off: float = 1.0
     tried: list[int] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> Outcome[str]:
+    def __call__(self, policies: Sequence[str], effort: Effort, cutoff: float = math.inf) -> RematResult[str]:
         policies = tuple(policies)
         if "dots" in policies:
-            return Outcome(policies, None, math.inf, 2 * self.budget, fits=False, pressed=True)
+            return RematResult(policies, None, math.inf, 2 * self.budget, fits=False, constrained=True)
         count = policies.count("full")
         if effort == "fastest":
             self.tried.append(count)
         held, fits = self.peak(count), self.peak(count) <= self.budget
         if effort != "fastest" and not fits:
             error = MemoryBudgetError("too much", self.budget, int(held) + 1, int(held)) if effort == "proven" else None
-            return Outcome(policies, None, math.inf, held, fits=False, pressed=True, error=error)
-        return Outcome(policies, "plan", 10.0 + count, held, fits, pressed=not fits)
+            return RematResult(policies, None, math.inf, held, fits=False, constrained=True, error=error)
+        return RematResult(policies, "plan", 10.0 + count, held, fits, constrained=not fits)
 
     def peak(self, count: int) -> float:
         return 1.0 + sum(self.nbytes) - sum(self.nbytes[:count])
 
-    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+    def forecasts(self, as_written: RematResult[str]) -> Mapping[str, Forecast]:
         layers = tuple(Estimate(1.0, n / self.off) for n in self.nbytes)
         return {"dots": Forecast(layers, 2 * self.budget), "full": Forecast(layers, 1.0)}
 
@@ -172,7 +174,7 @@ def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> Non
 class NothingSuffices(Unequal):
     """The same, where even all layers are forecast to be too few, by "dots" more than by "full"."""
 
-    def forecasts(self, as_written: Outcome[str]) -> Mapping[str, Forecast]:
+    def forecasts(self, as_written: RematResult[str]) -> Mapping[str, Forecast]:
         found = super().forecasts(as_written)
         return {policy: dataclasses.replace(one, least_bytes=2 * one.least_bytes) for policy, one in found.items()}
 
@@ -196,7 +198,7 @@ def test_where_more_layers_free_nothing_all_are_tried_next() -> None:
     planner = Unequal(22.0, (10.0,) * 4 + (0.0,) * 15 + (50.0,))
     layers = (True,) * len(planner.nbytes)
 
-    def even(as_written: Outcome[str]) -> Mapping[str, Forecast]:
+    def even(as_written: RematResult[str]) -> Mapping[str, Forecast]:
         return {"full": Forecast((Estimate(1.0, 10.0),) * len(layers), 1.0)}
 
     recomputation.search(planner, lambda: layers, planner.budget, forecasts=even)
@@ -208,25 +210,27 @@ def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
     free, few = planner((), "fastest"), planner(("full",) * 2, "fastest")
     forecast = planner.forecasts(free)
 
-    def surcharge(*tried: Outcome[str], budget: float = 41.0) -> float:
-        return recomputation.surcharge(tried, (True,) * 8, budget, forecast)
+    def overhead(*tried: RematResult[str], budget: float = 41.0) -> float:
+        return recomputation.overhead(tried, (True,) * 8, budget, forecast)
 
-    assert surcharge(free) == pytest.approx(4 * (1 - recomputation.OVERESTIMATE["full"]))  # 4 layers of a second
-    assert surcharge(free, planner(("full",) * 3, "fastest"), few) == pytest.approx(3.6)
-    assert surcharge(free, dataclasses.replace(few, seconds=15.0)) == pytest.approx(5.0)  # too few, and so slow
-    assert surcharge(free, dataclasses.replace(few, seconds=15.0, peak_bytes=40.0)) == pytest.approx(3.6)
-    assert surcharge(free, budget=0.5) == 0.0  # no policy is forecast to suffice
-    assert recomputation.surcharge([free], (True,) * 8, 41.0, {}) == 0.0
+    assert overhead(free) == pytest.approx(4 * (1 - recomputation.OVERESTIMATE["full"]))  # 4 layers of a second
+    assert overhead(free, planner(("full",) * 3, "fastest"), few) == pytest.approx(3.6)
+    assert overhead(free, dataclasses.replace(few, seconds=15.0)) == pytest.approx(5.0)  # too few, and so slow
+    assert overhead(free, dataclasses.replace(few, seconds=15.0, peak_bytes=40.0)) == pytest.approx(3.6)
+    assert overhead(free, budget=0.5) == 0.0  # no policy is forecast to suffice
+    assert recomputation.overhead([free], (True,) * 8, 41.0, {}) == 0.0
 
 
 def test_what_a_plan_that_fits_takes_is_expected_from_the_one_as_written() -> None:
     planner = Unequal(41.0, (10.0,) * 8)
     free = planner((), "fastest")
     forecast = planner.forecasts(free)
-    assert recomputation.expected(free, (True,) * 8, 41.0, forecast) == free.seconds + 4  # 4 layers of a second
-    assert recomputation.expected(dataclasses.replace(free, fits=True), (True,) * 8, 41.0, {}) == free.seconds
-    assert recomputation.expected(free, (True,) * 8, 0.5, forecast) == math.inf  # no policy is forecast to suffice
-    assert recomputation.expected(free, (True,) * 8, 41.0, {}) == math.inf
+    assert recomputation.expected_seconds(free, (True,) * 8, 41.0, forecast) == free.seconds + 4  # 4 layers of a second
+    assert recomputation.expected_seconds(dataclasses.replace(free, fits=True), (True,) * 8, 41.0, {}) == free.seconds
+    assert (
+        recomputation.expected_seconds(free, (True,) * 8, 0.5, forecast) == math.inf
+    )  # no policy is forecast to suffice
+    assert recomputation.expected_seconds(free, (True,) * 8, 41.0, {}) == math.inf
 
 
 @pytest.mark.parametrize("policy", ["dots", "full"])

@@ -23,8 +23,8 @@ from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.passes.intra_op import plan as planning
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload
-from autopar.passes.remat.choose import Effort, Outcome
-from autopar.passes.remat.choose_offload import Leaves
+from autopar.passes.remat.choose import Effort, RematResult
+from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.plans.plan import Plan
 
 # The decision, on a made-up program of four layers and eight leaves of state
@@ -48,7 +48,9 @@ class Planner:
     give: float = 0.0
     tried: list[tuple[tuple[str, ...], int, Effort]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float) -> Outcome[str]:
+    def __call__(
+        self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
+    ) -> RematResult[str]:
         policies, hosted = tuple(policies), tuple(hosted)
         self.tried.append((policies, len(hosted), effort))
         names = policies or ("none",) * len(LAYERS)
@@ -56,15 +58,17 @@ class Planner:
         held = sum(map(BYTES.__getitem__, names)) + 4.0 * (STATE - len(hosted))
         over = max(0.0, held - self.budget)
         if effort == "fastest" or not over:
-            return Outcome(policies, "plan", seconds, held, not over, over > 0, hosted=hosted)
+            return RematResult(policies, "plan", seconds, held, not over, over > 0, offloaded=hosted)
         if over <= self.give:
-            return Outcome(policies, "plan", seconds + self.penalty * over, self.budget, True, True, hosted=hosted)
+            return RematResult(
+                policies, "plan", seconds + self.penalty * over, self.budget, True, True, offloaded=hosted
+            )
         least = int(held - self.give)
         error = MemoryBudgetError("too much", self.budget, least, least) if effort == "proven" else None
-        return Outcome(policies, None, float("inf"), least, False, True, error, hosted)
+        return RematResult(policies, None, float("inf"), least, False, True, error, hosted)
 
-    def choose(self, budget: float | str | None = None) -> Outcome[str]:
-        leaves = Leaves(tuple(range(STATE)), (4.0,) * STATE, lambda nbytes: self.copy * nbytes)
+    def choose(self, budget: float | str | None = None) -> RematResult[str]:
+        leaves = OffloadCandidates(tuple(range(STATE)), (4.0,) * STATE, lambda nbytes: self.copy * nbytes)
         return choose_offload.choose(self, lambda: LAYERS, leaves, self.budget if budget is None else budget)
 
 
@@ -88,7 +92,7 @@ def test_the_cheapest_that_fits_is_chosen(case: str) -> None:
     found = planner.choose()
     assert found.fits
     assert tuple(p for p in found.policies if p != "none") == policies
-    assert found.hosted == tuple(range(hosted))
+    assert found.offloaded == tuple(range(hosted))
     assert attempts is None or len(planner.tried) == attempts
 
 
@@ -129,7 +133,7 @@ def test_where_nothing_fits_the_error_tells_of_the_smallest_plan_of_all() -> Non
 
 
 def test_steps_are_of_about_equal_bytes() -> None:
-    leaves = Leaves(tuple(range(100)), (64.0,) * 40 + (1.0,) * 60, float)
+    leaves = OffloadCandidates(tuple(range(100)), (64.0,) * 40 + (1.0,) * 60, float)
     steps = leaves.steps()
     assert steps[0] == ()
     assert steps[-1] == leaves.positions

@@ -111,4 +111,4 @@ def test_units() -> None:
 
 def test_a_solver_that_ran_out_of_time_is_no_pressure_of_memory() -> None:
     found = optimize(Problem((), ()))
-    assert not memory_policy.is_pressed(replace(found, warnings=("cbc ended with time-limit",)))
+    assert not memory_policy.is_constrained(replace(found, warnings=("cbc ended with time-limit",)))

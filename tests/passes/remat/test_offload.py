@@ -1,4 +1,4 @@
-"""Which state may wait in the host's memory: programs small enough to tell by eye."""
+"""Which state may be offloaded to host memory: programs small enough to tell by eye."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar import zoo
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
-from autopar.passes.remat.offload import waiting
+from autopar.passes.remat.offload import offloadable
 
 RATE = 0.1
 
@@ -23,7 +23,7 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def paths(graph: Graph, donated: tuple[int, ...] | None = None) -> list[str]:
     given = tuple(match_state(graph).values()) if donated is None else donated
-    return [graph.input_paths[i] for i in waiting(graph, given)]
+    return [graph.input_paths[i] for i in offloadable(graph, given)]
 
 
 def loss(w: Any, x: Any) -> Any:
@@ -73,16 +73,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_only_the_update_reads_may_wait(case: str) -> None:
+def test_state_that_only_the_update_reads_is_offloadable(case: str) -> None:
     fn, state, x, expected = CASES[case]
     assert paths(trace(lambda state, x: fn(state, x), state, x).graph) == expected
 
 
 @pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy-scan", "flax-linen-toy"])
-def test_of_adam_the_moments_wait_the_largest_first(name: str) -> None:
+def test_moments_of_adam_are_offloadable_the_largest_first(name: str) -> None:
     model = zoo.build(name)
     graph = trace(model.step, *model.abstract_args()).graph
-    found = waiting(graph, tuple(match_state(graph).values()))
+    found = offloadable(graph, tuple(match_state(graph).values()))
     names = [graph.input_paths[i] for i in found]
     assert all("/mu/" in path or "/nu/" in path for path in names)
     sizes = [graph.types[graph.inputs[i]].nbytes for i in found]
@@ -90,7 +90,7 @@ def test_of_adam_the_moments_wait_the_largest_first(name: str) -> None:
     assert sum(sizes) == 2 * 4 * model.parameters()
 
 
-def test_what_the_step_may_not_reuse_stays_on_the_device() -> None:
+def test_arguments_that_are_not_donated_stay_on_the_device() -> None:
     fn, state, x, _ = CASES["momentum"]
     graph = trace(fn, state, x).graph
     assert paths(graph, ()) == []
