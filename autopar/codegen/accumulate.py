@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.ir.jaxpr import build_graph
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import split
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 
 
 def accumulated(
@@ -38,7 +38,7 @@ def accumulated(
     """
     if count == 1:
         return traced
-    programs = Programs(
+    programs = StepPrograms(
         split(traced.graph, count, batch, shards=1 if per_microbatch else devices, per_microbatch=per_microbatch)
     )
     jaxpr = jax.make_jaxpr(lambda *leaves: programs.step(leaves))(*traced.in_avals)

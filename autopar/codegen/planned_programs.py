@@ -22,8 +22,8 @@ from autopar.codegen.stage_shardings import Values
 from autopar.codegen.unplanned_programs import Plain
 from autopar.codegen.value_numbering import Keys, key_of, numbered, relisted
 from autopar.hardware.cluster import Cluster, LogicalMesh
-from autopar.passes.microbatch.loop import Accumulator, Programs
-from autopar.passes.microbatch.programs import Total
+from autopar.passes.microbatch.loop import Accumulator, StepPrograms
+from autopar.passes.microbatch.programs import AccumulatedValue
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans, plan_stages
@@ -47,8 +47,8 @@ class Planned:
     meshes: tuple[Mesh, ...]
     emitters: tuple[Emitter, ...]
     keys: tuple[Keys, ...]
-    totals: Mapping[int, tuple[int, Total]]
-    programs: Programs
+    totals: Mapping[int, tuple[int, AccumulatedValue]]
+    programs: StepPrograms
 
     # Places
 
@@ -199,7 +199,7 @@ def planned(plans: StagePlans[CodegenStage], meshes: Sequence[Mesh]) -> Planned:
         t.value: (s, t) for s, stage in enumerate(stages.stages) for one in stage.passes.values() for t in one.totals
     }
     lists = relisted(stages, emitters, cuts, keys)
-    return Planned(lists, tuple(meshes), emitters, keys, totals, Programs(stages.split))
+    return Planned(lists, tuple(meshes), emitters, keys, totals, StepPrograms(stages.split))
 
 
 def _cut(stages: Stages, stage: int, emitter: Emitter) -> Cuts:

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_shardings import Values
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.loop import Accumulator, Programs
-from autopar.passes.microbatch.programs import Sweep, Total
+from autopar.passes.microbatch.loop import Accumulator, StepPrograms
+from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
 from autopar.passes.stages.divide import Stages
 from autopar.schedules.instructions import Kind
 
@@ -50,7 +50,7 @@ class Plain:
         return NamedSharding(self.meshes[stage], PartitionSpec(None, *self.layouts(stage, value)))
 
     def total(self, stage: int, value: int) -> NamedSharding:
-        stacked = self.accumulator(stage, value).stacks
+        stacked = self.accumulator(stage, value).is_stacked
         return self.value(stage, value) if stacked else self.everywhere(stage)
 
     def ended(self, number: int, value: int) -> NamedSharding:
@@ -73,11 +73,11 @@ class Plain:
     # Bodies
 
     @cached_property
-    def _programs(self) -> Programs:
-        return Programs(self.stages.split)
+    def _programs(self) -> StepPrograms:
+        return StepPrograms(self.stages.split)
 
     @cached_property
-    def _totals(self) -> Mapping[int, Total]:
+    def _totals(self) -> Mapping[int, AccumulatedValue]:
         return {t.value: t for stage in self.stages.stages for one in stage.passes.values() for t in one.totals}
 
     @cached_property
@@ -90,21 +90,23 @@ class Plain:
 
     def begin(self, stage: int, arguments: Values) -> Values:
         prologue = self.stages.stages[stage].prologue
-        return self._programs.after(Sweep((), (), prologue), {**self._constants, **arguments}, ())
+        return self._programs.after(AccumulationLoop((), (), prologue), {**self._constants, **arguments}, ())
 
     def run(
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         one = self.stages.stages[stage].passes[kind]
-        wanted = tuple(Total(v, "last") for v in (*(t.value for t in one.totals), *one.writes))
-        made = self._programs.loop(Sweep(one.ops, wanted, ()), {**self._constants, **whole}, local, index)
+        wanted = tuple(AccumulatedValue(v, "last") for v in (*(t.value for t in one.totals), *one.writes))
+        made = self._programs.loop_body(
+            AccumulationLoop(one.ops, wanted, ()), {**self._constants, **whole}, local, index
+        )
         return made[: len(one.totals)], made[len(one.totals) :]
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
         update = self.stages.updates.programs[number]
         ended = [totals[t.value] for t in update.totals]
         known = {**self._constants, **arguments, **reads}
-        made = self._programs.after(Sweep((), update.totals, update.ops), known, ended)
+        made = self._programs.after(AccumulationLoop((), update.totals, update.ops), known, ended)
         return tuple(made[v] for v in update.writes)
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import StageError
-from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.divide import Transfer
 from autopar.runtime.failures import failure
 from autopar.runtime.lowered_schedule import Source, Updating
@@ -104,7 +104,7 @@ class Run:
         return found
 
     @contextmanager
-    def _guard(self, stage: int, what: str, ops: Sequence[Placed], lost: str = "") -> Iterator[None]:
+    def _guard(self, stage: int, what: str, ops: Sequence[PlacedOp], lost: str = "") -> Iterator[None]:
         try:
             yield
         except Exception as error:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import StageError
 from autopar.ir.graph import Graph, Op
-from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.programs import PlacedOp
 
 CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
-def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[Placed]) -> StageError:
+def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[PlacedOp]) -> StageError:
     """The error of a stage.
 
     Args:

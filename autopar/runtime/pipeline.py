@@ -26,7 +26,7 @@ from autopar.codegen.stage_shardings import Places
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import taken_over
@@ -168,7 +168,7 @@ def build(
             "blocking": blocking,
         }
         before = build(traced, stages.first_loop, ahead, meshes, **options)
-    whole = Programs(stages.split).avals if before else {}
+    whole = StepPrograms(stages.split).avals if before else {}
     avals = (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
     places = placed(stages, tuple(meshes[rank] for rank in placement), avals, layouts)
     stages = places.stages

@@ -27,12 +27,12 @@ from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.codegen.stage_shardings import Bodies, Places
-from autopar.passes.microbatch.loop import take
+from autopar.passes.microbatch.loop import slice_block
 from autopar.passes.stages.assign import StagePass
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.schedules.instructions import Kind
 
-#: Programs that are compiled at a time.
+#: StepPrograms that are compiled at a time.
 THREADS = 2
 
 
@@ -134,11 +134,12 @@ class _Emission:
         def begin(*arrays: Any) -> Any:
             known = dict(zip(reads, arrays, strict=True))
             outer = self.bodies.begin(stage, known) if whole else {}
-            cut = [[take(known[v], split.batch[v], split.count, k) for k in range(split.count)] for v in blocks]
+            cut = [[slice_block(known[v], split.batch[v], split.count, k) for k in range(split.count)] for v in blocks]
             # where everything is everywhere, no block has to be sent; left alone, XLA cuts the batch first
             stacks = [jax.lax.with_sharding_constraint(jnp.stack(ks), to.everywhere(stage)) for ks in cut]
             sums = {
-                k: tuple(self.bodies.accumulator(stage, t.value).begin for t in one.totals) for k, one in passes.items()
+                k: tuple(self.bodies.accumulator(stage, t.value).initial for t in one.totals)
+                for k, one in passes.items()
             }
             return tuple(outer[v] for v in whole), tuple(stacks), sums
 
@@ -231,12 +232,12 @@ class _Emission:
 
     def stacks(self, stage: int, total: int) -> bool:
         """Parts of the total are kept one by one."""
-        return self.bodies.accumulator(stage, total).stacks
+        return self.bodies.accumulator(stage, total).is_stacked
 
     def ended(self, total: int, found: Any) -> Any:
         """The whole of a total, from its sum or its parts."""
         stage = self.source(total)
-        end = self.bodies.accumulator(stage, total).end
+        end = self.bodies.accumulator(stage, total).finish
         return end(None, jnp.stack(found)) if self.stacks(stage, total) else end(found, None)
 
 

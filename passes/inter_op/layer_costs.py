@@ -30,11 +30,11 @@ from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOpti
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches
-from autopar.passes.microbatch.constant_indices import column
-from autopar.passes.microbatch.loop import Programs
-from autopar.passes.microbatch.programs import Placed
-from autopar.passes.microbatch.regions import decide, state_of
-from autopar.passes.microbatch.slice_pushdown import in_blocks
+from autopar.passes.microbatch.constant_indices import constant_component
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.programs import PlacedOp
+from autopar.passes.microbatch.regions import apply_rule, state_of
+from autopar.passes.microbatch.slice_pushdown import rule_for_block
 from autopar.passes.microbatch.states import INVARIANT, Split
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.stages.assign import transferred_values
@@ -87,19 +87,19 @@ class LayerClasses:
 
     def graphs(self) -> Mapping[int, StageGraph]:
         """Kind -> the layer as a graph."""
-        programs = Programs(self.stages.split)
+        programs = StepPrograms(self.stages.split)
         return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
 
     def least_bytes(self) -> Mapping[int, float]:
         """Kind -> bytes of the state and the sums of gradients that a layer holds, over all devices, each once."""
         split, updates = self.stages.split, self.stages.updates
-        programs, types = Programs(split), split.graph.types
+        programs, types = StepPrograms(split), split.graph.types
         found: dict[int, float] = {}
         for kind, s in self.stage.items():
             state = sum(types[v].nbytes for v, home in updates.owners.items() if home == s)
             read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
             totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
-            sums = [types[t.value] for t in totals if not programs.accumulator(t).stacks]
+            sums = [types[t.value] for t in totals if not programs.accumulator(t).is_stacked]
             found[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
         return found
 
@@ -125,23 +125,25 @@ def _recounted(split: Microbatches, one: Pass, count: int) -> Pass:
     return replace(one, ops=tuple(_on_blocks(split, placed, count) for placed in one.ops))
 
 
-def _on_blocks(split: Microbatches, placed: Placed, count: int) -> Placed:
+def _on_blocks(split: Microbatches, placed: PlacedOp, count: int) -> PlacedOp:
     """An operation on blocks for another number of microbatches, which may change its parameters and nothing else."""
-    found = placed.outcome
-    if found is None or not (found.params or found.body or found.columns):
+    found = placed.rule_result
+    if found is None or not (found.params or found.body or found.local_indices):
         return placed
-    if placed.own:
+    if placed.own_totals:
         raise _OtherProgramError
     op, known = placed.op, {**split.states, **split.batch}
     states = tuple(INVARIANT if i in placed.outer else state_of(a, known) for i, a in enumerate(op.inputs))
-    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if found.columns else {}
-    again = decide(split.graph, op, states, count, lambda k, c: column(split.graph, makers, op.inputs[k], c))
+    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if found.local_indices else {}
+    again = apply_rule(
+        split.graph, op, states, count, lambda k, c: constant_component(split.graph, makers, op.inputs[k], c)
+    )
     if (again is None or again.results != found.results) and len(found.results) == 1:
         state = found.results[0]
-        again = in_blocks(split.graph, op, state, count) if isinstance(state, Split) else None
+        again = rule_for_block(split.graph, op, state, count) if isinstance(state, Split) else None
     if again is None or again.results != found.results:
         raise _OtherProgramError
-    return replace(placed, outcome=again)
+    return replace(placed, rule_result=again)
 
 
 @dataclass(frozen=True, eq=False)

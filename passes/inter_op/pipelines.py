@@ -341,7 +341,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: S
         counts, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
     if counts == (1,):
         known[1] = split(shorter, 1, batch, per_microbatch=("*",))
-        if not any(p.op.phase == "backward" for p in known[1].loop):
+        if not any(p.op.phase == "backward" for p in known[1].body):
             return None  # all of the backward pass needs the whole batch
     choice = stage_search.SearchSpace(
         batch,

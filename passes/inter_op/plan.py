@@ -29,7 +29,7 @@ from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.stages.cost import pipeline_times
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, plan_stages
@@ -60,7 +60,7 @@ def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePla
 def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
     """Shapes and dtypes of the arguments of a step, totals of a loop that runs first included."""
     extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
-    whole = Programs(found.stages.split).avals if extra else {}
+    whole = StepPrograms(found.stages.split).avals if extra else {}
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 
@@ -70,7 +70,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
-    known, programs, reader = avals(traced, found), Programs(found.stages.split), Reader(registered)
+    known, programs, reader = avals(traced, found), StepPrograms(found.stages.split), Reader(registered)
     plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
         graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)

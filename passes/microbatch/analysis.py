@@ -1,39 +1,41 @@
 """Microbatches without markers: which operations of a step run once per block of the batch.
 
 The batch is cut into m blocks. One pass in program order gives every value a state (see
-`autopar.passes.microbatch.states`) and a stage:
+`autopar.passes.microbatch.states`) and a segment:
 
-    0      before the loop over microbatches: parameters, and what little is taken from the whole batch
-    1      inside it
-    2      after it, when totals are known: the update
-    3, 4   a second loop that reads such totals, and what comes after that
+    0      before the loop over microbatches: parameters, and the little that is computed from the whole batch
+    1      inside the loop
+    2      after the loop, when totals are known: the update
+    3, 4   a second loop that reads such totals, and the operations after it
 
-An operation stands at the first stage where its operands are known and it can run       -> _Analysis.place
+An operation is placed in the first segment where its operands are known and it can run      -> _Analyzer.place
 
     all operands invariant                    where they are known, on whole values
-    some operand split                        in a loop, on blocks, by the table of rules
-    some operand a partial sum                its total is wanted: after the loop. Two gradients that only meet in a
-                                              sum are added inside                                     -> _absorbs
-    no rule for operands that come cheaply    before the loops, on the whole batch: the count of a mask -> _hoisted
-    otherwise                                 after the loop, on blocks put together again              -> _gathered
+    some operand split                        in a loop, on blocks, by the table of rules             -> _in_loop
+    some operand a partial sum                it needs the total: after the loop. Two gradients whose only use is their
+                                              sum are added inside the loop                -> _shares_accumulator
+    no rule, and operands that are cheap      before the loops, on the whole batch: the count of a mask
+                                                                                                  -> _before_loop
+    otherwise                                 after the loop, on blocks joined into whole values   -> _after_loop
 
-so that partial sums are completed at their earliest, and any step stays correct: f(sum_k x_k) is computed from the sum.
-What an unsuitable step loses is the point of microbatches, and that is measured:
+so that partial sums are combined as early as possible and every step stays correct: f(sum_k x_k) is computed from the
+sum. An unsuitable step loses the benefit of microbatches, which is measured:
 
-    share = FLOPs in loops / (FLOPs in loops + FLOPs outside on the whole batch)              -> Microbatches.share
+    loop share = FLOPs in loops / (FLOPs in loops + FLOPs outside on the whole batch)    -> Microbatches.loop_share
 
-Where it falls below `LEAST_SHARE` the split is refused, with the operation that hands a total back and the one in the
-forward pass that the total is of                                                             -> _reasons
+If it is below `MIN_LOOP_SHARE`, the split is refused. The error names the operation that reads a total and the
+operation of the forward pass that yields the total                                                        -> _reasons
 
-A second sweep makes exact what needs totals of the forward pass in the backward pass, such as balance losses of experts
-that are products of batch means, or contrastive losses (gradient caching: Gao et al., "Scaling deep contrastive
+A second loop makes steps exact that need totals of the forward pass in the backward pass, such as balance losses of
+experts that are products of batch means, or contrastive losses (gradient caching: Gao et al., "Scaling deep contrastive
 learning batch size under memory limited setup", 2021). The first loop then computes those totals only; the second
-repeats what it needs of it. Batch norm would need two more sweeps per layer and is refused. With `per_microbatch` a
-total that is fed back is taken from the microbatch itself: m times its own sum, its own maximum       -> _accepts
-That is what frameworks that accumulate gradients do to batch statistics. Results outside the loop still get totals over
+repeats the operations of the first that it needs. Batch norm would need two more loops per layer and is refused. With
+`per_microbatch`, a total that is read inside the loop is estimated from the microbatch itself: m times its own sum, or
+its own maximum                                                                         -> _may_use_own_totals
+Frameworks that accumulate gradients treat batch statistics in this way. Results outside the loop still get totals over
 all microbatches: running means are those of the whole batch, running variances average those within microbatches.
 
-Which operations each program then holds: `autopar.passes.microbatch.programs`.
+The operations of each program: `autopar.passes.microbatch.programs`.
 """
 
 from __future__ import annotations
@@ -54,25 +56,25 @@ from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.constant_indices import column
+from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
-from autopar.passes.microbatch.programs import Facts, Placed, Sweep, Total, place
-from autopar.passes.microbatch.regions import Flat, blocking, decide, flatten, is_zero
-from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, Analysis, PlacedOp, build_programs
+from autopar.passes.microbatch.regions import FlattenedOps, apply_rule, blocking_op, flatten, is_zero
+from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Partial, Split, State
 from autopar.passes.microbatch.table import invariant_results
 
-#: Share of FLOPs in the loop below which a split is refused.
-LEAST_SHARE = 0.99
-#: What may be computed from the whole batch before the loop, in bytes per byte of the batch, and in bytes besides.
-HOISTED_BYTES = 16.0
-HOISTED_FREELY = 1 << 16
-#: Arguments that a refusal names.
-MOST_NAMES = 6
+#: Least share of the FLOPs that has to run in loops; a split with less is refused.
+MIN_LOOP_SHARE = 0.99
+#: Limit on values that are computed from the whole batch before the loop: bytes per byte of the batch, plus bytes.
+HOISTED_BYTES_PER_BATCH_BYTE = 16.0
+HOISTED_BYTES_FREE = 1 << 16
+#: Largest number of arguments that a refusal names.
+MAX_NAMES = 6
 
 
 class Reason(NamedTuple):
-    """Why FLOPs stand outside of the loops: `op` reads in whole what `source` gives block by block."""
+    """Why FLOPs are outside of the loops: `op` reads whole what `source` gives block by block."""
 
     op: Op
     source: Op
@@ -91,59 +93,59 @@ class Microbatches:
     """A step as programs around loops over microbatches.
 
     Attributes:
-        graph, flat: the step, and its operations with rematerialised bodies laid flat.
+        graph, flat: the step, and its operations with rematerialised bodies inlined.
         count: number of microbatches.
         batch: argument values that are cut, and how.
         states: state of every value inside the loops.
         prologue: operations before the loops, on whole values.
-        sweeps: the loops in order, usually one.
-        share: part of the FLOPs (products, loops counted as often as they run) that runs in loops, 0 to 1.
-        repeated: FLOPs that run in the first sweep and again in the second, over those in loops.
-        reasons: what keeps the rest outside, the most FLOPs first.
+        loops: the loops in order, usually one.
+        loop_share: share of the FLOPs (of products, in loops times trip counts) that runs in loops, 0 to 1.
+        repeated_share: FLOPs of the first loop that the second repeats, as a share of the FLOPs in loops.
+        reasons: why the other FLOPs are outside of the loops, the most FLOPs first.
     """
 
     graph: Graph
-    flat: Flat
+    flat: FlattenedOps
     count: int
     batch: Mapping[int, Split]
     states: Mapping[int, State]
-    prologue: tuple[Placed, ...]
-    sweeps: tuple[Sweep, ...]
-    share: float
-    repeated: float
+    prologue: tuple[PlacedOp, ...]
+    loops: tuple[AccumulationLoop, ...]
+    loop_share: float
+    repeated_share: float
     reasons: tuple[Reason, ...]
 
     @property
-    def loop(self) -> tuple[Placed, ...]:
+    def body(self) -> tuple[PlacedOp, ...]:
         """Operations of the last loop."""
-        return self.sweeps[-1].loop
+        return self.loops[-1].body
 
     @property
-    def epilogue(self) -> tuple[Placed, ...]:
+    def epilogue(self) -> tuple[PlacedOp, ...]:
         """Operations after the last loop."""
-        return self.sweeps[-1].after
+        return self.loops[-1].after
 
     @property
-    def totals(self) -> tuple[Total, ...]:
-        """What the last loop hands out."""
-        return self.sweeps[-1].totals
+    def totals(self) -> tuple[AccumulatedValue, ...]:
+        """Values of the last loop that are read outside of it."""
+        return self.loops[-1].totals
 
 
-# Choosing how to cut
+# How the batch is cut
 
 
 def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto"] = "auto") -> tuple[int, ...]:
     """Positions of the argument leaves that hold the batch.
 
-    "auto": leaves that are no state, of arguments that have one leading extent throughout (of any argument, if there is
-    none such), as far as they have the extent that most of them share; of two such extents, that with more elements.
-    Scalars among chosen leaves are the same for all microbatches.
+    "auto": leaves that are not state, of arguments whose leaves all have one leading extent (of any argument, if there
+    is none such), restricted to the leading extent that most of these leaves share; of two such extents, the one with
+    more elements. Scalars among chosen leaves are the same for all microbatches.
 
     Raises:
-        MicrobatchError: there is none, or the leading extent of one does not divide by `count`.
+        MicrobatchError: there is none, or the leading extent of one is not divisible by `count`.
     """
     if isinstance(chosen, str):
-        chosen = _likely_batch(graph)
+        chosen = _infer_batch(graph)
         if not chosen:
             raise MicrobatchError("no argument holds a batch: all are state or scalars. Name it with batch_argnums.")
     chosen = [i for i in chosen if graph.types[graph.inputs[i]].rank]
@@ -157,7 +159,8 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
     return tuple(chosen)
 
 
-def _likely_batch(graph: Graph) -> list[int]:
+def _infer_batch(graph: Graph) -> list[int]:
+    """Positions of the leaves that "auto" chooses."""
     state = set(match_state(graph).values())
     shapes = {i: graph.types[v].shape for i, v in enumerate(graph.inputs) if i not in state and graph.types[v].rank}
     arguments: dict[str, list[int]] = {}
@@ -178,28 +181,30 @@ def split(
     batch: Sequence[int] | Literal["auto"] = "auto",
     *,
     per_microbatch: Sequence[str] = (),
-    sweeps: int = 2,
+    loops: int = 2,
     shards: int = 1,
-    absorb: bool = True,
-    least_share: float = LEAST_SHARE,
+    share_accumulators: bool = True,
+    min_loop_share: float = MIN_LOOP_SHARE,
     reasons: bool = True,
 ) -> Microbatches:
-    """How a step runs in `count` microbatches.
+    """Split a step into `count` microbatches.
 
     Args:
         graph: the step.
         count: number of microbatches, at least 1.
         batch: positions of the argument leaves that hold the batch, or "auto"; see `batch_leaves`.
-        per_microbatch: globs; totals that are fed back into the loop may be the microbatch's own where one of them
-            matches the source line, a scope of `jax.named_scope`, or the primitive of the operation in the forward pass
-            that the total is of, or of the one that hands it back. "*": all.
-        sweeps: loops over the microbatches that may be used, 1 or 2. A second is used only where one does not do.
-        shards: pieces that the batch lies in, one after another, on as many devices. Every microbatch then takes its
-            part of each piece, so that no example has to move; where the batch does not divide so, of the whole.
-        absorb: two gradients that only meet in a sum share an accumulator. Where they arise on different devices, as
-            those of tied weights do in a pipeline, that would move one of them in every microbatch.
-        least_share: share of FLOPs in loops that is asked for; one microbatch needs none.
-        reasons: whether an error says what needs more than one microbatch, which takes as long as to find a way.
+        per_microbatch: globs. A total that is read inside the loop may be the microbatch's own where one of them
+            matches the source line, a scope of `jax.named_scope`, or the primitive, of the operation in the forward
+            pass that yields the total or of the operation that reads it. "*": all.
+        loops: largest number of loops over the microbatches, 1 or 2. A second is used only if one does not suffice.
+        shards: pieces, in order, in which the batch is distributed over as many devices. Every microbatch then takes
+            its part of each piece, so that no example has to move; if the extent is not divisible so, it takes a part
+            of the whole.
+        share_accumulators: two gradients whose only use is their sum share an accumulator. Where they are computed on
+            different devices, as those of tied weights are in a pipeline, that would move one of them in every
+            microbatch.
+        min_loop_share: least share of the FLOPs that has to run in loops; not required of one microbatch.
+        reasons: whether an error gives reasons. That takes as long as splitting a step.
 
     Raises:
         MicrobatchError: less than that would run in the loops, or the batch does not divide.
@@ -208,55 +213,63 @@ def split(
         raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
     leaves = [graph.inputs[i] for i in batch_leaves(graph, count, batch)]
     flat = flatten(graph.ops, graph.outputs, graph.constants)
-    most = math.inf if reasons or count == 1 else (1 - least_share) * math.fsum(work(graph, op) for op in flat.ops)
+    limit = math.inf if reasons or count == 1 else (1 - min_loop_share) * math.fsum(work(graph, op) for op in flat.ops)
     best: Microbatches | None = None
-    for allowed in range(1, sweeps + 1 if not per_microbatch else 2):
-        for outer in _strides(graph, flat, leaves, count, shards):
+    for allowed_loops in range(1, loops + 1 if not per_microbatch else 2):
+        for outer in _batch_strides(graph, flat, leaves, count, shards):
             batched = {v: Split(0, outer) for v in leaves}
             try:
-                found = _Analysis(graph, flat, batched, count, allowed, tuple(per_microbatch), absorb, most).run()
-            except _TooMuchError:
+                candidate = _Analyzer(
+                    graph, flat, batched, count, allowed_loops, tuple(per_microbatch), share_accumulators, limit
+                ).run()
+            except _OutsideLimitError:
                 continue
-            if found.share >= least_share or count == 1:
-                return found
-            if best is None or found.share > best.share:
-                best = found
+            if candidate.loop_share >= min_loop_share or count == 1:
+                return candidate
+            if best is None or candidate.loop_share > best.loop_share:
+                best = candidate
     if best is None:
         raise MicrobatchError(f"the step does not fall into {count} microbatches")
     raise _refusal(best, per_microbatch)
 
 
-def _strides(graph: Graph, flat: Flat, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
-    """Ways to deal examples to microbatches: as they lie, by the rows that a step folds its batch into, in order.
+def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
+    """Values of `Split.outer` for the batch, in the order in which they are tried.
 
-    In order every device's examples are in one microbatch, so that they move; but a step may need that, such as one
-    that sorts the tokens of neighbouring examples.
+    First the pieces of the batch that devices have, then the rows into which the step reshapes its batch, then 1:
+    blocks of consecutive examples. With 1 every device's examples are in one microbatch, so that examples move between
+    devices; but a step may need that, such as one that sorts the tokens of neighbouring examples.
     """
     extents = {graph.types[v].shape[0] for v in leaves}
-    apart = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
-    yield apart
-    found = dict.fromkeys(
+    by_shard = shards if all(extent % (shards * count) == 0 for extent in extents) else 1
+    yield by_shard
+    rows = dict.fromkeys(
         graph.types[op.outputs[0]].shape[0]
         for op in flat.ops
         if op.name == "reshape" and op.inputs[0] in leaves and graph.types[op.outputs[0]].rank > 1
     )
-    yield from (n for n in found if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
-    if apart > 1:
+    yield from (n for n in rows if n > 1 and all(extent > n and extent % (n * count) == 0 for extent in extents))
+    if by_shard > 1:
         yield 1
 
 
 def _refusal(found: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:
-    """`per_microbatch` as it was given: what it covers already is not advised."""
+    """The error of a step that cannot be split.
+
+    Args:
+        found: the best split.
+        per_microbatch: as the user gave it; what it covers already is not advised.
+    """
     shown = found.reasons[:3]
     lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in shown))
     reasons = "; ".join(map(str, shown))
     given = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
     accept = "" if given else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
     return MicrobatchError(
-        f"the step does not fall into {found.count} microbatches: {1 - found.share:.0%} of its FLOPs need more than one"
-        f" of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut is the "
-        "first dimension of "
-        f"{_batch_names(found)}: if one of these holds no examples, say with batch_argnums which do."
+        f"the step does not fall into {found.count} microbatches: {1 - found.loop_share:.0%} of its FLOPs need more "
+        f"than one of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut "
+        f"is the first dimension of {_batch_names(found)}: if one of these holds no examples, say with batch_argnums "
+        "which do."
     )
 
 
@@ -264,281 +277,301 @@ def _batch_names(found: Microbatches) -> str:
     """The arguments that are cut, the first few of many."""
     paths = dict(zip(found.graph.inputs, found.graph.input_paths, strict=True))
     names = [repr(paths[v]) for v in found.batch]
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 # The analysis
 
 
-class _TooMuchError(Exception):
-    """More FLOPs need several microbatches than may."""
+class _OutsideLimitError(Exception):
+    """More FLOPs than allowed need several microbatches."""
 
 
-class _View(NamedTuple):
-    """An operand as an operation sees it: its state, when it is known, and how it is read."""
+class _OperandUse(NamedTuple):
+    """How an operation reads an operand.
+
+    Attributes:
+        state: its state.
+        segment: where it is known.
+        outer: it is read whole, from outside of the loop.
+        own_totals: it is partial, and replaces its total.
+    """
 
     state: State
-    stage: int
+    segment: int
     outer: bool = True
-    own: bool = False
+    own_totals: bool = False
 
 
 @dataclass(eq=False)
-class _Analysis:
-    """The growing facts of one pass; local to `split`.
+class _Analyzer:
+    """The state of one pass; local to `split`.
 
     Attributes:
-        facts: state and stage of every value.
-        places: index of an operation -> its stage and how it runs there.
-        most: FLOPs that may need more than one microbatch; `lost` is how many do so far.
-        whole: values of the loop that are known whole before it as well.
-        heavy: values that take products, loops or totals to compute.
+        limit: largest FLOPs outside of loops that come from the whole batch; `outside_flops` counts them.
+        values: state and segment of every value.
+        places: index of an operation -> its segment, and how it runs there.
+        whole: values of the loop that are also computed on the whole batch, before the loop.
+        heavy: values that need products, loops or totals.
+        whole_batch_reader: values outside of loops that come from the whole batch -> index of the operation that first
+            read the whole batch.
+        producers: value -> the operation that defines it.
         originals: recomputed values -> the values that they equal.
-        roots: values outside of loops that come from the whole batch -> index of the operation that first read it.
+        reads: value -> number of operands and results that are this value.
     """
 
     graph: Graph
-    flat: Flat
+    flat: FlattenedOps
     batch: Mapping[int, Split]
     count: int
-    sweeps: int
+    loops: int
     per_microbatch: tuple[str, ...]
-    absorb: bool
-    most: float = math.inf
-    lost: float = 0.0
-    facts: dict[int, tuple[State, int]] = field(default_factory=dict)
-    places: dict[int, tuple[int, Placed]] = field(default_factory=dict)
+    share_accumulators: bool
+    limit: float = math.inf
+    outside_flops: float = 0.0
+    values: dict[int, tuple[State, int]] = field(default_factory=dict)
+    places: dict[int, tuple[int, PlacedOp]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     heavy: set[int] = field(default_factory=set)
-    roots: dict[int, int] = field(default_factory=dict)
+    whole_batch_reader: dict[int, int] = field(default_factory=dict)
     producers: dict[int, Op] = field(default_factory=dict)
     originals: Mapping[int, int] = field(default_factory=dict)
     reads: Counter[Atom] = field(default_factory=Counter)
 
     def run(self) -> Microbatches:
-        self.facts.update((v, (INVARIANT, 0)) for v in (*self.graph.inputs, *(c for c, _ in self.flat.constants)))
-        self.facts.update((v, (state, 1)) for v, state in self.batch.items())
+        """Place all operations."""
+        self.values.update((v, (INVARIANT, 0)) for v in (*self.graph.inputs, *(c for c, _ in self.flat.constants)))
+        self.values.update((v, (state, 1)) for v, state in self.batch.items())
         self.whole.update(self.batch)
         self.producers.update((v, op) for op in self.flat.ops for v in op.outputs)
         self.reads.update(a for op in self.flat.ops for a in op.inputs if isinstance(a, int))
         self.reads.update(a for a in self.flat.outputs if isinstance(a, int))
         self.originals = first_equal(self.flat.ops)
         for op in self.flat.ops:
-            stage, placed, results = self.place(op)
-            self._record(placed.op, stage, placed, results)
+            segment, placed, results = self.place(op)
+            self._record(placed.op, segment, placed, results)
         self.flat = replace(self.flat, ops=tuple(self.places[op.index][1].op for op in self.flat.ops))
         return _result(self)
 
     # Operands
 
-    def view(self, atom: Atom) -> _View:
+    def use(self, atom: Atom) -> _OperandUse:
+        """State and segment of an operand, before totals are considered."""
         if not isinstance(atom, int):
-            return _View(ZERO if is_zero(atom) else INVARIANT, 0)
-        state, stage = self.facts[atom]
-        return _View(state, stage, stage % 2 == 0)
+            return _OperandUse(ZERO if is_zero(atom) else INVARIANT, 0)
+        state, segment = self.values[atom]
+        return _OperandUse(state, segment, segment % 2 == 0)
 
-    def _total(self, op: Op, atom: Atom, view: _View) -> _View:
-        """The whole of a value of the loop: before it if it comes cheaply, else after."""
+    def _total_of(self, op: Op, atom: Atom, use: _OperandUse) -> _OperandUse:
+        """The total of a partial value: computed before the loop if that is cheap, else known after the loop."""
         assert isinstance(atom, int)
         if not _is_heavy(op) and self._hoist([atom]):
-            return _View(INVARIANT, 0)
-        return _View(INVARIANT, view.stage + 1)
+            return _OperandUse(INVARIANT, 0)
+        return _OperandUse(INVARIANT, use.segment + 1)
 
     def _hoist(self, values: Sequence[int]) -> bool:
-        """Compute values of the loop before it, on the whole batch, if that is cheap."""
-        if any(v in self.heavy or self.facts[v][1] > 1 for v in values):
+        """Compute values of the loop before it as well, on the whole batch; False if that is not cheap."""
+        if any(v in self.heavy or self.values[v][1] > 1 for v in values):
             return False
-        cone: dict[int, None] = {}
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if value in cone or value in self.whole or self.facts[value][1] == 0:
+        hoisted: dict[int, None] = {}
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            if value in hoisted or value in self.whole or self.values[value][1] == 0:
                 continue
             producer = self.producers[value]
-            cone.update(dict.fromkeys(producer.outputs))  # its other results are then known whole as well
-            waiting.extend(a for a in producer.inputs if isinstance(a, int))
-        allowed = HOISTED_FREELY + HOISTED_BYTES * sum(self.graph.types[v].nbytes for v in self.batch)
-        if sum(self.graph.types[v].nbytes for v in cone) > allowed:
+            hoisted.update(dict.fromkeys(producer.outputs))  # its other results are then known whole as well
+            stack.extend(a for a in producer.inputs if isinstance(a, int))
+        allowed = HOISTED_BYTES_FREE + HOISTED_BYTES_PER_BATCH_BYTE * sum(
+            self.graph.types[v].nbytes for v in self.batch
+        )
+        if sum(self.graph.types[v].nbytes for v in hoisted) > allowed:
             return False
-        self.whole.update(cone)
+        self.whole.update(hoisted)
         return True
 
     # Placing one operation
 
-    def place(self, op: Op) -> tuple[int, Placed, tuple[State, ...]]:
-        """Its stage, how it reads its operands and runs there, and the states of its results."""
-        views = [self.view(a) for a in op.inputs]
-        if not self._absorbs(op, views):
-            op = self._reading_originals(op, views)
-            views = [
-                self._total(op, a, v) if isinstance(v.state, Partial) else v
-                for a, v in ((a, self.view(a)) for a in op.inputs)
+    def place(self, op: Op) -> tuple[int, PlacedOp, tuple[State, ...]]:
+        """Segment of an operation, how it reads its operands and runs there, and the states of its results."""
+        uses = [self.use(a) for a in op.inputs]
+        if not self._shares_accumulator(op, uses):
+            op = self._read_originals(op, uses)
+            uses = [
+                self._total_of(op, a, v) if isinstance(v.state, Partial) else v
+                for a, v in ((a, self.use(a)) for a in op.inputs)
             ]
-        if all(isinstance(v.state, Invariant) for v in views):
-            stage = max((v.stage for v in views), default=0)
-            return stage, _placed(op, views, None), invariant_results(op, [v.state for v in views])
+        if all(isinstance(v.state, Invariant) for v in uses):
+            segment = max((v.segment for v in uses), default=0)
+            return segment, _placed(op, uses, None), invariant_results(op, [v.state for v in uses])
         if not op.equation.effects:
-            found = self._looped(op, views) or self._with_own_totals(op, views) or self._hoisted(op, views)
-            if found is not None:
-                return found
-        return self._gathered(op, views)
+            placed = self._in_loop(op, uses) or self._with_own_totals(op, uses) or self._before_loop(op, uses)
+            if placed is not None:
+                return placed
+        return self._after_loop(op, uses)
 
-    def _reading_originals(self, op: Op, views: Sequence[_View]) -> Op:
-        """The operation with parts whose totals it wants replaced by what they recompute, if that is known earlier."""
+    def _read_originals(self, op: Op, uses: Sequence[_OperandUse]) -> Op:
+        """The operation, with recomputed partial operands replaced by their originals where those are known earlier."""
 
-        def original(atom: Atom, view: _View) -> Atom:
-            found = self.originals.get(atom) if isinstance(atom, int) and isinstance(view.state, Partial) else None
-            if found is None or isinstance(self.facts[found][0], Split) or self.facts[found][1] > view.stage:
+        def original(atom: Atom, use: _OperandUse) -> Atom:
+            known = self.originals.get(atom) if isinstance(atom, int) and isinstance(use.state, Partial) else None
+            if known is None or isinstance(self.values[known][0], Split) or self.values[known][1] > use.segment:
                 return atom
-            self.reads.update({found: 1, atom: -1})
-            return found
+            self.reads.update({known: 1, atom: -1})
+            return known
 
-        inputs = tuple(map(original, op.inputs, views))
+        inputs = tuple(map(original, op.inputs, uses))
         return op if inputs == op.inputs else replace(op, inputs=inputs)
 
-    def _absorbs(self, op: Op, views: Sequence[_View]) -> bool:
-        """True for a sum of partial sums that nothing else reads: one accumulator does for both."""
-        sums = self.absorb and op.name in ("add", "add_any")
-        return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, views, strict=True))
+    def _shares_accumulator(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
+        """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both."""
+        sums = self.share_accumulators and op.name in ("add", "add_any")
+        return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, uses, strict=True))
 
-    def _looped(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
+    def _in_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """In a loop, on blocks."""
-        known = max(v.stage for v in views)
-        loop = known if known % 2 else known + 1
-        if loop > 2 * self.sweeps - 1:
+        segment = max(v.segment for v in uses)
+        loop = segment if segment % 2 else segment + 1
+        if loop > 2 * self.loops - 1:
             return None
-        states = tuple(v.state for v in views)
-        column_of = partial(self._index, op)
-        found = decide(self.graph, op, states, self.count, column_of)
-        return found and (loop, _placed(op, views, found), found.results)
+        states = tuple(v.state for v in uses)
+        result = apply_rule(self.graph, op, states, self.count, partial(self._constant_component, op))
+        return result and (loop, _placed(op, uses, result), result.results)
 
-    def _index(self, op: Op, operand: int, component: int) -> NDArray[Any] | None:
-        """A component of an array of indices, where its values are known."""
-        return column(self.graph, self.producers, op.inputs[operand], component)
+    def _constant_component(self, op: Op, operand: int, component: int) -> NDArray[Any] | None:
+        """A component of an index array; None unless it is constant."""
+        return constant_component(self.graph, self.producers, op.inputs[operand], component)
 
-    def _with_own_totals(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
+    def _with_own_totals(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """In the loop, with totals estimated from the microbatch."""
-        own = [v.stage >= 2 and v.outer for v in views]
-        if not any(own) or not self._accepts(op):
+        own_totals = [v.segment >= 2 and v.outer for v in uses]
+        if not any(own_totals) or not self._may_use_own_totals(op):
             return None
-        if any(o and a in self.roots for o, a in zip(own, op.inputs, strict=True)):
+        if any(o and a in self.whole_batch_reader for o, a in zip(own_totals, op.inputs, strict=True)):
             return None
-        estimated = [_View(v.state, 1, False, True) if o else v for o, v in zip(own, views, strict=True)]
-        return self._looped(op, estimated)
+        estimated = [_OperandUse(v.state, 1, False, True) if o else v for o, v in zip(own_totals, uses, strict=True)]
+        return self._in_loop(op, estimated)
 
-    def _accepts(self, op: Op) -> bool:
+    def _may_use_own_totals(self, op: Op) -> bool:
         """True if the totals that an operation reads may be the microbatch's own."""
         if not self.per_microbatch:
             return False
         names = {*_names(op), *_names(_source(self, op))}
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.per_microbatch for name in sorted(names))
 
-    def _hoisted(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]] | None:
+    def _before_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """Before the loop, on the whole batch."""
-        looped = [a for a, v in zip(op.inputs, views, strict=True) if v.stage == 1 and isinstance(a, int)]
-        if _is_heavy(op) or any(v.stage > 1 for v in views) or not self._hoist(looped):
+        looped = [a for a, v in zip(op.inputs, uses, strict=True) if v.segment == 1 and isinstance(a, int)]
+        if _is_heavy(op) or any(v.segment > 1 for v in uses) or not self._hoist(looped):
             return None
-        whole = [_View(INVARIANT, 0) for _ in views]
+        whole = [_OperandUse(INVARIANT, 0) for _ in uses]
         return 0, _placed(op, whole, None), (INVARIANT,) * len(op.outputs)
 
-    def _gathered(self, op: Op, views: Sequence[_View]) -> tuple[int, Placed, tuple[State, ...]]:
-        """After the loop, on blocks put together again."""
-        known = max(v.stage for v in views)
-        whole = [_View(INVARIANT, 0) for _ in views]
-        return known + known % 2, _placed(op, whole, None), (INVARIANT,) * len(op.outputs)
+    def _after_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]]:
+        """After the loop, on blocks joined into whole values."""
+        segment = max(v.segment for v in uses)
+        whole = [_OperandUse(INVARIANT, 0) for _ in uses]
+        return segment + segment % 2, _placed(op, whole, None), (INVARIANT,) * len(op.outputs)
 
-    def _record(self, op: Op, stage: int, placed: Placed, results: tuple[State, ...]) -> None:
-        self.places[op.index] = stage, placed
-        self.facts.update((v, (s, stage)) for v, s in zip(op.outputs, results, strict=True))
+    def _record(self, op: Op, segment: int, placed: PlacedOp, results: tuple[State, ...]) -> None:
+        self.places[op.index] = segment, placed
+        self.values.update((v, (s, segment)) for v, s in zip(op.outputs, results, strict=True))
         values = [a for a in op.inputs if isinstance(a, int)]
         if _is_heavy(op) or any(v in self.heavy for v in values):
             self.heavy.update(op.outputs)
-        if stage % 2 == 0:
-            roots = [self.roots[v] for v in values if v in self.roots]
-            if any(isinstance(self.facts[v][0], Split) for v in values):
-                roots.append(op.index)
-            if roots:
-                self.roots.update(dict.fromkeys(op.outputs, min(roots)))
-                self.lost += work(self.graph, op) if self.most < math.inf else 0.0
-        if self.lost > self.most:
-            raise _TooMuchError
+        if segment % 2 == 0:
+            whole_batch_reader = [self.whole_batch_reader[v] for v in values if v in self.whole_batch_reader]
+            if any(isinstance(self.values[v][0], Split) for v in values):
+                whole_batch_reader.append(op.index)
+            if whole_batch_reader:
+                self.whole_batch_reader.update(dict.fromkeys(op.outputs, min(whole_batch_reader)))
+                self.outside_flops += work(self.graph, op) if self.limit < math.inf else 0.0
+        if self.outside_flops > self.limit:
+            raise _OutsideLimitError
 
 
-def _placed(op: Op, views: Sequence[_View], found: Outcome | None) -> Placed:
-    outer = frozenset(i for i, v in enumerate(views) if v.outer)
-    return Placed(op, outer, frozenset(i for i, v in enumerate(views) if v.own), found)
+def _placed(op: Op, uses: Sequence[_OperandUse], result: RuleResult | None) -> PlacedOp:
+    outer = frozenset(i for i, v in enumerate(uses) if v.outer)
+    return PlacedOp(op, outer, frozenset(i for i, v in enumerate(uses) if v.own_totals), result)
 
 
 def _names(op: Op) -> tuple[str, ...]:
-    """What an operation may be called: its primitive, its source line, the scopes that it stands in."""
+    """Names by which `per_microbatch` may refer to an operation: its primitive, its source line, its scopes."""
     return op.name, op.source, *re.findall(r"[^()/]+", str(op.name_stack))
 
 
 def _is_heavy(op: Op) -> bool:
+    """True for operations that are never computed on the whole batch before the loop."""
     return op.name in PRODUCTS or bool(op.regions) or bool(op.equation.effects) or op.name in _OPAQUE
 
 
+#: Operations without products or regions that are not cheap, or whose cost is not known.
 _OPAQUE = ("pallas_call", "custom_call", "ffi_call", "pure_callback", "shard_map", "ragged_dot", "fft", "sort")
 
 
-# What came out
+# The result
 
 
-def _result(a: _Analysis) -> Microbatches:
-    found = place(Facts(a.graph, a.flat, a.count, a.facts, a.places, a.whole))
-    prologue, sweeps = found.prologue, found.sweeps
-    looped = {p.op.index: work(a.graph, p.op) for s in sweeps for p in s.loop}
-    outside = [p.op for placed in (prologue, *(s.after for s in sweeps)) for p in placed if p.op.index not in looped]
-    displaced = {op.index: work(a.graph, op) for op in outside if _root(a, op) >= 0}
-    inside, lost = math.fsum(looped.values()), math.fsum(displaced.values())
-    twice = {p.op.index for p in sweeps[0].loop} & {p.op.index for p in sweeps[-1].loop} if len(sweeps) > 1 else ()
+def _result(analyzer: _Analyzer) -> Microbatches:
+    programs = build_programs(
+        Analysis(analyzer.graph, analyzer.flat, analyzer.count, analyzer.values, analyzer.places, analyzer.whole)
+    )
+    prologue, loops = programs.prologue, programs.loops
+    looped = {p.op.index: work(analyzer.graph, p.op) for s in loops for p in s.body}
+    outside = [p.op for placed in (prologue, *(s.after for s in loops)) for p in placed if p.op.index not in looped]
+    displaced = {op.index: work(analyzer.graph, op) for op in outside if _whole_batch_reader(analyzer, op) >= 0}
+    inside, outside_flops = math.fsum(looped.values()), math.fsum(displaced.values())
+    repeated = {p.op.index for p in loops[0].body} & {p.op.index for p in loops[-1].body} if len(loops) > 1 else ()
     return Microbatches(
-        a.graph,
-        a.flat,
-        a.count,
-        a.batch,
-        {**{v: state for v, (state, _) in a.facts.items()}, **found.blocks},
+        analyzer.graph,
+        analyzer.flat,
+        analyzer.count,
+        analyzer.batch,
+        {**{v: state for v, (state, _) in analyzer.values.items()}, **programs.blocks},
         prologue,
-        sweeps,
-        inside / (inside + lost) if lost else 1.0,
-        math.fsum(looped[i] for i in sorted(twice)) / inside if inside else 0.0,
-        _reasons(a, displaced),
+        loops,
+        inside / (inside + outside_flops) if outside_flops else 1.0,
+        math.fsum(looped[i] for i in sorted(repeated)) / inside if inside else 0.0,
+        _reasons(analyzer, displaced),
     )
 
 
-def _root(a: _Analysis, op: Op) -> int:
-    """Index of the operation that first read the whole batch on the way to this one, -1 if none did."""
-    return min((a.roots[v] for v in op.outputs if v in a.roots), default=-1)
+def _whole_batch_reader(analyzer: _Analyzer, op: Op) -> int:
+    """Index of the first operation on the way to this one that reads the whole batch; -1 if none does."""
+    return min((analyzer.whole_batch_reader[v] for v in op.outputs if v in analyzer.whole_batch_reader), default=-1)
 
 
-def _reasons(a: _Analysis, displaced: Mapping[int, float]) -> tuple[Reason, ...]:
-    by_index = {op.index: op for op in a.flat.ops}
-    weight: dict[int, float] = {}
-    for index, amount in displaced.items():
-        root = _root(a, by_index[index])
-        weight[root] = weight.get(root, 0.0) + amount
-    order = sorted((root for root in weight if weight[root]), key=lambda root: (-weight[root], root))
-    return tuple(Reason(by_index[r], _source(a, by_index[r]), weight[r]) for r in order)
+def _reasons(analyzer: _Analyzer, displaced: Mapping[int, float]) -> tuple[Reason, ...]:
+    """Operations that read the whole batch, by the FLOPs that follow them."""
+    by_index = {op.index: op for op in analyzer.flat.ops}
+    flops_of: dict[int, float] = {}
+    for index, flops in displaced.items():
+        root = _whole_batch_reader(analyzer, by_index[index])
+        flops_of[root] = flops_of.get(root, 0.0) + flops
+    order = sorted((root for root in flops_of if flops_of[root]), key=lambda root: (-flops_of[root], root))
+    return tuple(Reason(by_index[r], _source(analyzer, by_index[r]), flops_of[r]) for r in order)
 
 
-def _source(a: _Analysis, op: Op) -> Op:
-    """The first operation whose total an operation reads, a sum, of the forward pass if possible; else what blocks."""
-    waiting = [v for v in op.inputs if isinstance(v, int) and a.facts[v][1] >= 2]
+def _source(analyzer: _Analyzer, op: Op) -> Op:
+    """The first operation whose total `op` reads: if possible a sum, of the forward pass. Else the operation without
+    a rule.
+    """
+    stack = [v for v in op.inputs if isinstance(v, int) and analyzer.values[v][1] >= 2]
     seen: set[int] = set()
-    found: list[Op] = []
-    while waiting:
-        value = waiting.pop()
-        if value in seen or value not in a.producers:
+    blocked: list[Op] = []
+    while stack:
+        value = stack.pop()
+        if value in seen or value not in analyzer.producers:
             continue
         seen.add(value)
-        producer = a.producers[value]
-        if a.facts[value][1] % 2:
-            found.append(producer)
-        elif a.facts[value][1]:
-            waiting.extend(v for v in producer.inputs if isinstance(v, int))
-    if not found:
-        states = tuple(a.view(x).state for x in op.inputs)
-        return blocking(a.graph, op, states, a.count)
-    summed = [o for o in found if any(isinstance(a.facts[v][0], Partial) for v in o.outputs)]
-    return min(summed or found, key=lambda o: (o.phase != "forward", o.index))
+        producer = analyzer.producers[value]
+        if analyzer.values[value][1] % 2:
+            blocked.append(producer)
+        elif analyzer.values[value][1]:
+            stack.extend(v for v in producer.inputs if isinstance(v, int))
+    if not blocked:
+        states = tuple(analyzer.use(x).state for x in op.inputs)
+        return blocking_op(analyzer.graph, op, states, analyzer.count)
+    summed = [o for o in blocked if any(isinstance(analyzer.values[v][0], Partial) for v in o.outputs)]
+    return min(summed or blocked, key=lambda o: (o.phase != "forward", o.index))

@@ -1,10 +1,10 @@
-"""Components of indices whose values are known when planning.
+"""Constant components of index arrays.
 
-In x[arange(n), labels] the first component of every index is its own row. jax.numpy makes of it an iota, wrapped for
-negative values, broadcast and concatenated with the labels: integers that depend on no argument, folded here with numpy
-as far back as the table goes. Every fold gives the value in the operation's own dtype, so that an index of eight bits
-wraps as it does when the step runs; what is no integer or boolean on the way is not folded. Only asked for where a
-gather or scatter indexes a split dimension.
+In x[arange(n), labels] the first component of every index is its own row. jax.numpy makes that component from an iota,
+corrected for negative values, broadcast and concatenated with the labels: integers that depend on no argument. They are
+folded here with numpy, as far back as the operations of `_FOLDED` reach. Each fold gives the value in the operation's
+own dtype, so that an index of eight bits wraps as it does when the step runs; only integers and booleans are folded.
+Called only where a gather or scatter indexes a split dimension.
 """
 
 from __future__ import annotations
@@ -18,33 +18,40 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import Atom, Graph, Op
 
-#: Elements up to which a component is folded.
-MOST = 1 << 24
+#: Largest number of elements of an index array that is folded.
+MAX_ELEMENTS = 1 << 24
 
 
-def column(graph: Graph, producers: Mapping[int, Op], atom: Atom, component: int) -> NDArray[Any] | None:
-    """Entries [..., component] of an array of indices, None if they are not known."""
+def constant_component(graph: Graph, producers: Mapping[int, Op], atom: Atom, component: int) -> NDArray[Any] | None:
+    """Entries [..., component] of an index array; None unless they are constant.
+
+    Args:
+        graph: the step.
+        producers: value -> the operation that defines it.
+        atom: the index array.
+        component: position in its last dimension.
+    """
     op = producers.get(atom) if isinstance(atom, int) else None
-    if op is None or graph.type_of(atom).size > MOST:
+    if op is None or graph.type_of(atom).size > MAX_ELEMENTS:
         return None
     if op.name == "convert_element_type":
-        known = column(graph, producers, op.inputs[0], component)
-        return None if known is None else _converted(op, known)
+        values = constant_component(graph, producers, op.inputs[0], component)
+        return None if values is None else _convert(op, values)
     last = graph.type_of(atom).rank - 1
     if op.name != "concatenate" or op.params["dimension"] != last:
-        known = _fold(graph, producers, atom)
-        return None if known is None else known[..., component]
+        values = _fold(graph, producers, atom)
+        return None if values is None else values[..., component]
     for piece in op.inputs:
         width = graph.type_of(piece).shape[last]
         if component < width:
-            known = _fold(graph, producers, piece)
-            return None if known is None else known[..., component]
+            values = _fold(graph, producers, piece)
+            return None if values is None else values[..., component]
         component -= width
     return None
 
 
 def _fold(graph: Graph, producers: Mapping[int, Op], atom: Atom) -> NDArray[Any] | None:
-    """The value of an atom that depends on no argument."""
+    """The value of an atom that depends on no argument; None for others."""
     dtype = graph.type_of(atom).dtype
     if dtype != "bool" and not dtype.startswith(("int", "uint")):
         return None
@@ -54,26 +61,26 @@ def _fold(graph: Graph, producers: Mapping[int, Op], atom: Atom) -> NDArray[Any]
     if op is None or op.name not in _FOLDED:
         return None
     operands = [_fold(graph, producers, a) for a in op.inputs]
-    known = [x for x in operands if x is not None]
-    if len(known) < len(operands):
+    values = [x for x in operands if x is not None]
+    if len(values) < len(operands):
         return None
-    with np.errstate(over="ignore"):  # wraps, as on the device
-        return _FOLDED[op.name](op, *known)
+    with np.errstate(over="ignore"):  # integers wrap, as on the device
+        return _FOLDED[op.name](op, *values)
 
 
 def _iota(op: Op) -> NDArray[Any]:
     shape, dim = op.params["shape"], op.params["dimension"]
-    counted = np.arange(shape[dim]).astype(op.params["dtype"])
-    return np.broadcast_to(counted.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
+    indices = np.arange(shape[dim]).astype(op.params["dtype"])
+    return np.broadcast_to(indices.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
 
 
 def _broadcast(op: Op, x: NDArray[Any]) -> NDArray[Any]:
     shape, dims = op.params["shape"], op.params["broadcast_dimensions"]
-    spread = [x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]
-    return np.broadcast_to(x.reshape(spread), shape)
+    aligned = [x.shape[dims.index(d)] if d in dims else 1 for d in range(len(shape))]
+    return np.broadcast_to(x.reshape(aligned), shape)
 
 
-def _converted(op: Op, x: NDArray[Any]) -> NDArray[Any]:
+def _convert(op: Op, x: NDArray[Any]) -> NDArray[Any]:
     return x.astype(op.params["new_dtype"])
 
 
@@ -86,7 +93,7 @@ _FOLDED: Mapping[str, Callable[..., NDArray[Any]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": lambda op, x: x.reshape(op.params["new_sizes"]),
     "squeeze": lambda op, x: np.squeeze(x, tuple(op.params["dimensions"])),
-    "convert_element_type": _converted,
+    "convert_element_type": _convert,
     "select_n": _select,
     "add": lambda op, x, y: x + y,
     "sub": lambda op, x, y: x - y,

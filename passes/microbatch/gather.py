@@ -1,12 +1,12 @@
-"""Gathers and scatters on blocks.
+"""Rules of gathers and scatters on blocks.
 
-    batch dimensions of the indices      split with them                                       -> _gather_rows
-    windows that are taken whole         split with the operand
-    rows of the indices                  a gather's result is split; a scatter-add's, onto zeros, is a partial sum
-    rows that are known to point into    split with the operand, their index taken relative to the block: `x[arange(n),
-    their own block                      labels]` and its transpose                            -> _own_block
+    batch dimensions of the indices    are split together with those of the operand or updates     -> _gather_rows
+    windows over a whole dimension     are split together with the operand
+    rows of the indices                a gather's result is split; a scatter-add's, onto zeros, is a partial sum
+    rows that point into their own     are split together with the operand; the index is then relative to the block:
+    block, by constant indices         `x[arange(n), labels]` and its transpose                    -> _own_block_indices
 
-Parts of a whole go through as `autopar.passes.microbatch.table` says. Dimension numbers are those of
+Partial operands are described in `autopar.passes.microbatch.table`. Dimension numbers are those of
 `jax.lax.GatherDimensionNumbers` and `jax.lax.ScatterDimensionNumbers`.
 """
 
@@ -20,152 +20,177 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.microbatch.rule_types import Case, Outcome, together
-from autopar.passes.microbatch.states import INVARIANT, SUM, ZERO, Invariant, Kind, Split, State, divided, fits
+from autopar.passes.microbatch.rule_types import Operands, RuleResult, align_operand
+from autopar.passes.microbatch.states import (
+    INVARIANT,
+    SUM,
+    ZERO,
+    Invariant,
+    ReductionKind,
+    Split,
+    State,
+    divided,
+    is_divisible,
+)
 
 
-def gather(case: Case) -> Outcome | None:
-    operand, indices = case.states
+def gather(operands: Operands) -> RuleResult | None:
+    """The rule of `gather`."""
+    operand, indices = operands.states
     if isinstance(indices, Split):
-        return _gather_rows(case, operand, indices)
+        return _gather_rows(operands, operand, indices)
     assert isinstance(operand, Split)
-    numbers, dim = case.params["dimension_numbers"], operand.dim
+    numbers, dim = operands.params["dimension_numbers"], operand.dim
     if dim in numbers.operand_batching_dims:
         row = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        result = Split(_batch_dims(case)[row], operand.outer)
-        return Outcome((result,), {1: Split(row, operand.outer)})
-    sizes = case.params["slice_sizes"]
-    if sizes[dim] != case.operands[0][dim] or not _starts_at_zero(case, dim):
+        result = Split(_batch_dims(operands)[row], operand.outer)
+        return RuleResult((result,), {1: Split(row, operand.outer)})
+    sizes = operands.params["slice_sizes"]
+    if sizes[dim] != operands.shapes[0][dim] or not _starts_at_zero(operands, dim):
         return None
     windows = [d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     if dim not in windows:
         return None
     result = Split(numbers.offset_dims[windows.index(dim)], operand.outer)
-    return Outcome((result,), params={"slice_sizes": divided(sizes, dim, case.count)})
+    return RuleResult((result,), params={"slice_sizes": divided(sizes, dim, operands.count)})
 
 
-def fill_is_lost_in_sums(case: Case, kind: Kind) -> bool:
-    """True if as many fill values as there are parts combine to one: zero, nan and infinities in a sum."""
-    if kind != "sum" or case.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+def fill_combines_to_itself(operands: Operands, kind: ReductionKind) -> bool:
+    """True if the fill values of all parts combine to one fill value: zero, nan and infinities in a sum."""
+    if kind != "sum" or operands.params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
         return True
-    fill = case.params["fill_value"]
+    fill = operands.params["fill_value"]
     if fill is None:  # nan, or of integers the least or largest
-        return bool(jnp.issubdtype(case.result_dtypes[0], jnp.inexact))
+        return bool(jnp.issubdtype(operands.result_dtypes[0], jnp.inexact))
     return bool(fill == 0 or not np.isfinite(fill))
 
 
-def _starts_at_zero(case: Case, dim: int) -> bool:
-    """A window as long as the dimension starts at its begin, unless starts out of bounds fill it."""
-    modes = (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
-    return dim not in case.params["dimension_numbers"].start_index_map or case.params["mode"] in modes
+def _starts_at_zero(operands: Operands, dim: int) -> bool:
+    """True if a window as long as the dimension begins at 0: starts out of bounds are clamped, and do not fill the
+    window.
+    """
+    in_bounds = (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    return dim not in operands.params["dimension_numbers"].start_index_map or operands.params["mode"] in in_bounds
 
 
-def _batch_dims(case: Case) -> list[int]:
+def _batch_dims(operands: Operands) -> list[int]:
     """Dimensions of a gather's result that come from its indices."""
-    offset = case.params["dimension_numbers"].offset_dims
-    return [d for d in range(len(case.results[0])) if d not in offset]
+    offset = operands.params["dimension_numbers"].offset_dims
+    return [d for d in range(len(operands.result_shapes[0])) if d not in offset]
 
 
-def _gather_rows(case: Case, operand: State, indices: Split) -> Outcome | None:
-    numbers, dim = case.params["dimension_numbers"], indices.dim
-    if dim == len(case.operands[1]) - 1:
+def _gather_rows(operands: Operands, operand: State, indices: Split) -> RuleResult | None:
+    """A gather whose indices are split along their rows."""
+    numbers, dim = operands.params["dimension_numbers"], indices.dim
+    if dim == len(operands.shapes[1]) - 1:
         return None
-    result = Split(_batch_dims(case)[dim], indices.outer)
+    result = Split(_batch_dims(operands)[dim], indices.outer)
     if dim in numbers.start_indices_batching_dims:
         partner = numbers.operand_batching_dims[numbers.start_indices_batching_dims.index(dim)]
-        return together(result, operand, Split(partner, indices.outer), 0)
+        return align_operand(result, operand, Split(partner, indices.outer), 0)
     if isinstance(operand, Invariant):
-        return Outcome((result,))
+        return RuleResult((result,))
     assert isinstance(operand, Split)
-    columns = _own_block(case, operand, indices, numbers.start_index_map, numbers.collapsed_slice_dims)
-    return None if columns is None else Outcome((result,), columns=columns)
+    local_indices = _own_block_indices(
+        operands, operand, indices, numbers.start_index_map, numbers.collapsed_slice_dims
+    )
+    return None if local_indices is None else RuleResult((result,), local_indices=local_indices)
 
 
-def _own_block(
-    case: Case, operand: Split, indices: Split, index_map: Sequence[int], single: Sequence[int]
+def _own_block_indices(
+    operands: Operands, operand: Split, indices: Split, index_map: Sequence[int], single: Sequence[int]
 ) -> dict[int, tuple[int, NDArray[Any]]] | None:
-    """Local values of the index into a split dimension, if block k of the indices points into block k only.
+    """Indices into a split dimension relative to the block, if block k of the indices points into block k of the
+    operand only.
 
-    So x[arange(n), labels] does: its first index is known, and on every block the same once the offset is taken off.
+    So x[arange(n), labels] does: its first index is constant, and relative to the block it is the same on every block.
     """
     if operand.dim not in index_map or operand.dim not in single:
         return None
     component = tuple(index_map).index(operand.dim)
-    known = case.column(1, component)
-    if known is None or not known.size:
+    constant = operands.constant_component(1, component)
+    if constant is None or not constant.size:
         return None
-    extent, n = case.operands[0][operand.dim], case.count
+    extent, n = operands.shapes[0][operand.dim], operands.count
     inner = extent // operand.outer // n
-    outside, rest = np.divmod(known, inner * n)
+    outside, rest = np.divmod(constant, inner * n)
     block, inside = np.divmod(rest, inner)
-    blocks = [_block(x, indices, n) for x in (block, outside * inner + inside)]
-    home = np.arange(n).reshape(-1, *[1] * (blocks[0].ndim - 1))
-    if known.min() < 0 or known.max() >= extent or (blocks[0] != home).any() or (blocks[1] != blocks[1][:1]).any():
+    blocks = [_stack_blocks(x, indices, n) for x in (block, outside * inner + inside)]
+    own_block = np.arange(n).reshape(-1, *[1] * (blocks[0].ndim - 1))
+    if (
+        constant.min() < 0
+        or constant.max() >= extent
+        or (blocks[0] != own_block).any()
+        or (blocks[1] != blocks[1][:1]).any()
+    ):
         return None
     return {1: (component, blocks[1][0])}
 
 
-def _block(array: NDArray[Any], state: Split, count: int) -> NDArray[Any]:
-    """All blocks of an array, stacked in front."""
+def _stack_blocks(array: NDArray[Any], state: Split, count: int) -> NDArray[Any]:
+    """All blocks of an array, stacked along a new leading dimension."""
     shape, d = array.shape, state.dim
     inner = shape[d] // state.outer // count
     parts = array.reshape(*shape[:d], state.outer, count, inner, *shape[d + 1 :])
     return np.moveaxis(parts, d + 1, 0).reshape(count, *shape[:d], state.outer * inner, *shape[d + 1 :])
 
 
-def scatter(case: Case) -> Outcome | None:
-    operand, indices, updates = case.states
-    numbers = case.params["dimension_numbers"]
-    rows = [d for d in range(len(case.operands[2])) if d not in numbers.update_window_dims]
+def scatter(operands: Operands) -> RuleResult | None:
+    """The rule of the scatters."""
+    operand, indices, updates = operands.states
+    numbers = operands.params["dimension_numbers"]
+    rows = [d for d in range(len(operands.shapes[2])) if d not in numbers.update_window_dims]
     if isinstance(indices, Split):
-        return _scatter_rows(case, indices, rows)
+        return _scatter_rows(operands, indices, rows)
     if isinstance(updates, Split) and updates.dim in rows:
-        return _scatter_rows(case, Split(rows.index(updates.dim), updates.outer), rows)
-    return _scatter_windows(case, operand, updates)
+        return _scatter_rows(operands, Split(rows.index(updates.dim), updates.outer), rows)
+    return _scatter_windows(operands, operand, updates)
 
 
-def _scatter_rows(case: Case, indices: Split, rows: Sequence[int]) -> Outcome | None:
-    """Scattering the rows of each block: onto batch dimensions, its own block, or as a part of a sum."""
-    numbers, dim, outer = case.params["dimension_numbers"], indices.dim, indices.outer
-    operand, _, updates = case.states
-    if dim == len(case.operands[1]) - 1:
+def _scatter_rows(operands: Operands, indices: Split, rows: Sequence[int]) -> RuleResult | None:
+    """A scatter of split rows: onto batch dimensions, into its own block, or as a part of a sum."""
+    numbers, dim, outer = operands.params["dimension_numbers"], indices.dim, indices.outer
+    operand, _, updates = operands.states
+    if dim == len(operands.shapes[1]) - 1:
         return None
     wanted = Split(rows[dim], outer)
     if not isinstance(updates, Invariant) and updates != wanted:
         return None
-    cuts = {i: s for i, s in ((1, indices), (2, wanted)) if isinstance(case.states[i], Invariant)}
+    slices = {i: s for i, s in ((1, indices), (2, wanted)) if isinstance(operands.states[i], Invariant)}
     if dim in numbers.scatter_indices_batching_dims:
         target = Split(numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(dim)], outer)
-        found = together(target, operand, target, 0)
-        return found and Outcome(found.results, {**cuts, **found.cuts})
-    aligned = _scatter_own_block(case, indices)
+        found = align_operand(target, operand, target, 0)
+        return found and RuleResult(found.results, {**slices, **found.slices})
+    aligned = _scatter_own_block(operands, indices)
     if aligned is not None:
-        target, columns = aligned
-        found = together(target, operand, target, 0)
-        return found and Outcome(found.results, {**cuts, **found.cuts}, columns=columns)
-    summed = case.op.name == "scatter-add" and operand == ZERO
-    return Outcome((SUM,), cuts) if summed else None
+        target, local_indices = aligned
+        found = align_operand(target, operand, target, 0)
+        return found and RuleResult(found.results, {**slices, **found.slices}, local_indices=local_indices)
+    summed = operands.op.name == "scatter-add" and operand == ZERO
+    return RuleResult((SUM,), slices) if summed else None
 
 
-def _scatter_own_block(case: Case, indices: Split) -> tuple[Split, dict[int, tuple[int, NDArray[Any]]]] | None:
-    """The dimension that the rows of each block scatter onto their own block of, and the local indices."""
-    numbers = case.params["dimension_numbers"]
+def _scatter_own_block(operands: Operands, indices: Split) -> tuple[Split, dict[int, tuple[int, NDArray[Any]]]] | None:
+    """The split of the operand such that the rows of each block point into their own block, and the indices relative
+    to it.
+    """
+    numbers = operands.params["dimension_numbers"]
     for dim in numbers.scatter_dims_to_operand_dims:
         for outer in dict.fromkeys((indices.outer, 1)):
             target = Split(dim, outer)
-            if dim in numbers.inserted_window_dims and fits(case.operands[0], target, case.count):
+            if dim in numbers.inserted_window_dims and is_divisible(operands.shapes[0], target, operands.count):
                 index_map, single = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
-                columns = _own_block(case, target, indices, index_map, single)
-                if columns is not None:
-                    return target, columns
+                local_indices = _own_block_indices(operands, target, indices, index_map, single)
+                if local_indices is not None:
+                    return target, local_indices
     return None
 
 
-def _scatter_windows(case: Case, operand: State, updates: State) -> Outcome | None:
-    """Windows that hold a whole dimension of the operand, which is split."""
-    numbers = case.params["dimension_numbers"]
+def _scatter_windows(operands: Operands, operand: State, updates: State) -> RuleResult | None:
+    """A scatter of windows that cover the split dimension of the operand in full."""
+    numbers = operands.params["dimension_numbers"]
     taken = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [d for d in range(len(case.operands[0])) if d not in taken]
+    windows = [d for d in range(len(operands.shapes[0])) if d not in taken]
     if isinstance(updates, Split):
         dim, outer = windows[numbers.update_window_dims.index(updates.dim)], updates.outer
     elif isinstance(operand, Split):
@@ -173,13 +198,15 @@ def _scatter_windows(case: Case, operand: State, updates: State) -> Outcome | No
     else:
         return None
     if dim in numbers.operand_batching_dims:
-        rows = [d for d in range(len(case.operands[2])) if d not in numbers.update_window_dims]
+        rows = [d for d in range(len(operands.shapes[2])) if d not in numbers.update_window_dims]
         row = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        return _scatter_rows(case, Split(row, outer), rows)
+        return _scatter_rows(operands, Split(row, outer), rows)
     if dim not in windows or dim in numbers.scatter_dims_to_operand_dims:
         return None
     window = Split(numbers.update_window_dims[windows.index(dim)], outer)
-    if case.operands[2][window.dim] != case.operands[0][dim] or operand not in (Split(dim, outer), INVARIANT, ZERO):
+    if operands.shapes[2][window.dim] != operands.shapes[0][dim] or operand not in (Split(dim, outer), INVARIANT, ZERO):
         return None
     wanted = {0: Split(dim, outer), 2: window}
-    return Outcome((Split(dim, outer),), {i: s for i, s in wanted.items() if isinstance(case.states[i], Invariant)})
+    return RuleResult(
+        (Split(dim, outer),), {i: s for i, s in wanted.items() if isinstance(operands.states[i], Invariant)}
+    )

@@ -1,15 +1,14 @@
-"""A split step as JAX functions: what runs once before the loop over microbatches, in it, and after it.
+"""A split step as JAX functions: before the loop over microbatches, in it, and after it.
 
-    outer  = prologue(leaves)                       whole values by number, arguments and constants included
-    parts  = loop(outer, blocks(leaves, k), k)      one microbatch: a part of every total
-    outer  = after(outer, totals)                   once all microbatches are in
+    outer  = prologue(leaves)                          whole values by number, arguments and constants included
+    parts  = loop_body(outer, blocks(leaves, k), k)    microbatch k: its part of every total
+    outer  = after(outer, totals)                      once, after all microbatches
     leaves = outputs(outer)
 
 `split_step` composes them: automatic gradient accumulation. Sums are computed and accumulated in float32 or wider, and
-rounded to the step's own type at the end. Rematerialised
-bodies are put together again from those of their operations that run in the same program, so that the loop's backward
-pass recomputes what the user wanted recomputed. The shape of every value is checked against the analysis while it is
-emitted.
+rounded to the step's own dtype at the end. Rematerialised bodies are rebuilt from those of their operations that run in
+the same program, so that the loop's backward pass rematerialises what the user asked for. The shape of every value is
+checked against the analysis while it is emitted.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.analysis import Microbatches, split
-from autopar.passes.microbatch.programs import Placed, Sweep, Total
-from autopar.passes.microbatch.regions import Body, Flat, state_of
-from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop, PlacedOp
+from autopar.passes.microbatch.regions import BlockBody, FlattenedOps, state_of
+from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.states import INVARIANT, SUM, Invariant, Split, State, local_shape, part_dtype
 from autopar.passes.microbatch.table import RULES
 
@@ -43,7 +42,7 @@ from autopar.passes.microbatch.table import RULES
 Values = Mapping[int, Any]
 
 
-def take(array: Any, state: Split, count: int, index: Any) -> Any:
+def slice_block(array: Any, state: Split, count: int, index: Any) -> Any:
     """Block `index` of `count` of a whole array."""
     shape, d = array.shape, state.dim
     inner = shape[d] // state.outer // count
@@ -54,8 +53,8 @@ def take(array: Any, state: Split, count: int, index: Any) -> Any:
     return block.reshape(*shape[:d], state.outer * inner, *shape[d + 1 :])
 
 
-def untake(blocks: Any, state: Split) -> Any:
-    """The whole array of its blocks, which are stacked in front."""
+def join_blocks(blocks: Any, state: Split) -> Any:
+    """The whole array from its blocks, which are stacked along a new leading dimension."""
     count, *shape = blocks.shape
     d = state.dim
     inner = shape[d] // state.outer
@@ -64,8 +63,8 @@ def untake(blocks: Any, state: Split) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Programs:
-    """The JAX functions of a split step; all are pure and may be traced, jitted or sharded on their own."""
+class StepPrograms:
+    """The JAX functions of a split step. All are pure and may be traced, jitted or sharded separately."""
 
     split: Microbatches
 
@@ -77,93 +76,104 @@ class Programs:
         """Microbatch `index` of the arguments that hold the batch."""
         cut = self.split.batch
         arrays = zip(self.graph.inputs, leaves, strict=True)
-        return {v: take(array, cut[v], self.split.count, index) for v, array in arrays if v in cut}
+        return {v: slice_block(array, cut[v], self.split.count, index) for v, array in arrays if v in cut}
 
     def prologue(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        """Whole values known before any microbatch: arguments, constants, and what is computed from them."""
+        """Whole values known before any microbatch: arguments, constants, and values computed from them."""
         outer = dict(zip(self.graph.inputs, leaves, strict=True))
         outer.update(self.split.flat.constants)
-        return self._once(self.split.prologue, outer)
+        return self._run_once(self.split.prologue, outer)
 
-    def loop(self, sweep: Sweep, outer: Values, blocks: Values, index: Any) -> tuple[Any, ...]:
-        """The part that one microbatch has in each of the sweep's totals."""
-        scope = _Scope(self.graph, self.split.flat, self.split.states, self.split.count, outer, dict(blocks), index)
-        scope.run(sweep.loop, [total.value for total in sweep.totals])
-        return tuple(scope.local[total.value] for total in sweep.totals)
+    def loop_body(self, loop: AccumulationLoop, outer: Values, blocks: Values, index: Any) -> tuple[Any, ...]:
+        """The part of one microbatch in each of the loop's totals.
 
-    def after(self, sweep: Sweep, outer: Values, totals: Sequence[Any]) -> dict[int, Any]:
-        """`outer` with the totals and what is computed from them once."""
-        values = {t.value: array for t, array in zip(sweep.totals, totals, strict=True)}
-        return self._once(sweep.after, {**outer, **values})
+        Args:
+            loop: one of the loops.
+            outer: whole values, by number.
+            blocks: this microbatch of the batch arguments, by number.
+            index: number of the microbatch.
+        """
+        emitter = _Emitter(self.graph, self.split.flat, self.split.states, self.split.count, outer, dict(blocks), index)
+        emitter.run(loop.body, [total.value for total in loop.totals])
+        return tuple(emitter.local[total.value] for total in loop.totals)
+
+    def after(self, loop: AccumulationLoop, outer: Values, totals: Sequence[Any]) -> dict[int, Any]:
+        """`outer` with the totals, and the values that are computed from them once."""
+        values = {t.value: array for t, array in zip(loop.totals, totals, strict=True)}
+        return self._run_once(loop.after, {**outer, **values})
 
     def outputs(self, outer: Values) -> tuple[Any, ...]:
         """Results of the step."""
         return tuple(outer[a] if isinstance(a, int) else jnp.asarray(a.value) for a in self.split.flat.outputs)
 
-    def _once(self, placed: Sequence[Placed], outer: dict[int, Any]) -> dict[int, Any]:
+    def _run_once(self, placed: Sequence[PlacedOp], outer: dict[int, Any]) -> dict[int, Any]:
         whole: Mapping[int, State] = {}
-        together = replace(self.split.flat, remat={})  # runs once: nothing is recomputed that is held anyway
-        scope = _Scope(self.graph, together, whole, self.split.count, outer, outer, None)
-        later = [v for p in placed for v in p.op.outputs]
-        scope.run(placed, later)
+        inlined = replace(self.split.flat, remat={})  # runs once: all its values are live anyway
+        emitter = _Emitter(self.graph, inlined, whole, self.split.count, outer, outer, None)
+        emitter.run(placed, [v for p in placed for v in p.op.outputs])
         return outer
 
     def step(self, leaves: Sequence[Any], unrolled: bool = False) -> tuple[Any, ...]:
         """All microbatches, one after another in one program."""
         outer = self.prologue(leaves)
-        for sweep in self.split.sweeps:
-            outer = self.after(sweep, outer, self._totals(sweep, outer, leaves, unrolled))
+        for loop in self.split.loops:
+            outer = self.after(loop, outer, self._totals(loop, outer, leaves, unrolled))
         return self.outputs(outer)
 
-    def _totals(self, sweep: Sweep, outer: Values, leaves: Sequence[Any], unrolled: bool) -> list[Any]:
-        if not sweep.totals:
+    def _totals(self, loop: AccumulationLoop, outer: Values, leaves: Sequence[Any], unrolled: bool) -> list[Any]:
+        if not loop.totals:
             return []
-        accumulators = [self.accumulator(total) for total in sweep.totals]
+        accumulators = [self.accumulator(total) for total in loop.totals]
 
-        def one(carry: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
-            parts = self.loop(sweep, outer, self.blocks(leaves, index), index)
-            both = [a.add(c, p) for a, c, p in zip(accumulators, carry, parts, strict=True)]
-            return [carried for carried, _ in both], [stacked for _, stacked in both]
+        def iteration(carry: Sequence[Any], index: Any) -> tuple[list[Any], list[Any]]:
+            parts = self.loop_body(loop, outer, self.blocks(leaves, index), index)
+            accumulated = [a.add(c, p) for a, c, p in zip(accumulators, carry, parts, strict=True)]
+            return [carried for carried, _ in accumulated], [stacked for _, stacked in accumulated]
 
-        begin = [a.begin for a in accumulators]
-        carry, stacked = jax.lax.scan(one, begin, jnp.arange(self.split.count), unroll=unrolled or 1)
-        return [a.end(c, s) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
+        initial = [a.initial for a in accumulators]
+        carry, stacked = jax.lax.scan(iteration, initial, jnp.arange(self.split.count), unroll=unrolled or 1)
+        return [a.finish(c, s) for a, c, s in zip(accumulators, carry, stacked, strict=True)]
 
-    def accumulator(self, total: Total, lead: tuple[int, ...] = ()) -> Accumulator:
-        """How the parts of a total come together; `lead`: extents of dimensions in front that keep sums apart."""
+    def accumulator(self, total: AccumulatedValue, lead: tuple[int, ...] = ()) -> Accumulator:
+        """The accumulator of a total.
+
+        Args:
+            total: the total.
+            lead: extents of additional leading dimensions, along which sums stay unreduced.
+        """
         aval = self.avals[total.value]
-        return _ACCUMULATORS[total.how]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
+        return _ACCUMULATORS[total.combine]((*lead, *aval.shape), aval.dtype, self.split.states[total.value])
 
     @cached_property
     def avals(self) -> Mapping[int, Any]:
         """Shape and dtype of the whole of every value."""
-        found: dict[int, Any] = {}
+        avals: dict[int, Any] = {}
         for op in self.split.flat.ops:
-            # the equation of a loop need not fit any more, see `jax_compat.scan_equation`
-            found.update((v, x.aval) for v, x in zip(op.outputs, op.equation.outvars, strict=not op.regions))
+            # the equation of a loop may have other results than the operation, see `jax_compat.scan_equation`
+            avals.update((v, x.aval) for v, x in zip(op.outputs, op.equation.outvars, strict=not op.regions))
             plain = [v for v in op.outputs if op.regions and not self.graph.types[v].dtype.startswith("key")]
             types = ((v, self.graph.types[v]) for v in plain)
-            found.update((v, jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype))) for v, t in types)
-        return found
+            avals.update((v, jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype))) for v, t in types)
+        return avals
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # jax.jit asks a callable without code for its repr
 class SplitStep:
-    """A step that runs its batch in microbatches, called as the step is.
+    """A step that runs its batch in microbatches, called like the step.
 
     Attributes:
         traced: the step.
-        programs: what it runs.
+        programs: the programs that it runs.
         unrolled: the loop's body is emitted once per microbatch.
     """
 
     traced: Traced
-    programs: Programs
+    programs: StepPrograms
     unrolled: bool = False
 
     @property
     def split(self) -> Microbatches:
-        """Which operations stand where."""
+        """The program of every operation."""
         return self.programs.split
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,25 +187,25 @@ def split_step(
     batch_argnums: Sequence[int] | Literal["auto"] = "auto",
     *,
     per_microbatch: Sequence[str] = (),
-    sweeps: int = 2,
+    loops: int = 2,
     shards: int = 1,
     unrolled: bool = False,
 ) -> SplitStep:
-    """The traced step on `count` microbatches: a function with its arguments and results, to be jitted.
+    """The traced step on `count` microbatches: a function with the same arguments and results, to be jitted.
 
     Args:
         traced: the step.
-        count: number of microbatches; the batch has to divide by it.
+        count: number of microbatches; the batch has to be divisible by it.
         batch_argnums: positional arguments that hold the batch in their first dimension, or "auto".
-        per_microbatch, sweeps, shards: see `autopar.passes.microbatch.analysis.split`.
+        per_microbatch, loops, shards: see `autopar.passes.microbatch.analysis.split`.
         unrolled: emit the loop's body once per microbatch.
 
     Raises:
-        MicrobatchError: the step does not fall into microbatches.
+        MicrobatchError: the step cannot be split.
     """
     leaves = batch_argnums if isinstance(batch_argnums, str) else _leaves_of(traced, batch_argnums)
-    found = split(traced.graph, count, leaves, per_microbatch=per_microbatch, sweeps=sweeps, shards=shards)
-    return SplitStep(traced, Programs(found), unrolled)
+    divided = split(traced.graph, count, leaves, per_microbatch=per_microbatch, loops=loops, shards=shards)
+    return SplitStep(traced, StepPrograms(divided), unrolled)
 
 
 def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
@@ -212,54 +222,57 @@ def _leaves_of(traced: Traced, argnums: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Accumulator:
-    """How the parts of one total come together: (carry, part) -> (carry, what is stacked), and the end of it.
+    """How the parts of one total are combined.
 
     Attributes:
-        zero: gives the carry before all parts; None where parts are stacked in place of added up.
-        add, end: the two.
+        zero: gives the initial carry; None if parts are stacked instead of added.
+        add: (carry, part) -> (carry, value to stack).
+        finish: (carry, stacked values) -> the whole value.
     """
 
     zero: Callable[[], Any] | None
     add: Callable[[Any, Any], tuple[Any, Any]]
-    end: Callable[[Any, Any], Any]
+    finish: Callable[[Any, Any], Any]
 
     @property
-    def stacks(self) -> bool:
+    def is_stacked(self) -> bool:
         """Parts are kept one by one."""
         return self.zero is None
 
     @property
-    def begin(self) -> Any:
-        """The carry before all parts; None where they are stacked."""
+    def initial(self) -> Any:
+        """The initial carry; None if parts are stacked."""
         return None if self.zero is None else self.zero()
 
 
-#: (shape, dtype, state) of the whole -> how its parts come together.
-_Made = Callable[[tuple[int, ...], Any, State], Accumulator]
+#: (shape, dtype, state) of the whole value -> its accumulator.
+_AccumulatorFactory = Callable[[tuple[int, ...], Any, State], Accumulator]
 
 
-def _summed(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+def _sum_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    """Sums in at least float32."""
     wide = part_dtype(dtype, SUM)
     zero = partial(jnp.zeros, shape, wide)
     return Accumulator(zero, lambda c, p: (c + p.astype(wide), None), lambda c, _: c.astype(dtype))
 
 
-def _folded(combine: Callable[[Any, Any], Any], neutral: Callable[[Any], Any]) -> _Made:
-    """Parts combined by an operation of which `neutral` gives the neutral element of a dtype."""
+def _fold_accumulator(combine: Callable[[Any, Any], Any], identity: Callable[[Any], Any]) -> _AccumulatorFactory:
+    """Combines parts by `combine`, of which `identity` gives the identity element for a dtype."""
 
-    def made(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
-        zero = partial(jnp.full, shape, neutral(dtype), dtype)
+    def make(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+        zero = partial(jnp.full, shape, identity(dtype), dtype)
         return Accumulator(zero, lambda c, p: (combine(c, p), None), lambda c, _: c)
 
-    return made
+    return make
 
 
-def _least(dtype: Any) -> Any:
-    """What loses against everything as a maximum: -inf, or the least number where the dtype has none."""
+def _smallest(dtype: Any) -> Any:
+    """Identity of the maximum: -inf, or the least number if the dtype has no infinity."""
     return _extreme(dtype, -1)
 
 
 def _largest(dtype: Any) -> Any:
+    """Identity of the minimum."""
     return _extreme(dtype, 1)
 
 
@@ -268,33 +281,35 @@ def _extreme(dtype: Any, sign: int) -> Any:
         return sign > 0
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.iinfo(dtype).min if sign < 0 else jnp.iinfo(dtype).max
-    infinity = np.asarray(sign * np.inf).astype(dtype)  # some of eight bits have no infinity, it becomes nan
+    infinity = np.asarray(sign * np.inf).astype(dtype)  # nan for dtypes of eight bits without infinity
     return infinity if np.isinf(infinity) else sign * float(jnp.finfo(dtype).max)
 
 
-def _all_bits(dtype: Any) -> Any:
+def _all_ones(dtype: Any) -> Any:
     return np.invert(np.zeros((), dtype))
 
 
-def _stacked(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+def _concatenate_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    """Joins the blocks of a split value."""
     assert isinstance(state, Split)
-    return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: untake(blocks, state))
+    return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: join_blocks(blocks, state))
 
 
-def _last(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+def _last_accumulator(shape: tuple[int, ...], dtype: Any, state: State) -> Accumulator:
+    """Keeps the last microbatch's value of an invariant; values of extended dtypes (keys) are stacked for that."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return Accumulator(None, lambda c, p: (None, p), lambda _, blocks: blocks[-1])
     return Accumulator(partial(jnp.zeros, shape, dtype), lambda c, p: (p, None), lambda c, _: c)
 
 
-_ACCUMULATORS: Mapping[str, _Made] = {
-    "sum": _summed,
-    "max": _folded(jnp.maximum, _least),
-    "min": _folded(jnp.minimum, _largest),
-    "and": _folded(jnp.bitwise_and, _all_bits),
-    "or": _folded(jnp.bitwise_or, lambda dtype: np.zeros((), dtype)),
-    "concatenate": _stacked,
-    "last": _last,
+_ACCUMULATORS: Mapping[str, _AccumulatorFactory] = {
+    "sum": _sum_accumulator,
+    "max": _fold_accumulator(jnp.maximum, _smallest),
+    "min": _fold_accumulator(jnp.minimum, _largest),
+    "and": _fold_accumulator(jnp.bitwise_and, _all_ones),
+    "or": _fold_accumulator(jnp.bitwise_or, lambda dtype: np.zeros((), dtype)),
+    "concatenate": _concatenate_accumulator,
+    "last": _last_accumulator,
 }
 
 
@@ -302,29 +317,37 @@ _ACCUMULATORS: Mapping[str, _Made] = {
 
 
 @dataclass(frozen=True, eq=False)
-class _Scope:
-    """Values of one program, or of one body in it, while it is being traced.
+class _Emitter:
+    """Emits the operations of one program, or of one body in it, while it is traced.
 
     Attributes:
-        states: states of the values in it; of those it does not name, whole values are emitted.
+        graph, flat: the step or a body, with rematerialised bodies inlined.
+        states: states of its values; a value without a state is emitted whole.
+        count: number of microbatches.
         outer: whole values from outside.
         local: values of this microbatch; grows.
-        index: the microbatch.
+        index: number of the microbatch.
     """
 
     graph: Graph
-    flat: Flat
+    flat: FlattenedOps
     states: Mapping[int, State]
     count: int
     outer: Values
     local: dict[int, Any]
     index: Any
 
-    def run(self, placed: Sequence[Placed], wanted: Sequence[int], depth: int = 0) -> None:
-        """Bind operations in order; `wanted`: values that are read afterwards."""
+    def run(self, placed: Sequence[PlacedOp], wanted: Sequence[int], depth: int = 0) -> None:
+        """Bind operations in order.
+
+        Args:
+            placed: the operations.
+            wanted: values that are read afterwards.
+            depth: number of rematerialised bodies that the operations are in already.
+        """
         reads = Counter(a for p in placed for a in p.op.inputs if isinstance(a, int))
         reads.update(wanted)
-        for _, group in itertools.groupby(placed, lambda p: self._around(p.op, depth)):
+        for _, group in itertools.groupby(placed, lambda p: self._remat_index(p.op, depth)):
             body = list(group)
             around = self.flat.remat.get(body[0].op.index, ())
             if len(around) > depth:
@@ -332,15 +355,16 @@ class _Scope:
                 kept = [v for p in body for v in p.op.outputs if reads[v] > inside[v]]
                 self._rematerialise(around[depth], body, kept, depth)
             else:
-                for one in body:
-                    self._bind(one)
+                for iteration in body:
+                    self._bind(iteration)
 
-    def _around(self, op: Op, depth: int) -> int:
-        """Index of the rematerialisation at this depth around an operation, -1 if there is none."""
+    def _remat_index(self, op: Op, depth: int) -> int:
+        """Index of the rematerialisation at this depth around an operation; -1 if there is none."""
         around = self.flat.remat.get(op.index, ())
         return around[depth].index if len(around) > depth else -1
 
-    def _rematerialise(self, op: Op, body: Sequence[Placed], kept: Sequence[int], depth: int) -> None:
+    def _rematerialise(self, op: Op, body: Sequence[PlacedOp], kept: Sequence[int], depth: int) -> None:
+        """Emit operations as a rematerialised body, with `kept` as its results."""
         inside = {v for p in body for v in p.op.outputs}
         reads = [(i in p.outer, a) for p in body for i, a in enumerate(p.op.inputs) if isinstance(a, int)]
         outer = list(dict.fromkeys(v for whole, v in reads if whole))
@@ -349,8 +373,8 @@ class _Scope:
         def emitted(outer_arrays: Sequence[Any], local_arrays: Sequence[Any], index: Any) -> list[Any]:
             values = dict(zip(local, local_arrays, strict=True))
             around = dict(zip(outer, outer_arrays, strict=True))
-            scope = _Scope(self.graph, self.flat, self.states, self.count, around, values, index)
-            scope.run(body, kept, depth + 1)
+            emitter = _Emitter(self.graph, self.flat, self.states, self.count, around, values, index)
+            emitter.run(body, kept, depth + 1)
             return [values[v] for v in kept]
 
         operands = ([self.outer[v] for v in outer], [self.local[v] for v in local], self.index)
@@ -359,41 +383,49 @@ class _Scope:
             results = jax_compat.rematerialised(op.equation, lambda *xs: emitted(*jax.tree.unflatten(tree, xs)), flat)
         self.local.update(zip(kept, results, strict=True))
 
-    def _bind(self, placed: Placed) -> None:
-        op, found = placed.op, placed.outcome
+    def _bind(self, placed: PlacedOp) -> None:
+        op, result = placed.op, placed.rule_result
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-            operands = [self._read(placed, i, atom) for i, atom in enumerate(op.inputs)]
-            if found is None:
+            operands = [self._operand(placed, i, atom) for i, atom in enumerate(op.inputs)]
+            if result is None:
                 results = jax_compat.bind(op.equation, operands)
-            elif found.body is not None:
-                results = _REGIONS[op.name](self, op, found.body, operands)
-            elif found.block is not None:
-                results = [_SOURCES.get(op.name, _made_whole)(op, operands, found.block, self.count, self.index)]
-            elif _sums_in_single(op, found):
-                results = _summed_in_single(op, found, operands)
+            elif result.body is not None:
+                results = _REGION_EMITTERS[op.name](self, op, result.body, operands)
+            elif result.result_block is not None:
+                results = [
+                    _BLOCK_EMITTERS.get(op.name, _slice_of_whole)(
+                        op, operands, result.result_block, self.count, self.index
+                    )
+                ]
+            elif _needs_float32_sum(op, result):
+                results = _sum_in_float32(op, result, operands)
             else:
-                params = {**op.params, **found.params}
+                params = {**op.params, **result.params}
                 results = jax_compat.bind(op.equation.replace(params=params), operands)
         for value, array in zip(op.outputs, results, strict=True):
             self._check(op, value, array)
             self.local[value] = array
 
-    def _read(self, placed: Placed, position: int, atom: Atom) -> Any:
+    def _operand(self, placed: PlacedOp, position: int, atom: Atom) -> Any:
+        """An operand as the operation reads it: own totals scaled, slices taken, constant indices made relative to
+        the block.
+        """
         if not isinstance(atom, int):
             return atom.value
         array = (self.outer if position in placed.outer else self.local)[atom]
-        if position in placed.own and self.states[atom] == SUM:
+        if position in placed.own_totals and self.states[atom] == SUM:
             array = (array * np.asarray(self.count, array.dtype)).astype(jnp.dtype(self.graph.types[atom].dtype))
-        if placed.outcome is None:
+        if placed.rule_result is None:
             return array
-        cut = placed.outcome.cuts.get(position)
-        array = array if cut is None else take(array, cut, self.count, self.index)
-        if position in placed.outcome.columns:
-            component, known = placed.outcome.columns[position]
+        cut = placed.rule_result.slices.get(position)
+        array = array if cut is None else slice_block(array, cut, self.count, self.index)
+        if position in placed.rule_result.local_indices:
+            component, known = placed.rule_result.local_indices[position]
             array = array.at[..., component].set(known.astype(array.dtype))
         return array
 
     def _check(self, op: Op, value: int, array: Any) -> None:
+        """GraphError unless a value has the shape and dtype that its state implies."""
         whole = self.graph.types[value].shape
         state = self.states.get(value, INVARIANT)
         wanted = local_shape(whole, state, self.count)
@@ -404,46 +436,48 @@ class _Scope:
 
     # Bodies
 
-    def _within(self, body: Body, arrays: Sequence[Any]) -> list[Any]:
+    def _run_body(self, body: BlockBody, arrays: Sequence[Any]) -> list[Any]:
         """Results of a body on blocks."""
-        local = dict(zip(body.region.inputs, entering(arrays, body.inputs), strict=True))
+        local = dict(zip(body.region.inputs, in_states(arrays, body.input_states), strict=True))
         local.update(body.flat.constants)
-        scope = _Scope(self.graph, body.flat, body.states, self.count, {}, local, self.index)
-        placed = [Placed(op, outcome=body.outcomes[op.index]) for op in body.flat.ops]
-        scope.run(placed, [a for a in body.flat.outputs if isinstance(a, int)])
-        return [scope.handed(a, state) for a, state in zip(body.flat.outputs, body.outputs, strict=True)]
+        emitter = _Emitter(self.graph, body.flat, body.states, self.count, {}, local, self.index)
+        placed = [PlacedOp(op, rule_result=body.rule_results[op.index]) for op in body.flat.ops]
+        emitter.run(placed, [a for a in body.flat.outputs if isinstance(a, int)])
+        return [emitter.body_result(a, state) for a, state in zip(body.flat.outputs, body.output_states, strict=True)]
 
-    def handed(self, atom: Atom, wanted: State) -> Any:
-        """A body's result in the state in which it is handed on."""
+    def body_result(self, atom: Atom, wanted: State) -> Any:
+        """A body's result in the state in which the body returns it."""
         array = self.local[atom] if isinstance(atom, int) else atom.value
         if isinstance(wanted, Split) and isinstance(state_of(atom, self.states), Invariant):
-            return take(jnp.asarray(array), wanted, self.count, self.index)
-        return entering([array], [wanted])[0]
+            return slice_block(jnp.asarray(array), wanted, self.count, self.index)
+        return in_states([array], [wanted])[0]
 
-    def _running(self, body: Body) -> control_flow.Body:
-        return lambda arrays: self._within(body, arrays)
+    def _body_function(self, body: BlockBody) -> control_flow.Body:
+        return lambda arrays: self._run_body(body, arrays)
 
-    def scan(self, op: Op, body: Body, operands: Sequence[Any]) -> list[Any]:
-        return control_flow.scan(op, entering(operands, body.inputs), self._running(body))
+    def scan(self, op: Op, body: BlockBody, operands: Sequence[Any]) -> list[Any]:
+        return control_flow.scan(op, in_states(operands, body.input_states), self._body_function(body))
 
-    def while_loop(self, op: Op, bodies: tuple[Body, Body], operands: Sequence[Any]) -> list[Any]:
+    def while_loop(self, op: Op, bodies: tuple[BlockBody, BlockBody], operands: Sequence[Any]) -> list[Any]:
         first = op.params["cond_nconsts"]
-        operands = [*operands[:first], *entering(operands[first:], bodies[1].inputs)]
-        test, body = map(self._running, bodies)
-        return control_flow.while_loop(op, operands, test, body, batched=False)  # of others none runs on blocks
+        operands = [*operands[:first], *in_states(operands[first:], bodies[1].input_states)]
+        test, body = map(self._body_function, bodies)
+        return control_flow.while_loop(
+            op, operands, test, body, batched=False
+        )  # a batched condition never runs on blocks
 
-    def cond(self, op: Op, bodies: Sequence[Body], operands: Sequence[Any]) -> list[Any]:
-        return control_flow.cond(operands, [self._running(body) for body in bodies])
-
-
-def entering(arrays: Sequence[Any], states: Sequence[State]) -> list[Any]:
-    """Arrays as a body takes them in these states: zeros that become sums of floats below 32 bits in float32."""
-    found = zip(arrays, states, strict=True)
-    return [_in_single(x) if s == SUM else x for x, s in found]
+    def cond(self, op: Op, bodies: Sequence[BlockBody], operands: Sequence[Any]) -> list[Any]:
+        return control_flow.cond(operands, [self._body_function(body) for body in bodies])
 
 
-def _in_single(array: Any) -> Any:
-    """A float of less than 32 bits in float32, anything else as it is."""
+def in_states(arrays: Sequence[Any], states: Sequence[State]) -> list[Any]:
+    """Arrays as a body takes them in these states: zeros that begin a sum of floats below 32 bits become float32."""
+    rule_result = zip(arrays, states, strict=True)
+    return [_to_float32(x) if s == SUM else x for x, s in rule_result]
+
+
+def _to_float32(array: Any) -> Any:
+    """A float of less than 32 bits in float32; other arrays unchanged."""
     return jnp.asarray(array, jnp.float32) if _is_narrow(array) else array
 
 
@@ -452,43 +486,43 @@ def _is_narrow(array: Any) -> bool:
     return part_dtype(dtype, SUM) != dtype
 
 
-_REGIONS: Mapping[str, Callable[[_Scope, Op, Any, Sequence[Any]], list[Any]]] = {
-    "scan": _Scope.scan,
-    "while": _Scope.while_loop,
-    "cond": _Scope.cond,
+_REGION_EMITTERS: Mapping[str, Callable[[_Emitter, Op, Any, Sequence[Any]], list[Any]]] = {
+    "scan": _Emitter.scan,
+    "while": _Emitter.while_loop,
+    "cond": _Emitter.cond,
 }
 
 
 # Parts of sums in floats of less than 32 bits
 
 
-def _sums_in_single(op: Op, found: Outcome) -> bool:
-    """True if the operation makes parts that are kept in float32, of operands that need not be."""
-    if found.results != (SUM,) or (op.name in RULES and RULES[op.name].each):
+def _needs_float32_sum(op: Op, result: RuleResult) -> bool:
+    """True if the operation yields parts of a sum that are kept in float32, from operands that may be narrower."""
+    if result.results != (SUM,) or (op.name in RULES and RULES[op.name].identity):
         return False
-    (result,) = op.equation.outvars
-    return part_dtype(result.aval.dtype, SUM) != result.aval.dtype
+    (variable,) = op.equation.outvars
+    return part_dtype(variable.aval.dtype, SUM) != variable.aval.dtype
 
 
-def _summed_in_single(op: Op, found: Outcome, operands: Sequence[Any]) -> list[Any]:
+def _sum_in_float32(op: Op, result: RuleResult, operands: Sequence[Any]) -> list[Any]:
     """The operation with its result in float32.
 
-    Products of two narrow operands stay such, with a wide result, where devices have them. Convolutions need not be
-    among these: they round each part.
+    Products of two narrow operands stay narrow, with a float32 result, where devices support that. Convolutions do not:
+    they round each part.
     """
-    parameter, params = _RESULT_DTYPE.get(op.name), {**op.params, **found.params}
+    parameter, params = _RESULT_DTYPE.get(op.name), {**op.params, **result.params}
     narrow = all(map(_is_narrow, operands))
     if op.name == "conv_general_dilated" and narrow:
-        return [_in_single(x) for x in jax_compat.bind(op.equation.replace(params=params), operands)]
+        return [_to_float32(x) for x in jax_compat.bind(op.equation.replace(params=params), operands)]
     if parameter is None or not narrow:
-        operands = [_in_single(x) for x in operands]
-    if op.name == "scatter-add":  # its parameters hold a jaxpr for the narrow type
+        operands = [_to_float32(x) for x in operands]
+    if op.name == "scatter-add":  # its parameters contain a jaxpr for the narrow type
         return [_scatter_add(operands, params)]
     wide = {} if parameter is None else {parameter: np.dtype(np.float32)}
     return jax_compat.bind(op.equation.replace(params={**params, **wide}), operands)
 
 
-#: Parameter that holds the dtype of a result.
+#: Parameter that gives the dtype of the result.
 _RESULT_DTYPE: Mapping[str, str] = {
     "convert_element_type": "new_dtype",
     "dot_general": "preferred_element_type",
@@ -509,15 +543,16 @@ def _scatter_add(operands: Sequence[Any], params: Mapping[str, Any]) -> Any:
     )
 
 
-# Blocks of what reads nothing split
+# Blocks of the results of operations without split operands
 
 
-def _made_whole(op: Op, operands: Sequence[Any], state: Split, count: int, index: Any) -> Any:
-    return take(jax_compat.bind(op.equation, operands)[0], state, count, index)
+def _slice_of_whole(op: Op, operands: Sequence[Any], state: Split, count: int, index: Any) -> Any:
+    """The block, cut from the whole result."""
+    return slice_block(jax_compat.bind(op.equation, operands)[0], state, count, index)
 
 
 def _random_bits(op: Op, operands: Sequence[Any], state: Split, count: int, index: Any) -> Any:
-    """Threefry's bits for the counters of one block: counter i, of 64 bits, is the element's position in the whole."""
+    """Bits of Threefry for the counters of one block: counter i, of 64 bits, is the element's position in the whole."""
     shape, width = op.params["shape"], op.params["bit_width"]
     block = local_shape(shape, state, count)
     low = jnp.zeros(block, jnp.uint32)
@@ -533,4 +568,4 @@ def _random_bits(op: Op, operands: Sequence[Any], state: Split, count: int, inde
     return words[0].astype(bits) << 32 | words[1].astype(bits) if width == 64 else (words[0] ^ words[1]).astype(bits)
 
 
-_SOURCES: Mapping[str, Callable[[Op, Sequence[Any], Split, int, Any], Any]] = {"random_bits": _random_bits}
+_BLOCK_EMITTERS: Mapping[str, Callable[[Op, Sequence[Any], Split, int, Any], Any]] = {"random_bits": _random_bits}

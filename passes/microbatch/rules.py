@@ -1,17 +1,16 @@
-"""What operations make of split operands: functions of shapes and parameters, which the table names.
+"""Rules for split operands: functions of shapes and parameters, which the table refers to.
 
-A rule gets the states of an operation's operands, at least one of them split and none a part of a whole, and answers
-with the states of its results, how it is to be bound on blocks, and which invariant operands have to be cut first; or
-with None, where the operation cannot run block by block.
+A rule gets the states of an operation's operands, at least one split and none partial. It returns the states of the
+results, how the operation is bound on blocks, and which invariant operands are sliced first; or None if the operation
+cannot run block by block.
 
-    elementwise      all split operands alike, invariant ones cut where their extent is not 1       -> elementwise
-    contraction      the contracted dimension split: a partial sum                                -> dot, convolution
-    reduction        over the split dimension: a part of the kind that the table names              -> reduction
-    reshape          (outer, m, inner) by prefix products                                           -> reshape
+    elementwise      all split operands in one state, invariant ones sliced where their extent is not 1   -> elementwise
+    contraction      the contracted dimension split: a partial sum                                  -> dot, convolution
+    reduction        over the split dimension: a part of the kind that the table names                      -> reduction
+    reshape          (outer, m, inner) by prefix products                                                     -> reshape
     gather, scatter  see `autopar.passes.microbatch.gather`
 
-Bound on blocks, an operation keeps its parameters but for those that hold sizes of the split dimension
-(`Outcome.params`).
+Bound on blocks, an operation keeps its parameters except those with sizes of the split dimension (`RuleResult.params`).
 """
 
 from __future__ import annotations
@@ -20,55 +19,70 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.passes.microbatch.rule_types import COUNTED, Case, Outcome, Rule, alone, cuts_of, together
-from autopar.passes.microbatch.states import SUM, Invariant, Kind, Partial, Shape, Split, divided, only
+from autopar.passes.microbatch.rule_types import (
+    THREEFRY_KEYS,
+    Operands,
+    Rule,
+    RuleResult,
+    align_operand,
+    only_first_split,
+    slice_invariants,
+)
+from autopar.passes.microbatch.states import SUM, Invariant, Partial, ReductionKind, Shape, Split, common_state, divided
 
 # Elementwise operations
 
 
-def elementwise(case: Case) -> Outcome | None:
-    state = only(case.states)
+def elementwise(operands: Operands) -> RuleResult | None:
+    """All split operands are in one state, which the results have as well."""
+    state = common_state(operands.states)
     if not isinstance(state, Split):
         return None
-    rank = len(case.results[0])
-    aligned = [i for i, shape in enumerate(case.operands) if len(shape) == rank and shape[state.dim] != 1]
-    return Outcome((state,) * len(case.results), cuts_of(case, state, aligned))
+    rank = len(operands.result_shapes[0])
+    aligned = [i for i, shape in enumerate(operands.shapes) if len(shape) == rank and shape[state.dim] != 1]
+    return RuleResult((state,) * len(operands.result_shapes), slice_invariants(operands, state, aligned))
 
 
-def bitcast(case: Case) -> Outcome | None:
-    """Elementwise, but that types of other widths take in the last dimension or add one."""
-    (state,) = case.states
+def bitcast(operands: Operands) -> RuleResult | None:
+    """Elementwise, except that types of another width add or remove the last dimension."""
+    (state,) = operands.states
     assert isinstance(state, Split)
-    return Outcome((state,)) if state.dim < len(case.results[0]) else None
+    return RuleResult((state,)) if state.dim < len(operands.result_shapes[0]) else None
 
 
 # Shapes
 
 
-def broadcast(case: Case) -> Outcome | None:
-    state = alone(case)
+def broadcast(operands: Operands) -> RuleResult | None:
+    """The split dimension moves to its position in the result."""
+    state = only_first_split(operands)
     if state is None:
         return None
-    dim = case.params["broadcast_dimensions"][state.dim]
-    return Outcome((Split(dim, state.outer),), params={"shape": divided(case.params["shape"], dim, case.count)})
+    dim = operands.params["broadcast_dimensions"][state.dim]
+    return RuleResult(
+        (Split(dim, state.outer),), params={"shape": divided(operands.params["shape"], dim, operands.count)}
+    )
 
 
-def reshape(case: Case) -> Outcome | None:
-    state = alone(case)
-    if state is None or case.params.get("dimensions") is not None:
+def reshape(operands: Operands) -> RuleResult | None:
+    """The blocks must be whole blocks of one dimension of the result."""
+    state = only_first_split(operands)
+    if state is None or operands.params.get("dimensions") is not None:
         return None
-    found = reshaped(case.operands[0], case.results[0], state, case.count)
-    return found and Outcome((found,), params={"new_sizes": divided(case.results[0], found.dim, case.count)})
+    after = split_after_reshape(operands.shapes[0], operands.result_shapes[0], state, operands.count)
+    return after and RuleResult(
+        (after,), params={"new_sizes": divided(operands.result_shapes[0], after.dim, operands.count)}
+    )
 
 
-def reshaped(before: Shape, after: Shape, state: Split, count: int) -> Split | None:
-    """Where the blocks of a split value are after a reshape.
+def split_after_reshape(before: Shape, after: Shape, state: Split, count: int) -> Split | None:
+    """The state of a split value after a reshape; None if its blocks are not blocks of one dimension.
 
     Elements before the block index, prod(shape[:dim]) outer, must end in one dimension of the result:
     prod(after[:d]) outer' with outer' m a divisor of after[d].
     """
     ahead = math.prod(before[: state.dim]) * state.outer
-    if not ahead:  # no elements: nothing tells where they would be
+    if not ahead:  # an array without elements: prefix products do not identify a dimension
         return None
     prefix = 1
     for dim, extent in enumerate(after):
@@ -80,158 +94,194 @@ def reshaped(before: Shape, after: Shape, state: Split, count: int) -> Split | N
     return None
 
 
-def transpose(case: Case) -> Outcome | None:
-    state = alone(case)
-    return state and Outcome((Split(tuple(case.params["permutation"]).index(state.dim), state.outer),))
+def transpose(operands: Operands) -> RuleResult | None:
+    """The split dimension moves to its position in the result."""
+    state = only_first_split(operands)
+    return state and RuleResult((Split(tuple(operands.params["permutation"]).index(state.dim), state.outer),))
 
 
-def squeeze(case: Case) -> Outcome | None:
-    state = alone(case)
-    gone = [d % len(case.operands[0]) for d in case.params["dimensions"]]
-    return None if state is None or state.dim in gone else Outcome((_without(state, gone),))
+def squeeze(operands: Operands) -> RuleResult | None:
+    """Removed dimensions have extent 1, so that only the position of the split dimension changes."""
+    state = only_first_split(operands)
+    removed = [d % len(operands.shapes[0]) for d in operands.params["dimensions"]]
+    return None if state is None or state.dim in removed else RuleResult((_drop_dims(state, removed),))
 
 
-def _without(state: Split, dims: Sequence[int]) -> Split:
-    """The state once these other dimensions are gone."""
+def _drop_dims(state: Split, dims: Sequence[int]) -> Split:
+    """The state after other dimensions are removed."""
     return Split(state.dim - sum(d < state.dim for d in dims), state.outer)
 
 
-def concatenate(case: Case) -> Outcome | None:
-    state = only(case.states)
-    if not isinstance(state, Split) or state.dim == case.params["dimension"]:
+def concatenate(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state = common_state(operands.states)
+    if not isinstance(state, Split) or state.dim == operands.params["dimension"]:
         return None
-    return Outcome((state,), cuts_of(case, state, range(len(case.states))))
+    return RuleResult((state,), slice_invariants(operands, state, range(len(operands.states))))
 
 
-def split_apart(case: Case) -> Outcome | None:
-    state = alone(case)
-    return None if state is None or state.dim == case.params["axis"] else Outcome((state,) * len(case.results))
+def split_array(operands: Operands) -> RuleResult | None:
+    """Into pieces along any other dimension than the split one."""
+    state = only_first_split(operands)
+    return (
+        None
+        if state is None or state.dim == operands.params["axis"]
+        else RuleResult((state,) * len(operands.result_shapes))
+    )
 
 
-def unstack(case: Case) -> Outcome | None:
-    state, axis = alone(case), case.params["axis"]
-    return None if state is None or state.dim == axis else Outcome((_without(state, (axis,)),) * len(case.results))
+def unstack(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state, axis = only_first_split(operands), operands.params["axis"]
+    return (
+        None
+        if state is None or state.dim == axis
+        else RuleResult((_drop_dims(state, (axis,)),) * len(operands.result_shapes))
+    )
 
 
-def stack(case: Case) -> Outcome | None:
-    state = only(case.states)
+def stack(operands: Operands) -> RuleResult | None:
+    """Along a new dimension."""
+    state = common_state(operands.states)
     if not isinstance(state, Split):
         return None
-    moved = Split(state.dim + (case.params["axis"] <= state.dim), state.outer)
-    return Outcome((moved,), cuts_of(case, state, range(len(case.states))))
+    moved = Split(state.dim + (operands.params["axis"] <= state.dim), state.outer)
+    return RuleResult((moved,), slice_invariants(operands, state, range(len(operands.states))))
 
 
-def tile(case: Case) -> Outcome | None:
-    state = alone(case)
-    return None if state is None or case.params["reps"][state.dim] != 1 else Outcome((state,))
+def tile(operands: Operands) -> RuleResult | None:
+    """Repeats along any other dimension than the split one."""
+    state = only_first_split(operands)
+    return None if state is None or operands.params["reps"][state.dim] != 1 else RuleResult((state,))
 
 
-def pad(case: Case) -> Outcome | None:
-    state = alone(case)
-    unpadded = state is not None and tuple(case.params["padding_config"][state.dim]) == (0, 0, 0)
-    return Outcome((state,)) if state is not None and unpadded else None
+def pad(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state = only_first_split(operands)
+    unpadded = state is not None and tuple(operands.params["padding_config"][state.dim]) == (0, 0, 0)
+    return RuleResult((state,)) if state is not None and unpadded else None
 
 
-def slices(case: Case) -> Outcome | None:
-    state = alone(case)
-    if state is None or case.results[0][state.dim] != case.operands[0][state.dim]:
+def static_slice(operands: Operands) -> RuleResult | None:
+    """The split dimension is taken whole."""
+    state = only_first_split(operands)
+    if state is None or operands.result_shapes[0][state.dim] != operands.shapes[0][state.dim]:
         return None
-    return Outcome((state,), params={"limit_indices": divided(case.params["limit_indices"], state.dim, case.count)})
+    return RuleResult(
+        (state,), params={"limit_indices": divided(operands.params["limit_indices"], state.dim, operands.count)}
+    )
 
 
-def dynamic_slice(case: Case) -> Outcome | None:
-    """A slice as long as the dimension starts at its begin, whatever its start: starts are clamped."""
-    state = alone(case)
-    if state is None or case.results[0][state.dim] != case.operands[0][state.dim]:
+def dynamic_slice(operands: Operands) -> RuleResult | None:
+    """The split dimension is taken whole. Its slice then begins at 0, whatever its start: starts are clamped."""
+    state = only_first_split(operands)
+    if state is None or operands.result_shapes[0][state.dim] != operands.shapes[0][state.dim]:
         return None
-    return Outcome((state,), params={"slice_sizes": divided(case.params["slice_sizes"], state.dim, case.count)})
+    return RuleResult(
+        (state,), params={"slice_sizes": divided(operands.params["slice_sizes"], state.dim, operands.count)}
+    )
 
 
-def dynamic_update_slice(case: Case) -> Outcome | None:
-    whole, update, *starts = case.states
+def dynamic_update_slice(operands: Operands) -> RuleResult | None:
+    """The update covers the split dimension in full."""
+    whole, update, *starts = operands.states
     if any(not isinstance(s, Invariant) for s in starts):
         return None
-    state = only((whole, update))
-    if not isinstance(state, Split) or case.operands[0][state.dim] != case.operands[1][state.dim]:
+    state = common_state((whole, update))
+    if not isinstance(state, Split) or operands.shapes[0][state.dim] != operands.shapes[1][state.dim]:
         return None
-    return Outcome((state,), cuts_of(case, state, (0, 1)))
+    return RuleResult((state,), slice_invariants(operands, state, (0, 1)))
 
 
-def rev(case: Case) -> Outcome | None:
-    state = alone(case)
-    return None if state is None or state.dim in case.params["dimensions"] else Outcome((state,))
+def rev(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state = only_first_split(operands)
+    return None if state is None or state.dim in operands.params["dimensions"] else RuleResult((state,))
 
 
 # Reductions
 
 
-def reduction(kind: Kind | None) -> Rule:
-    """A reduction whose parts, if it goes over the split dimension, are combined by `kind`."""
+def reduction(kind: ReductionKind | None) -> Rule:
+    """The rule of a reduction. Over the split dimension it yields parts that `kind` combines; with None it cannot
+    run so.
+    """
 
-    def rule(case: Case) -> Outcome | None:
-        state, axes = alone(case), case.params["axes"]
-        if state is None or len(case.states) > 1:
+    def rule(operands: Operands) -> RuleResult | None:
+        state, axes = only_first_split(operands), operands.params["axes"]
+        if state is None or len(operands.states) > 1:
             return None
         if state.dim in axes:
-            return None if kind is None else Outcome((Partial(kind),))
-        return Outcome((_without(state, axes),) * len(case.results))
+            return None if kind is None else RuleResult((Partial(kind),))
+        return RuleResult((_drop_dims(state, axes),) * len(operands.result_shapes))
 
     return rule
 
 
-def window(case: Case) -> Outcome | None:
+def window(operands: Operands) -> RuleResult | None:
     """Windows of one element along the split dimension, neither padded nor strided."""
-    state = only(case.states)
+    state = common_state(operands.states)
     if not isinstance(state, Split):
         return None
-    params, dim, rank = case.params, state.dim, len(case.results[0])
+    params, dim, rank = operands.params, state.dim, len(operands.result_shapes[0])
     plain = (1,) * rank
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     if any((params.get(name) or plain)[dim] != 1 for name in names) or tuple(params["padding"][dim]) != (0, 0):
         return None
-    aligned = [i for i, shape in enumerate(case.operands) if len(shape) == rank]
-    return Outcome((state,) * len(case.results), cuts_of(case, state, aligned))
+    aligned = [i for i, shape in enumerate(operands.shapes) if len(shape) == rank]
+    return RuleResult((state,) * len(operands.result_shapes), slice_invariants(operands, state, aligned))
 
 
-def cumulative(case: Case) -> Outcome | None:
-    state = alone(case)
-    return None if state is None or state.dim == case.params["axis"] else Outcome((state,))
+def cumulative(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state = only_first_split(operands)
+    return None if state is None or state.dim == operands.params["axis"] else RuleResult((state,))
 
 
-def sort(case: Case) -> Outcome | None:
-    state = only(case.states)
-    if not isinstance(state, Split) or state.dim == case.params["dimension"]:
+def sort(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state = common_state(operands.states)
+    if not isinstance(state, Split) or state.dim == operands.params["dimension"]:
         return None
-    return Outcome((state,) * len(case.results), cuts_of(case, state, range(len(case.states))))
+    return RuleResult(
+        (state,) * len(operands.result_shapes), slice_invariants(operands, state, range(len(operands.states)))
+    )
 
 
-def top_k(case: Case) -> Outcome | None:
-    state, axis = alone(case), case.params.get("axis", -1) % len(case.operands[0])
-    return None if state is None or state.dim == axis else Outcome((state,) * len(case.results))
+def top_k(operands: Operands) -> RuleResult | None:
+    """Along any other dimension than the split one."""
+    state, axis = only_first_split(operands), operands.params.get("axis", -1) % len(operands.shapes[0])
+    return None if state is None or state.dim == axis else RuleResult((state,) * len(operands.result_shapes))
 
 
-def leading(inner: int) -> Rule:
-    """Independent problems along all but the last `inner` dimensions, which every operand and result has."""
+def batched(inner: int) -> Rule:
+    """Independent problems along all but the last `inner` dimensions, which all operands and results share."""
 
-    def rule(case: Case) -> Outcome | None:
-        state = only(case.states)
-        if not isinstance(state, Split) or state.dim >= len(case.operands[0]) - inner:
+    def rule(operands: Operands) -> RuleResult | None:
+        state = common_state(operands.states)
+        if not isinstance(state, Split) or state.dim >= len(operands.shapes[0]) - inner:
             return None
-        return Outcome((state,) * len(case.results), cuts_of(case, state, range(len(case.states))))
+        return RuleResult(
+            (state,) * len(operands.result_shapes), slice_invariants(operands, state, range(len(operands.states)))
+        )
 
     return rule
 
 
-def fft(case: Case) -> Outcome | None:
-    return leading(len(case.params["fft_lengths"]))(case)
+def fft(operands: Operands) -> RuleResult | None:
+    """Independent transforms along all but the transformed dimensions."""
+    return batched(len(operands.params["fft_lengths"]))(operands)
 
 
 # Products
 
 
-def dot(case: Case) -> Outcome | None:
-    contracted, batch = case.params["dimension_numbers"]
-    states = case.states
+def dot(operands: Operands) -> RuleResult | None:
+    """Contracted dimensions split: a partial sum; batch dimensions or a free dimension of one operand: a split
+    result.
+    """
+    contracted, batch = operands.params["dimension_numbers"]
+    states = operands.states
     for side in (0, 1):
         state, other = states[side], states[1 - side]
         if not isinstance(state, Split):
@@ -241,51 +291,54 @@ def dot(case: Case) -> Outcome | None:
                 position = tuple(dims[side]).index(state.dim)
                 partner = Split(dims[1 - side][position], state.outer)
                 result = SUM if summed else Split(position, state.outer)
-                return together(result, other, partner, 1 - side)
+                return align_operand(result, other, partner, 1 - side)
         if isinstance(other, Invariant):
-            return Outcome((Split(_free_position(case, side, state.dim), state.outer),))
+            return RuleResult((Split(_free_position(operands, side, state.dim), state.outer),))
         return None
     return None
 
 
-def _free_position(case: Case, side: int, dim: int) -> int:
+def _free_position(operands: Operands, side: int, dim: int) -> int:
     """Dimension of a dot's result that a free dimension of one operand becomes."""
-    (contracted, batch) = case.params["dimension_numbers"]
+    (contracted, batch) = operands.params["dimension_numbers"]
 
     def free(s: int) -> list[int]:
-        return [d for d in range(len(case.operands[s])) if d not in contracted[s] and d not in batch[s]]
+        return [d for d in range(len(operands.shapes[s])) if d not in contracted[s] and d not in batch[s]]
 
     return len(batch[0]) + (len(free(0)) if side else 0) + free(side).index(dim)
 
 
-def convolution(case: Case) -> Outcome | None:
-    numbers, states = case.params["dimension_numbers"], case.states
+def convolution(operands: Operands) -> RuleResult | None:
+    """The batch split: a split result; input features split, in both operands: a partial sum."""
+    numbers, states = operands.params["dimension_numbers"], operands.states
     left, right = states
     if isinstance(left, Split) and left.dim == numbers.lhs_spec[0] and isinstance(right, Invariant):
         batch = Split(numbers.out_spec[0], left.outer)
-        return Outcome((batch,)) if case.params["batch_group_count"] == 1 else None
-    if case.params["feature_group_count"] != 1:
+        return RuleResult((batch,)) if operands.params["batch_group_count"] == 1 else None
+    if operands.params["feature_group_count"] != 1:
         return None
-    for side, features, partner in ((0, numbers.lhs_spec[1], numbers.rhs_spec[1]), (1, *_swapped(numbers))):
+    for side, features, partner in ((0, numbers.lhs_spec[1], numbers.rhs_spec[1]), (1, *_kernel_features(numbers))):
         state = states[side]
         if isinstance(state, Split) and state.dim == features:
-            return together(SUM, states[1 - side], Split(partner, state.outer), 1 - side)
+            return align_operand(SUM, states[1 - side], Split(partner, state.outer), 1 - side)
     return None
 
 
-def _swapped(numbers: Any) -> tuple[int, int]:
+def _kernel_features(numbers: Any) -> tuple[int, int]:
+    """Input-feature dimension of the kernel, then of the input."""
     return numbers.rhs_spec[1], numbers.lhs_spec[1]
 
 
-# Random numbers: every key has its own stream, and the dimensions drawn come after those of the keys.
+# Random numbers: every key has its own stream, and the generated dimensions follow those of the keys.
 
 
-def keyed(case: Case) -> Outcome | None:
-    state = alone(case)
-    keys = min(len(case.operands[0]), len(case.results[0]))
-    return Outcome((state,)) if state is not None and state.dim < keys else None
+def per_key(operands: Operands) -> RuleResult | None:
+    """Split along a dimension of the keys."""
+    state = only_first_split(operands)
+    keys = min(len(operands.shapes[0]), len(operands.result_shapes[0]))
+    return RuleResult((state,)) if state is not None and state.dim < keys else None
 
 
-def fold_in(case: Case) -> Outcome | None:
-    """Numbers folded into keys, one by one."""
-    return elementwise(case) if COUNTED.holds(case.dtype(0)) else None
+def fold_in(operands: Operands) -> RuleResult | None:
+    """Integers folded into keys, elementwise."""
+    return elementwise(operands) if THREEFRY_KEYS.contains(operands.dtype(0)) else None

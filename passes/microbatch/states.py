@@ -1,16 +1,16 @@
 """States of values along the microbatches: the lattice of `autopar.passes.microbatch.analysis`.
 
-The batch is cut into m blocks. A value of the step is, seen by the program that runs once per block,
+The batch is cut into m blocks. In the program that runs once per block, a value of the step is
 
     Invariant            the same for every block
-    Split(dim, outer)    block k of the whole: dimension `dim`, viewed as (outer, m, inner), at [:, k, :]
-    Partial(kind)        a part of the whole, which is the sum (maximum, minimum, bitwise and, or) over the blocks
+    Split(dim, outer)    block k of the whole value: dimension `dim`, viewed as (outer, m, inner), at [:, k, :]
+    Partial(kind)        a part of the whole value, which is the sum (maximum, minimum, bitwise and, or) over all blocks
 
-`outer` is 1 for a batch in front; a batch of B examples flattened behind S positions, (S, B) -> (S B), is split with
-outer = S. The same three states describe values on a mesh axis (replicated, sharded, partial sum: GSPMD, Xu et al.,
-2021); here the axis is time.
+`outer` is 1 if the batch is the leading part of the dimension. A batch of B examples that is flattened behind S
+positions, (S, B) -> (S B), is split with outer = S. The same three states describe values on a mesh axis (replicated,
+sharded, partial sum: GSPMD, Xu et al., 2021); here the axis is time.
 
-A part of a sum in a float of less than 32 bits is computed and kept in float32, so that the total is rounded to its
+A part of a sum in a float of less than 32 bits is computed and stored in float32, so that the total is rounded to its
 dtype once and not once per block                                                                     -> part_dtype
 """
 
@@ -24,15 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
-Kind = Literal["sum", "max", "min", "and", "or"]
-#: Kinds of which a value combined with itself is itself.
-IDEMPOTENT: tuple[Kind, ...] = ("max", "min", "and", "or")
-KINDS: tuple[Kind, ...] = ("sum", *IDEMPOTENT)
+ReductionKind = Literal["sum", "max", "min", "and", "or"]
+#: Kinds for which a value combined with itself is itself.
+IDEMPOTENT: tuple[ReductionKind, ...] = ("max", "min", "and", "or")
+REDUCTION_KINDS: tuple[ReductionKind, ...] = ("sum", *IDEMPOTENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """The same in every microbatch; `zero`: all elements are known to be zero."""
+    """The same in every microbatch.
+
+    Attributes:
+        zero: all elements are known to be zero.
+    """
 
     zero: bool = False
 
@@ -53,9 +57,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A part of the whole value, to be combined over the microbatches."""
+    """A part of the whole value; the parts of all microbatches are combined."""
 
-    kind: Kind = "sum"
+    kind: ReductionKind = "sum"
 
     def __str__(self) -> str:
         return f"partial {self.kind}"
@@ -74,9 +78,11 @@ def local_shape(shape: Shape, state: State, count: int) -> Shape:
 
 
 def part_dtype(dtype: Any, state: State) -> Any:
-    """Dtype of a value within a microbatch: that of the whole, but for parts of sums in floats of less than 32 bits."""
-    narrow = state == SUM and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
-    return np.dtype(np.float32) if narrow else dtype
+    """Dtype of a value within a microbatch: that of the whole value, but float32 for parts of sums in narrower
+    floats.
+    """
+    is_narrow = state == SUM and jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
 
 
 def divided(shape: Sequence[int], dim: int, count: int) -> Shape:
@@ -84,19 +90,19 @@ def divided(shape: Sequence[int], dim: int, count: int) -> Shape:
     return tuple(n // count if d == dim else n for d, n in enumerate(shape))
 
 
-def fits(shape: Shape, state: Split, count: int) -> bool:
+def is_divisible(shape: Shape, state: Split, count: int) -> bool:
     """True if the dimension can be viewed as (outer, count, inner)."""
     return shape[state.dim] % (state.outer * count) == 0
 
 
-def only(states: Sequence[State]) -> State | None:
-    """The one state that all but the invariants are in; None if they differ or all are invariant."""
-    found = list(dict.fromkeys(s for s in states if not isinstance(s, Invariant)))
-    return found[0] if len(found) == 1 else None
+def common_state(states: Sequence[State]) -> State | None:
+    """The only state among these that is not invariant; None if there are several or none."""
+    distinct = list(dict.fromkeys(s for s in states if not isinstance(s, Invariant)))
+    return distinct[0] if len(distinct) == 1 else None
 
 
-def neutral(state: State, kind: Kind) -> bool:
-    """True if a value that every microbatch has as it is, taken for its part, combines to itself."""
+def combines_to_itself(state: State, kind: ReductionKind) -> bool:
+    """True if a value that is the same in every microbatch, used as each microbatch's part, combines to itself."""
     return isinstance(state, Invariant) and (kind in IDEMPOTENT or state.zero)
 
 
@@ -110,7 +116,7 @@ def join(before: State, after: State) -> State | None:
     if isinstance(before, Invariant) and isinstance(after, Invariant):
         return INVARIANT
     for one, other in ((before, after), (after, before)):
-        if isinstance(other, Partial) and neutral(one, other.kind):
+        if isinstance(other, Partial) and combines_to_itself(one, other.kind):
             return other
         if isinstance(one, Invariant) and isinstance(other, Split):
             return other

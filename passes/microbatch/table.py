@@ -1,17 +1,17 @@
-"""The table of the microbatch analysis: what runs block by block, and which parts of a whole may go through what.
+"""The table of the microbatch analysis: which primitives run block by block, and which operands may be partial.
 
-    operation    split operands         parts that it makes       operands that may be parts             for
+    primitive    split operands         partial results           operands that may be partial           for
     mul          elementwise            -                         one of two, the other invariant        sums of numbers
     reduce_max   any other dimension    maxima, if ordered        its operand                            maxima
     reshape      prefix products        -                         its operand                            everything
 
-A part goes through an operation f if f(combine_k x_k) = combine_k f(x_k). That is a property of the operation, of how
-parts are combined, and of the dtype: conversions of sums of int8 to float are none, since the sum may wrap first. All
-three are data here and are checked by one function                                                     -> outcome
+A partial operand may enter an operation f if f(combine_k x_k) = combine_k f(x_k). That depends on the operation, on how
+parts are combined, and on the dtype: converting parts of a sum of int8 to float is not allowed, since the sum may wrap
+first. All three are data here and are checked by one function                                     -> apply_table
 
-For floats it holds to rounding, and where the whole is no finite number, what comes out is no finite number either:
-inf (x_1 + x_2) is inf where inf x_1 + inf x_2 may be nan. What has no entry never runs on blocks, so that any program
-stays correct.
+For floats the equation is valid up to rounding. Where the whole value is not finite, the result is not finite either,
+but it may be another such value: inf (x_1 + x_2) is inf where inf x_1 + inf x_2 may be nan. A primitive without a row
+never runs on blocks, so that every program stays correct.
 """
 
 from __future__ import annotations
@@ -23,137 +23,148 @@ from functools import partial
 
 from autopar.ir.graph import Op
 from autopar.passes.microbatch import rules
-from autopar.passes.microbatch.gather import fill_is_lost_in_sums, gather, scatter
+from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
 from autopar.passes.microbatch.rule_types import (
     ANY,
     BITS,
-    COUNTED,
     INEXACT,
     NUMBER,
     ORDERED,
-    Case,
+    THREEFRY_KEYS,
     Dtypes,
-    Entry,
-    Outcome,
-    Passes,
+    Operands,
+    OpRules,
+    PartialOperands,
+    RuleResult,
     homomorphic,
 )
 from autopar.passes.microbatch.states import (
     INVARIANT,
-    KINDS,
+    REDUCTION_KINDS,
     ZERO,
-    Kind,
     Partial,
+    ReductionKind,
     Split,
     State,
-    fits,
-    neutral,
+    combines_to_itself,
+    is_divisible,
 )
 
 
-def outcome(case: Case) -> Outcome | None:
-    """The outcome of the operation's entry; None if it has none, or cannot run on blocks in these states."""
-    entry = RULES.get(case.op.name)
+def apply_table(operands: Operands) -> RuleResult | None:
+    """How the operation runs on blocks by the rules of its primitive; None if it cannot in these states."""
+    entry = RULES.get(operands.op.name)
     if entry is None:
         return None
-    if entry.each:
-        return Outcome(case.states[: len(case.results)])
-    if any(isinstance(s, Partial) for s in case.states):
-        return next((found for one in entry.passes if (found := _passed(entry, one, case)) is not None), None)
-    return _split(entry, case)
+    if entry.identity:
+        return RuleResult(operands.states[: len(operands.result_shapes)])
+    if any(isinstance(s, Partial) for s in operands.states):
+        return next(
+            (r for pattern in entry.partial_operands if (r := apply_partial(entry, pattern, operands)) is not None),
+            None,
+        )
+    return _apply_split(entry, operands)
 
 
-def _split(entry: Entry, case: Case) -> Outcome | None:
-    """On blocks, by the entry's rule, where what it makes is in the entry too."""
-    if entry.split is None or not all(entry.dtypes.holds(case.dtype(i)) for i in range(len(case.operands))):
+def _apply_split(entry: OpRules, operands: Operands) -> RuleResult | None:
+    """Apply the split rule; None if the result is partial in a way that `entry` does not list, or a dimension does
+    not divide.
+    """
+    if entry.split is None or not all(entry.dtypes.contains(operands.dtype(i)) for i in range(len(operands.shapes))):
         return None
-    found = entry.split(case)
-    if found is None or not all(map(partial(_makes, entry, case), found.results, case.result_dtypes)):
+    result = entry.split(operands)
+    if result is None or not all(map(partial(_allows_result, entry, operands), result.results, operands.result_dtypes)):
         return None
-    whole = zip((*case.operands, *case.results), (*case.states, *found.results), strict=True)
-    cut = ((case.operands[i], split) for i, split in found.cuts.items())
-    splits = [(shape, state) for shape, state in (*whole, *cut) if isinstance(state, Split)]
-    return found if all(fits(shape, state, case.count) for shape, state in splits) else None
+    values = zip((*operands.shapes, *operands.result_shapes), (*operands.states, *result.results), strict=True)
+    sliced = ((operands.shapes[i], split) for i, split in result.slices.items())
+    splits = [(shape, state) for shape, state in (*values, *sliced) if isinstance(state, Split)]
+    return result if all(is_divisible(shape, state, operands.count) for shape, state in splits) else None
 
 
-def _makes(entry: Entry, case: Case, state: State, dtype: object) -> bool:
-    """True if a result is no part of a whole, or one that the entry names. Integers of floats are rounded: none."""
+def _allows_result(entry: OpRules, operands: Operands, state: State, dtype: object) -> bool:
+    """True if a result is not partial, or partial as `entry` lists. An integer computed from floats is rounded: not
+    partial.
+    """
     if not isinstance(state, Partial):
         return True
-    rounded = not INEXACT.holds(dtype) and any(INEXACT.holds(case.dtype(i)) for i in range(len(case.operands)))
-    return state.kind in entry.makes and entry.makes[state.kind].holds(dtype) and not rounded
+    rounded = not INEXACT.contains(dtype) and any(
+        INEXACT.contains(operands.dtype(i)) for i in range(len(operands.shapes))
+    )
+    return state.kind in entry.partial_results and entry.partial_results[state.kind].contains(dtype) and not rounded
 
 
-def _passed(entry: Entry, one: Passes, case: Case) -> Outcome | None:
-    """Parts of a whole through an operation, as one of the entry's lines says."""
-    letters = one.letters(len(case.states))
-    kind = next(s.kind for s in case.states if isinstance(s, Partial))
-    if letters is None or kind not in one.kinds:
+def apply_partial(entry: OpRules, pattern: PartialOperands, operands: Operands) -> RuleResult | None:
+    """Apply one pattern of partial operands."""
+    letters = pattern.letters(len(operands.states))
+    kind = next(s.kind for s in operands.states if isinstance(s, Partial))
+    if letters is None or kind not in pattern.kinds:
         return None
-    if not all(_FITS[letter](state, kind) for letter, state in zip(letters, case.states, strict=True)):
+    if not all(_ALLOWED_STATE[letter](state, kind) for letter, state in zip(letters, operands.states, strict=True)):
         return None
-    parts = [case.dtype(i) for i, letter in enumerate(letters) if letter == "p"]
-    known = all(one.dtypes.holds(dtype) for dtype in (*parts, *case.result_dtypes))
-    if not known or not all(homomorphic(kind, a, b) for a in parts for b in case.result_dtypes):
+    parts = [operands.dtype(i) for i, letter in enumerate(letters) if letter == "p"]
+    allowed = all(pattern.dtypes.contains(dtype) for dtype in (*parts, *operands.result_dtypes))
+    if not allowed or not all(homomorphic(kind, a, b) for a in parts for b in operands.result_dtypes):
         return None
-    if not one.holds(case, kind):
+    if not pattern.condition(operands, kind):
         return None
-    results = (Partial(kind),) * len(case.results)
-    return _onto(entry, case, results) if "b" in letters else Outcome(results)
+    results = (Partial(kind),) * len(operands.result_shapes)
+    return _add_blocks(entry, operands, results) if "b" in letters else RuleResult(results)
 
 
-def _onto(entry: Entry, case: Case, results: tuple[State, ...]) -> Outcome | None:
-    """Blocks added to a part: allowed where, added to zero, they would be one."""
-    states = tuple(ZERO if isinstance(s, Partial) else s for s in case.states)
-    found = _split(entry, replace(case, states=states))
-    return found if found is not None and found.results == results else None
+def _add_blocks(entry: OpRules, operands: Operands, results: tuple[State, ...]) -> RuleResult | None:
+    """Split operands added to a partial one: allowed if, added to zero, they give a partial result of the same kind."""
+    states = tuple(ZERO if isinstance(s, Partial) else s for s in operands.states)
+    result = _apply_split(entry, replace(operands, states=states))
+    return result if result is not None and result.results == results else None
 
 
-#: Letter of `Passes.operands` -> (state, kind) -> whether an operand in this state may be there.
-_FITS = {
-    "p": lambda state, kind: state == Partial(kind) or neutral(state, kind),
+#: Letter of `PartialOperands.pattern` -> (state, kind) -> whether the letter admits an operand in this state.
+_ALLOWED_STATE = {
+    "p": lambda state, kind: state == Partial(kind) or combines_to_itself(state, kind),
     "i": lambda state, kind: not isinstance(state, Split | Partial),
     "b": lambda state, kind: not isinstance(state, Partial),
 }
 
 
 def invariant_results(op: Op, states: Sequence[State]) -> tuple[State, ...]:
-    """States of the results where all operands are invariant."""
+    """States of the results if all operands are invariant."""
     zero = op.name in _KEEP_ZERO and bool(states) and states[0] == ZERO
     return (ZERO if zero else INVARIANT,) * len(op.outputs)
 
 
-#: What makes zeros of zeros.
+#: Operations whose result is zero if their first operand is.
 _KEEP_ZERO = ("broadcast_in_dim", "reshape", "convert_element_type", "transpose", "slice", "squeeze", "copy", "neg")
 
 
-# Lines of entries
+# Parts of rows
 
 
-def _moves(operands: str) -> tuple[Passes, ...]:
-    """Elements are moved, as parts are before they are combined."""
-    return (Passes(operands, KINDS, ANY),)
+def _moves_elements(pattern: str) -> tuple[PartialOperands, ...]:
+    """The operation moves elements, which commutes with combining parts of any kind and dtype."""
+    return (PartialOperands(pattern, REDUCTION_KINDS, ANY),)
 
 
-def _sums(operands: str, dtypes: Dtypes = NUMBER) -> tuple[Passes, ...]:
-    """Linear in the operands that are parts, one pattern of which is asked for."""
-    return tuple(Passes(one, ("sum",), dtypes) for one in operands.split())
+def _linear_in(patterns: str, dtypes: Dtypes = NUMBER) -> tuple[PartialOperands, ...]:
+    """Linear in the operands that are partial; several patterns are separated by spaces."""
+    return tuple(PartialOperands(pattern, ("sum",), dtypes) for pattern in patterns.split())
 
 
-def _kept(kind: Kind, dtypes: Dtypes, operands: str = "p") -> tuple[Passes, ...]:
-    return (Passes(operands, (kind,), dtypes),)
+def _keeps_kind(kind: ReductionKind, dtypes: Dtypes, pattern: str = "p") -> tuple[PartialOperands, ...]:
+    """Commutes with combining parts of this kind."""
+    return (PartialOperands(pattern, (kind,), dtypes),)
 
 
-def _reduced(kind: Kind, dtypes: Dtypes) -> Entry:
-    """A reduction that makes parts of a kind, and passes on such."""
-    return Entry(rules.reduction(kind), {kind: dtypes}, _kept(kind, dtypes))
+def _reduction(kind: ReductionKind, dtypes: Dtypes) -> OpRules:
+    """A reduction that yields parts of a kind, and takes such parts."""
+    return OpRules(rules.reduction(kind), {kind: dtypes}, _keeps_kind(kind, dtypes))
 
 
-def _words(text: str) -> list[str]:
+def _names_in(text: str) -> list[str]:
+    """Names of primitives in a text."""
     return re.findall(r"[\w-]+", text)
 
 
-_ELEMENTWISE = _words("""
+_ELEMENTWISE = _names_in("""
     abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
     digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite
     le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter not
@@ -163,67 +174,69 @@ _ELEMENTWISE = _words("""
     tan tanh threefry2x32 xor zeta
 """)
 
-_PROBLEMS = _words("cholesky triangular_solve lu qr eigh svd householder_product")
-_WINDOWS = _words("reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add")
+_BATCHED_LINALG = _names_in("cholesky triangular_solve lu qr eigh svd householder_product")
+_WINDOWS = _names_in(
+    "reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add"
+)
 
-RULES: Mapping[str, Entry] = {
+RULES: Mapping[str, OpRules] = {
     # elementwise
-    **dict.fromkeys(_ELEMENTWISE, Entry(rules.elementwise)),
-    **dict.fromkeys(("add", "add_any", "sub"), Entry(rules.elementwise, passes=_sums("pp"))),
-    "neg": Entry(rules.elementwise, passes=_sums("p")),
-    "mul": Entry(rules.elementwise, passes=_sums("pi ip")),
-    "div": Entry(rules.elementwise, passes=_sums("pi", INEXACT)),
-    "convert_element_type": Entry(rules.elementwise, passes=_sums("p")),
-    **dict.fromkeys(("real", "imag", "conj"), Entry(rules.elementwise, passes=_sums("p", INEXACT))),
-    "complex": Entry(rules.elementwise, passes=_sums("pp", INEXACT)),
-    "max": Entry(rules.elementwise, passes=_kept("max", ORDERED, "pp")),
-    "min": Entry(rules.elementwise, passes=_kept("min", ORDERED, "pp")),
-    "and": Entry(rules.elementwise, passes=_kept("and", BITS, "pp")),
-    "or": Entry(rules.elementwise, passes=_kept("or", BITS, "pp")),
-    "select_n": Entry(rules.elementwise, passes=_moves("ip*")),
-    **dict.fromkeys(_words("copy name"), Entry(rules.elementwise, passes=_moves("p"))),
-    "bitcast_convert_type": Entry(rules.bitcast),
-    **dict.fromkeys(("optimization_barrier", "sharding_constraint"), Entry(each=True)),
+    **dict.fromkeys(_ELEMENTWISE, OpRules(rules.elementwise)),
+    **dict.fromkeys(("add", "add_any", "sub"), OpRules(rules.elementwise, partial_operands=_linear_in("pp"))),
+    "neg": OpRules(rules.elementwise, partial_operands=_linear_in("p")),
+    "mul": OpRules(rules.elementwise, partial_operands=_linear_in("pi ip")),
+    "div": OpRules(rules.elementwise, partial_operands=_linear_in("pi", INEXACT)),
+    "convert_element_type": OpRules(rules.elementwise, partial_operands=_linear_in("p")),
+    **dict.fromkeys(("real", "imag", "conj"), OpRules(rules.elementwise, partial_operands=_linear_in("p", INEXACT))),
+    "complex": OpRules(rules.elementwise, partial_operands=_linear_in("pp", INEXACT)),
+    "max": OpRules(rules.elementwise, partial_operands=_keeps_kind("max", ORDERED, "pp")),
+    "min": OpRules(rules.elementwise, partial_operands=_keeps_kind("min", ORDERED, "pp")),
+    "and": OpRules(rules.elementwise, partial_operands=_keeps_kind("and", BITS, "pp")),
+    "or": OpRules(rules.elementwise, partial_operands=_keeps_kind("or", BITS, "pp")),
+    "select_n": OpRules(rules.elementwise, partial_operands=_moves_elements("ip*")),
+    **dict.fromkeys(_names_in("copy name"), OpRules(rules.elementwise, partial_operands=_moves_elements("p"))),
+    "bitcast_convert_type": OpRules(rules.bitcast),
+    **dict.fromkeys(("optimization_barrier", "sharding_constraint"), OpRules(identity=True)),
     # shapes
-    "broadcast_in_dim": Entry(rules.broadcast, passes=_moves("pi*")),
-    "reshape": Entry(rules.reshape, passes=_moves("pi*")),
-    "transpose": Entry(rules.transpose, passes=_moves("p")),
-    "squeeze": Entry(rules.squeeze, passes=_moves("p")),
-    "concatenate": Entry(rules.concatenate, passes=_moves("p*")),
-    "split": Entry(rules.split_apart, passes=_moves("p")),
-    "unstack": Entry(rules.unstack, passes=_moves("p")),
-    "stack": Entry(rules.stack, passes=_moves("p*")),
-    "tile": Entry(rules.tile, passes=_moves("p")),
-    "pad": Entry(rules.pad, passes=_moves("pp")),
-    "slice": Entry(rules.slices, passes=_moves("p")),
-    "dynamic_slice": Entry(rules.dynamic_slice, passes=_moves("pi*")),
-    "dynamic_update_slice": Entry(rules.dynamic_update_slice, passes=_moves("ppi*")),
-    "rev": Entry(rules.rev, passes=_moves("p")),
+    "broadcast_in_dim": OpRules(rules.broadcast, partial_operands=_moves_elements("pi*")),
+    "reshape": OpRules(rules.reshape, partial_operands=_moves_elements("pi*")),
+    "transpose": OpRules(rules.transpose, partial_operands=_moves_elements("p")),
+    "squeeze": OpRules(rules.squeeze, partial_operands=_moves_elements("p")),
+    "concatenate": OpRules(rules.concatenate, partial_operands=_moves_elements("p*")),
+    "split": OpRules(rules.split_array, partial_operands=_moves_elements("p")),
+    "unstack": OpRules(rules.unstack, partial_operands=_moves_elements("p")),
+    "stack": OpRules(rules.stack, partial_operands=_moves_elements("p*")),
+    "tile": OpRules(rules.tile, partial_operands=_moves_elements("p")),
+    "pad": OpRules(rules.pad, partial_operands=_moves_elements("pp")),
+    "slice": OpRules(rules.static_slice, partial_operands=_moves_elements("p")),
+    "dynamic_slice": OpRules(rules.dynamic_slice, partial_operands=_moves_elements("pi*")),
+    "dynamic_update_slice": OpRules(rules.dynamic_update_slice, partial_operands=_moves_elements("ppi*")),
+    "rev": OpRules(rules.rev, partial_operands=_moves_elements("p")),
     # reductions
-    "reduce_sum": _reduced("sum", NUMBER),
-    "reduce_max": _reduced("max", ORDERED),
-    "reduce_min": _reduced("min", ORDERED),
-    "reduce_or": _reduced("or", BITS),
-    "reduce_and": _reduced("and", BITS),
-    **dict.fromkeys(_words("reduce_prod reduce_xor argmax argmin"), Entry(rules.reduction(None))),
-    **dict.fromkeys(_WINDOWS, Entry(rules.window)),
-    "cumsum": Entry(rules.cumulative, passes=_sums("p")),
-    "cummax": Entry(rules.cumulative, passes=_kept("max", ORDERED)),
-    "cummin": Entry(rules.cumulative, passes=_kept("min", ORDERED)),
-    **dict.fromkeys(("cumprod", "cumlogsumexp"), Entry(rules.cumulative)),
-    "sort": Entry(rules.sort),
-    "top_k": Entry(rules.top_k),
-    "fft": Entry(rules.fft),
-    **dict.fromkeys(_PROBLEMS, Entry(rules.leading(2))),
+    "reduce_sum": _reduction("sum", NUMBER),
+    "reduce_max": _reduction("max", ORDERED),
+    "reduce_min": _reduction("min", ORDERED),
+    "reduce_or": _reduction("or", BITS),
+    "reduce_and": _reduction("and", BITS),
+    **dict.fromkeys(_names_in("reduce_prod reduce_xor argmax argmin"), OpRules(rules.reduction(None))),
+    **dict.fromkeys(_WINDOWS, OpRules(rules.window)),
+    "cumsum": OpRules(rules.cumulative, partial_operands=_linear_in("p")),
+    "cummax": OpRules(rules.cumulative, partial_operands=_keeps_kind("max", ORDERED)),
+    "cummin": OpRules(rules.cumulative, partial_operands=_keeps_kind("min", ORDERED)),
+    **dict.fromkeys(("cumprod", "cumlogsumexp"), OpRules(rules.cumulative)),
+    "sort": OpRules(rules.sort),
+    "top_k": OpRules(rules.top_k),
+    "fft": OpRules(rules.fft),
+    **dict.fromkeys(_BATCHED_LINALG, OpRules(rules.batched(2))),
     # products
-    "dot_general": Entry(rules.dot, {"sum": NUMBER}, _sums("pi ip")),
-    "conv_general_dilated": Entry(rules.convolution, {"sum": NUMBER}, _sums("pi ip")),
+    "dot_general": OpRules(rules.dot, {"sum": NUMBER}, _linear_in("pi ip")),
+    "conv_general_dilated": OpRules(rules.convolution, {"sum": NUMBER}, _linear_in("pi ip")),
     # gathers and scatters
-    "gather": Entry(gather, passes=(Passes("pi", KINDS, ANY, fill_is_lost_in_sums),)),
-    "scatter-add": Entry(scatter, {"sum": NUMBER}, _sums("pip pbb")),
-    **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), Entry(scatter)),
+    "gather": OpRules(gather, partial_operands=(PartialOperands("pi", REDUCTION_KINDS, ANY, fill_combines_to_itself),)),
+    "scatter-add": OpRules(scatter, {"sum": NUMBER}, _linear_in("pip pbb")),
+    **dict.fromkeys(("scatter", "scatter-mul", "scatter-min", "scatter-max"), OpRules(scatter)),
     # random numbers
-    **dict.fromkeys(("random_bits", "random_split"), Entry(rules.keyed, dtypes=COUNTED)),
-    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), Entry(rules.keyed)),
-    "random_fold_in": Entry(rules.fold_in),
+    **dict.fromkeys(("random_bits", "random_split"), OpRules(rules.per_key, dtypes=THREEFRY_KEYS)),
+    **dict.fromkeys(("random_seed", "random_wrap", "random_unwrap"), OpRules(rules.per_key)),
+    "random_fold_in": OpRules(rules.fold_in),
 }

@@ -13,19 +13,19 @@ from dataclasses import replace
 
 from autopar.ir.graph import Atom
 from autopar.passes.microbatch.analysis import Microbatches
-from autopar.passes.microbatch.programs import Placed
+from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.assign import whole_operands
 from autopar.passes.stages.updates import SHAPE_OPS
 
 
 def separate_loops(split: Microbatches) -> tuple[Microbatches, Microbatches]:
     """Two steps: results of the first loop are the values that are read later, further arguments of the second."""
-    first, second = split.sweeps
+    first, second = split.loops
     ops_between, expansions = _spread(first.after)
     prologue = tuple(sorted((*split.prologue, *expansions), key=lambda p: p.op.index))
     first_results = {v for p in ops_between for v in p.op.outputs} | {t.value for t in first.totals}
     second_results = {v for p in second.after for v in p.op.outputs} | {t.value for t in second.totals}
-    needed = {v for p in second.loop for v in whole_operands(p)}
+    needed = {v for p in second.body for v in whole_operands(p)}
     needed.update(
         a for p in (*prologue, *second.after) for a in p.op.inputs if isinstance(a, int) and a not in second_results
     )
@@ -37,22 +37,22 @@ def separate_loops(split: Microbatches) -> tuple[Microbatches, Microbatches]:
         split,
         graph=replace(graph, outputs=transferred, output_paths=names),
         flat=replace(split.flat, outputs=transferred),
-        sweeps=(replace(first, after=ops_between),),
+        loops=(replace(first, after=ops_between),),
     )
     after = replace(
         split,
         graph=replace(graph, inputs=(*graph.inputs, *transferred), input_paths=(*graph.input_paths, *names)),
         prologue=prologue,
-        sweeps=(second,),
+        loops=(second,),
     )
     return before, after
 
 
-def _spread(after: Sequence[Placed]) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+def _spread(after: Sequence[PlacedOp]) -> tuple[tuple[PlacedOp, ...], tuple[PlacedOp, ...]]:
     """Operations between the loops: those whose results others among them read, and those that only change shapes."""
     operands: set[Atom] = set()
-    others: list[Placed] = []
-    expansions: list[Placed] = []
+    others: list[PlacedOp] = []
+    expansions: list[PlacedOp] = []
     for placed in reversed(after):
         is_expansion = placed.op.name in SHAPE_OPS and not any(v in operands for v in placed.op.outputs)
         (expansions if is_expansion else others).append(placed)

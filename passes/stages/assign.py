@@ -36,7 +36,7 @@ from autopar.ir.graph import Op
 from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
 from autopar.passes.microbatch.analysis import Microbatches
-from autopar.passes.microbatch.programs import Placed, Total
+from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.microbatch.states import Partial
 from autopar.schedules.instructions import Kind
 
@@ -76,10 +76,10 @@ class PassAssignment:
 
     pass_of: Mapping[int, StagePass]
     made: Mapping[int, StagePass]
-    duplicated: Mapping[int, Placed]
-    expanded: Mapping[int, Placed]
-    deferred_sums: tuple[Placed, ...]
-    totals: tuple[Total, ...]
+    duplicated: Mapping[int, PlacedOp]
+    expanded: Mapping[int, PlacedOp]
+    deferred_sums: tuple[PlacedOp, ...]
+    totals: tuple[AccumulatedValue, ...]
 
 
 def assign(
@@ -98,7 +98,7 @@ def assign(
     """
     roots = argument_roots(split)
     duplicated = _duplicated(split, roots)
-    loop = [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in duplicated]
+    loop = [p for p in split.body if not p.op.outputs or p.op.outputs[0] not in duplicated]
     forward_ops, backward_ops = _by_phase(split, loop)
     stages = _forward(split, layers, first_layers, forward_ops)
     sole_reader = _sole_readers(split, forward_ops, duplicated, stages, roots)
@@ -127,7 +127,7 @@ def assign(
 def transferred_values(split: Microbatches, layers: Layers) -> tuple[frozenset[int], ...]:
     """Per border between layers, the values that a stage in front of it sends to one behind it; no duplicated ones."""
     duplicated = _duplicated(split, argument_roots(split))
-    forward_ops, _ = _by_phase(split, [p for p in split.loop if not p.op.outputs or p.op.outputs[0] not in duplicated])
+    forward_ops, _ = _by_phase(split, [p for p in split.body if not p.op.outputs or p.op.outputs[0] not in duplicated])
     expanded = _expanded(split, forward_ops)
 
     def sources(value: int) -> frozenset[int]:
@@ -142,17 +142,17 @@ def transferred_values(split: Microbatches, layers: Layers) -> tuple[frozenset[i
     return tuple(frozenset[int]().union(*map(sources, operand_values)) for operand_values in layers.crossing)
 
 
-def block_operands(placed: Placed) -> list[int]:
+def block_operands(placed: PlacedOp) -> list[int]:
     """Operands of which an operation reads the microbatch's block."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i not in placed.outer]
 
 
-def operand_values(placed: Placed) -> list[int]:
+def operand_values(placed: PlacedOp) -> list[int]:
     """All values that an operation reads."""
     return [a for a in placed.op.inputs if isinstance(a, int)]
 
 
-def whole_operands(placed: Placed) -> list[int]:
+def whole_operands(placed: PlacedOp) -> list[int]:
     """Operands that an operation reads whole: the same for every microbatch."""
     return [a for i, a in enumerate(placed.op.inputs) if isinstance(a, int) and i in placed.outer]
 
@@ -175,12 +175,12 @@ def argument_roots(split: Microbatches) -> Roots:
     return roots_of
 
 
-def _duplicated(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
+def _duplicated(split: Microbatches, roots: Roots) -> Mapping[int, PlacedOp]:
     """Value computed cheaply from parameters alone, or from the batch alone -> its operation."""
     persistent = persistent_arguments(split)
     batch_roots = {v: frozenset([v]) for v in split.batch}
-    duplicated: dict[int, Placed] = {}
-    for placed in split.loop:
+    duplicated: dict[int, PlacedOp] = {}
+    for placed in split.body:
         op = placed.op
         if (
             op.name in NOT_DUPLICATED
@@ -198,7 +198,7 @@ def _duplicated(split: Microbatches, roots: Roots) -> Mapping[int, Placed]:
     return duplicated
 
 
-def _roots_of_duplicated(duplicated: Mapping[int, Placed], roots: Roots) -> Roots:
+def _roots_of_duplicated(duplicated: Mapping[int, PlacedOp], roots: Roots) -> Roots:
     """Result of a duplicated operation -> the arguments that it is computed from."""
     result: dict[int, frozenset[int]] = {}
     for v, placed in duplicated.items():
@@ -207,11 +207,11 @@ def _roots_of_duplicated(duplicated: Mapping[int, Placed], roots: Roots) -> Root
     return result
 
 
-def _expanded(split: Microbatches, forward_ops: Sequence[Placed]) -> Mapping[int, Placed]:
+def _expanded(split: Microbatches, forward_ops: Sequence[PlacedOp]) -> Mapping[int, PlacedOp]:
     """Value of the forward pass, computed without products from values of at most half its bytes -> its operation."""
     nbytes = [type_.nbytes for type_ in split.graph.types]
     source_values: dict[int, frozenset[int]] = {}
-    expanded: dict[int, Placed] = {}
+    expanded: dict[int, PlacedOp] = {}
     for placed in forward_ops:
         op = placed.op
         sources = frozenset[int]().union(*(source_values.get(a, frozenset([a])) for a in block_operands(placed)))
@@ -225,11 +225,11 @@ def _expanded(split: Microbatches, forward_ops: Sequence[Placed]) -> Mapping[int
 # The forward pass
 
 
-def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed], list[Placed]]:
+def _by_phase(split: Microbatches, loop: Sequence[PlacedOp]) -> tuple[list[PlacedOp], list[PlacedOp]]:
     """Operations of the forward and of the backward pass; readers of a cotangent belong to the latter."""
     backward_indices = {inner.index for op in split.graph.ops if op.phase == "backward" for inner in op.walk()}
-    forward_ops: list[Placed] = []
-    backward_ops: list[Placed] = []
+    forward_ops: list[PlacedOp] = []
+    backward_ops: list[PlacedOp] = []
     cotangents: set[int] = set()
     for placed in loop:
         is_backward = placed.op.index in backward_indices or any(a in cotangents for a in block_operands(placed))
@@ -239,7 +239,7 @@ def _by_phase(split: Microbatches, loop: Sequence[Placed]) -> tuple[list[Placed]
 
 
 def _forward(
-    split: Microbatches, layers: Layers, first_layers: Sequence[int], forward_ops: Sequence[Placed]
+    split: Microbatches, layers: Layers, first_layers: Sequence[int], forward_ops: Sequence[PlacedOp]
 ) -> dict[int, int]:
     """Index of a forward operation -> its stage: that of its layer, or the latest stage of its operands."""
     stage_of = {
@@ -263,8 +263,8 @@ def _forward(
 
 def _sole_readers(
     split: Microbatches,
-    forward_ops: Sequence[Placed],
-    duplicated: Mapping[int, Placed],
+    forward_ops: Sequence[PlacedOp],
+    duplicated: Mapping[int, PlacedOp],
     stages: Mapping[int, int],
     roots: Roots,
 ) -> Mapping[int, int]:
@@ -284,10 +284,10 @@ def _sole_readers(
 
 
 def with_duplicated(
-    placed: Sequence[Placed],
-    duplicated: Mapping[int, Placed],
-    operands_of: Callable[[Placed], Sequence[int]] = block_operands,
-) -> list[Placed]:
+    placed: Sequence[PlacedOp],
+    duplicated: Mapping[int, PlacedOp],
+    operands_of: Callable[[PlacedOp], Sequence[int]] = block_operands,
+) -> list[PlacedOp]:
     """Operations and the duplicated ones that they need, in program order; `operands_of`: the operands that count."""
     by_index = {p.op.index: p for p in placed}
     waiting = list(placed)
@@ -304,18 +304,18 @@ def with_duplicated(
 
 def _backward(
     split: Microbatches,
-    backward_ops: Sequence[Placed],
+    backward_ops: Sequence[PlacedOp],
     forward: Mapping[int, int],
     roots: Roots,
     sole_reader: Mapping[int, int],
     last_stage: int,
 ) -> dict[int, int]:
     """Index of an operation of the backward pass -> its stage."""
-    ops = [p.op for p in (*split.loop, *split.epilogue)]
-    loop_values = {v for p in split.loop for v in p.op.outputs}
+    ops = [p.op for p in (*split.body, *split.epilogue)]
+    loop_values = {v for p in split.body for v in p.op.outputs}
     gradient_stage = gradients(split.graph, ops, split.flat.outputs, loop_values, sole_reader)
     stage_of_body = _stage_of_bodies(split, backward_ops, roots, sole_reader)
-    forward_ops = [p for p in split.loop if p.op.index in forward]
+    forward_ops = [p for p in split.body if p.op.index in forward]
     made_in = {v: forward[p.op.index] for p in forward_ops for v in p.op.outputs}
     last_reader = dict(made_in)
     for placed in forward_ops:
@@ -369,7 +369,7 @@ def _innermost_body(split: Microbatches, op: Op) -> int:
 
 
 def _stage_of_bodies(
-    split: Microbatches, backward_ops: Sequence[Placed], roots: Roots, sole_reader: Mapping[int, int]
+    split: Microbatches, backward_ops: Sequence[PlacedOp], roots: Roots, sole_reader: Mapping[int, int]
 ) -> Mapping[int, tuple[int, ...]]:
     """Rematerialised region that reads parameters of one stage only -> that stage."""
     stages_read: dict[int, set[int]] = {}
@@ -381,7 +381,7 @@ def _stage_of_bodies(
 
 
 def _moved_to_last_reader(
-    backward_ops: Sequence[Placed],
+    backward_ops: Sequence[PlacedOp],
     stages: dict[int, int],
     recomputed_in: Mapping[int, int],
     latest_stage: Mapping[int, int],
@@ -403,8 +403,8 @@ def _moved_to_last_reader(
 
 
 def _deferred(
-    loop: Sequence[Placed], stages: Mapping[int, int], totals: Sequence[Total]
-) -> tuple[tuple[Placed, ...], tuple[Total, ...]]:
+    loop: Sequence[PlacedOp], stages: Mapping[int, int], totals: Sequence[AccumulatedValue]
+) -> tuple[tuple[PlacedOp, ...], tuple[AccumulatedValue, ...]]:
     """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives."""
     made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
     spans_stages: set[int] = set()
@@ -413,23 +413,23 @@ def _deferred(
         if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in spans_stages for a in parts):
             spans_stages.update(op.outputs)
     totals_left = {t.value: t for t in totals}
-    deferred: list[Placed] = []
+    deferred: list[PlacedOp] = []
     for placed in reversed(loop):
         op = placed.op
         if (
             op.outputs
             and op.outputs[0] in spans_stages
             and op.outputs[0] in totals_left
-            and totals_left[op.outputs[0]].how == "sum"
+            and totals_left[op.outputs[0]].combine == "sum"
         ):
             del totals_left[op.outputs[0]]
-            totals_left.update((a, Total(a, "sum")) for a in op.inputs if isinstance(a, int))
-            deferred.append(Placed(op, frozenset(range(len(op.inputs)))))
+            totals_left.update((a, AccumulatedValue(a, "sum")) for a in op.inputs if isinstance(a, int))
+            deferred.append(PlacedOp(op, frozenset(range(len(op.inputs)))))
     return tuple(deferred[::-1]), tuple(totals_left[v] for v in sorted(totals_left))
 
 
 def _weight_pass_ops(
-    split: Microbatches, backward_ops: Sequence[Placed], stages: Mapping[int, int], totals: set[int]
+    split: Microbatches, backward_ops: Sequence[PlacedOp], stages: Mapping[int, int], totals: set[int]
 ) -> frozenset[int]:
     """Indices of the operations that make partial sums, or values that only these read within their stage."""
     put_off: set[int] = set()

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from autopar.errors import ArgumentError, GraphError, MicrobatchError
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches
-from autopar.passes.microbatch.programs import Placed, Total
+from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages import accumulation_loop
 from autopar.passes.stages import assign as stage_passes
 from autopar.passes.stages import updates as stage_updates
@@ -59,12 +59,12 @@ class Pass:
         totals: sums, and other totals, to which it contributes a part.
     """
 
-    ops: tuple[Placed, ...]
+    ops: tuple[PlacedOp, ...]
     whole: tuple[int, ...]
     blocks: tuple[int, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    totals: tuple[Total, ...]
+    totals: tuple[AccumulatedValue, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +77,7 @@ class Stage:
         passes: by kind.
     """
 
-    prologue: tuple[Placed, ...]
+    prologue: tuple[PlacedOp, ...]
     arguments: tuple[int, ...]
     passes: Mapping[Kind, Pass]
 
@@ -132,7 +132,7 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
     count = len(layers.layers)
     if any(a >= b for a, b in itertools.pairwise((*first_layers, count))):
         raise ArgumentError(f"borders {tuple(borders)} do not cut {count} layers: use ascending numbers 1..{count - 1}")
-    if len(split.sweeps) == 1:
+    if len(split.loops) == 1:
         return _divide(split, layers, first_layers, weights)
     before, after = accumulation_loop.separate_loops(split)
     first_loop = _divide(before, layers, first_layers, False)
@@ -160,9 +160,9 @@ def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], we
     return Stages(split, stages, transfers, stage_updates.assign(split, passes, reading_stages, len(first_layers)))
 
 
-def _ops(split: Microbatches, passes: PassAssignment, key: StagePass, last: int) -> list[Placed]:
+def _ops(split: Microbatches, passes: PassAssignment, key: StagePass, last: int) -> list[PlacedOp]:
     """Operations of one pass; the last stage computes totals that are duplicated operations."""
-    ops = [p for p in split.loop if passes.pass_of.get(p.op.index) == key]
+    ops = [p for p in split.body if passes.pass_of.get(p.op.index) == key]
     if key == (last, "F"):
         duplicated = {
             passes.duplicated[t.value].op.index: passes.duplicated[t.value]
@@ -174,7 +174,7 @@ def _ops(split: Microbatches, passes: PassAssignment, key: StagePass, last: int)
 
 
 def _routes(
-    passes: PassAssignment, ops: Mapping[StagePass, Sequence[Placed]]
+    passes: PassAssignment, ops: Mapping[StagePass, Sequence[PlacedOp]]
 ) -> tuple[Mapping[Transfer, tuple[int, ...]], Mapping[StagePass, set[int]], Mapping[StagePass, set[int]]]:
     """The transfers, and the values that every pass reads of others and writes for others."""
     transfers: dict[Transfer, set[int]] = {}
@@ -208,7 +208,7 @@ def _transfer(source: StagePass, target: StagePass, value: int) -> Transfer:
 def _pass(
     split: Microbatches,
     passes: PassAssignment,
-    ops: Sequence[Placed],
+    ops: Sequence[PlacedOp],
     reads: set[int],
     writes: set[int],
     stage: int,
@@ -232,7 +232,7 @@ def _pass(
 def _stage(split: Microbatches, passes: Mapping[Kind, Pass]) -> Stage:
     """A stage with the prologue that its passes need."""
     needed = {v for pass_ in passes.values() for v in pass_.whole}
-    prologue: list[Placed] = []
+    prologue: list[PlacedOp] = []
     for placed in reversed(split.prologue):
         if any(v in needed for v in placed.op.outputs):
             prologue.append(placed)
@@ -247,7 +247,7 @@ def _values(values: Sequence[int]) -> str:
     return ", ".join(f"%{v}" for v in values) or "nothing"
 
 
-def _names(ops: Sequence[Placed]) -> str:
+def _names(ops: Sequence[PlacedOp]) -> str:
     return " ".join(p.op.name for p in ops) or "nothing"
 
 

@@ -30,8 +30,8 @@ from autopar import jax_compat
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.jaxpr import build_programs
 from autopar.ir.train_state import match_state
-from autopar.passes.microbatch.loop import Programs
-from autopar.passes.microbatch.programs import Sweep, Total
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.programs import AccumulatedValue, AccumulationLoop
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.stages.divide import PASS_KINDS, Stages
 from autopar.passes.stages.updates import Update
@@ -98,7 +98,7 @@ class StageGraph:
         return {v: self.program_of(op.index) for op in self.graph.ops for v in op.outputs}
 
 
-def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Programs | None = None) -> StageGraph:
+def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: StepPrograms | None = None) -> StageGraph:
     """The graph of one stage.
 
     Args:
@@ -107,7 +107,7 @@ def stage_graph(stages: Stages, stage: int, avals: Sequence[Any], programs: Prog
         avals: shape and dtype of every argument of the step.
         programs: those of `stages.split`; shared where graphs of several stages are traced.
     """
-    programs_of_step = programs or Programs(stages.split)
+    programs_of_step = programs or StepPrograms(stages.split)
     tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), programs_of_step)
     inputs = list(tracer.inputs())
     result_keys: list[ValueKey] = []
@@ -139,18 +139,18 @@ class Tracer:
     stages: Stages
     stage: int
     types: Mapping[int, Any]
-    programs: Programs
+    programs: StepPrograms
     updates: Mapping[int, Update]
     sources: Mapping[int, int]
     stacked: frozenset[int]
     summed_in: dict[int, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: Programs) -> Tracer:
+    def of(stages: Stages, stage: int, types: Mapping[int, Any], programs: StepPrograms) -> Tracer:
         source_of = {
             t.value: (s, t) for s, stage_ in enumerate(stages.stages) for p in stage_.passes.values() for t in p.totals
         }
-        stacked = frozenset(v for v, (_, t) in source_of.items() if programs.accumulator(t).stacks)
+        stacked = frozenset(v for v, (_, t) in source_of.items() if programs.accumulator(t).is_stacked)
         updates = {i: u for i, u in enumerate(stages.updates.programs) if u.stage == stage}
         return Tracer(stages, stage, types, programs, updates, {v: s for v, (s, _) in source_of.items()}, stacked)
 
@@ -193,7 +193,7 @@ class Tracer:
         shape = whole.shape if state is None else local_shape(whole.shape, state, split.count)
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
-    # Programs
+    # StepPrograms
 
     def run_all(self, arrays: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
         """Runs all programs in order; returns their results by key."""
@@ -219,7 +219,7 @@ class Tracer:
         needed = {v for pass_ in stage.passes.values() for v in pass_.whole}
         whole = sorted(needed & {v for p in stage.prologue for v in p.op.outputs})
         outer = {**self.constants, **_of_map(environment, "arguments")}
-        made = self.programs.after(Sweep((), (), stage.prologue if whole else ()), outer, ())
+        made = self.programs.after(AccumulationLoop((), (), stage.prologue if whole else ()), outer, ())
         return {("whole", v): made[v] for v in whole}
 
     def run(self, kind: Any, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
@@ -229,8 +229,8 @@ class Tracer:
         values = {**{v: environment["blocks", v] for v in pass_.blocks}, **{v: local[v] for v in pass_.reads}}
         written = list(dict.fromkeys((*(t.value for t in pass_.totals), *pass_.writes)))
         outer = {v: whole[v] for v in (*pass_.whole, *self.constants)}
-        sweep = Sweep(pass_.ops, tuple(Total(v, "last") for v in written), ())
-        made = self.programs.loop(sweep, outer, values, environment["index", 0])
+        loop = AccumulationLoop(pass_.ops, tuple(AccumulatedValue(v, "last") for v in written), ())
+        made = self.programs.loop_body(loop, outer, values, environment["index", 0])
         return {("local", v): array for v, array in zip(written, made, strict=True)}
 
     def update(self, name: str, update: Update, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
@@ -238,7 +238,7 @@ class Tracer:
         totals = self.completed_sums(name, [t.value for t in update.totals], environment)
         outer = {**self.constants, **{v: arguments[v] for v in update.arguments}, **{v: made[v] for v in update.reads}}
         after = self.programs.after(
-            Sweep((), update.totals, update.ops), outer, [totals[t.value] for t in update.totals]
+            AccumulationLoop((), update.totals, update.ops), outer, [totals[t.value] for t in update.totals]
         )
         completed = {("totals", v): array for v, array in totals.items() if self.summed_in.get(v) == name}
         return {**completed, **{("made", v): after[v] for v in update.writes}}

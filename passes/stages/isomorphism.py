@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.ir.graph import Atom
-from autopar.passes.microbatch.loop import Programs
-from autopar.passes.microbatch.programs import Placed
-from autopar.passes.microbatch.rule_types import Outcome
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.programs import PlacedOp
+from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.stages.divide import PASS_KINDS, Stages
 from autopar.passes.stages.graph import GraphInput, StageGraph, Tracer, carried_by, results_of, update_name
 
@@ -42,7 +42,7 @@ class CanonicalForm:
     inputs: tuple[GraphInput, ...]
 
 
-def canonical_form(stages: Stages, stage: int, avals: Sequence[Any], programs: Programs) -> CanonicalForm:
+def canonical_form(stages: Stages, stage: int, avals: Sequence[Any], programs: StepPrograms) -> CanonicalForm:
     """The canonical form of a stage; arguments as for `autopar.passes.stages.graph.stage_graph`."""
     tracer = Tracer.of(stages, stage, dict(zip(stages.split.graph.inputs, avals, strict=True)), programs)
     inputs = tuple(tracer.inputs())
@@ -113,9 +113,9 @@ class _Description:
                 tuple(map(self.operation, pass_.ops)),
                 *map(self.several, (pass_.whole, pass_.blocks, pass_.reads)),
             )
-            yield self.several(pass_.writes), tuple((self.value(t.value), t.how) for t in pass_.totals)
+            yield self.several(pass_.writes), tuple((self.value(t.value), t.combine) for t in pass_.totals)
         for update in tracer.updates.values():
-            yield tuple(map(self.operation, update.ops)), tuple((self.value(t.value), t.how) for t in update.totals)
+            yield tuple(map(self.operation, update.ops)), tuple((self.value(t.value), t.combine) for t in update.totals)
             yield tuple(map(self.several, (update.arguments, update.reads, update.writes)))
         results = list(results_of(tracer))
         yield tuple((kind, self.value(v)) for kind, v in results)
@@ -134,7 +134,7 @@ class _Description:
     def atom(self, atom: Atom) -> Hashable:
         return self.value(atom) if isinstance(atom, int) else (str(atom), atom.type)
 
-    def operation(self, placed: Placed) -> Hashable:
+    def operation(self, placed: PlacedOp) -> Hashable:
         op = placed.op
         enclosing = self.stages.split.flat.remat.get(op.index, ())
         return (
@@ -142,8 +142,8 @@ class _Description:
             tuple(map(self.atom, op.inputs)),
             self.several(op.outputs),
             tuple((self.remat.setdefault(region.index, len(self.remat)), region.signature) for region in enclosing),
-            (tuple(sorted(placed.outer)), tuple(sorted(placed.own))),
-            _block_rule(placed.outcome),
+            (tuple(sorted(placed.outer)), tuple(sorted(placed.own_totals))),
+            _block_rule(placed.rule_result),
         )
 
 
@@ -151,15 +151,10 @@ def _is_weak(aval: Any) -> bool:
     return bool(getattr(aval, "weak_type", False))
 
 
-def _block_rule(outcome: Outcome | None) -> Hashable:
-    """How an operation runs on a block; with bodies of loops or known columns, equal only to itself."""
-    if outcome is None:
+def _block_rule(result: RuleResult | None) -> Hashable:
+    """How an operation runs on a block. Bodies of loops and constant indices are compared by identity."""
+    if result is None:
         return None
-    identity = id(outcome) if outcome.body is not None or outcome.columns else 0
-    return (
-        outcome.results,
-        str(sorted(outcome.cuts.items())),
-        str(sorted(outcome.params.items())),
-        outcome.block,
-        identity,
-    )
+    identity = id(result) if result.body is not None or result.local_indices else 0
+    slices, params = str(sorted(result.slices.items())), str(sorted(result.params.items()))
+    return result.results, slices, params, result.result_block, identity

@@ -29,7 +29,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.passes.intra_op.plan import Options
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.op_groups import constraints
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import Stages
@@ -217,8 +217,8 @@ class _Planner:
     penalised: dict[PlanKey, PenalisedPlans] = field(default_factory=dict)
 
     @cached_property
-    def programs(self) -> Programs:
-        return Programs(self.stages.split)
+    def programs(self) -> StepPrograms:
+        return StepPrograms(self.stages.split)
 
     @cached_property
     def reader(self) -> Reader:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Atom
 from autopar.passes.microbatch.analysis import Microbatches
-from autopar.passes.microbatch.programs import Placed, Total
+from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages.assign import (
     NOT_DUPLICATED,
     PassAssignment,
@@ -50,9 +50,9 @@ class Update:
 
     stage: int
     round: int
-    ops: tuple[Placed, ...]
+    ops: tuple[PlacedOp, ...]
     arguments: tuple[int, ...]
-    totals: tuple[Total, ...]
+    totals: tuple[AccumulatedValue, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -102,11 +102,11 @@ def assign(
     return _programs(split, passes, placed_ops, duplicated, reads, stage_of, owners)
 
 
-def _needed(split: Microbatches, passes: PassAssignment) -> list[Placed]:
+def _needed(split: Microbatches, passes: PassAssignment) -> list[PlacedOp]:
     """Operations after the loop, and those before it whose results they read or the step returns."""
     available = {t.value for t in passes.totals} | {v for v, _ in split.flat.constants} | {*split.graph.inputs}
     needed: set[Atom] = {a for a in split.flat.outputs if a not in available}
-    ops: list[Placed] = []
+    ops: list[PlacedOp] = []
     by_index = {p.op.index: p for p in (*split.prologue, *passes.deferred_sums, *split.epilogue)}
     for index in sorted(by_index, reverse=True):
         placed = by_index[index]
@@ -117,7 +117,7 @@ def _needed(split: Microbatches, passes: PassAssignment) -> list[Placed]:
 
 
 def _weights(
-    split: Microbatches, ops: Sequence[Placed], arguments: frozenset[int], totals: Sequence[Total]
+    split: Microbatches, ops: Sequence[PlacedOp], arguments: frozenset[int], totals: Sequence[AccumulatedValue]
 ) -> Mapping[int, int]:
     """Value -> its bytes, at most the weight of the operands that it is computed from."""
     types = split.graph.types
@@ -128,11 +128,11 @@ def _weights(
     return weight
 
 
-def _duplicated(split: Microbatches, ops: Sequence[Placed], weight: Mapping[int, int]) -> Mapping[int, Placed]:
+def _duplicated(split: Microbatches, ops: Sequence[PlacedOp], weight: Mapping[int, int]) -> Mapping[int, PlacedOp]:
     """Value that every reader computes for itself -> its operation."""
     types = split.graph.types
     results = set(split.flat.outputs)
-    duplicated: dict[int, Placed] = {}
+    duplicated: dict[int, PlacedOp] = {}
     for placed in ops:
         op = placed.op
         expands = op.name in SHAPE_OPS and all(2 * weight[v] <= types[v].nbytes for v in op.outputs)
@@ -142,7 +142,7 @@ def _duplicated(split: Microbatches, ops: Sequence[Placed], weight: Mapping[int,
     return duplicated
 
 
-def _producers_behind(atoms: Sequence[Atom], duplicated: Mapping[int, Placed]) -> tuple[int, ...]:
+def _producers_behind(atoms: Sequence[Atom], duplicated: Mapping[int, PlacedOp]) -> tuple[int, ...]:
     """The values that operands are computed from by duplicated operations; other operands themselves."""
     seen: dict[int, None] = {}
     stack = [a for a in reversed(atoms) if isinstance(a, int)]
@@ -156,7 +156,7 @@ def _producers_behind(atoms: Sequence[Atom], duplicated: Mapping[int, Placed]) -
 
 def _place_with_operands(
     split: Microbatches,
-    ops: Sequence[Placed],
+    ops: Sequence[PlacedOp],
     reads: Mapping[int, Sequence[int]],
     weight: Mapping[int, int],
     stage_of: dict[int, int],
@@ -175,7 +175,7 @@ def _place_with_operands(
 
 
 def _place_with_readers(
-    ops: Sequence[Placed],
+    ops: Sequence[PlacedOp],
     reads: Mapping[int, Sequence[int]],
     weight: Mapping[int, int],
     movable: frozenset[int],
@@ -199,8 +199,8 @@ def _place_with_readers(
 def _programs(
     split: Microbatches,
     passes: PassAssignment,
-    ops: Sequence[Placed],
-    duplicated: Mapping[int, Placed],
+    ops: Sequence[PlacedOp],
+    duplicated: Mapping[int, PlacedOp],
     reads: Mapping[int, Sequence[int]],
     stage_of: Mapping[int, int],
     owners: Mapping[int, int],
@@ -210,7 +210,7 @@ def _programs(
     position_of = _rounds(ops, reads, stage_of)
     results = dict.fromkeys(v for v in split.flat.outputs if isinstance(v, int))
     returned_totals = {v: (0, stage_of[v]) for v in results if v in totals}
-    ops_at: dict[tuple[int, int], list[Placed]] = {
+    ops_at: dict[tuple[int, int], list[PlacedOp]] = {
         position: [] for position in sorted({*position_of.values(), *returned_totals.values()})
     }
     reading_positions: dict[int, dict[tuple[int, int], None]] = {}
@@ -242,7 +242,7 @@ def _programs(
 
 
 def _rounds(
-    ops: Sequence[Placed], reads: Mapping[int, Sequence[int]], stage_of_value: Mapping[int, int]
+    ops: Sequence[PlacedOp], reads: Mapping[int, Sequence[int]], stage_of_value: Mapping[int, int]
 ) -> Mapping[int, tuple[int, int]]:
     """Index of an operation -> (round, stage): as late as readers allow, for few live values between rounds."""
     stage_of = {p.op.index: next((stage_of_value[v] for v in p.op.outputs if v in stage_of_value), 0) for p in ops}

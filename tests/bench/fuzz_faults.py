@@ -27,8 +27,8 @@ from autopar.bench.worker import cpu_devices
 from autopar.errors import AutoparError
 from autopar.passes.microbatch import constant_indices, gather, loop, programs, rules, table
 from autopar.passes.microbatch.analysis import Microbatches, split
-from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, Entry, Passes
-from autopar.passes.microbatch.states import KINDS
+from autopar.passes.microbatch.rule_types import ANY, ORDERED, Dtypes, OpRules, PartialOperands
+from autopar.passes.microbatch.states import REDUCTION_KINDS
 from autopar.passes.op_groups import merge as op_groups
 
 #: What a fault puts in place: (holder, name, value); a holder is a module or a dict.
@@ -66,18 +66,18 @@ def rule(name: str, **changed: Any) -> Patch:
     return (table.RULES, name, dataclasses.replace(table.RULES[name], **changed))
 
 
-BOOLEAN = Dtypes("any", ORDERED.holds, "the fault: bits are lost")
+BOOLEAN = Dtypes("any", ORDERED.contains, "the fault: bits are lost")
 
 
 def bits_as_extremes() -> Sequence[Patch]:
     both = (("reduce_or", "max"), ("reduce_and", "min"))
-    return [(table.RULES, name, Entry(rules.reduction(kind), {kind: BOOLEAN})) for name, kind in both]  # type: ignore[arg-type]
+    return [(table.RULES, name, OpRules(rules.reduction(kind), {kind: BOOLEAN})) for name, kind in both]  # type: ignore[arg-type]
 
 
 def indices_that_do_not_wrap() -> Sequence[Patch]:
     same = lambda op, x: x.astype("int64")  # noqa: E731
     folded = constant_indices._FOLDED
-    return [(constant_indices, "_converted", same), (folded, "convert_element_type", same)]
+    return [(constant_indices, "_convert", same), (folded, "convert_element_type", same)]
 
 
 def rounded_parts() -> Sequence[Patch]:
@@ -93,7 +93,7 @@ FAULTS = (
     Fault(
         "a fill value is added once per microbatch",
         "microbatches",
-        lambda: [rule("gather", passes=(Passes("pi", KINDS, ANY),))],
+        lambda: [rule("gather", partial_operands=(PartialOperands("pi", REDUCTION_KINDS, ANY),))],
         LOOPS,
     ),
     Fault(
@@ -111,7 +111,7 @@ FAULTS = (
     Fault(
         "the second loop does not see a total that it reads as it is",
         "microbatches",
-        lambda: [(programs, "_by_stage", edited(programs._by_stage, "[1] in (1, 2)", "[1] in (2,)"))],
+        lambda: [(programs, "_by_segment", edited(programs._by_segment, "[1] in (1, 2)", "[1] in (2,)"))],
     ),
     Fault(
         "parts of sums in narrow floats are rounded",
@@ -123,14 +123,21 @@ FAULTS = (
     Fault(
         "rows of another block are taken for its own",
         "microbatches",
-        lambda: [(gather, "_own_block", edited(gather._own_block, "(blocks[0] != home).any()", "False"))],
+        lambda: [
+            (gather, "_own_block_indices", edited(gather._own_block_indices, "(blocks[0] != own_block).any()", "False"))
+        ],
         "arange",
     ),
-    Fault("a part of integers is divided", "microbatches", lambda: [rule("div", passes=table._sums("pi"))], LOOPS),
+    Fault(
+        "a part of integers is divided",
+        "microbatches",
+        lambda: [rule("div", partial_operands=table._linear_in("pi"))],
+        LOOPS,
+    ),
     Fault(
         "a constant is added to every part",
         "microbatches",
-        lambda: [rule("add", passes=table._sums("pi ip pp"))],
+        lambda: [rule("add", partial_operands=table._linear_in("pi ip pp"))],
         LOOPS,
     ),
     Fault(
@@ -178,20 +185,24 @@ def _set(holder: Any, name: str, value: Any) -> None:
 def fingerprint(value: Any) -> Any:
     """What was decided, comparable: operations by their index, arrays by their bytes."""
     if isinstance(value, Microbatches):
-        found = [(p.op.index, p.outer, p.own, fingerprint(p.outcome)) for p in _placed(value)]
-        return found, [[(t.value, t.how) for t in s.totals] for s in value.sweeps]
-    if hasattr(value, "outcomes"):  # a body
-        return sorted((i, fingerprint(o)) for i, o in value.outcomes.items()), repr(value.inputs), repr(value.outputs)
-    if hasattr(value, "columns"):  # an outcome
-        columns = [(i, component, array.tobytes()) for i, (component, array) in value.columns.items()]
-        return repr(value.results), repr(value.cuts), repr(value.params), columns, fingerprint(value.body)
+        found = [(p.op.index, p.outer, p.own_totals, fingerprint(p.rule_result)) for p in _placed(value)]
+        return found, [[(t.value, t.combine) for t in s.totals] for s in value.loops]
+    if hasattr(value, "rule_results"):  # a body
+        return (
+            sorted((i, fingerprint(o)) for i, o in value.rule_results.items()),
+            repr(value.input_states),
+            repr(value.output_states),
+        )
+    if hasattr(value, "local_indices"):  # a rule result
+        indices = [(i, component, array.tobytes()) for i, (component, array) in value.local_indices.items()]
+        return repr(value.results), repr(value.slices), repr(value.params), indices, fingerprint(value.body)
     return [fingerprint(v) for v in value] if isinstance(value, tuple | list) else repr(value)
 
 
 def _placed(found: Microbatches) -> Iterator[Any]:
     yield from found.prologue
-    for sweep in found.sweeps:
-        yield from (*sweep.loop, *sweep.after)
+    for accumulation in found.loops:
+        yield from (*accumulation.body, *accumulation.after)
 
 
 def decided(graph: Any, batch: Any, count: int) -> Any:

@@ -2,7 +2,8 @@
 
 Criteria are those of `equal_case`: every leaf to 1e-9 in float64, losses to 1e-5 in float32, parameters no further than
 ten times what the hand-written data-parallel step differs by; donation, one trace, a new plan for a new shape. Besides,
-at least `LEAST_SHARE` of the FLOPs run in the loop over microbatches, unless the model's examples depend on each other.
+at least `MIN_LOOP_SHARE` of the FLOPs run in the loop over microbatches, unless the model's examples depend on each
+other.
 
 The batch is `BATCH` examples, so that every stage has a few in every microbatch. Layouts of the state are pinned, whole
 or as the model's table for tensor parallelism has them; all else is planned at the prices of `equal_case.dear`.
@@ -27,7 +28,7 @@ from autopar.bench.worker import cpu_devices, serve
 from autopar.hardware import meshes
 from autopar.ir.trace import trace
 from autopar.passes.inter_op import pipelines
-from autopar.passes.microbatch.analysis import LEAST_SHARE
+from autopar.passes.microbatch.analysis import MIN_LOOP_SHARE
 
 BATCH = 16
 
@@ -112,13 +113,13 @@ def _share(one: Single, plan: autopar.Plan) -> float:
     """Part of the FLOPs in the loop over microbatches."""
     graph = trace(one.given.model.step, one.given.state, one.given.batches[0]).graph
     found = pipelines.assemble(graph, pipelines.choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
-    return found.stages.split.share
+    return found.stages.split.loop_share
 
 
 def _split(row: Row, coupled: bool) -> list[str]:
     if coupled != bool(row.refusal):
         return ["refused although no examples depend on each other" if row.refusal else "not refused"]
-    return [] if coupled or row.share >= LEAST_SHARE else [f"{row.share:.1%} of the FLOPs run in the loop"]
+    return [] if coupled or row.share >= MIN_LOOP_SHARE else [f"{row.share:.1%} of the FLOPs run in the loop"]
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

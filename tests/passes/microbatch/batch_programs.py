@@ -392,8 +392,8 @@ EXACT: Mapping[str, Step] = {
     "balanced experts in every layer": trained(balanced_every_layer),
 }
 
-#: Needs totals of the forward pass in the backward pass: two sweeps.
-TWO_SWEEPS = ("balanced experts", "balanced experts in every layer")
+#: Needs totals of the forward pass in the backward pass: two loops.
+TWO_LOOPS = ("balanced experts", "balanced experts in every layer")
 
 REFUSED: Mapping[str, Step] = {"contrastive": trained(contrastive), "batch norm": trained(batch_norm)}
 

@@ -40,10 +40,19 @@ from autopar.ir.graph import Graph, Region
 from autopar.ir.trace import trace
 from autopar.passes.microbatch import regions, table
 from autopar.passes.microbatch.analysis import split
-from autopar.passes.microbatch.loop import Programs
-from autopar.passes.microbatch.regions import Body
-from autopar.passes.microbatch.rule_types import Case, Entry, Passes
-from autopar.passes.microbatch.states import INVARIANT, KINDS, ZERO, Invariant, Kind, Partial, Split, State
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.microbatch.regions import BlockBody
+from autopar.passes.microbatch.rule_types import Operands, OpRules, PartialOperands
+from autopar.passes.microbatch.states import (
+    INVARIANT,
+    REDUCTION_KINDS,
+    ZERO,
+    Invariant,
+    Partial,
+    ReductionKind,
+    Split,
+    State,
+)
 from tests.passes.microbatch.samples import DTYPES, EXTENTS, USES, Use
 
 COUNT = 2
@@ -122,12 +131,12 @@ def states_of(operand: Operand, dtype: str) -> list[State]:
     ]
     if operand.kind:
         return [INVARIANT, *cut, *([Partial("sum")] if operand.kind in "iu" else [])]
-    return [INVARIANT, ZERO, *cut, *(Partial(k) for k in KINDS if has_parts(k, dtype))]
+    return [INVARIANT, ZERO, *cut, *(Partial(k) for k in REDUCTION_KINDS if has_parts(k, dtype))]
 
 
-def has_parts(kind: Kind, dtype: str) -> bool:
+def has_parts(kind: ReductionKind, dtype: str) -> bool:
     entry = table.RULES[f"reduce_{kind}"]
-    return entry.makes[kind].holds(jnp.dtype(dtype))
+    return entry.partial_results[kind].contains(jnp.dtype(dtype))
 
 
 def leaf(operand: Operand, state: State) -> tuple[int, ...]:
@@ -208,8 +217,8 @@ def accepted(numbered: tuple[int, Use], dtype: str, extents: str) -> list[Accept
         zeros = ZERO in states and not any(isinstance(s, Partial) for s in states) and use.primitive != "scatter-add"
         if zeros or all(isinstance(s, Invariant) for s in states):  # beside blocks, zeros are like other invariants
             continue
-        body = regions._analyse(graph, region, states, COUNT)
-        if isinstance(body, Body):
+        body = regions.analyse_region(graph, region, states, COUNT)
+        if isinstance(body, BlockBody):
             lines = tuple(dict.fromkeys(lines_of(graph, body)))
             found.append(Accepted(number, use, dtype, extents, operands, states, lines))
     return found
@@ -228,39 +237,39 @@ def _traced(use: Use, operands: tuple[Operand, ...], dtype: str, extents: str) -
 # Lines of the table
 
 
-def lines_of(graph: Graph, body: Body) -> Iterator[Line]:
+def lines_of(graph: Graph, body: BlockBody) -> Iterator[Line]:
     """The lines that the operations of a body take."""
     for op in body.flat.ops:
-        outcome = body.outcomes[op.index]
-        if outcome is not None and op.name in table.RULES:
+        result = body.rule_results[op.index]
+        if result is not None and op.name in table.RULES:
             states = tuple(regions.state_of(a, body.states) for a in op.inputs)
-            case = Case(op, regions.shapes(graph, op.inputs), regions.shapes(graph, op.outputs), states, COUNT)
-            yield op.name, line_of(table.RULES[op.name], case, outcome.results)
+            operands = Operands(op, regions.shapes(graph, op.inputs), regions.shapes(graph, op.outputs), states, COUNT)
+            yield op.name, line_of(table.RULES[op.name], operands, result.results)
 
 
-def line_of(entry: Entry, case: Case, results: Sequence[State]) -> str:
-    if entry.each:
-        return "each"
-    kinds = [s.kind for s in case.states if isinstance(s, Partial)]
+def line_of(entry: OpRules, operands: Operands, results: Sequence[State]) -> str:
+    if entry.identity:
+        return "identity"
+    kinds = [s.kind for s in operands.states if isinstance(s, Partial)]
     if kinds:
-        one = next(p for p in entry.passes if table._passed(entry, p, case) is not None)
-        return _passes(one, kinds[0])
-    made_kinds = [s.kind for s in results if isinstance(s, Partial)]
-    return f"makes {made_kinds[0]}" if made_kinds else "split"
+        pattern = next(p for p in entry.partial_operands if table.apply_partial(entry, p, operands) is not None)
+        return _pattern_line(pattern, kinds[0])
+    result_kinds = [s.kind for s in results if isinstance(s, Partial)]
+    return f"partial {result_kinds[0]}" if result_kinds else "split"
 
 
-def _passes(one: Passes, kind: Kind) -> str:
-    return f"{one.operands} {kind}"
+def _pattern_line(pattern: PartialOperands, kind: ReductionKind) -> str:
+    return f"{pattern.pattern} {kind}"
 
 
 def lines() -> dict[Line, None]:
     """All lines of the table."""
     found: dict[Line, None] = {}
     for name, entry in table.RULES.items():
-        found.update(dict.fromkeys((name, "each") for _ in range(entry.each)))
+        found.update(dict.fromkeys((name, "identity") for _ in range(entry.identity)))
         found.update(dict.fromkeys((name, "split") for _ in range(entry.split is not None)))
-        found.update(dict.fromkeys((name, f"makes {kind}") for kind in entry.makes))
-        found.update(dict.fromkeys((name, _passes(one, kind)) for one in entry.passes for kind in one.kinds))
+        found.update(dict.fromkeys((name, f"partial {kind}") for kind in entry.partial_results))
+        found.update(dict.fromkeys((name, _pattern_line(p, kind)) for p in entry.partial_operands for kind in p.kinds))
     return found
 
 
@@ -376,10 +385,10 @@ def _differing(cases: Sequence[Accepted], place: str) -> list[str] | None:
     step, arguments = _step(cases, place)
     traced = trace(step, *arguments)
     first = len(jax.tree.leaves(arguments[0]))
-    found = split(traced.graph, COUNT, range(first, len(traced.in_avals)), least_share=0.0)
+    found = split(traced.graph, COUNT, range(first, len(traced.in_avals)), min_loop_share=0.0)
     if any(p.op.name == LOOPS.get(place) for p in (*found.prologue, *found.epilogue)):
         return None
-    programs = Programs(found)
+    programs = StepPrograms(found)
 
     def both(*args: Any) -> Any:
         ours = programs.step(jax.tree.leaves(args))

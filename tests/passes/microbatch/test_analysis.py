@@ -18,7 +18,7 @@ from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
-from autopar.passes.microbatch.loop import Programs, split_step, take, untake
+from autopar.passes.microbatch.loop import StepPrograms, join_blocks, slice_block, split_step
 from autopar.passes.microbatch.states import Partial, Split, local_shape
 from autopar.zoo import TOYS, build
 from tests.passes.microbatch import batch_programs as programs
@@ -69,8 +69,8 @@ def test_step_in_microbatches_is_the_step(name: str) -> None:
     args = programs.arguments(name, step)
     traced = trace(step, *args)
     divided = split_step(traced, COUNT, batch_argument(name))
-    assert divided.split.share >= 0.99
-    assert len(divided.split.sweeps) == (2 if name in programs.TWO_SWEEPS else 1)
+    assert divided.split.loop_share >= 0.99
+    assert len(divided.split.loops) == (2 if name in programs.TWO_LOOPS else 1)
     assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
 
 
@@ -79,7 +79,7 @@ def test_zoo_model_in_microbatches_is_the_model(target: str) -> None:
     model = build(target, dtype="float64", **SHORT.get(target, {}))
     args = jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
     divided = split_step(trace(model.step, *args), COUNT)
-    assert divided.split.share >= 0.99
+    assert divided.split.loop_share >= 0.99
     assert_close(*jit(lambda *args: (divided(*args), model.step(*args)))(*args))
 
 
@@ -97,7 +97,7 @@ def test_halves_are_summed_in_single_precision() -> None:
 def test_half_precision_step_is_the_step_to_rounding() -> None:
     args = programs.arguments("halves", programs.HALVES)
     divided = split_step(trace(programs.HALVES, *args), COUNT)
-    assert divided.split.share >= 0.99
+    assert divided.split.loop_share >= 0.99
     (_, _, got), (_, _, expected) = jit(lambda *args: (divided(*args), programs.HALVES(*args)))(*args)
     assert_close(got, expected, 1e-2)
 
@@ -146,26 +146,26 @@ def test_one_microbatch_is_never_refused() -> None:
         assert_close(*jit(lambda *args, divided=divided, step=step: (divided(*args), step(*args)))(*args))
 
 
-def test_one_sweep_refuses_what_needs_two() -> None:
+def test_one_loop_refuses_what_needs_two() -> None:
     step = programs.EXACT["balanced experts"]
     graph = trace(step, *programs.arguments("balanced experts", step)).graph
     with pytest.raises(MicrobatchError, match=mistakes(programs.__file__, "routed = jax.nn.one_hot")):
-        split(graph, COUNT, sweeps=1)
-    assert split(graph, COUNT).repeated > 0
+        split(graph, COUNT, loops=1)
+    assert split(graph, COUNT).repeated_share > 0
 
 
 @pytest.mark.parametrize("name", [*programs.EXACT, *programs.REFUSED])
-@pytest.mark.parametrize("sweeps", [1, 2])
-def test_without_reasons_the_same_is_refused(name: str, sweeps: int) -> None:
+@pytest.mark.parametrize("loops", [1, 2])
+def test_without_reasons_the_same_is_refused(name: str, loops: int) -> None:
     step = {**programs.EXACT, **programs.REFUSED}[name]
     graph = trace(step, *programs.arguments(name, step)).graph
     try:
-        share = split(graph, COUNT, sweeps=sweeps).share
+        share = split(graph, COUNT, loops=loops).loop_share
     except MicrobatchError:
         with pytest.raises(MicrobatchError, match=f"the step does not fall into {COUNT} microbatches$"):
-            split(graph, COUNT, sweeps=sweeps, reasons=False)
+            split(graph, COUNT, loops=loops, reasons=False)
     else:
-        assert split(graph, COUNT, sweeps=sweeps, reasons=False).share == share
+        assert split(graph, COUNT, loops=loops, reasons=False).loop_share == share
 
 
 @pytest.mark.parametrize(
@@ -251,25 +251,27 @@ def placed(name: str) -> Microbatches:
 
 def test_gradients_are_summed_and_the_update_runs_once() -> None:
     found = placed("global norm")
-    assert {p.op.phase for p in found.loop} == {"forward", "backward"}
+    assert {p.op.phase for p in found.body} == {"forward", "backward"}
     assert "sqrt" in {p.op.name for p in found.epilogue}
-    assert all(total.how == "sum" for total in found.totals)
+    assert all(total.combine == "sum" for total in found.totals)
     assert all(isinstance(found.states[total.value], Partial) for total in found.totals)
     assert not any(p.op.phase == "update" for p in found.prologue)
 
 
-@pytest.mark.parametrize(("absorb", "accumulators"), [(True, 1), (False, 2)])
-def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(absorb: bool, accumulators: int) -> None:
+@pytest.mark.parametrize(("share_accumulators", "accumulators"), [(True, 1), (False, 2)])
+def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(
+    share_accumulators: bool, accumulators: int
+) -> None:
     step = programs.EXACT["by hand"]
     args = programs.arguments("by hand", step)
-    found = split(trace(step, *args).graph, COUNT, absorb=absorb)
-    assert [total.how for total in found.totals].count("sum") == accumulators
-    got = Programs(found).step(jax.tree.leaves(args))
+    found = split(trace(step, *args).graph, COUNT, share_accumulators=share_accumulators)
+    assert [total.combine for total in found.totals].count("sum") == accumulators
+    got = StepPrograms(found).step(jax.tree.leaves(args))
     assert_close(got, tuple(jax.tree.leaves(step(*args))))
 
 
 def test_metrics_come_back_as_what_they_are() -> None:
-    assert {total.how for total in placed("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
+    assert {total.combine for total in placed("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
 
 
 def test_values_of_the_batchs_size_are_not_held_by_the_loop() -> None:
@@ -316,8 +318,8 @@ def test_a_value_is_a_total_or_made_whole_and_never_both() -> None:
         return jnp.sum(weights.astype(jnp.float16), 0).astype(jnp.float32), where
 
     found = split(trace(step, {"x": jnp.arange(32.0).reshape(8, 4)}).graph, 2, (0,))
-    totals = {total.value for sweep in found.sweeps for total in sweep.totals}
-    once = [placed.op for part in (found.prologue, *(sweep.after for sweep in found.sweeps)) for placed in part]
+    totals = {total.value for loop in found.loops for total in loop.totals}
+    once = [placed.op for part in (found.prologue, *(loop.after for loop in found.loops)) for placed in part]
     assert totals.isdisjoint(v for op in once for v in op.outputs)
 
 
@@ -363,13 +365,17 @@ def test_programs_are_graphs_of_their_own() -> None:
     step = programs.EXACT["remat"]
     args = programs.arguments("", step)
     divided = split_step(trace(step, *args), COUNT)
-    made, sweep = divided.programs, divided.split.sweeps[0]
+    made, accumulation = divided.programs, divided.split.loops[0]
     outer = jax.eval_shape(made.prologue, jax.tree.leaves(args))
     blocks = jax.eval_shape(lambda leaves: made.blocks(leaves, 0), jax.tree.leaves(args))
-    loop = trace(lambda outer, blocks, k: made.loop(sweep, outer, blocks, k), outer, blocks, jnp.int32(0)).graph
+    loop = trace(
+        lambda outer, blocks, k: made.loop_body(accumulation, outer, blocks, k), outer, blocks, jnp.int32(0)
+    ).graph
     assert {op.phase for op in loop.walk() if op.name == "dot_general"} == {"forward", "backward"}
     assert all(op.source.startswith("batch_programs.py") for op in loop.walk() if op.name == "dot_general")
-    assert [loop.type_of(a).shape for a in loop.outputs] == [made.graph.types[t.value].shape for t in sweep.totals]
+    assert [loop.type_of(a).shape for a in loop.outputs] == [
+        made.graph.types[t.value].shape for t in accumulation.totals
+    ]
 
 
 @pytest.mark.parametrize(("start", "share"), [(0.0, 1.0), (1.0, 0.0)])
@@ -383,9 +389,9 @@ def test_a_sum_in_a_carry_starts_from_zero(start: float, share: float) -> None:
 
     args = jnp.ones((3, 2)), {"x": jnp.arange(24.0).reshape(8, 3)}
     traced = trace(step, *args)
-    found = split(traced.graph, COUNT, (1,), least_share=0.0)
-    assert found.share == share
-    assert Programs(found).step(jax.tree.leaves(args))[0] == step(*args)
+    found = split(traced.graph, COUNT, (1,), min_loop_share=0.0)
+    assert found.loop_share == share
+    assert StepPrograms(found).step(jax.tree.leaves(args))[0] == step(*args)
 
 
 def test_neighbouring_examples_stay_together_where_the_step_mixes_them() -> None:
@@ -399,7 +405,7 @@ def test_neighbouring_examples_stay_together_where_the_step_mixes_them() -> None
 
     graph = trace(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (32, 16)))).graph
     found = split(graph, 4, shards=8)
-    assert found.share == 1.0
+    assert found.loop_share == 1.0
     assert [state.outer for state in found.batch.values()] == [1]
 
 
@@ -455,7 +461,7 @@ def test_raw_keys_beside_the_batch_are_no_batch() -> None:
 NOT_COMPARED = (
     "accumulated",
     "mask by position",
-    *programs.TWO_SWEEPS,
+    *programs.TWO_LOOPS,
     "branches",
     "generation",
     "adafactor",
@@ -482,7 +488,7 @@ def shapes_agree(graph: Graph, small: Graph, found: Microbatches) -> int:
     """How many values of the loop have the shapes of the small trace; all of them do."""
     twins = {op.index: twin for op, twin in zip(graph.walk(), small.walk(), strict=True)}
     compared = 0
-    for one in found.loop:
+    for one in found.body:
         for value, twin in zip(one.op.outputs, twins[one.op.index].outputs, strict=True):
             state = found.states[value]
             assert local_shape(graph.types[value].shape, state, COUNT) == small.types[twin].shape, (one.op.name, state)
@@ -505,9 +511,9 @@ def test_blocks_put_together_are_the_whole(shape: list[int], count: int, inner: 
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape[dim] = outer * count * inner
     whole, state = np.arange(np.prod(shape)).reshape(shape), Split(dim, outer)
-    blocks = jnp.stack([take(jnp.asarray(whole), state, count, k) for k in range(count)])
+    blocks = jnp.stack([slice_block(jnp.asarray(whole), state, count, k) for k in range(count)])
     assert blocks.shape[1:] == local_shape(tuple(shape), state, count)
-    np.testing.assert_array_equal(untake(blocks, state), whole)
+    np.testing.assert_array_equal(join_blocks(blocks, state), whole)
 
 
 @given(st.integers(0, 10_000), st.sampled_from([(4, 2), (6, 3), (8, 4)]))
@@ -516,7 +522,7 @@ def test_random_programs_are_exact_or_refused(seed: int, sizes: tuple[int, int])
     """Whatever a small program does to its batch, in blocks it gives the same; without a bound nothing is refused."""
     step, args = random_step(np.random.default_rng(seed), sizes[0])
     traced = trace(step, *args)
-    divided = Programs(split(traced.graph, sizes[1], [len(args[0])], least_share=0.0))
+    divided = StepPrograms(split(traced.graph, sizes[1], [len(args[0])], min_loop_share=0.0))
     got, expected = jit(lambda *args: (divided.step(jax.tree.leaves(args)), jax.tree.leaves(step(*args))))(*args)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, 1e-9, 1e-9)
@@ -572,7 +578,7 @@ def test_adamw_on_a_mean_loss_in_print() -> None:
 
     traced = trace(step, jnp.ones(3), {"x": jnp.ones((8, 3))})
     found = split(traced.graph, 2)
-    lines = [f"{p.op.name} -> {', '.join(str(found.states[v]) for v in p.op.outputs)}" for p in found.loop]
+    lines = [f"{p.op.name} -> {', '.join(str(found.states[v]) for v in p.op.outputs)}" for p in found.body]
     assert lines[0] == "dot_general -> split(0)"
     assert "reduce_sum -> partial sum" in lines
     assert lines[-1] == "dot_general -> partial sum"

@@ -14,7 +14,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import Microbatches, split
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import rewrite as remat
 from tests.passes.microbatch import batch_programs as programs
 
@@ -27,17 +27,17 @@ def doubles() -> Iterator[None]:
         yield
 
 
-def in_microbatches(step: Any, *args: Any, count: int = 2, least_share: float = 0.0) -> tuple[Microbatches, Any]:
+def in_microbatches(step: Any, *args: Any, count: int = 2, min_loop_share: float = 0.0) -> tuple[Microbatches, Any]:
     """The analysis and the results of a step whose last argument is the batch."""
     traced = trace(step, *args)
     first = len(jax.tree.leaves(args[:-1]))
-    found = split(traced.graph, count, range(first, len(traced.in_avals)), least_share=least_share)
-    return found, jax.tree.unflatten(traced.out_tree, Programs(found).step(jax.tree.leaves(args)))
+    found = split(traced.graph, count, range(first, len(traced.in_avals)), min_loop_share=min_loop_share)
+    return found, jax.tree.unflatten(traced.out_tree, StepPrograms(found).step(jax.tree.leaves(args)))
 
 
 def in_loop(found: Microbatches) -> set[str]:
     """Names of the operations that run in loops over microbatches, in bodies of loops and branches as well."""
-    return {op.name for sweep in found.sweeps for placed in sweep.loop for op in placed.op.walk()}
+    return {op.name for accumulation in found.loops for placed in accumulation.body for op in placed.op.walk()}
 
 
 def scanned(body: Any) -> Any:
@@ -154,7 +154,7 @@ def test_sums_in_a_loop_are_rounded_once(name: str, made: str) -> None:
     np.testing.assert_array_equal(*(np.asarray(a.astype("float32")) for a in (got, step(x, "float64").astype(name))))
 
 
-# Two sweeps
+# Two loops
 
 
 def test_the_second_loop_reads_a_total_of_the_first_itself() -> None:
@@ -163,8 +163,8 @@ def test_the_second_loop_reads_a_total_of_the_first_itself() -> None:
         return (z @ (z.T @ z)).sum()
 
     p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
-    found, got = in_microbatches(step, p, x, least_share=0.99)
-    assert len(found.sweeps) == 2
+    found, got = in_microbatches(step, p, x, min_loop_share=0.99)
+    assert len(found.loops) == 2
     np.testing.assert_allclose(got, step(p, x), 1e-12)
 
 
@@ -177,22 +177,22 @@ def test_a_hessian_vector_product_along_the_steps_own_gradient() -> None:
         return jax.jvp(lambda p: jax.grad(loss)(p, x), (p,), (grad,))[1]
 
     p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
-    found, got = in_microbatches(step, p, x, least_share=0.99)
-    assert len(found.sweeps) == 2
+    found, got = in_microbatches(step, p, x, min_loop_share=0.99)
+    assert len(found.loops) == 2
     np.testing.assert_allclose(got, step(p, x), 1e-12)
 
 
-@pytest.mark.parametrize(("name", "sweeps"), [("balanced experts in every layer", 2), ("masked mean", 1)])
+@pytest.mark.parametrize(("name", "loops"), [("balanced experts in every layer", 2), ("masked mean", 1)])
 @pytest.mark.parametrize("policy", ["dots", "full"])
-def test_recomputed_totals_are_those_of_the_forward_pass(name: str, sweeps: int, policy: str) -> None:
+def test_recomputed_totals_are_those_of_the_forward_pass(name: str, loops: int, policy: str) -> None:
     """A total that the backward pass computes again is known when the original is, and takes no loop of its own."""
     step = programs.EXACT[name]
     args = programs.arguments(name, step)
     graph = trace(step, *args).graph
     again = remat.rewrite(graph, [policy] * len(layers_pass.find(graph).layers))
     found = split(again, 2)
-    assert len(found.sweeps) == sweeps
-    got = Programs(found).step(jax.tree.leaves(args))
+    assert len(found.loops) == loops
+    got = StepPrograms(found).step(jax.tree.leaves(args))
     for a, b in zip(got, jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(a, b, 1e-9, 1e-12)
 
@@ -210,4 +210,4 @@ def test_a_refusal_says_what_was_taken_for_the_batch() -> None:
     graph = trace(step, *args).graph
     with pytest.raises(MicrobatchError, match=r"first dimension of 'table', 'b/x'.*batch_argnums"):
         split(graph, 2)
-    assert split(graph, 2, (2,)).share == 1.0
+    assert split(graph, 2, (2,)).loop_share == 1.0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from autopar.passes.microbatch import table
-from autopar.passes.microbatch.rule_types import NUMBER, Passes
+from autopar.passes.microbatch.rule_types import NUMBER, PartialOperands
 from autopar.passes.microbatch.states import Partial
 from tests.passes.microbatch.samples import USES
 from tests.passes.microbatch.soundness import PLACES, Accepted, accepted, cases, differing, lines
@@ -79,14 +79,19 @@ def _convert_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 
 
 def _fill_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    lines_of_gather = tuple(replace(one, holds=lambda case, kind: True) for one in table.RULES["gather"].passes)
-    wrong = {**table.RULES, "gather": replace(table.RULES["gather"], passes=lines_of_gather)}
+    lines_of_gather = tuple(
+        replace(one, condition=lambda case, kind: True) for one in table.RULES["gather"].partial_operands
+    )
+    wrong = {**table.RULES, "gather": replace(table.RULES["gather"], partial_operands=lines_of_gather)}
     monkeypatch.setattr(table, "RULES", wrong)
     return "gather", "int32"
 
 
 def _divide_integers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    wrong = {**table.RULES, "div": replace(table.RULES["div"], passes=(Passes("pi", ("sum",), NUMBER),))}
+    wrong = {
+        **table.RULES,
+        "div": replace(table.RULES["div"], partial_operands=(PartialOperands("pi", ("sum",), NUMBER),)),
+    }
     monkeypatch.setattr(table, "RULES", wrong)
     return "div", "int32"
 

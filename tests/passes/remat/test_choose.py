@@ -240,7 +240,7 @@ def test_what_is_recomputed_falls_into_microbatches(policy: str) -> None:
     graph = trace(built.step, *built.abstract_args()).graph
     policies = tuple(policy if open_ else "none" for open_ in remat.recomputable(graph))
     assert policies.count(policy) > 1
-    assert split(remat.rewrite(graph, policies), 4).share == 1.0
+    assert split(remat.rewrite(graph, policies), 4).loop_share == 1.0
 
 
 # Planned, run and measured

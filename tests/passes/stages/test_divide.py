@@ -201,10 +201,10 @@ def assert_sound(found: Stages) -> None:
             stash[s] = known & stages[s].live_after(kind)
     assert not any(stash)
     assert all(
-        ran.count(p.op.index) == 1 for p in split_.loop if p.op.name in stage_passes.NOT_DUPLICATED or p.op.regions
+        ran.count(p.op.index) == 1 for p in split_.body if p.op.name in stage_passes.NOT_DUPLICATED or p.op.regions
     )
     sums = {p.op.index for update in found.updates.programs for p in update.ops}
-    assert {p.op.index for p in split_.loop} <= set(ran) | sums
+    assert {p.op.index for p in split_.body} <= set(ran) | sums
     assert len(totals) == len(set(totals))
     assert_updates(found, set(totals), constants)
 

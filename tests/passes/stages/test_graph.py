@@ -14,7 +14,7 @@ from autopar.ir.graph import Repeats, verify
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
-from autopar.passes.microbatch.loop import Programs
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.microbatch.states import local_shape
 from autopar.passes.op_groups import unreduced
 from autopar.passes.stages.divide import PASS_KINDS, Stages, divide
@@ -66,7 +66,7 @@ ISOMORPHIC = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2,
 @pytest.mark.parametrize("name", ISOMORPHIC)
 def test_the_graph_of_an_isomorphic_stage_is_the_traced_one_renamed(name: str) -> None:
     stages, graphs, traced = staged(name, 4, layers=6)
-    programs = Programs(stages.split)
+    programs = StepPrograms(stages.split)
     found = [canonical_form(stages, s, traced.in_avals, programs) for s in range(4)]
     isomorphic = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
     assert len(isomorphic) == ISOMORPHIC[name]
