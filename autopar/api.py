@@ -26,7 +26,7 @@ from autopar import jax_compat
 from autopar.compile import Pin, Prepared, name_of, prepare, warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
-from autopar.ir.arguments import Opened, opened
+from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.trace import is_tracing
 from autopar.options import Options, PlanningOptions, Settings, settings, with_options
 from autopar.plans.plan import Plan
@@ -137,7 +137,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions])
     if not callable(fn):
         raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
     chosen = settings(options)
-    with opened(args, {}, chosen.static_argnums) as given:
+    with as_arrays(args, {}, chosen.static_argnums) as given:
         return prepare(fn, given.args, {}, chosen, local=False).plan
 
 
@@ -206,9 +206,9 @@ class ParallelFunction:
             if not any(map(jax_compat.is_tracer, given.leaves)):
                 return self._run(given)
         self._warn_of_the_outer()
-        return self.__wrapped__(*map(arguments.plain, args), **kwargs)
+        return self.__wrapped__(*map(arguments.unwrap, args), **kwargs)
 
-    def _run(self, given: Opened) -> Any:
+    def _run(self, given: ArrayArguments) -> Any:
         # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
         avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
         now = (given.tree, self._fixed(given.args), jax_compat.trace_context(), avals)
@@ -235,7 +235,7 @@ class ParallelFunction:
         with self._opened(args, kwargs) as given:
             return self._compiled(given)
 
-    def _compiled(self, given: Opened) -> Executable:
+    def _compiled(self, given: ArrayArguments) -> Executable:
         with self._planning:
             prepared = self._prepare(given)
             found = self._executables.get(prepared)
@@ -268,9 +268,9 @@ class ParallelFunction:
         """
         if not callable(init_fn):
             raise ArgumentError(f"init takes a function, got {type(init_fn).__name__} {init_fn!r:.60}")
-        with opened(args, {}) as given:
-            made = self._created(lambda *pure: arguments.called(init_fn, (pure, {})), given.args)
-            return arguments.closed(made, given.leaves)
+        with as_arrays(args, {}) as given:
+            made = self._created(lambda *pure: arguments.call_on_arrays(init_fn, (pure, {})), given.args)
+            return arguments.to_caller(made, given.leaves)
 
     def _created(self, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         shapes = jax.eval_shape(init_fn, *args)
@@ -297,7 +297,7 @@ class ParallelFunction:
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
-    def _prepare(self, given: Opened) -> Prepared:
+    def _prepare(self, given: ArrayArguments) -> Prepared:
         key = self._key(given)
         with self._planning:
             found = self._prepared.get(key) or self._fitting(key)
@@ -313,13 +313,13 @@ class ParallelFunction:
         same = (prepared for (other, _), prepared in self._prepared.items() if other == structure)
         return next((prepared for prepared in same if prepared.keeps(pins, within)), None)
 
-    def _key(self, given: Opened) -> _Key:
+    def _key(self, given: ArrayArguments) -> _Key:
         context = jax_compat.trace_context()
         structure = given.tree, self._fixed(given.args), tuple(map(_leaf_key, given.leaves)), context
         return structure, tuple(map(_pin, given.leaves))
 
-    def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Opened]:
-        return opened(args, kwargs, self.settings.static_argnums)
+    def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[ArrayArguments]:
+        return as_arrays(args, kwargs, self.settings.static_argnums)
 
     def _fixed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """The static arguments."""
@@ -350,7 +350,7 @@ class BoundFunction:
         functools.update_wrapper(self, function.__wrapped__)
         self.__wrapped__ = functools.partial(function.__wrapped__, instance)
         self.__self__, self.__func__ = instance, function
-        self._owner = instance if 0 in function.settings.static_argnums else arguments.owner(instance)
+        self._owner = instance if 0 in function.settings.static_argnums else arguments.wrap_owner(instance)
 
     @property
     def owner(self) -> Any:
@@ -383,7 +383,7 @@ _Key = tuple[Any, tuple[Pin | None, ...]]
 
 
 def _check_hashable(name: str, position: int, value: Any) -> None:
-    held = arguments.with_arrays(value)
+    held = arguments.describe_arrays(value)
     if held is not None:
         raise ArgumentError(
             f"static argument {position} of {name} is {held}: its arrays would be constants of the program. Leave it "

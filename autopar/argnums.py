@@ -46,7 +46,7 @@ def named_batch(args: Sequence[Any], s: Settings) -> tuple[int, ...] | None:
 
 def donated(traced: Traced, args: Sequence[Any], s: Settings) -> tuple[int, ...] | str:
     """The leaves whose buffers the step may reuse; "auto": those of the state."""
-    kept, named = arguments.kept(traced.out_tree), _named("donate_argnums", s.donate_argnums, args, s)
+    kept, named = arguments.unchanged_leaves(traced.out_tree), _named("donate_argnums", s.donate_argnums, args, s)
     if named is None:
         return tuple(sorted({*match_state(traced.graph).values()} - kept)) if kept else "auto"
     return tuple(i for i in named if i not in kept)

@@ -65,7 +65,7 @@ def op_options(
 ) -> tuple[Option, ...]:
     """Every map of mesh axes to factors that divides; what is summed may be all-reduced, scattered, or left."""
     each: list[tuple[int, int, str]] = [(WHOLE, WHOLE, "")]
-    cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.kept]
+    cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.need_replication]
     for f in cuttable:
         if f not in rule.reduced:
             if not rule.results or any(f in dims for dims in rule.results):

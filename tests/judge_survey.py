@@ -150,7 +150,7 @@ def _leaders(op: Op, rule: Rule, s: _Survey) -> list[int]:
         return []
     largest = max(range(len(op.outputs)), key=lambda i: (s.graph.types[op.outputs[i]].size, -i))
     wanted = _large(rule, rule.results[largest])
-    bad = len({*wanted}) < len(wanted) or {*rule.reduced, *rule.kept} & {*wanted}
+    bad = len({*wanted}) < len(wanted) or {*rule.reduced, *rule.need_replication} & {*wanted}
     if bad or any({*_large(rule, dims)} - {*wanted} for dims in rule.results):
         return []
     return [k for k, dims in enumerate(rule.operands) if dims and _large(rule, dims) == wanted]

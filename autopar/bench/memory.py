@@ -66,7 +66,7 @@ def _point(
         "step_s": step_s,
         "lower_s": found.lower(memory.peak_bytes),
         "memory": dict(memory.kinds),
-        "wire_bytes": sum(c.sent(sizes) for c in planned),
+        "wire_bytes": sum(c.bytes_sent(sizes) for c in planned),
     }
 
 

@@ -7,7 +7,7 @@ Every equation is bound again inside `jax.jit`, with
 - a product that only a transpose reads made the other way round, in place of both (`autopar.codegen.fold_transpose`);
 - a constrained copy where a use wants another layout than its value has, one per (value, layout);
 - free values and views computed where they are used, once per layout;
-- operations that XLA would gather bound to the pieces of each device (`autopar.rules.LOCAL`);
+- operations that XLA would gather bound to the pieces of each device (`autopar.rules.SHARD_MAPPED`);
 - loops and rematerialised bodies rebuilt around the same treatment of their bodies;
 - state that waits in the host's memory copied to the device where the program begins, and back where it ends. When the
   copies run is the compiler's choice: libtpu fetches as far ahead as memory lasts.
@@ -37,7 +37,7 @@ from autopar.ir.op_sets import LAPACK
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups.reduction_lowering import first_stage
 from autopar.plans.plan import Plan, Stage
-from autopar.rules import LOCAL, Rule
+from autopar.rules import SHARD_MAPPED, Rule
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -362,7 +362,7 @@ class Scope:
         if op.name == "sharding_constraint":
             return list(operands)  # A pin: the plan's own constraint says the same.
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-            bind = self._on_pieces(op) if op.name in LOCAL else partial(jax_compat.bind, op.equation)
+            bind = self._on_pieces(op) if op.name in SHARD_MAPPED else partial(jax_compat.bind, op.equation)
             made = list(bind(operands))
             return [_with_nan(op, operands[0], made[0])] if self._may_lose_nan(op) else made
 
@@ -487,7 +487,7 @@ class Scope:
         op, position = self.lazy[value]
         rule = self.context.rules[op.signature]
         factors = [rule.results[position][d] if d >= 0 else d for d in wanted]
-        uncut = tuple(REPLICATED if f in rule.kept else d for d, f in zip(wanted, factors, strict=True))
+        uncut = tuple(REPLICATED if f in rule.need_replication else d for d, f in zip(wanted, factors, strict=True))
         if uncut != wanted:
             array = self.materialise(value, uncut, site, reader)
         else:
@@ -544,7 +544,7 @@ class Scope:
             results = _REGIONS[kind](self, op, operands)
         self._store(op, results)
 
-    def _body(self, op: Op, region: Region) -> control_flow.Body:
+    def _body(self, op: Op, region: Region) -> control_flow.BodyFunction:
         return lambda arrays: self._leave(op, region, self.inner(region, arrays))
 
     def scan(self, op: Op, operands: Sequence[Any]) -> list[Any]:

@@ -3,7 +3,7 @@
     in     a Python function and its arguments
     out    Traced: Graph (operations, regions, types), pytrees, pins of Explicit meshes
 
-What several passes share is here as well: sets of operations, the problem that solvers get, text for people.
+Also here: what several passes use, such as sets of operations, the problem that solvers get, and text output.
 
 Read `graph` first, then `trace` and `layout`.
 """

@@ -1,21 +1,21 @@
-"""What users pass and return, as pytrees of arrays.
+"""Arguments and results of a step as pytrees of arrays.
 
-A step takes modules, optimizers, activation functions and flags; a program takes arrays. Inside a pytree of arrays
+A step takes modules, optimizers, activation functions and flags; a program takes arrays. In a pytree of arrays
 
-    Node       is an object of Flax NNX: its graph definition is structure, the values of its Variables are leaves
-    Static     is a leaf that is no array, or a number inside an Equinox module: it is structure, compared by value
-    Kept       is a value of a Node that a step leaves as it is: the structure of the results says which argument it is
-    Returned   is the result of a step that takes Nodes: what it makes of them, and what it returns
+    Node        is an object of Flax NNX: its graph definition is structure, the values of its Variables are leaves
+    Static      is a leaf that is not an array, or a number in an Equinox module: structure, compared by value
+    Unchanged   is a value of a Node that a step does not change: the structure of the results gives the argument leaf
+    Returned    is the result of a step that takes Nodes: their new values, and what the step returns
 
 There are four conversions, two outside of the program and two while it is traced. Those of NNX share an update context,
-as in `nnx.jit`, so that objects that occur twice are one, and what a step does to an object happens to the caller's.
+as in `nnx.jit`, so that an object that occurs twice stays one object, and a step's changes reach the caller's object.
 
-    opened     outside, before: objects -> pytrees of arrays
-    inside     while tracing, before the step: pytrees -> objects
-    returned   while tracing, after it: objects -> pytrees
-    closed     outside, after: results as the step returned them, the caller's objects updated in place
+    as_arrays   outside, before the call: objects -> pytrees of arrays
+    to_step     while tracing, before the step: pytrees -> objects
+    from_step   while tracing, after the step: objects -> pytrees
+    to_caller   outside, after the call: results as the step returned them; the caller's objects are updated in place
 
-Flax and Equinox are never imported here: an argument can only be theirs if their module is loaded.
+Flax and Equinox are never imported here: an argument can only be an object of theirs if their module is loaded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from jax.tree_util import (
 from autopar import jax_compat
 from autopar.errors import ArgumentError
 
-#: Of the update context that the four conversions share.
+#: Name of the update context that the four conversions share.
 _TAG = "autopar"
 
 
 @dataclass(frozen=True, eq=False)
 class Static:
-    """A leaf that is structure. Equal by value and type; `by_identity`: only to itself."""
+    """A leaf that is structure. Equal by value and type; with `by_identity` only to itself."""
 
     value: Any
     by_identity: bool = False
@@ -65,7 +65,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Structure:
-    """Of a Node: its `nnx.GraphDef`, and the paths of its leaves, which follow from it."""
+    """Structure of a Node: its `nnx.GraphDef`, and the paths of its leaves, which follow from it."""
 
     graphdef: Any
     paths: tuple[str, ...] = field(compare=False)
@@ -73,29 +73,34 @@ class Structure:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An object of Flax NNX in parts."""
+    """An object of Flax NNX, split into structure and values."""
 
     structure: Structure
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A value that is the same after the step as before it: the argument leaf of this number."""
+class Unchanged:
+    """A value that is the same after the step as before: that of argument leaf number `leaf`."""
 
     leaf: int
 
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """Of a step with Nodes: (positional, keyword) arguments after it, anything but Nodes left out; and its result."""
+    """Result of a step with Nodes.
+
+    Attributes:
+        updates: (positional, keyword) arguments after the step, without anything but Nodes.
+        out: what the step returns.
+    """
 
     updates: Any
     out: Any
 
 
 register_pytree_node(Static, lambda s: ((), s), lambda s, _: s)
-register_pytree_node(Kept, lambda k: ((), k), lambda k, _: k)
+register_pytree_node(Unchanged, lambda k: ((), k), lambda k, _: k)
 register_pytree_with_keys(
     Node,
     lambda n: (tuple(zip(map(GetAttrKey, n.structure.paths), n.values, strict=True)), n.structure),
@@ -109,7 +114,7 @@ register_pytree_node(Returned, lambda r: ((r.updates, r.out), None), lambda _, c
 
 
 @dataclass(frozen=True, eq=False)
-class Opened:
+class ArrayArguments:
     """Arguments as pytrees of arrays, and the leaves and the tree of those that are traced."""
 
     args: tuple[Any, ...]
@@ -119,8 +124,8 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = ()) -> Iterator[Opened]:
-    """Arguments as pytrees of arrays. Trace, run and close inside; positions in `static` are left alone.
+def as_arrays(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int] = ()) -> Iterator[ArrayArguments]:
+    """Arguments as pytrees of arrays. Trace, run and convert results inside; positions in `static` are not converted.
 
     Raises:
         ArgumentError: the arguments are no pytree.
@@ -128,22 +133,22 @@ def opened(args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]
     dynamic = tuple(arg for i, arg in enumerate(args) if i not in static), dict(kwargs)
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not _has_nodes(dynamic):
-        yield _opened(args, dynamic, static)
+        yield _as_arrays(args, dynamic, static)
         return
     with nnx.update_context(_TAG):
-        yield _opened(args, _without_nodes(dynamic, _TAG), static)
+        yield _as_arrays(args, _without_nodes(dynamic, _TAG), static)
 
 
-def _opened(args: Sequence[Any], dynamic: Any, static: Sequence[int]) -> Opened:
+def _as_arrays(args: Sequence[Any], dynamic: Any, static: Sequence[int]) -> ArrayArguments:
     leaves, tree = flatten(dynamic)
     if not all(map(_is_surely_array, leaves)):
         dynamic = _without_statics(dynamic)
         leaves, tree = flatten(dynamic)
-    return Opened(merged(args, static, dynamic[0]), dynamic[1], leaves, tree)
+    return ArrayArguments(merge_static(args, static, dynamic[0]), dynamic[1], leaves, tree)
 
 
-def merged(args: Sequence[Any], static: Sequence[int], traced: Sequence[Any]) -> tuple[Any, ...]:
-    """Positional arguments, the static ones of `args` and these traced ones."""
+def merge_static(args: Sequence[Any], static: Sequence[int], traced: Sequence[Any]) -> tuple[Any, ...]:
+    """All positional arguments: the static ones of `args`, and these traced ones."""
     rest = iter(traced)
     return tuple(arg if i in static else next(rest) for i, arg in enumerate(args))
 
@@ -156,68 +161,69 @@ def flatten(dynamic: tuple[tuple[Any, ...], Any], how: Callable[..., Any] = jax.
         raise ArgumentError(f"the arguments are no pytree that JAX can flatten: {error.__cause__ or error}") from None
 
 
-def closed(result: Any, leaves: Sequence[Any]) -> Any:
-    """What the step returned, from the pytree that the program gave; `leaves` are those of the arguments it ran on."""
+def to_caller(result: Any, leaves: Sequence[Any]) -> Any:
+    """The step's result from the program's; `leaves` are those of the arguments on which the program ran."""
     if not isinstance(result, Returned):
         return _with_nodes(_with_statics(result), None)
-    filled = jax.tree.map(lambda x: leaves[x.leaf] if isinstance(x, Kept) else x, result, is_leaf=_is(Kept))
+    filled = jax.tree.map(lambda x: leaves[x.leaf] if isinstance(x, Unchanged) else x, result, is_leaf=_is(Unchanged))
     _, out = _with_nodes(_with_statics((filled.updates, filled.out)), _TAG, inner=False)
     return out
 
 
 def is_plain(tree: Any) -> bool:
-    """Whether a structure is that of plain pytrees of arrays, which `closed` leaves as they are."""
-    return not _of_kind(tree, Returned, Node, Static)
+    """Whether results with this structure are plain pytrees of arrays, which `to_caller` returns unchanged."""
+    return not _wrappers(tree, Returned, Node, Static)
 
 
-def kept(tree: Any) -> frozenset[int]:
-    """Argument leaves that a step leaves as they are, from the structure of its results: not to be donated."""
-    return frozenset(x.leaf for x in _of_kind(tree, Kept))
+def unchanged_leaves(tree: Any) -> frozenset[int]:
+    """Argument leaves that a step does not change, from the structure of its results: they must not be donated."""
+    return frozenset(x.leaf for x in _wrappers(tree, Unchanged))
 
 
 # While tracing
 
 
-def called(fn: Callable[..., Any], pure: Any, place: Callable[[Any], Any] = tuple) -> Any:
-    """What a function returns as a pytree of arrays.
+def call_on_arrays(fn: Callable[..., Any], pure: Any, place: Callable[[Any], Any] = tuple) -> Any:
+    """The result of a function as a pytree of arrays.
 
     Args:
-        fn: as written.
+        fn: as the user wrote it.
         pure: its (positional, keyword) arguments as pytrees of arrays.
-        place: from the traced positional arguments to all of them.
+        place: maps the traced positional arguments to all positional arguments.
     """
-    seen = inside(pure)
-    return returned(pure, seen, fn(*place(seen[0]), **seen[1]))
+    seen = to_step(pure)
+    return from_step(pure, seen, fn(*place(seen[0]), **seen[1]))
 
 
-def inside(args: Any) -> Any:
-    """Arguments as the step sees them, from pytrees of traced values."""
+def to_step(args: Any) -> Any:
+    """Arguments for the step, from pytrees of traced values."""
     return _with_nodes(_with_statics(args), _TAG, inner=True)
 
 
-def returned(before: Any, after: Any, out: Any) -> Any:
-    """What a step has returned as pytrees of arrays; with Nodes among its arguments these as well, in a `Returned`.
+def from_step(before: Any, after: Any, out: Any) -> Any:
+    """The step's result as a pytree of arrays; if its arguments have Nodes, a `Returned` with their new values.
 
     Args:
-        before: arguments as pytrees, as they were; `after`: as the step sees them.
-        out: what it returned.
+        before: arguments as pytrees, before the step.
+        after: the arguments that the step got, after it.
+        out: the step's result.
     """
     if not _has(before, Node):
         return _without_statics(_without_nodes(out, None))
     after = jax.tree.map(lambda x: x if is_node(x) else None, after, is_leaf=is_node)
     updates, out = _without_statics(_without_nodes((after, out), _TAG))
-    return Returned(_only_changes(before, updates), out)
+    return Returned(_mark_unchanged(before, updates), out)
 
 
-def _only_changes(before: Any, updates: Any) -> Any:
-    """Updates with a mark for every value that is where it was and as it was."""
-    was = {path: (number, value) for number, (path, value) in enumerate(tree_leaves_with_path(before))}
+def _mark_unchanged(before: Any, updates: Any) -> Any:
+    """Updates, with `Unchanged` for every value that the step did not change."""
+    before_leaves = {path: (number, value) for number, (path, value) in enumerate(tree_leaves_with_path(before))}
 
-    def marked(path: Any, value: Any) -> Any:
-        number, old = was.get(path, (-1, None))
-        return Kept(number) if value is old else value
+    def mark(path: Any, value: Any) -> Any:
+        number, old = before_leaves.get(path, (-1, None))
+        return Unchanged(number) if value is old else value
 
-    return tree_map_with_path(marked, updates)
+    return tree_map_with_path(mark, updates)
 
 
 # Objects of Flax NNX
@@ -225,75 +231,75 @@ def _only_changes(before: Any, updates: Any) -> Any:
 
 def is_node(x: Any) -> bool:
     """Whether it is an object of Flax NNX: a module, an optimizer, random streams, a metric, a Variable."""
-    return _kind(type(x)) is _Kind.NODE
+    return _nnx_kind(type(x)) is _NnxKind.NODE
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether it is not looked into: an `nnx.State` is a pytree of arrays, whatever holds them."""
-    return _kind(type(x)) is not _Kind.OTHER
+def _is_nnx(x: Any) -> bool:
+    """Whether it is a leaf of pytrees here. An `nnx.State` is a pytree of arrays, whatever contains the arrays."""
+    return _nnx_kind(type(x)) is not _NnxKind.OTHER
 
 
-class _Kind(enum.Enum):
-    """What Flax NNX has a type for."""
+class _NnxKind(enum.Enum):
+    """Classes of objects for Flax NNX."""
 
     NODE = enum.auto()
     STATE = enum.auto()
     OTHER = enum.auto()
 
 
-def _kind(of: type) -> _Kind:
+def _nnx_kind(of: type) -> _NnxKind:
     nnx = sys.modules.get("flax.nnx")
-    return _Kind.OTHER if nnx is None else _kind_in(nnx, of)
+    return _NnxKind.OTHER if nnx is None else _nnx_kind_in(nnx, of)
 
 
-@functools.cache  # asked for every node of the arguments at every call
-def _kind_in(nnx: Any, of: type) -> _Kind:
+@functools.cache  # called for every node of the arguments at every call
+def _nnx_kind_in(nnx: Any, of: type) -> _NnxKind:
     if issubclass(of, nnx.State):
-        return _Kind.STATE
+        return _NnxKind.STATE
     if issubclass(of, nnx.Variable) or of in nnx.graph.GRAPH_REGISTRY:
-        return _Kind.NODE
-    return _Kind.OTHER
+        return _NnxKind.NODE
+    return _NnxKind.OTHER
 
 
 def is_opaque(x: Any) -> bool:
-    """Whether it is an object of a library that keeps account of its own changes."""
+    """Whether it is an object of a library that tracks its own changes."""
     equinox = sys.modules.get("equinox")
-    return _is_whole(x) or (equinox is not None and isinstance(x, equinox.nn.State))
+    return _is_nnx(x) or (equinox is not None and isinstance(x, equinox.nn.State))
 
 
 def _has_nodes(dynamic: Any) -> bool:
-    return any(map(is_node, flatten(dynamic, partial(jax.tree.flatten, is_leaf=_is_whole))[0]))
+    return any(map(is_node, flatten(dynamic, partial(jax.tree.flatten, is_leaf=_is_nnx))[0]))
 
 
 def _without_nodes(tree: Any, tag: str | None) -> Any:
-    """Objects in parts; `tag`: of the update context in force, None without one."""
+    """Objects split; `tag`: name of the active update context, None without one."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree
     with nnx.split_context(tag) as context:
-        return jax.tree.map(lambda x: _node(context, x) if is_node(x) else x, tree, is_leaf=_is_whole)
+        return jax.tree.map(lambda x: _split_object(context, x) if is_node(x) else x, tree, is_leaf=_is_nnx)
 
 
 def _with_nodes(tree: Any, tag: str | None, inner: bool | None = None) -> Any:
-    """Objects put together; `inner`: while tracing."""
+    """Objects merged; `inner`: while tracing."""
     if not _has(tree, Node):
         return tree
     with sys.modules["flax.nnx"].merge_context(tag, inner) as context:
-        return jax.tree.map(lambda x: _object(context, x) if isinstance(x, Node) else x, tree, is_leaf=_is(Node))
+        return jax.tree.map(lambda x: _merge_object(context, x) if isinstance(x, Node) else x, tree, is_leaf=_is(Node))
 
 
-def _node(context: Any, x: Any) -> Node:
+def _split_object(context: Any, x: Any) -> Node:
     graphdef, state = context.flatten(x)
     paths = tuple("/".join(map(str, path)) for path in state.paths)
     return Node(Structure(graphdef, paths), tuple(map(_value, state.leaves)))
 
 
-def _object(context: Any, node: Node) -> Any:
+def _merge_object(context: Any, node: Node) -> Any:
     return context.unflatten(node.structure.graphdef, list(node.values))
 
 
 def _value(variable: Any) -> Any:
-    """Of a Variable, and of an array that a module holds without one. Tried on Flax 0.12.0 and 0.12.8."""
+    """The value of a Variable, or an array that a module has without a Variable. Tested on Flax 0.12.0 and 0.12.8."""
     if not isinstance(variable, sys.modules["flax.nnx"].Variable):
         return variable
     getter = getattr(type(variable), "get_raw_value", None)
@@ -303,42 +309,42 @@ def _value(variable: Any) -> Any:
 # Leaves that are no arrays
 
 
-def owner(instance: Any) -> Any:
-    """The first argument of a method: a pytree or an object of NNX as it is, any other object as structure."""
+def wrap_owner(instance: Any) -> Any:
+    """The first argument of a method: a pytree or an object of NNX unchanged, any other object as structure."""
     is_leaf = jax.tree.structure(instance) == jax.tree.structure(0) and not isinstance(instance, _ARRAY)
     return Static(instance, by_identity=True) if is_leaf and not is_node(instance) else instance
 
 
-def plain(arg: Any) -> Any:
-    """An argument as it was passed, from what `owner` has made of it."""
+def unwrap(arg: Any) -> Any:
+    """An argument as the user passed it, from the result of `wrap_owner`."""
     return arg.value if isinstance(arg, Static) else arg
 
 
-def with_arrays(x: Any) -> str | None:
-    """What an object is that holds arrays, in words; None if it holds none."""
+def describe_arrays(x: Any) -> str | None:
+    """Description of an object that contains arrays; None if it contains none."""
     if is_node(x):
         return f"the object {type(x).__name__} of Flax NNX"
-    held = any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x))
-    return f"{type(x).__name__}, a pytree with arrays" if held else None
+    has_arrays = any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x))
+    return f"{type(x).__name__}, a pytree with arrays" if has_arrays else None
 
 
 def _without_statics(tree: Any) -> Any:
-    """Leaves that are no arrays as structure."""
+    """Leaves that are not arrays as structure."""
     equinox = sys.modules.get("equinox")
     if equinox is not None:
         module = _is(equinox.Module)
-        tree = jax.tree.map(lambda x: _of_module(x) if module(x) else x, tree, is_leaf=module)
+        tree = jax.tree.map(lambda x: _freeze_numbers(x) if module(x) else x, tree, is_leaf=module)
     return jax.tree.map(lambda x: Static(x) if _is_static(x) else x, tree)
 
 
-def _of_module(module: Any) -> Any:
-    """An Equinox module whose numbers are structure, as `eqx.filter_jit` has it: flags, rates, sizes."""
+def _freeze_numbers(module: Any) -> Any:
+    """An Equinox module whose numbers (flags, rates, sizes) are structure, as in `eqx.filter_jit`."""
     return jax.tree.map(lambda x: Static(x) if isinstance(x, _NUMBER) else x, module)
 
 
 def _with_statics(tree: Any) -> Any:
-    """Leaves that are structure as leaves again."""
-    return jax.tree.map(plain, tree, is_leaf=_is(Static))
+    """Structure as leaves again."""
+    return jax.tree.map(unwrap, tree, is_leaf=_is(Static))
 
 
 _NUMBER = (bool, int, float, complex)
@@ -350,7 +356,7 @@ def _is_surely_array(leaf: Any) -> bool:
 
 
 def _is_static(leaf: Any) -> bool:
-    """Whether a leaf is structure: a function, or what is compared by value. An object that may change is not."""
+    """Whether a leaf is structure: a function, or a value compared by value. An object that may change is not."""
     if isinstance(leaf, (*_ARRAY, *_NUMBER)) or jax_compat.is_tracer(leaf) or hasattr(leaf, "__jax_array__"):
         return False
     if callable(leaf) and not _holds_arrays(leaf):
@@ -374,7 +380,7 @@ def _has(tree: Any, *kinds: type) -> bool:
     return any(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=_is(*kinds)))
 
 
-def _of_kind(tree: Any, *kinds: type) -> list[Any]:
-    """Wrappers in a structure."""
+def _wrappers(tree: Any, *kinds: type) -> list[Any]:
+    """Wrappers of these kinds in a structure."""
     example = jax.tree.unflatten(tree, range(tree.num_leaves))
     return [x for x in jax.tree.leaves(example, is_leaf=_is(*kinds)) if isinstance(x, kinds)]

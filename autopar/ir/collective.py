@@ -1,4 +1,4 @@
-"""One collective: what the plan predicts, what Shardy inserts and what the compiler emits are all written in it.
+"""One collective: the common form of what the plan predicts, Shardy inserts and the compiler emits.
 
 Bytes are per device and count the larger of the operand and the result buffer:
 
@@ -50,7 +50,7 @@ class Collective:
     op: str = ""
     source: str = ""
 
-    def sent(self, sizes: Mapping[str, int]) -> float:
+    def bytes_sent(self, sizes: Mapping[str, int]) -> float:
         """Bytes that each device sends per step under the ring algorithm (Chan et al., 2007).
 
         Args:

@@ -1,8 +1,8 @@
-"""Loops and branches bound again, their bodies emitted by whoever calls: operands in, results out, all as lists.
+"""Loops and branches bound again, with bodies that the caller emits: operands in, results out, all as lists.
 
 scan        operands are constants, carries, stacked operands; body(constants + carries + slices)
-while       operands are constants of the test, constants of the body, carries
-cond        operands are the index and what every branch gets
+while       operands are constants of the condition, constants of the body, carries
+cond        operands are the index, then the operands of every branch
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import jax
 from autopar import jax_compat
 from autopar.ir.graph import Op
 
-#: Arrays that enter a body -> its results.
-Body = Callable[[Sequence[Any]], Sequence[Any]]
+#: Operands of a body -> its results.
+BodyFunction = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def scan(op: Op, operands: Sequence[Any], body: Body) -> list[Any]:
+def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:
     """Results of a scan: carries, then stacked results."""
     constants, carries = jax_compat.scan_counts(op.params)
-    fixed = operands[:constants]
+    constant_operands = operands[:constants]
 
     def iteration(carry: Any, slices: Any) -> Any:
-        results = body([*fixed, *carry, *slices])
+        results = body([*constant_operands, *carry, *slices])
         return tuple(results[:carries]), tuple(results[carries:])
 
     carry, stacked = jax.lax.scan(
@@ -39,32 +39,32 @@ def scan(op: Op, operands: Sequence[Any], body: Body) -> list[Any]:
     return [*carry, *stacked]
 
 
-def while_loop(op: Op, operands: Sequence[Any], test: Body, body: Body, *, batched: bool) -> list[Any]:
-    """Results of a while loop; `batched`: under vmap, so that the test has a value for each element."""
+def while_loop(op: Op, operands: Sequence[Any], test: BodyFunction, body: BodyFunction, *, batched: bool) -> list[Any]:
+    """Results of a while loop; `batched`: under vmap, so that the condition has a value for each element."""
     first = op.params["cond_nconsts"]
     carries = first + op.params["body_nconsts"]
 
-    def goes_on(carry: Any) -> Any:
+    def condition(carry: Any) -> Any:
         return test([*operands[:first], *carry])[0]
 
     def step(carry: Any) -> Any:
         new = body([*operands[first:carries], *carry])
         if not batched:
             return tuple(new)
-        going = goes_on(carry)
-        return tuple(_kept_where_done(going, a, b) for a, b in zip(new, carry, strict=True))
+        is_running = condition(carry)
+        return tuple(_update_running(is_running, a, b) for a, b in zip(new, carry, strict=True))
 
-    # under vmap, as long as one element goes on
-    return list(jax.lax.while_loop(lambda carry: goes_on(carry).any(), step, tuple(operands[carries:])))
-
-
-def _kept_where_done(going: Any, new: Any, old: Any) -> Any:
-    """The new value of a carry for those elements (leading dimensions) of a loop under vmap that go on."""
-    spread = jax.lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim)))
-    return jax.lax.select(spread, new, old)
+    # under vmap, until no element is running
+    return list(jax.lax.while_loop(lambda carry: condition(carry).any(), step, tuple(operands[carries:])))
 
 
-def cond(operands: Sequence[Any], branches: Sequence[Body]) -> list[Any]:
-    """Results of the branch that the first operand chooses."""
+def _update_running(is_running: Any, new: Any, old: Any) -> Any:
+    """The new value of a carry for those elements (leading dimensions) of a loop under vmap that are still running."""
+    mask = jax.lax.broadcast_in_dim(is_running, new.shape, tuple(range(is_running.ndim)))
+    return jax.lax.select(mask, new, old)
+
+
+def cond(operands: Sequence[Any], branches: Sequence[BodyFunction]) -> list[Any]:
+    """Results of the branch that the first operand selects."""
     functions = [lambda *arrays, branch=branch: tuple(branch(arrays)) for branch in branches]
     return list(jax.lax.switch(operands[0], functions, *operands[1:]))

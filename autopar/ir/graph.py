@@ -68,7 +68,7 @@ class Type:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A literal operand; `value` is what JAX holds (a scalar, in practice)."""
+    """A literal operand; `value` is JAX's (a scalar, in practice)."""
 
     value: Any
     type: Type
@@ -82,7 +82,7 @@ Atom = int | Constant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """A nested body: `inputs` are defined by the operation that holds it, `outputs` are atoms of the body."""
+    """A nested body: its operation defines `inputs`; `outputs` are atoms of the body."""
 
     name: str
     inputs: tuple[int, ...]
@@ -96,14 +96,14 @@ class Op:
     """One operation.
 
     Attributes:
-        index: position in program order, unique in the graph; codegen tags what it emits with it.
+        index: position in program order, unique in the graph; codegen tags emitted operations with it.
         name: JAX's name of the primitive.
         signature: operations with equal signatures have equal primitive, parameters and operand types.
         inputs, outputs: atoms read, values defined.
         equation: the JAX equation, opaque to every pass; codegen binds it again.
         name_stack: JAX's name stack, enclosing calls included.
         regions: nested bodies; empty for leaves.
-        trips: how often the regions run, None when only known at run time.
+        trips: how often the regions run; None if only known at run time.
         source: the user's "file.py:line", empty if none.
     """
 
@@ -124,7 +124,7 @@ class Op:
         return f"op{self.index}"
 
     def walk(self) -> Iterator[Op]:
-        """It and every operation in its regions, outer before inner, in program order."""
+        """The operation itself and every operation in its regions, outer before inner, in program order."""
         yield self
         for region in self.regions:
             for op in region.ops:
@@ -138,12 +138,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often parts of a program run per step where that is not once, as the passes of a pipeline stage do.
+    """How often parts of a program run per step, where that is not once, as in the passes of a pipeline stage.
 
     Attributes:
         ops: index of a top-level operation -> executions per step.
-        inputs: argument value -> how often it comes anew.
-        results: position -> how often it is handed out.
+        inputs: argument value -> how often a new value arrives per step.
+        results: position -> how often the result is returned per step.
     """
 
     ops: Mapping[int, int]
@@ -159,12 +159,12 @@ class Graph:
         types: type of every value.
         inputs: the argument leaves, in flattening order.
         input_paths: path of each, such as "state/params/w".
-        outputs, output_paths: likewise for results.
+        outputs, output_paths: results and their paths.
         constants: values that the function closed over, with their arrays.
         ops: top-level operations in program order.
-        effects: names of side effects that the program has (debug prints, callbacks).
-        repeats: None where all of it runs once per step.
-        carried: results that are the next step's arguments, position -> position; None: those that paths tell
+        effects: names of the program's side effects (debug prints, callbacks).
+        repeats: None if all of it runs once per step.
+        carried: results that are the next step's arguments, position -> position; None: inferred from paths
             (`autopar.ir.train_state`).
     """
 
@@ -323,7 +323,7 @@ CHECKS: tuple[tuple[str, Callable[[Graph], Iterator[str]]], ...] = (
 
 
 def verify(graph: Graph) -> Graph:
-    """The graph itself, if it keeps every invariant of `CHECKS`; GraphError naming the first breach otherwise."""
+    """The graph itself if it satisfies all invariants in `CHECKS`; else GraphError with the first violation."""
     for title, check in CHECKS:
         for complaint in check(graph):
             raise GraphError(f"the graph breaks '{title}': {complaint}")

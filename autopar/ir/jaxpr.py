@@ -1,13 +1,13 @@
 """From a jaxpr to a Graph.
 
-    calls (jit, custom_jvp_call, ...)     inlined with fresh values: one jaxpr may be called often    -> _inline
-    what only steers differentiation      no operation: its result is its operand                     -> SAME_VALUES
-    scan, while, cond, rematerialisation  operations with regions                                     -> _regions
-    anything else                         one operation; an unknown higher-order primitive keeps its body opaque
+    calls (jit, custom_jvp_call, ...)       inlined with new values: one jaxpr may be called often          -> _inline
+    operations for differentiation only     no operation: the result is the operand                    -> SAME_VALUES
+    scan, while, cond, rematerialisation    operations with regions                                        -> _regions
+    anything else                           one operation; an unknown higher-order primitive keeps its body opaque
 
-Phases come from JAX's name stacks: `transpose(` is the backward pass, `jvp(` the forward pass under differentiation;
-an operation with neither is forward while differentiated operations still follow, and update afterwards (`_finish`).
-An operation inside a library's function has the source line of the call in the user's own code (`_source`).
+Phases come from JAX's name stacks: `transpose(` is the backward pass, `jvp(` the forward pass under differentiation. An
+operation with neither is forward if a differentiated operation follows it, and update otherwise (`_assign_phases`). An
+operation inside a library's function has the source line of the call in the user's own code (`_source`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from autopar import jax_compat
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Constant, Graph, Op, Phase, Region, Type
 
-#: Primitives whose result is their operand once a program is differentiated. Two names for one value would have it
-#: moved twice.
+#: Primitives whose result is their operand once a program is differentiated. As operations they would give one value
+#: two names, and the value would be moved twice.
 SAME_VALUES = ("stop_gradient",)
 
 
 @dataclass
 class _Builder:
-    """The growing graph; local to `build_graph`."""
+    """State of one construction; local to `build_graph`."""
 
     types: list[Type] = field(default_factory=list)
     signatures: dict[Any, int] = field(default_factory=dict)
-    known: dict[Any, Type] = field(default_factory=dict)
+    types_of_avals: dict[Any, Type] = field(default_factory=dict)
     constants: list[tuple[int, Any]] = field(default_factory=list)
     count: int = 0
 
     def type_of(self, aval: Any) -> Type:
         key = (aval.shape, aval.dtype) if hasattr(aval, "dtype") else str(aval)
-        found = self.known.get(key)
+        found = self.types_of_avals.get(key)
         if found is None:
-            found = self.known[key] = type_of_aval(aval)
+            found = self.types_of_avals[key] = type_of_aval(aval)
         return found
 
     def value(self, aval: Any) -> int:
@@ -81,16 +81,18 @@ def build_graph(jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths
 def build_programs(
     jaxpr: jex.ClosedJaxpr, input_paths: Sequence[str], output_paths: Sequence[str]
 ) -> tuple[Graph, Mapping[str, range]]:
-    """The graph of a closed jaxpr, and for each named function that it calls the indices of its operations."""
+    """The graph of a closed jaxpr, and for each named function that it calls the indices of that function's
+    operations.
+    """
     b = _Builder()
     inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
-    records: list[_Record] = []
+    pending_ops: list[_PendingOp] = []
     programs: dict[str, range] = {}
     for equation in jaxpr.jaxpr.eqns:
         first = b.count
-        _emit(b, (equation,), env, records, None, ())
+        _emit(b, (equation,), env, pending_ops, None, ())
         if jax_compat.callee(equation) is not None:
             programs[equation.params.get("name", equation.primitive.name)] = range(first, b.count)
     outputs = tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars)
@@ -101,7 +103,7 @@ def build_programs(
         outputs,
         tuple(output_paths),
         (*constants, *b.constants),
-        _finish(records),
+        _assign_phases(pending_ops),
         jax_compat.effect_names(jaxpr),
     )
     return graph, programs
@@ -122,13 +124,13 @@ def _read(b: _Builder, env: dict[Any, Atom], atom: Any) -> Atom:
     return env[atom]
 
 
-#: Source informations of the calls and loops around an operation, outermost first.
+#: Source information of the calls and loops around an operation, outermost first.
 _Callers = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    """An operation before its phase is known: that takes a look at the whole program."""
+class _PendingOp:
+    """An operation before its phase is known, which depends on the whole program."""
 
     index: int
     equation: jex.JaxprEqn
@@ -136,8 +138,10 @@ class _Record:
     outputs: tuple[int, ...]
     stack: Any
     signature: int
-    mark: Phase | None
-    regions: tuple[tuple[str, tuple[int, ...], tuple[_Record, ...], tuple[Atom, ...], tuple[tuple[int, Any], ...]], ...]
+    phase_mark: Phase | None
+    regions: tuple[
+        tuple[str, tuple[int, ...], tuple[_PendingOp, ...], tuple[Atom, ...], tuple[tuple[int, Any], ...]], ...
+    ]
     trips: int | None
     callers: _Callers
 
@@ -146,7 +150,7 @@ def _emit(
     b: _Builder,
     equations: Sequence[jex.JaxprEqn],
     env: dict[Any, Atom],
-    records: list[_Record],
+    pending_ops: list[_PendingOp],
     outer: Any,
     callers: _Callers,
 ) -> None:
@@ -156,11 +160,11 @@ def _emit(
         stack = stack if outer is None else outer + stack
         inner = jax_compat.callee(equation)
         if inner is not None:
-            _inline(b, equation, inner, operands, env, records, stack, callers)
+            _inline(b, equation, inner, operands, env, pending_ops, stack, callers)
         elif equation.primitive.name in SAME_VALUES:
             env.update(zip(equation.outvars, operands, strict=True))
         else:
-            records.append(_record(b, equation, operands, env, stack, callers))
+            pending_ops.append(_pending_op(b, equation, operands, env, stack, callers))
 
 
 def _inline(
@@ -169,39 +173,41 @@ def _inline(
     inner: jex.ClosedJaxpr,
     operands: tuple[Atom, ...],
     env: dict[Any, Atom],
-    records: list[_Record],
+    pending_ops: list[_PendingOp],
     stack: Any,
     callers: _Callers,
 ) -> None:
     local: dict[Any, Atom] = dict(zip(inner.jaxpr.invars, operands, strict=True))
     # Closed-over arrays of inner calls become constants of the whole graph.
     b.constants.extend(_constants(b, inner, local))
-    _emit(b, inner.jaxpr.eqns, local, records, stack, (*callers, equation.source_info))
+    _emit(b, inner.jaxpr.eqns, local, pending_ops, stack, (*callers, equation.source_info))
     for var, result in zip(equation.outvars, inner.jaxpr.outvars, strict=True):
         env[var] = _read(b, local, result)
 
 
-def _record(
+def _pending_op(
     b: _Builder,
     equation: jex.JaxprEqn,
     operands: tuple[Atom, ...],
     env: dict[Any, Atom],
     stack: Any,
     callers: _Callers,
-) -> _Record:
+) -> _PendingOp:
     index = b.count
     b.count += 1
     regions, trips = _regions(b, equation, stack, (*callers, equation.source_info))
     outputs = tuple([b.value(v.aval) for v in equation.outvars])
     env.update(zip(equation.outvars, outputs, strict=True))
     signature = b.signature(equation, operands)
-    record = _Record(index, equation, operands, outputs, stack, signature, _mark(stack), regions, trips, callers)
+    pending = _PendingOp(
+        index, equation, operands, outputs, stack, signature, _phase_mark(stack), regions, trips, callers
+    )
     if any(jax_compat.is_reference(v.aval) for v in equation.outvars):
         raise TraceError(
-            f"a mutable array is made{_at(_source(record))} ({equation.primitive.name}), which autopar does not cut. "
+            f"a mutable array is made{_at(_source(pending))} ({equation.primitive.name}), which autopar does not cut. "
             "Use x.at[...].set(...), or carry the value through the function."
         )
-    return record
+    return pending
 
 
 def _at(source: str) -> str:
@@ -229,47 +235,47 @@ def _region(b: _Builder, name: str, jaxpr: jex.ClosedJaxpr, stack: Any, callers:
     inputs = tuple(b.value(v.aval) for v in jaxpr.jaxpr.invars)
     env: dict[Any, Atom] = dict(zip(jaxpr.jaxpr.invars, inputs, strict=True))
     constants = _constants(b, jaxpr, env)
-    records: list[_Record] = []
-    _emit(b, jaxpr.jaxpr.eqns, env, records, stack, callers)
-    return name, inputs, tuple(records), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
+    pending_ops: list[_PendingOp] = []
+    _emit(b, jaxpr.jaxpr.eqns, env, pending_ops, stack, callers)
+    return name, inputs, tuple(pending_ops), tuple(_read(b, env, v) for v in jaxpr.jaxpr.outvars), constants
 
 
-def _mark(stack: Any) -> Phase | None:
+def _phase_mark(stack: Any) -> Phase | None:
     text = str(stack)
     if "transpose(" in text:
         return "backward"
     return "forward" if "jvp(" in text else None
 
 
-def _finish(records: Sequence[_Record]) -> tuple[Op, ...]:
-    """Operations with their phases: what follows the last differentiated operation is the update."""
-    last = max((i for i, r in enumerate(records) if r.mark is not None), default=len(records))
-    return tuple([_op(r, r.mark or ("forward" if i <= last else "update")) for i, r in enumerate(records)])
+def _assign_phases(pending_ops: Sequence[_PendingOp]) -> tuple[Op, ...]:
+    """Operations with their phases: those after the last differentiated operation are the update."""
+    last = max((i for i, r in enumerate(pending_ops) if r.phase_mark is not None), default=len(pending_ops))
+    return tuple([_op(r, r.phase_mark or ("forward" if i <= last else "update")) for i, r in enumerate(pending_ops)])
 
 
-def _op(record: _Record, phase: Phase) -> Op:
+def _op(pending: _PendingOp, phase: Phase) -> Op:
     regions = tuple(
-        Region(name, inputs, tuple(_op(r, r.mark or phase) for r in records), outputs, constants)
-        for name, inputs, records, outputs, constants in record.regions
+        Region(name, inputs, tuple(_op(r, r.phase_mark or phase) for r in pending_ops), outputs, constants)
+        for name, inputs, pending_ops, outputs, constants in pending.regions
     )
     return Op(
-        index=record.index,
-        name=record.equation.primitive.name,
-        signature=record.signature,
-        inputs=record.operands,
-        outputs=record.outputs,
-        equation=record.equation,
-        name_stack=record.stack,
+        index=pending.index,
+        name=pending.equation.primitive.name,
+        signature=pending.signature,
+        inputs=pending.operands,
+        outputs=pending.outputs,
+        equation=pending.equation,
+        name_stack=pending.stack,
         phase=phase,
-        source=_source(record),
+        source=_source(pending),
         regions=regions,
-        trips=record.trips,
+        trips=pending.trips,
     )
 
 
-def _source(record: _Record) -> str:
+def _source(pending: _PendingOp) -> str:
     """The user's line; inside a library's function that of the innermost call in the user's own code."""
-    for source_info in (record.equation.source_info, *reversed(record.callers)):
+    for source_info in (pending.equation.source_info, *reversed(pending.callers)):
         file, line = jax_compat.user_frame(source_info)
         if file:
             return f"{os.path.basename(file)}:{line}"

@@ -1,26 +1,28 @@
 """Layouts of values on a mesh, and the collectives that lead from one to another.
 
-A layout gives every mesh axis the dimension it cuts, `REPLICATED`, or `PARTIAL` (each device holds a summand). Several
-axes on one dimension cut it in mesh order, the first axis major.
+A layout gives every mesh axis the dimension that it cuts, `REPLICATED`, or `PARTIAL` (each device has a summand).
+Several axes on one dimension cut it in mesh order, the first axis major.
 
-Asked for an arbitrary change of layout, XLA may gather the whole value first, or exchange it among parts of an axis. A
-few elementary moves it makes just as asked, so that every change is made of these (h: bytes held before, h': after):
+For an arbitrary change of layout, XLA may gather the whole value first, or exchange it among parts of an axis. A few
+elementary moves it lowers exactly as requested, so that every change is composed of these (h: bytes per device before
+the move, h': after):
 
-    replicated -> dim d     a local slice, if no more minor axis cuts d                                 -> _slices
-    dim c -> replicated     an all-gather to h'; a permute of h before, if a more minor axis stays      -> _gathers
+    replicated -> dim d     a local slice, if no more minor axis cuts d                                -> _slices
+    dim c -> replicated     an all-gather to h'; a permute of h before, if a more minor axis stays     -> _gathers
     dim c -> dim d          an all-to-all of h, for the most minor axes of c; then a permute of h,
-                            if a more minor axis cuts d                                                 -> _exchanges
-    other axes, no coarser  a local slice of one dimension, or none, then a permute of h'               -> _permutes
+                            if a more minor axis cuts d                                                -> _exchanges
+    other axes, no coarser  a local slice of one dimension, or none, then a permute of h'              -> _permute
 
 One move is one sharding constraint. `route` finds the moves with the fewest bytes on the wire, among the layouts that
-give every axis its source, its target or nothing, by Dijkstra's algorithm (1959); codegen emits the layouts on the
-way, `steps` lists the collectives. Partial sums come first:
+give every axis its source, its target or nothing, by Dijkstra's algorithm (1959). Codegen emits the intermediate
+layouts, `steps` lists the collectives. Partial sums are reduced first:
 
-    one partial axis -> dim     a reduce-scatter, if no more minor axis cuts it                         -> _reduced
-    otherwise                   one joint all-reduce over all of them, the scatters local slices of it  -> _reduced
+    one partial axis -> dim   a reduce-scatter, if no more minor axis cuts it                          ->
+    _reduce_partials otherwise                 one joint all-reduce over all axes; scatters are then local slices
+    -> _reduce_partials
 
-Bytes are fractions of the whole value and dimensions are only told apart, never compared, so that a recipe depends on
-the pattern of source and target alone and one table serves every shape. Measurements: docs/design.md, "Resharding".
+Bytes are fractions of the whole value, and dimensions are only distinguished, never compared. A route therefore depends
+on the pattern of source and target alone, and one table serves every shape. Measurements: docs/design.md, "Resharding".
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class Step:
 
 
 def replicated(axes: int) -> Layout:
-    """The layout in which every device holds the whole value."""
+    """The layout in which every device has the whole value."""
     return (REPLICATED,) * axes
 
 
@@ -86,7 +88,7 @@ def from_spec(partition: Iterable[Any], names: Sequence[str]) -> Layout:
 
 
 def cuts(layout: Layout, sizes: Sequence[int]) -> Mapping[int, int]:
-    """Into how many parts each sharded dimension is cut."""
+    """Number of parts of each sharded dimension."""
     found: dict[int, int] = {}
     for dim, size in zip(layout, sizes, strict=True):
         if dim >= 0:
@@ -95,12 +97,12 @@ def cuts(layout: Layout, sizes: Sequence[int]) -> Mapping[int, int]:
 
 
 def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """True if every cut dimension splits evenly."""
+    """True if every sharded dimension divides evenly."""
     return all(shape[dim] % parts == 0 for dim, parts in cuts(layout, sizes).items())
 
 
 def device_share(layout: Layout | None, shape: Sequence[int], sizes: Sequence[int]) -> float:
-    """The share of a value that each device holds, padding included; without a layout all of it."""
+    """The share of a value that each device has, padding included; 1 without a layout."""
     if layout is None:
         return 1.0
     return math.prod(-(-shape[d] // n) / shape[d] for d, n in cuts(layout, sizes).items())
@@ -114,11 +116,11 @@ def local_shape(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> t
 
 @lru_cache(maxsize=65536)
 def steps(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """The steps from one layout to another on a mesh of these axis sizes; None if there is no way (into PARTIAL)."""
+    """The steps from one layout to another on a mesh of these axis sizes; None if impossible (into PARTIAL)."""
     if _into_partial(source, target):
         return None
-    _, sums, moves = _way(source, target, sizes)
-    found = chain(sums, *(move.steps for move in moves))
+    _, reductions, moves = _plan_moves(source, target, sizes)
+    found = chain(reductions, *(move.steps for move in moves))
     # an axis of a single device moves nothing
     real = (replace(step, axes=tuple(axis for axis in step.axes if sizes[axis] > 1)) for step in found)
     return tuple(step for step in real if step.axes)
@@ -126,16 +128,16 @@ def steps(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Step,
 
 @lru_cache(maxsize=65536)
 def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, ...]:
-    """The layouts to constrain a value to on its way from source to target, both left out; mostly none.
+    """The intermediate layouts to constrain a value to between source and target; mostly none.
 
-    The layouts on the way divide every shape that source and target both divide. There is none into PARTIAL.
+    They divide every shape that source and target both divide. There are none into PARTIAL.
     """
     if _into_partial(source, target):
         return ()
-    reduced, _, moves = _way(source, target, sizes)
-    # local slices one after the other are one constraint
-    stops = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
-    path = [source, *_sum_stops(source, target), reduced, *stops, target]
+    reduced, _, moves = _plan_moves(source, target, sizes)
+    # consecutive local slices are one constraint
+    intermediate = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
+    path = [source, *_reduction_stops(source, target), reduced, *intermediate, target]
     return tuple(layout for layout, _ in groupby(path))[1:-1]
 
 
@@ -143,19 +145,20 @@ def _into_partial(source: Layout, target: Layout) -> bool:
     return any(t == PARTIAL and s != PARTIAL for s, t in zip(source, target, strict=True))
 
 
-def _held(layout: Layout, sizes: Sequence[int]) -> float:
-    """Fraction of the value that one device holds."""
+def _shard_fraction(layout: Layout, sizes: Sequence[int]) -> float:
+    """Fraction of the value that one device has."""
     return 1.0 / math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
 
 
-def _most_cuts(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[int, int]:
-    """Into how many parts each dimension can be cut if all that is known is that source and target divide it."""
+def _max_cuts(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[int, int]:
+    """Largest number of parts of each dimension that is certain to divide it, given that source and target do."""
     before, after = cuts(source, sizes), cuts(target, sizes)
     return {dim: math.lcm(before.get(dim, 1), after.get(dim, 1)) for dim in {**before, **after}}
 
 
-def _within(parts: Mapping[int, int], most: Mapping[int, int]) -> bool:
-    return all(most.get(dim, 1) % n == 0 for dim, n in parts.items())
+def _respects(parts: Mapping[int, int], max_cuts: Mapping[int, int]) -> bool:
+    """True if every number of parts divides the largest number that is certain to divide the dimension."""
+    return all(max_cuts.get(dim, 1) % n == 0 for dim, n in parts.items())
 
 
 def _axes_on(layout: Layout, dim: int) -> tuple[int, ...]:
@@ -163,50 +166,54 @@ def _axes_on(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(axis for axis, d in enumerate(layout) if d == dim)
 
 
-def _put(layout: Layout, axes: Sequence[int], dim: int) -> Layout:
+def _with_axes_on(layout: Layout, axes: Sequence[int], dim: int) -> Layout:
+    """The layout with these axes on a dimension (or REPLICATED)."""
     return tuple(dim if axis in axes else d for axis, d in enumerate(layout))
 
 
-def _way(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...], tuple[_Move, ...]]:
-    """Where the partial sums end, how they are summed, and the moves from there."""
-    reduced, sums = _reduced(source, target, sizes)
+def _plan_moves(
+    source: Layout, target: Layout, sizes: tuple[int, ...]
+) -> tuple[Layout, tuple[Step, ...], tuple[_Move, ...]]:
+    """The layout after reduction of partial sums, the steps that reduce them, and the moves from there."""
+    reduced, reductions = _reduce_partials(source, target, sizes)
     moves = _moves(reduced, target, sizes)
-    whole = _summed(source, target)
-    if any(move.target == whole for move in moves):  # what was scattered is gathered again: not scattered, then
-        reduced, sums = _reduced(source, whole, sizes)
+    whole = _fully_reduced(source, target)
+    if any(move.target == whole for move in moves):  # the scattered sum would be gathered again: an all-reduce instead
+        reduced, reductions = _reduce_partials(source, whole, sizes)
         moves = _moves(reduced, target, sizes)
-    return reduced, sums, moves
+    return reduced, reductions, moves
 
 
 # --- partial sums -----------------------------------------------------------------------------------------------------
 
 
-def _summed(source: Layout, target: Layout) -> Layout:
-    """The source with every sum that ends replicated."""
+def _fully_reduced(source: Layout, target: Layout) -> Layout:
+    """The source, with every partial sum that the target does not have replicated."""
     return tuple(REPLICATED if s == PARTIAL != t else s for s, t in zip(source, target, strict=True))
 
 
-def _reduced(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...]]:
-    """The layout once the partial sums that end are summed, and the steps that sum them."""
-    ending = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == PARTIAL != t]
-    if not ending:
+def _reduce_partials(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layout, tuple[Step, ...]]:
+    """The layout after reduction of the partial sums that the target does not have, and the steps that reduce them."""
+    reduced_axes = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s == PARTIAL != t]
+    if not reduced_axes:
         return source, ()
-    if len(ending) == 1 and target[ending[0]] >= 0:
-        (axis,) = ending
-        scattered = _put(source, ending, target[axis])
-        most = _most_cuts(source, target, sizes)
-        if target[axis] not in source[axis + 1 :] and _within(cuts(scattered, sizes), most):
-            return scattered, (Step("reduce-scatter", (axis,), _held(source, sizes)),)
-    # Compilers sum along all axes at once, and scatter the sum over several onto one dimension only.
-    return _summed(source, target), (Step("all-reduce", tuple(ending), _held(source, sizes)),)
+    if len(reduced_axes) == 1 and target[reduced_axes[0]] >= 0:
+        (axis,) = reduced_axes
+        scattered = _with_axes_on(source, reduced_axes, target[axis])
+        max_cuts = _max_cuts(source, target, sizes)
+        if target[axis] not in source[axis + 1 :] and _respects(cuts(scattered, sizes), max_cuts):
+            return scattered, (Step("reduce-scatter", (axis,), _shard_fraction(source, sizes)),)
+    # Compilers reduce over all axes at once, and scatter a sum over several axes onto one dimension only.
+    return _fully_reduced(source, target), (Step("all-reduce", tuple(reduced_axes), _shard_fraction(source, sizes)),)
 
 
-def _sum_stops(source: Layout, target: Layout) -> tuple[Layout, ...]:
-    """Where to stop before a sum is scattered: the whole sum, which compilers turn into a reduce-scatter themselves.
+def _reduction_stops(source: Layout, target: Layout) -> tuple[Layout, ...]:
+    """The intermediate layout before a sum is scattered: the whole sum, which compilers turn into a reduce-scatter
+    themselves.
 
-    Without the stop XLA puts idle axes to use in its own way, or sums twice.
+    Without it XLA uses idle axes in its own way, or reduces twice.
     """
-    return (_summed(source, target),)
+    return (_fully_reduced(source, target),)
 
 
 # --- elementary moves -------------------------------------------------------------------------------------------------
@@ -214,9 +221,12 @@ def _sum_stops(source: Layout, target: Layout) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A change of layout that takes exactly these steps.
+    """A change of layout that lowers to exactly these steps.
 
-    wire: bytes per device on the wire for a value of as many bytes as makes them whole.
+    Attributes:
+        target: the layout after it.
+        steps: its steps.
+        wire: bytes per device on the wire, for a value of (number of devices)^2 bytes, so that they are whole numbers.
     """
 
     target: Layout
@@ -230,63 +240,70 @@ class _Move:
 
 def _move(target: Layout, sizes: tuple[int, ...], *steps: Step) -> _Move:
     whole = math.prod(sizes) ** 2
-    sent = (step for step in steps if step.kind != "slice")
-    wire = (wire_bytes(step.kind, step.fraction * whole, _count(step.axes, sizes)) for step in sent)
+    remote = (step for step in steps if step.kind != "slice")
+    wire = (wire_bytes(step.kind, step.fraction * whole, _count(step.axes, sizes)) for step in remote)
     return _Move(target, steps, sum(map(round, wire)))
 
 
 @lru_cache(maxsize=65536)
-def _of_few_axes(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[_Move, ...]:
-    """The moves that change a group of axes alike, where values have these dimensions."""
+def _few_axis_moves(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[_Move, ...]:
+    """The moves that change a group of axes in the same way, for values with these dimensions."""
     return (*_slices(layout, dims, sizes), *_gathers(layout, sizes), *_exchanges(layout, dims, sizes))
 
 
 def _slices(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[_Move]:
+    """Local slices along one replicated axis."""
     for axis in _axes_on(layout, REPLICATED):
         for dim in (d for d in dims if d not in layout[axis + 1 :]):
-            target = _put(layout, (axis,), dim)
-            yield _move(target, sizes, Step("slice", (axis,), _held(target, sizes)))
+            target = _with_axes_on(layout, (axis,), dim)
+            yield _move(target, sizes, Step("slice", (axis,), _shard_fraction(target, sizes)))
 
 
 def _gathers(layout: Layout, sizes: tuple[int, ...]) -> Iterator[_Move]:
+    """All-gathers of a group of axes on one dimension."""
     for axes, dim in _groups(layout):
-        target = _put(layout, axes, REPLICATED)
-        held = _held(target, sizes)
+        target = _with_axes_on(layout, axes, REPLICATED)
+        fraction = _shard_fraction(target, sizes)
         if dim not in target[axes[0] :]:
-            yield _move(target, sizes, Step("all-gather", axes, held))
-        elif whole := _whole_axes(_major_replicas(target, _count(axes, sizes), sizes), sizes):
-            after = _pieces((*_axes_on(target, dim), *whole), sizes)
-            moved = _moved(_pieces(_axes_on(layout, dim), sizes), after)
-            permute = Step("collective-permute", moved, _held(layout, sizes))
-            yield _move(target, sizes, permute, Step("all-gather", whole, held))
+            yield _move(target, sizes, Step("all-gather", axes, fraction))
+        elif whole := _full_axes(_major_replicas(target, _count(axes, sizes), sizes), sizes):
+            after = _axis_parts((*_axes_on(target, dim), *whole), sizes)
+            moved_axes = _moved_axes(_axis_parts(_axes_on(layout, dim), sizes), after)
+            permute = Step("collective-permute", moved_axes, _shard_fraction(layout, sizes))
+            yield _move(target, sizes, permute, Step("all-gather", whole, fraction))
 
 
 def _exchanges(layout: Layout, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[_Move]:
-    held = _held(layout, sizes)
+    """All-to-alls of a group of axes from one dimension to another."""
+    fraction = _shard_fraction(layout, sizes)
     for axes, dim in _groups(layout):
-        if dim in _put(layout, axes, REPLICATED)[axes[0] :]:
+        if dim in _with_axes_on(layout, axes, REPLICATED)[axes[0] :]:
             continue
         for onto in (d for d in dims if d != dim):
-            target = _put(layout, axes, onto)
-            arrived = _pieces((*_axes_on(layout, onto), *axes), sizes)
-            moved = _moved(arrived, _pieces(_axes_on(target, onto), sizes))
-            permute = (Step("collective-permute", moved, held),) if moved else ()
-            yield _move(target, sizes, Step("all-to-all", axes, held), *permute)
+            target = _with_axes_on(layout, axes, onto)
+            arrived = _axis_parts((*_axes_on(layout, onto), *axes), sizes)
+            moved_axes = _moved_axes(arrived, _axis_parts(_axes_on(target, onto), sizes))
+            permute = (Step("collective-permute", moved_axes, fraction),) if moved_axes else ()
+            yield _move(target, sizes, Step("all-to-all", axes, fraction), *permute)
 
 
 @lru_cache(maxsize=65536)
 def _permute(layout: Layout, target: Layout, sizes: tuple[int, ...]) -> _Move | None:
-    """The permute between two layouts, if one is all it takes and something travels; else they are local slices."""
+    """The permute between two layouts if one permute suffices and data moves; None also if local slices suffice."""
     before, after = cuts(layout, sizes), cuts(target, sizes)
     changed = [dim for dim in {**before, **after} if before.get(dim, 1) != after.get(dim, 1)]
-    # two dimensions at once would make the axes depend on which one XLA cuts first
+    # with two dimensions at once the axes would depend on which of them XLA cuts first
     if target == layout or len(changed) > 1:
         return None
     dim = changed[0] if changed else REPLICATED
     parts, rest = divmod(after.get(dim, 1), before.get(dim, 1))
-    refined = () if rest else _refined(layout, dim, parts, sizes)
-    moved = _moved(refined, _pieces(_device_order(target), sizes)) if refined else ()
-    return _move(target, sizes, Step("collective-permute", moved, _held(target, sizes))) if moved else None
+    order = () if rest else _order_after_split(layout, dim, parts, sizes)
+    moved_axes = _moved_axes(order, _axis_parts(_device_order(target), sizes)) if order else ()
+    return (
+        _move(target, sizes, Step("collective-permute", moved_axes, _shard_fraction(target, sizes)))
+        if moved_axes
+        else None
+    )
 
 
 def _groups(layout: Layout) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -300,13 +317,13 @@ def _count(axes: Sequence[int], sizes: Sequence[int]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-# --- who holds what ---------------------------------------------------------------------------------------------------
+# --- which device has which shard -------------------------------------------------------------------------------------
 
-_Pieces = tuple[tuple[int, int], ...]
-"""(axis, how many ways it or a part of it cuts), major to minor: the order in which devices number what they hold."""
+_AxisParts = tuple[tuple[int, int], ...]
+"""(axis, number of parts that the axis or a factor of it gives), major to minor: the order of shards over devices."""
 
 
-def _pieces(axes: Sequence[int], sizes: Sequence[int]) -> _Pieces:
+def _axis_parts(axes: Sequence[int], sizes: Sequence[int]) -> _AxisParts:
     return tuple((axis, sizes[axis]) for axis in axes if sizes[axis] > 1)
 
 
@@ -316,13 +333,13 @@ def _device_order(layout: Layout) -> tuple[int, ...]:
     return tuple(chain.from_iterable(_axes_on(layout, dim) for dim in (*dims, REPLICATED)))
 
 
-def _major_replicas(layout: Layout, parts: int, sizes: Sequence[int]) -> _Pieces:
-    """The replicas that XLA tells apart to cut a dimension further: the most major ones, perhaps part of an axis.
+def _major_replicas(layout: Layout, parts: int, sizes: Sequence[int]) -> _AxisParts:
+    """The replicas that XLA uses to cut a dimension further: the most major ones, perhaps a factor of an axis.
 
-    They stand in for the axes that were meant until the permute of the same move. Empty where they do not divide.
+    They replace the requested axes until the permute of the same move. Empty if they do not divide.
     """
     found: list[tuple[int, int]] = []
-    for axis, size in _pieces(_axes_on(layout, REPLICATED), sizes):
+    for axis, size in _axis_parts(_axes_on(layout, REPLICATED), sizes):
         part = math.gcd(parts, size)
         if parts > 1 and part > 1:
             found.append((axis, part))
@@ -332,48 +349,48 @@ def _major_replicas(layout: Layout, parts: int, sizes: Sequence[int]) -> _Pieces
     return tuple(found) if parts == 1 else ()
 
 
-def _whole_axes(pieces: _Pieces, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The axes of these pieces; none if some piece is a part of its axis."""
+def _full_axes(pieces: _AxisParts, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The axes of these parts; none if some part is a factor of its axis only."""
     return tuple(axis for axis, _ in pieces) if all(size == sizes[axis] for axis, size in pieces) else ()
 
 
-def _refined(layout: Layout, dim: int, parts: int, sizes: Sequence[int]) -> _Pieces:
-    """How devices number what they hold once a dimension is cut into so many parts more; empty where that fails."""
+def _order_after_split(layout: Layout, dim: int, parts: int, sizes: Sequence[int]) -> _AxisParts:
+    """The order of shards over devices once a dimension is cut into `parts` more parts; empty if that fails."""
     taken = _major_replicas(layout, parts, sizes)
     if parts > 1 and not taken:
         return ()
     used = dict(taken)
-    replicas = _pieces(_axes_on(layout, REPLICATED), sizes)
+    replicas = _axis_parts(_axes_on(layout, REPLICATED), sizes)
     left = ((axis, size // used.get(axis, 1)) for axis, size in replicas if used.get(axis) != size)
     dims = sorted({d for d in (*layout, dim) if d >= 0})
-    shards = ((*_pieces(_axes_on(layout, d), sizes), *(taken if d == dim else ())) for d in dims)
+    shards = ((*_axis_parts(_axes_on(layout, d), sizes), *(taken if d == dim else ())) for d in dims)
     return (*chain.from_iterable(shards), *left)
 
 
-def _moved(before: _Pieces, after: _Pieces) -> tuple[int, ...]:
-    """Axes along which data travels from devices that number it one way to devices that number it another way."""
+def _moved_axes(before: _AxisParts, after: _AxisParts) -> tuple[int, ...]:
+    """Axes along which data moves from devices in one order of shards to devices in another."""
     first, second = _strides(before), _strides(after)
     return tuple(sorted(axis for axis in {**first, **second} if first.get(axis) != second.get(axis)))
 
 
-def _strides(pieces: _Pieces) -> Mapping[int, tuple[int, int]]:
-    """Axis -> (how far apart its neighbours are, its size); one in two parts is told by the size of either."""
+def _strides(pieces: _AxisParts) -> Mapping[int, tuple[int, int]]:
+    """Axis -> (stride between its neighbours, its size); an axis in two parts has that of its last part."""
     return {axis: (math.prod(n for _, n in pieces[i + 1 :]), size) for i, (axis, size) in enumerate(pieces)}
 
 
 # --- the cheapest route -----------------------------------------------------------------------------------------------
 
 
-_Price = tuple[int, int, tuple[tuple[str, tuple[int, ...]], ...]]
+_RouteCost = tuple[int, int, tuple[tuple[str, tuple[int, ...]], ...]]
 """Wire bytes, number of steps, and their kinds and axes; the smallest wins."""
 
 
 @lru_cache(maxsize=65536)
 def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Move, ...]:
     """The moves with the fewest wire bytes; among those the fewest steps, then major axes first."""
-    within, ticket = _region(source, target, sizes), count()
+    allowed, ticket = _allowed_layouts(source, target, sizes), count()
     dims = tuple(dict.fromkeys(d for d in (*source, *target) if d >= 0))
-    queue: list[tuple[_Price, int, Layout, tuple[_Move, ...]]] = [((0, 0, ()), next(ticket), source, ())]
+    queue: list[tuple[_RouteCost, int, Layout, tuple[_Move, ...]]] = [((0, 0, ()), next(ticket), source, ())]
     done: set[Layout] = set()
     while queue:
         (wire, length, names), _, layout, path = heapq.heappop(queue)
@@ -382,18 +399,18 @@ def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Mov
         if layout in done:
             continue
         done.add(layout)
-        permutes = (_permute(layout, other, sizes) for other in within if other not in done)
-        for move in chain(_of_few_axes(layout, dims, sizes), permutes):
-            if move is not None and move.target in within and move.target not in done:
+        permutes = (_permute(layout, other, sizes) for other in allowed if other not in done)
+        for move in chain(_few_axis_moves(layout, dims, sizes), permutes):
+            if move is not None and move.target in allowed and move.target not in done:
                 name = tuple((step.kind, step.axes) for step in move.steps)
-                price = wire + move.wire, length + len(move.steps), (*names, *name)
-                heapq.heappush(queue, (price, next(ticket), move.target, (*path, move)))
-    raise AssertionError(f"no way from {source} to {target} on {sizes}")  # gathering every axis always is one
+                cost = wire + move.wire, length + len(move.steps), (*names, *name)
+                heapq.heappush(queue, (cost, next(ticket), move.target, (*path, move)))
+    raise AssertionError(f"no way from {source} to {target} on {sizes}")  # gathering every axis is always possible
 
 
-def _region(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[Layout, None]:
-    """Where a route may lead: each axis as at either end or idle, and dividing what source and target both divide."""
+def _allowed_layouts(source: Layout, target: Layout, sizes: tuple[int, ...]) -> Mapping[Layout, None]:
+    """Layouts that a route may use: each axis as at either end or idle, dividing what source and target both divide."""
     ends = list(zip(source, target, strict=True))
     options = ((PARTIAL,) if PARTIAL in pair else dict.fromkeys((*pair, REPLICATED)) for pair in ends)
-    most = _most_cuts(source, target, sizes)
-    return dict.fromkeys(layout for layout in product(*options) if _within(cuts(layout, sizes), most))
+    max_cuts = _max_cuts(source, target, sizes)
+    return dict.fromkeys(layout for layout in product(*options) if _respects(cuts(layout, sizes), max_cuts))

@@ -1,13 +1,13 @@
-"""Arguments that a step changes, and whose change is lost.
+"""Changes of arguments that are lost.
 
-The containers that a step sees while it is traced are copies of the caller's, as under `jax.jit`: what it writes into
-them reaches the caller only in what it returns. Objects that are structure are the caller's own, and change once, while
-tracing, rather than at every step. Refused is
+The containers that a step gets while it is traced are copies of the caller's, as under `jax.jit`: values that it writes
+into them reach the caller only through its results. Objects that are structure are the caller's own, and change once,
+while tracing, instead of at every step. Refused are
 
-    a value written into an argument that no result depends on      -> lost
-    an attribute of an object that is set to something else         -> changed_attribute
+    a value written into an argument, on which no result depends    -> first_unused
+    an attribute of an object that is set to another value          -> changed_attribute
 
-What happens to objects of Flax NNX happens to the caller's (`autopar.ir.arguments`).
+Changes of objects of Flax NNX reach the caller's objects (`autopar.ir.arguments`).
 """
 
 from __future__ import annotations
@@ -24,42 +24,45 @@ from autopar.ir.arguments import is_opaque
 
 
 @dataclass(frozen=True, eq=False)
-class Before:
-    """Arguments as a step finds them: their leaves, and the attributes of those that are objects, by path."""
+class ArgumentSnapshot:
+    """Arguments before the step: their leaves, and the attributes of those leaves that are objects, by path."""
 
     leaves: Mapping[Any, Any]
     attributes: Mapping[Any, Mapping[str, Any]]
 
 
-def before(args: Any) -> Before:
-    """What to compare with when the step has been called."""
+def snapshot(args: Any) -> ArgumentSnapshot:
+    """The arguments to compare with after the step has run."""
     leaves = dict(tree_leaves_with_path(args, is_leaf=is_opaque))
     objects = {path: x for path, x in leaves.items() if not jax_compat.is_tracer(x) and not is_opaque(x)}
-    return Before(leaves, {path: dict(getattr(x, "__dict__", {})) for path, x in objects.items()})
+    return ArgumentSnapshot(leaves, {path: dict(getattr(x, "__dict__", {})) for path, x in objects.items()})
 
 
-def written(found: Before, args: Any) -> dict[Any, Any]:
+def overwritten(before: ArgumentSnapshot, args: Any) -> dict[Any, Any]:
     """Traced values that the step has written into its arguments, by path."""
-    now = tree_leaves_with_path(args, is_leaf=is_opaque)
-    return {path: x for path, x in now if jax_compat.is_tracer(x) and x is not found.leaves.get(path)}
+    after = tree_leaves_with_path(args, is_leaf=is_opaque)
+    return {path: x for path, x in after if jax_compat.is_tracer(x) and x is not before.leaves.get(path)}
 
 
-def changed_attribute(found: Before) -> tuple[Any, str] | None:
-    """Path of an object among the arguments, and an attribute that the step has set to something else."""
-    for path, attributes in found.attributes.items():
-        now = vars(found.leaves[path]) if attributes else {}
+def changed_attribute(before: ArgumentSnapshot) -> tuple[Any, str] | None:
+    """Path of an object among the arguments and an attribute of it that the step has set to another value; None if
+    none.
+    """
+    for path, attributes in before.attributes.items():
+        after = vars(before.leaves[path]) if attributes else {}
         for name, value in attributes.items():
-            if now.get(name) is not value:
+            if after.get(name) is not value:
                 return path, name
     return None
 
 
-def lost(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> Any:
-    """The first of these results of a jaxpr's equations that no other result depends on, or None.
+def first_unused(jaxpr: jex.ClosedJaxpr, values: Sequence[Any]) -> Any:
+    """The first of these values on which no result of a jaxpr depends; None if there is none.
 
     Args:
-        jaxpr: with its own results alone; values: variables that were results besides.
+        jaxpr: with its own results only.
+        values: variables that were additional results.
     """
-    alive = {v for e in jax_compat.eliminate_dead_code(jaxpr).jaxpr.eqns for v in e.outvars}
+    used = {v for e in jax_compat.eliminate_dead_code(jaxpr).jaxpr.eqns for v in e.outvars}
     computed = {v for e in jaxpr.jaxpr.eqns for v in e.outvars}
-    return next((v for v in values if isinstance(v, jex.Var) and v in computed and v not in alive), None)
+    return next((v for v in values if isinstance(v, jex.Var) and v in computed and v not in used), None)

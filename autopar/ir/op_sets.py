@@ -1,4 +1,4 @@
-"""Sets of operations that more than one pass asks about."""
+"""Sets of operations that several passes use."""
 
 from __future__ import annotations
 

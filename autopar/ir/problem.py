@@ -1,13 +1,13 @@
-"""The discrete problem that the intra-op pass hands to its optimizer.
+"""The discrete problem that the intra-operator pass gives to its solvers.
 
     minimise   sum_v  cost_v[x_v]  +  sum_(u,v)  table_uv[ gu[x_u], gv[x_v] ]        over x_v in strategies(v)
 
-A node is one decision (the strategy of a group of operations, or the layout of an argument or of a shared copy). An
-edge is one tensor: `gu` maps each strategy of its producer to the layout class the tensor then has, `gv` each strategy
-of its consumer to the class it wants, and `table` gives the seconds to get from one to the other. `inf` forbids.
+A node is one decision (the strategy of an op group, or the layout of an argument or of a shared copy). An edge is one
+tensor: `gu` maps each strategy of its producer to the layout class that the tensor then has, `gv` each strategy of its
+consumer to the class that the consumer needs, and `table` gives the seconds from one to the other. `inf` forbids.
 
-Edges with equal `key` have equal projections and tables, nodes with equal `signature` equal costs: that is what lets
-folding and dead-end elimination work once per kind and not once per layer.
+Edges with equal `key` have equal projections and tables, nodes with equal `signature` equal costs. Therefore symmetry
+reduction and dead-end elimination work once per distinct layer and not once per layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import SolverError
 
-MOST = 1 << 31  # combinations of classes that are numbered without looking at which there are
+MAX_NUMBERED = 1 << 31  # combinations of classes up to which all are numbered, whether they occur or not
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -67,24 +67,24 @@ class Problem:
 
 
 def check(problem: Problem, *, thorough: bool = True) -> None:
-    """Raise SolverError when shapes, indices or the promise of equal keys and signatures do not hold.
+    """Raise SolverError if shapes or indices are invalid, or if arrays with equal keys or signatures differ.
 
-    Unless `thorough`, arrays with equal keys are taken at their word if they have equal lengths.
+    Unless `thorough`, arrays with equal keys are compared by shape only.
     """
-    same = _same if thorough else _alike
+    equal = _equal if thorough else _equal_shapes
     costs: dict[Hashable, Floats] = {}
     for node in problem.nodes:
         first = costs.setdefault(node.signature, node.cost)
         if first is node.cost and (node.cost.ndim != 1 or not len(node.cost) or np.isnan(node.cost).any()):
             raise SolverError(f"node {node.name!r} needs a vector of costs without nan, not one of {node.cost.shape}")
-        if not same(first, node.cost):
+        if not equal(first, node.cost):
             raise SolverError(f"node {node.name!r} has the signature of a node with other costs: {node.signature!r}")
-    firsts: dict[tuple[int, ...], Edge] = {}
+    first_edges: dict[tuple[int, ...], Edge] = {}
     for edge in problem.edges:
-        other = firsts.setdefault(edge.key, edge)
+        other = first_edges.setdefault(edge.key, edge)
         if other is edge:
             _check_edge(problem, edge)
-        elif not (same(other.gu, edge.gu) and same(other.gv, edge.gv) and same(other.table, edge.table)):
+        elif not (equal(other.gu, edge.gu) and equal(other.gv, edge.gv) and equal(other.table, edge.table)):
             raise SolverError(f"edge {_title(problem, edge)} has the key of an edge with another table: {edge.key}")
         _check_lengths(problem, edge)
 
@@ -117,21 +117,21 @@ def _title(problem: Problem, edge: Edge) -> str:
     return f"{problem.nodes[edge.u].name!r} -> {problem.nodes[edge.v].name!r}"
 
 
-def _same(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _equal(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return a is b or np.array_equal(a, b)
 
 
-def _alike(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _equal_shapes(a: NDArray[Any], b: NDArray[Any]) -> bool:
     return a is b or a.shape == b.shape
 
 
 def absorb_loops(problem: Problem) -> Problem:
     """The same problem with every edge from a node to itself added to that node's cost."""
-    loops = [e for e in problem.edges if e.u == e.v]
-    if not loops:
+    self_edges = [e for e in problem.edges if e.u == e.v]
+    if not self_edges:
         return problem
     nodes = list(problem.nodes)
-    for e in loops:
+    for e in self_edges:
         old = nodes[e.u]
         nodes[e.u] = Node(old.name, old.cost + e.table[e.gu, e.gv], (old.signature, e.key))
     return Problem(tuple(nodes), tuple(e for e in problem.edges if e.u != e.v))
@@ -140,28 +140,28 @@ def absorb_loops(problem: Problem) -> Problem:
 def restrict(problem: Problem, keep: Sequence[Ints]) -> Problem:
     """The problem over the strategies `keep[v]` (ascending indices) of each node; tables keep only classes in use.
 
-    Signatures become numbers, and they and the keys are extended by a number for what is kept, so that equal ones
-    still mean equal arrays.
+    Signatures become numbers. They and the keys are extended by a number for `keep[v]`, so that equal ones still mean
+    equal arrays.
     """
-    kinds: dict[bytes, int] = {}
-    kept = [kinds.setdefault(k.tobytes(), len(kinds)) for k in keep]
+    numbers: dict[bytes, int] = {}
+    numbers_kept = [numbers.setdefault(k.tobytes(), len(numbers)) for k in keep]
     costs: dict[Hashable, int] = {}
     nodes = tuple(
         Node(n.name, n.cost[k], (costs.setdefault(n.signature, len(costs)), i))
-        for n, k, i in zip(problem.nodes, keep, kept, strict=True)
+        for n, k, i in zip(problem.nodes, keep, numbers_kept, strict=True)
     )
-    made: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
+    compacted: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
     edges: list[Edge] = []
     for e in problem.edges:
-        key = (*e.key, kept[e.u], kept[e.v])
-        if key not in made:
-            made[key] = compact(e.gu[keep[e.u]], e.gv[keep[e.v]], e.table)
-        edges.append(Edge(e.u, e.v, *made[key], key))
+        key = (*e.key, numbers_kept[e.u], numbers_kept[e.v])
+        if key not in compacted:
+            compacted[key] = compact(e.gu[keep[e.u]], e.gv[keep[e.v]], e.table)
+        edges.append(Edge(e.u, e.v, *compacted[key], key))
     return Problem(nodes, tuple(edges))
 
 
 def compact(gu: Ints, gv: Ints, table: Floats) -> tuple[Ints, Ints, Floats]:
-    """Projections renumbered to the classes in use, and the table cut to them."""
+    """Projections renumbered to the classes in use, and the table restricted to them."""
     rows, cols = used(gu, table.shape[0]), used(gv, table.shape[1])
     if table.shape == (len(rows), len(cols)):
         return gu, gv, table
@@ -175,22 +175,22 @@ def used(classes: Ints, size: int) -> Ints:
 
 def renumber(classes: Ints, present: Ints, size: int) -> Ints:
     """Classes as positions in `present`, the ascending classes in use out of `size`."""
-    place = np.zeros(size, dtype=np.int64)
-    place[present] = np.arange(len(present))
-    return place[classes]
+    position = np.zeros(size, dtype=np.int64)
+    position[present] = np.arange(len(present))
+    return position[classes]
 
 
 def cheapest(cost: Floats, classes: Sequence[Ints]) -> Ints:
-    """Per combination of classes the first cheapest strategy, ascending."""
+    """The first cheapest strategy of every combination of classes, ascending."""
     if not classes:
         return np.array([cost.argmin()])
     group, span = np.zeros(len(cost), dtype=np.int64), 1
-    for one in classes:
-        size = int(one.max()) + 1
-        if span * size > MOST:
+    for node_classes in classes:
+        size = int(node_classes.max()) + 1
+        if span * size > MAX_NUMBERED:
             group = np.unique(group, return_inverse=True)[1].ravel()
             span = len(cost)
-        group, span = group * size + one, span * size
+        group, span = group * size + node_classes, span * size
     order = np.lexsort((cost, group))
     first = np.ones(len(order), dtype=bool)
     first[1:] = group[order][1:] != group[order][:-1]

@@ -1,11 +1,11 @@
-"""What a function can reach without being called: where it can have kept a value beyond its end.
+"""Objects that a function can reach without being called: where it can keep a value after it returns.
 
-    function    what it closes over, its defaults, and the globals that its code names
+    function    its closure, its defaults, and the globals that its code names
     method      its object
     class       its attributes
     object      its attributes, and the elements of a container
 
-Functions and classes of installed packages are not looked into, nor are modules: what their own caches hold is theirs.
+Functions and classes of installed packages are not searched, nor are modules: their own caches are their concern.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from typing import Any
 
 from autopar import jax_compat
 
-#: Objects that are looked at, at most: a bound on time, some tenths of a second.
-MOST = 100_000
+#: Largest number of objects that are visited; a bound on time, some tenths of a second.
+MAX_OBJECTS = 100_000
 
 _ATOMS = (str, bytes, int, float, complex, type(None), types.ModuleType, types.CodeType)
 
 
 def reaches(root: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether an object that is wanted can be reached from another."""
-    return any(map(wanted, itertools.islice(_reachable(root), MOST)))
+    """Whether `root` reaches an object for which `wanted` is true."""
+    return any(map(wanted, itertools.islice(_reachable(root), MAX_OBJECTS)))
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """The object and everything that it reaches, each once, the nearest first."""
-    waiting, seen = deque([root]), {id(root): root}
-    while waiting:
-        found = waiting.popleft()
-        yield found
-        for child in _children(found):
+    """The object and all objects that it reaches, each once, the nearest first."""
+    queue, seen = deque([root]), {id(root): root}
+    while queue:
+        current = queue.popleft()
+        yield current
+        for child in _children(current):
             if not isinstance(child, _ATOMS) and id(child) not in seen:
                 seen[id(child)] = child
-                waiting.append(child)
+                queue.append(child)
 
 
 def _children(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):
-        return _of_function(x) if _is_own(x) else []
+        return _function_references(x) if _is_user_code(x) else []
     if isinstance(x, type):
-        return list(vars(x).values()) if _is_own(x) else []
+        return list(vars(x).values()) if _is_user_code(x) else []
     if isinstance(x, types.MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, functools.partial):
@@ -58,7 +58,7 @@ def _children(x: Any) -> Iterable[Any]:
     return [*inside, *getattr(x, "__dict__", {}).values(), *_slots(x)]
 
 
-def _of_function(x: types.FunctionType) -> list[Any]:
+def _function_references(x: types.FunctionType) -> list[Any]:
     cells = [cell.cell_contents for cell in x.__closure__ or () if _is_filled(cell)]
     named = [x.__globals__[name] for name in _names(x.__code__) if name in x.__globals__]
     defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
@@ -68,12 +68,12 @@ def _of_function(x: types.FunctionType) -> list[Any]:
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # of a name that has no value yet
+    except ValueError:  # a name without a value yet
         return False
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function's code, and that of functions inside it, may look up among the globals."""
+    """Names that a function's code, and the code of functions inside it, may look up among the globals."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -85,6 +85,6 @@ def _slots(x: Any) -> list[Any]:
     return [getattr(x, name) for name in names if isinstance(name, str) and hasattr(x, name)]
 
 
-def _is_own(x: Any) -> bool:
-    """Whether a function or a class is of the user's modules, not of Python's, of installed packages or of autopar."""
+def _is_user_code(x: Any) -> bool:
+    """Whether a function or class is in the user's modules, not in Python's, in installed packages or in autopar."""
     return jax_compat.is_own(getattr(sys.modules.get(x.__module__), "__file__", None) or "")

@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 110  # columns
-KEPT_WHOLE = ("shape", "PartitionSpec", "times", "bytes sent")  # columns that are never broken over lines
+NO_WRAP = ("shape", "PartitionSpec", "times", "bytes sent")  # columns that are never broken over lines
 
 Rows = list[tuple[str, ...]]
 
 
 def table(title: str, heads: Sequence[str], rows: Rows) -> str:
-    """A table without colour, after an empty line; `title` stands above the column whose head is empty."""
+    """A table without colour, after an empty line; `title` is the head of the column whose head is empty."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for head in heads:
-        grid.add_column(head or title, overflow="fold", no_wrap=head in KEPT_WHOLE, ratio=1 if head == "why" else None)
+        grid.add_column(head or title, overflow="fold", no_wrap=head in NO_WRAP, ratio=1 if head == "why" else None)
     for row in rows:
         grid.add_row(*row)
     out = io.StringIO()
@@ -28,9 +28,9 @@ def table(title: str, heads: Sequence[str], rows: Rows) -> str:
     return "\n".join(["", *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
 
 
-def spec_text(found: object) -> str:
-    """A PartitionSpec in short: P('x', None)."""
-    return str(found).replace("PartitionSpec", "P").replace(",)", ")")
+def spec_text(spec: object) -> str:
+    """A PartitionSpec in short form: P('x', None)."""
+    return str(spec).replace("PartitionSpec", "P").replace(",)", ")")
 
 
 def size(nbytes: float) -> str:

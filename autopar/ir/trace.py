@@ -1,7 +1,7 @@
 """From a Python function to a Graph.
 
-`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.jaxpr` makes the graph of what it recorded. What
-stops JAX is said in the words of the user's program: the argument's path, the value, the line.
+`jax.make_jaxpr` runs the function on abstract arguments, `autopar.ir.jaxpr` builds the graph from the jaxpr. Errors of
+JAX are raised again in the terms of the user's program: the argument's path, the value, the line.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Traced:
         graph: the program.
         in_tree, out_tree: trees of arguments and results.
         in_avals, out_avals: their shapes and types, without shardings.
-        pins: positions of argument leaves -> the cut that their types carry; see `autopar.ir.explicit`.
-        mesh: the Explicit mesh that the arguments lie on, or that was in force; None if there is none.
+        pins: positions of argument leaves -> the PartitionSpec in their types; see `autopar.ir.explicit`.
+        mesh: the Explicit mesh of the arguments, or the Explicit mesh that is set; None if there is none.
     """
 
     graph: Graph
@@ -49,7 +49,7 @@ class Traced:
     mesh: Mesh | AbstractMesh | None = None
 
     def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """Leaves of arguments that are built like those that were traced; ArgumentError for others."""
+        """Leaves of arguments with the structure of those that were traced; ArgumentError for others."""
         found, tree = jax.tree.flatten((args, kwargs))
         if tree != self.in_tree:
             raise ArgumentError(f"the step was traced for arguments {self.in_tree}, called with {tree}")
@@ -57,13 +57,13 @@ class Traced:
 
 
 def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
-    """Trace `fn` on arrays or ShapeDtypeStructs, or what `autopar.ir.arguments` makes of other arguments.
+    """Trace `fn` on arrays or ShapeDtypeStructs; `autopar.ir.arguments` converts other arguments.
 
     Raises:
         ArgumentError: an argument leaf is neither an array nor a number.
-        PinError: arguments lie on different Explicit meshes.
+        PinError: arguments are on different Explicit meshes.
         TraceError: the function has ordered side effects, leaks tracers, branches on traced values, changes an
-            argument in a way that is lost, or returns what is no array.
+            argument such that the change is lost, or returns something that is not an array.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     names = _argument_names(fn, len(args), static_argnums)
@@ -78,18 +78,18 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     def flat(*flat_args: Any) -> Any:
         alive.append(jax_compat.current_trace())
         pure = jax.tree.unflatten(in_tree, flat_args)
-        positional, keywords = seen = arguments.inside(pure)
-        found = mutation.before(seen)
-        result = fn(*arguments.merged(args, static_argnums, positional), **keywords)
+        positional, keywords = seen = arguments.to_step(pure)
+        found = mutation.snapshot(seen)
+        result = fn(*arguments.merge_static(args, static_argnums, positional), **keywords)
         _check_attributes(found, names, _name(fn))
-        written = {_input_path(path, names): x for path, x in mutation.written(found, seen).items()}
-        return _checked_results(arguments.returned(pure, seen, result), _name(fn)), written
+        written = {_input_path(path, names): x for path, x in mutation.overwritten(found, seen).items()}
+        return _checked_results(arguments.from_step(pure, seen, result), _name(fn)), written
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
     _check_leaks(jaxpr, alive[0], fn)
-    jaxpr = jaxpr if mesh is None else explicit.plain(jaxpr)
+    jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
     graph = build_graph(jax_compat.eliminate_dead_code(jaxpr), paths, out_paths)
@@ -98,7 +98,7 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
 
 
-def _check_attributes(found: mutation.Before, names: tuple[str, ...], name: str) -> None:
+def _check_attributes(found: mutation.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
     changed = mutation.changed_attribute(found)
     if changed is not None:
         path, attribute = changed
@@ -111,13 +111,13 @@ def _check_attributes(found: mutation.Before, names: tuple[str, ...], name: str)
 
 
 def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) -> jex.ClosedJaxpr:
-    """The program without the values written into arguments, its last results; TraceError if one is lost."""
+    """The program without its last results, the values written into arguments; TraceError if one is lost."""
     if not paths:
         return jaxpr
     count = len(jaxpr.jaxpr.outvars) - len(paths)
     values = jaxpr.jaxpr.outvars[count:]
     jaxpr = jex.ClosedJaxpr(jaxpr.jaxpr.replace(outvars=jaxpr.jaxpr.outvars[:count]), jaxpr.consts)
-    lost = mutation.lost(jaxpr, values)
+    lost = mutation.first_unused(jaxpr, values)
     if lost is not None:
         made = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
         file, line = jax_compat.user_frame(made.source_info)
@@ -130,12 +130,12 @@ def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) ->
 
 
 def _typed(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
-    """The type of an array that lies so; without a sharding, the type alone."""
+    """Shape, dtype and sharding of an array; without a sharding, shape and dtype alone."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
 
 
 def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[str]) -> Mesh | AbstractMesh | None:
-    """The mesh that arguments with shardings in their types lie on; the mesh in force, if it is Explicit."""
+    """The Explicit mesh of arguments with shardings in their types; else the mesh that is set, if it is Explicit."""
     found = [(s.mesh, path) for s, path in zip(shardings, paths, strict=True) if s is not None]
     within = jax_compat.explicit_mesh()
     if found and within is not None and within.shape != found[0][0].shape:
@@ -153,7 +153,7 @@ def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[st
 
 
 def is_tracing() -> bool:
-    """Whether `trace` is running a function: then what that calls is planned with it."""
+    """Whether `trace` is running a function; steps that the function calls are then planned as parts of it."""
     return any(frame.f_code is _make_jaxpr.__code__ for frame in jax_compat.frames())
 
 
@@ -194,12 +194,12 @@ def _make_jaxpr(flat: Callable[..., Any], abstract: Sequence[Any], name: str) ->
 
 
 def _flax_trace_errors() -> tuple[type[Exception], ...]:
-    """What Flax raises where an object from outside of a trace is changed inside; nothing if it is not loaded."""
+    """Errors of Flax for an object from outside of a trace that is changed inside; none if Flax is not loaded."""
     flax = sys.modules.get("flax.errors")
     return () if flax is None else (flax.TraceContextError,)
 
 
-#: What JAX raises where Python asks for the value of a traced array.
+#: Errors that JAX raises where Python needs the value of a traced array.
 _NEEDS_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -215,7 +215,7 @@ def _first_effect(jaxpr: jex.ClosedJaxpr) -> str:
 
 
 def _checked_results(results: Any, name: str) -> Any:
-    """The results themselves; TraceError naming the first leaf that is no array."""
+    """The results themselves; TraceError naming the first leaf that is not an array."""
     for path, leaf in tree_flatten_with_path(results)[0]:
         try:
             jax.typeof(leaf)
@@ -229,7 +229,9 @@ def _checked_results(results: Any, name: str) -> Any:
 
 
 def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[..., Any]) -> None:
-    """TraceError if the function uses a traced value from elsewhere, or leaves one behind where it finds it again."""
+    """TraceError if the function uses a traced value from elsewhere, or keeps a traced value where it can reach it
+    again.
+    """
     name = _name(fn)
     for value in jaxpr.consts:
         if jax_compat.is_tracer(value):
@@ -278,7 +280,7 @@ def _input_path(path: tuple[Any, ...], names: tuple[str, ...]) -> str:
 
 
 def _output_paths(results: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Paths of the results; what an argument is after the step has the path that it has before."""
+    """Paths of the results; the new value of an argument has the path of the argument."""
     if not isinstance(results, arguments.Returned):
         return tuple(_simple(path) for path, _ in tree_flatten_with_path(results)[0])
     updates, out = (tree_flatten_with_path(tree)[0] for tree in (results.updates, results.out))

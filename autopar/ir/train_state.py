@@ -9,13 +9,13 @@ from types import MappingProxyType
 from autopar.ir.graph import Graph
 
 
-@lru_cache(maxsize=4)  # asked by several passes of one planning
+@lru_cache(maxsize=4)  # several passes call it for one graph
 def match_state(graph: Graph) -> Mapping[int, int]:
     """Results that carry an argument into the next step: output position -> input position.
 
-    First by equal path, then by equal path below the top of the result (position in the tuple and position of the
-    argument), then by equal path below the first component, each with equal type and each argument once. Unless the
-    graph says which.
+    `graph.carried` if the graph has it. Otherwise results match by equal path; then by equal path below the top of the
+    result (position in the tuple, taken as the position of the argument); then by equal path below the first component.
+    Matches have equal types, and each argument is matched once.
     """
     if graph.carried is not None:
         return graph.carried
@@ -24,24 +24,24 @@ def match_state(graph: Graph) -> Mapping[int, int]:
         by_tail.setdefault(path.split("/", 1)[-1], []).append(i)
     arguments = list(dict.fromkeys(path.split("/", 1)[0] for path in graph.input_paths))
     full = {path: i for i, path in enumerate(graph.input_paths)}
-    taken: set[int] = set()
-    found: dict[int, int] = {}
+    claimed: set[int] = set()
+    carried: dict[int, int] = {}
 
     def claim(out: int, candidates: Sequence[int | None]) -> None:
         type_ = graph.type_of(graph.outputs[out])
         for i in candidates:
-            if i is not None and i not in taken and graph.types[graph.inputs[i]] == type_:
-                found[out] = i
-                taken.add(i)
+            if i is not None and i not in claimed and graph.types[graph.inputs[i]] == type_:
+                carried[out] = i
+                claimed.add(i)
                 return
 
     for out, path in enumerate(graph.output_paths):
         head, _, tail = path.partition("/")
         names = [arguments[int(head)]] if head.isdigit() and int(head) < len(arguments) else []
-        tries = [path, *("/".join(p for p in (name, tail) if p) for name in names)]
-        tries.extend(f"{name}/{path}" if path else name for name in arguments[:1])
-        claim(out, [full.get(t) for t in tries])
+        candidates = [path, *("/".join(p for p in (name, tail) if p) for name in names)]
+        candidates.extend(f"{name}/{path}" if path else name for name in arguments[:1])
+        claim(out, [full.get(t) for t in candidates])
     for out, path in enumerate(graph.output_paths):
-        if out not in found and "/" in path:
+        if out not in carried and "/" in path:
             claim(out, by_tail.get(path.split("/", 1)[1], []))
-    return MappingProxyType(found)
+    return MappingProxyType(carried)

@@ -243,8 +243,8 @@ class Plan:
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step; in a pipeline those inside the stage that sends most."""
         if self.pipelined:
-            return max(sum(c.sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
-        return float(sum(c.sent(self.mesh) for c in self.collectives))
+            return max(sum(c.bytes_sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
+        return float(sum(c.bytes_sent(self.mesh) for c in self.collectives))
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as tables for a terminal.

@@ -223,8 +223,8 @@ def _result(plan: Plan, c: Collective) -> str:
 def _sent(plan: Plan) -> list[tuple[Collective, float]]:
     """Every collective with the bytes that a device sends for it per step."""
     if plan.pipelined:
-        return [(c, c.sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
-    return [(c, c.sent(plan.mesh)) for c in plan.collectives]
+        return [(c, c.bytes_sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
+    return [(c, c.bytes_sent(plan.mesh)) for c in plan.collectives]
 
 
 def _foot(plan: Plan) -> list[str]:

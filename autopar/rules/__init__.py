@@ -1,8 +1,8 @@
-"""Which dimensions of an operation may be cut, and what that leaves to be summed: one Rule per operation.
+"""Sharding rules: which dimensions of an operation may be sharded, and which of them leave partial sums.
 
-Sources, in order: rules the user registered, our own few (`own.OWN_RULES`), Shardy's (`shardy.read_rules`, all
-operations of a program lowered together), and for anything else the rule that keeps every dimension whole, so that an
-unknown operation runs replicated and correctly.
+Sources, in order: rules that the user registered; a few of autopar's own (`own.OWN_RULES`); Shardy's
+(`shardy.read_rules`, all operations of a program lowered together). Any other operation gets the rule in which every
+dimension needs replication, so that it runs replicated and correctly.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar import parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.rules.notation import Rule, parse
-from autopar.rules.own import LOCAL, OWN_RULES
+from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
 from autopar.rules.shardy import read_rules
 
-__all__ = ["LOCAL", "Reader", "Rule", "parse", "rules_of", "whole"]
+__all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "rules_of"]
 
-#: Leaf primitives whose lowering is opaque, or that must not be lowered alone; replicate-only unless registered.
+#: Leaf primitives whose lowering is opaque, or that cannot be lowered alone; replicated unless a rule is registered.
 OPAQUE = (
     "pallas_call",
     "shard_map",
@@ -43,8 +43,8 @@ OPAQUE = (
 )
 
 
-#: Operations whose partial results one all-reduce may combine (`autopar.cost_models.reductions` says of which types, on
-#: which backend). Any other reduced factor is kept whole.
+#: Operations whose partial results one all-reduce can combine (for which types on which backend:
+#: `autopar.cost_models.reductions`). Reduced factors of other operations need replication.
 COMBINABLE = (
     "dot_general",
     "conv_general_dilated",
@@ -61,31 +61,33 @@ COMBINABLE = (
 )
 
 
-#: Operations that XLA gathers whole, whatever the sharding, for operands of these element sizes (bytes).
-NOT_PARTITIONED: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
+#: Operations whose operands XLA gathers, whatever their sharding -> element sizes (bytes) for which it does.
+GATHERED_BY_XLA: Mapping[str, tuple[int, ...]] = {"select_and_scatter_add": (8,)}
 
 
-def _combinable(op: Op, rule: Rule) -> Rule:
-    """The rule without the partial sums that nothing can combine."""
-    combined = _contracted_features(op, rule) if op.name == "conv_general_dilated" else rule.reduced
+def _keep_combinable(op: Op, rule: Rule) -> Rule:
+    """The rule, in which reduced factors whose partial sums cannot be combined need replication."""
+    combined = _reduced_features(op, rule) if op.name == "conv_general_dilated" else rule.reduced
     combined = combined if op.name in COMBINABLE else ()
     if combined == rule.reduced:
         return rule
-    return replace(rule, reduced=combined, kept=tuple(sorted({*rule.kept, *rule.reduced} - {*combined})))
+    return replace(
+        rule, reduced=combined, need_replication=tuple(sorted({*rule.need_replication, *rule.reduced} - {*combined}))
+    )
 
 
-def _contracted_features(op: Op, rule: Rule) -> tuple[int, ...]:
-    """The input features of a convolution, if it has one batch group.
+def _reduced_features(op: Op, rule: Rule) -> tuple[int, ...]:
+    """The input features of a convolution with one batch group.
 
-    Cut along anything else that it sums over (windows, batch groups), XLA adds the partial sums of too many devices
-    whenever a mesh axis is left over (seen on jaxlib 0.10.2 and 0.12.0).
+    Sharded along any other factor that it sums over (windows, batch groups), XLA adds the partial sums of too many
+    devices whenever a mesh axis is left over (seen on jaxlib 0.10.2 and 0.12.0).
     """
     features = rule.operands[0][op.params["dimension_numbers"].lhs_spec[1]]
     return tuple(f for f in rule.reduced if f == features and op.params["batch_group_count"] == 1)
 
 
-def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]) -> Rule:
-    """The rule of an operation that cannot be cut: every dimension a factor of its own, all kept."""
+def replicated_rule(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]) -> Rule:
+    """The rule of an operation that cannot be sharded: every dimension is a factor of its own and needs replication."""
     sizes: list[int] = []
 
     def dims(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,59 +103,59 @@ def whole(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tup
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
     """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module.
 
-    The rules of the last few graphs are remembered: planning for several meshes and generating code read them once.
+    The rules of the last few graphs are cached: planning for several meshes and code generation read them once.
     """
-    known = registered_rules() if registered is None else registered
-    return _rules_of(graph, tuple(sorted(known.items())))
+    registered = registered_rules() if registered is None else registered
+    return _rules_of(graph, tuple(sorted(registered.items())))
 
 
 @lru_cache(maxsize=4)
 def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[int, Rule]:
-    return Reader(dict(registered)).of(graph)
+    return RuleReader(dict(registered)).read(graph)
 
 
 @dataclass(eq=False)
-class Reader:
-    """Reads the rules of graphs that have operations in common, such as the stages of a step, each of these once.
+class RuleReader:
+    """Reads the rules of graphs with common operations, such as the stages of a step, each operation once.
 
     Attributes:
-        registered: rules by operation; None: those that are registered.
-        known: Shardy's rules that were read.
+        registered: rules by operation; None: those in the registry.
+        cache: Shardy's rules that were read, by what they depend on.
     """
 
     registered: Mapping[str, str] | None = None
-    known: dict[Hashable, Rule] = field(default_factory=dict)
+    cache: dict[Hashable, Rule] = field(default_factory=dict)
 
-    def of(self, graph: Graph) -> Mapping[int, Rule]:
+    def read(self, graph: Graph) -> Mapping[int, Rule]:
         """Rule of every leaf operation: signature -> Rule."""
         registered = registered_rules() if self.registered is None else self.registered
         representatives: dict[int, Op] = {}
         for op in graph.walk():
             if not op.regions:
                 representatives.setdefault(op.signature, op)
-        found: dict[int, Rule] = {}
+        rules: dict[int, Rule] = {}
         from_shardy: list[Op] = []
         for signature, op in representatives.items():
-            rule = _without_compiler(graph, op, registered)
+            rule = _rule_without_shardy(graph, op, registered)
             if rule is not None:
-                found[signature] = rule
+                rules[signature] = rule
             else:
                 from_shardy.append(op)
-        found.update(self._read(graph, from_shardy))
-        return MappingProxyType({signature: found[signature] for signature in representatives})
+        rules.update(self._read(graph, from_shardy))
+        return MappingProxyType({signature: rules[signature] for signature in representatives})
 
     def _read(self, graph: Graph, ops: Sequence[Op]) -> Mapping[int, Rule]:
         keys = {op.signature: _key(op) for op in ops}
-        missing = [op for op in ops if keys[op.signature] not in self.known]
+        missing = [op for op in ops if keys[op.signature] not in self.cache]
         avals = [[v.aval for v in op.equation.invars] for op in missing]
-        # lowering starts a backend, and what comes after that is not run side by side
-        (found,) = parallel_map.results([partial(_read_all, graph, missing, avals)]) if missing else ({},)
-        self.known.update((keys[s], rule) for s, rule in found.items() if keys[s] is not None)
-        return {s: found[s] if s in found else self.known[key] for s, key in keys.items()}
+        # lowering starts a backend, which later tasks must not be forked from; so it runs in a process of its own
+        (rules,) = parallel_map.results([partial(_read_from_shardy, graph, missing, avals)]) if missing else ({},)
+        self.cache.update((keys[s], rule) for s, rule in rules.items() if keys[s] is not None)
+        return {s: rules[s] if s in rules else self.cache[key] for s, key in keys.items()}
 
 
 def _key(op: Op) -> Hashable:
-    """What the rule of an operation depends on; None where that cannot be compared."""
+    """What the rule of an operation depends on; None if that is not hashable."""
     key = op.equation.primitive, tuple(op.equation.params.items()), tuple(v.aval for v in op.equation.invars)
     try:
         hash(key)
@@ -166,15 +168,16 @@ def _shapes(graph: Graph, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
     return [graph.type_of(a).shape for a in atoms]
 
 
-def _without_compiler(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
+def _rule_without_shardy(graph: Graph, op: Op, registered: Mapping[str, str]) -> Rule | None:
+    """A registered rule, one of autopar's own, or replication of what is opaque; None if Shardy's rule applies."""
     operands, results = _shapes(graph, op.inputs), _shapes(graph, op.outputs)
     name = next((n for n in (op.params.get("name"), op.params.get("target_name"), op.name) if n in registered), None)
     if name is not None:
         return _parse_registered(name, registered[name], op, operands, results)
     if op.name in OWN_RULES:
         return parse(OWN_RULES[op.name](operands, results, op.params), operands, results, "autopar")
-    opaque = op.name in OPAQUE or op.equation.effects or _gathered(graph, op)
-    return whole(operands, results) if opaque else None
+    opaque = op.name in OPAQUE or op.equation.effects or _is_gathered(graph, op)
+    return replicated_rule(operands, results) if opaque else None
 
 
 def _parse_registered(
@@ -186,25 +189,25 @@ def _parse_registered(
         raise RuleError(f"{error} (registered for '{name}', used{f' at {op.source}' if op.source else ''})") from None
 
 
-def _gathered(graph: Graph, op: Op) -> bool:
-    """XLA gathers the operands whole, whatever their sharding."""
+def _is_gathered(graph: Graph, op: Op) -> bool:
+    """True if XLA gathers the operands, whatever their sharding."""
     if op.name == "conv_general_dilated" and op.params["feature_group_count"] > 1:
         kernel = graph.type_of(op.inputs[1]).shape
         return kernel[op.params["dimension_numbers"].rhs_spec[1]] > 1  # only depthwise groups are partitioned
-    sizes = NOT_PARTITIONED.get(op.name)
+    sizes = GATHERED_BY_XLA.get(op.name)
     return sizes is not None and any(graph.type_of(a).itemsize in sizes for a in op.inputs)
 
 
-def _read_all(graph: Graph, ops: Sequence[Op], avals: Sequence[Sequence[Any]]) -> dict[int, Rule]:
-    """Shardy's rules; should one operation fail to lower on its own, it alone becomes replicate-only."""
+def _read_from_shardy(graph: Graph, ops: Sequence[Op], avals: Sequence[Sequence[Any]]) -> dict[int, Rule]:
+    """Shardy's rules. If a single operation fails to lower, only that operation is replicated."""
     if not ops:
         return {}
     try:
         rules = read_rules(ops, avals)
-        return {op.signature: _combinable(op, rule) for op, rule in zip(ops, rules, strict=True)}
+        return {op.signature: _keep_combinable(op, rule) for op, rule in zip(ops, rules, strict=True)}
     except (TypeError, ValueError, NotImplementedError, RuntimeError):
         if len(ops) == 1:
-            return {ops[0].signature: whole(_shapes(graph, ops[0].inputs), _shapes(graph, ops[0].outputs))}
+            return {ops[0].signature: replicated_rule(_shapes(graph, ops[0].inputs), _shapes(graph, ops[0].outputs))}
         middle = len(ops) // 2
-        left = _read_all(graph, ops[:middle], avals[:middle])
-        return left | _read_all(graph, ops[middle:], avals[middle:])
+        left = _read_from_shardy(graph, ops[:middle], avals[:middle])
+        return left | _read_from_shardy(graph, ops[middle:], avals[middle:])

@@ -1,7 +1,7 @@
-"""Why an operation whose rule lets no dimension be cut runs replicated: the reason that a plan's note gives.
+"""Why an operation none of whose dimensions can be sharded runs replicated: the reason in a plan's note.
 
-Most of these work along all dimensions that they have, which a stack of such operations (`jax.vmap`) does not: its rule
-leaves the stacked dimension free. What has no reason here lacks a rule, and a rule can be registered.
+Most of these work along all dimensions that they have. A stack of such operations (`jax.vmap`) does not: in its rule
+the stacked dimension is free. An operation without a reason here lacks a rule, and a rule can be registered.
 """
 
 from __future__ import annotations
@@ -44,5 +44,5 @@ REASONS: Mapping[str, str] = MappingProxyType({name: reason for reason, names in
 
 
 def reason(operation: str) -> str:
-    """Why an operation that cannot be cut runs replicated."""
+    """Why an operation that cannot be sharded runs replicated."""
     return REASONS.get(operation, UNKNOWN)

@@ -1,13 +1,13 @@
 """A sharding rule: how the dimensions of an operation's operands and results correspond.
 
 A factor is one dimension of the operation's iteration space (Shardy's term). A rule gives every dimension of every
-operand and result its factor; factors that stand only in operands are summed over. As text, as in an einsum:
+operand and result its factor; factors of operands only are summed over. As text, as in an einsum:
 
     b m k, k n -> b m n                 a batched matrix product, k is reduced
-    b s d -> b s d | keep s             an operation that needs dimension s whole on every device
+    b s d -> b s d | keep s             an operation that needs dimension s replicated
 
-A dimension that several factors share (the result of a reshape) is written with its major factor, the only one along
-which it can be cut without moving data. Sources: GSPMD (Xu et al., 2021) section 3; Shardy's op sharding rules.
+A dimension that has several factors (the result of a reshape) is written with its major factor, the only one along
+which it can be sharded without moving data. Sources: GSPMD (Xu et al., 2021) section 3; Shardy's op sharding rules.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Rule:
 
     Attributes:
         operands: for each operand, the factor of each dimension.
-        results: likewise for each result.
-        sizes: extent of each factor (the largest cut that it allows).
-        reduced: factors summed over: the operation leaves partial sums along them.
-        kept: factors along which the operation cannot be cut at all.
+        results: for each result, the factor of each dimension.
+        sizes: extent of each factor (the largest number of shards).
+        reduced: factors summed over: sharded along them, the operation leaves partial sums.
+        need_replication: factors along which the operation cannot be sharded.
         origin: "shardy", "autopar", or "user".
         unread: positions of operands that the operation does not read, whatever their layout.
     """
@@ -41,18 +41,18 @@ class Rule:
     results: tuple[Dims, ...]
     sizes: tuple[int, ...]
     reduced: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
+    need_replication: tuple[int, ...] = ()
     origin: str = "shardy"
     unread: tuple[int, ...] = ()
 
     @property
     def free(self) -> tuple[int, ...]:
-        """Factors along which the operation may be cut, reduced ones included."""
-        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.kept)
+        """Factors along which the operation may be sharded, reduced ones included."""
+        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and f not in self.need_replication)
 
     def __str__(self) -> str:
         text = ", ".join(map(_dims, self.operands)) + " -> " + ", ".join(map(_dims, self.results))
-        notes = (("reduce", self.reduced), ("keep", self.kept))
+        notes = (("reduce", self.reduced), ("keep", self.need_replication))
         return text + "".join(f" | {word} {_dims(factors)}" for word, factors in notes if factors)
 
 
@@ -67,8 +67,8 @@ def _dims(dims: Dims) -> str:
 def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dims], origin: str = "user") -> Rule:
     """The rule that `text` states, for operands and results of these shapes.
 
-    A name in operands that no result has is reduced. `keep` lists names that must stay whole; `1` stands for a
-    dimension that is never cut.
+    A name that only operands have is reduced. `keep` lists names that need replication; `1` stands for a dimension that
+    is never sharded.
 
     Raises:
         RuleError: the text does not parse, or its dimensions do not fit the shapes.
@@ -86,9 +86,9 @@ def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dim
         lists = [[] if names == ["()"] else names for names in lists]
         if len(lists) != len(shapes):
             raise RuleError(f"rule '{text}' names {len(lists)} {which}s, the operation has {len(shapes)}")
-        return tuple(one(names, tuple(shape), which) for names, shape in zip(lists, shapes, strict=True))
+        return tuple(dimensions(names, tuple(shape), which) for names, shape in zip(lists, shapes, strict=True))
 
-    def one(names: Sequence[str], shape: Dims, which: str) -> Dims:
+    def dimensions(names: Sequence[str], shape: Dims, which: str) -> Dims:
         if len(names) != len(shape):
             raise RuleError(f"rule '{text}' gives '{' '.join(names)}' for a {which} of shape {shape}")
         return tuple(factor(name, size, which, shape) for name, size in zip(names, shape, strict=True))
@@ -109,15 +109,15 @@ def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dim
 
     operands = factors(sides[0], operand_shapes, "operand")
     results = factors(sides[1], result_shapes, "result")
-    kept = _kept(text, notes, index)
+    need_replication = _need_replication(text, notes, index)
     produced = {f for dims in results for f in dims}
     consumed = sorted({f for dims in operands for f in dims})
-    reduced = tuple(f for f in consumed if f not in produced and f not in whole and f not in kept)
-    return Rule(operands, results, tuple(sizes), reduced, tuple(sorted({*kept, *whole})), origin)
+    reduced = tuple(f for f in consumed if f not in produced and f not in whole and f not in need_replication)
+    return Rule(operands, results, tuple(sizes), reduced, tuple(sorted({*need_replication, *whole})), origin)
 
 
 def check_syntax(text: str) -> None:
-    """RuleError unless `text` has the form of a rule; shapes are checked where it is applied."""
+    """RuleError unless `text` has the form of a rule; shapes are checked when it is applied."""
     body = text.split("|")[0] if isinstance(text, str) else ""
     if body.count("->") != 1:
         raise RuleError(f"rule {text!r} needs exactly one '->', as in 'b m k, k n -> b m n'")
@@ -126,13 +126,14 @@ def check_syntax(text: str) -> None:
             raise RuleError(f"rule '{text}': '{name}' is no dimension name")
 
 
-def _kept(text: str, notes: Sequence[str], index: dict[str, int]) -> list[int]:
-    found: list[int] = []
+def _need_replication(text: str, notes: Sequence[str], index: dict[str, int]) -> list[int]:
+    """Factors listed after `keep`."""
+    factors: list[int] = []
     for note in notes:
         word, *names = note.split()
         unknown = [n for n in names if n not in index]
         if word not in ("keep", "reduce") or unknown:
             raise RuleError(f"rule '{text}': '{note}' must be 'keep' or 'reduce' and names out of {', '.join(index)}")
         if word == "keep":
-            found.extend(index[n] for n in names)
-    return found
+            factors.extend(index[n] for n in names)
+    return factors

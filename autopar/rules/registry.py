@@ -1,7 +1,7 @@
 """Rules that users register for their own primitives: custom calls, Pallas kernels.
 
-The registry is an immutable mapping in a context variable; registering replaces it, so that planning sees one value
-from start to end and tests can undo what they register.
+The registry is an immutable mapping in a context variable. Registering replaces the mapping, so that planning sees one
+value from start to end, and tests can undo their registrations.
 """
 
 from __future__ import annotations

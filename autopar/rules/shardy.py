@@ -1,16 +1,16 @@
-"""Sharding rules read from Shardy, so that planner and compiler hold the same.
+"""Sharding rules read from Shardy, so that planner and compiler use the same rules.
 
 Every distinct operation of a program is bound once in one function, lowered as one StableHLO module, and annotated by
 Shardy's `populate-op-sharding-rules` pass. One JAX primitive may lower to several StableHLO operations (a gather with
-fill, argsort, cumsum); their factors are then unified along the values that flow between them:
+fill, argsort, cumsum); their factors are then unified along the values between them:
 
-    factors of an operand dimension  =  factors of the value's dimension that arrives there      -> _Unifier.join
-    a dimension with factors (i, j)  is cut along its major factor only                          -> _major
-    CHLO operations                  one to one                                                  -> _elementwise
-    reduced / kept                   if any of the StableHLO operations says so                  -> _Reader
-    matched by nothing               whole: a Cholesky factor's (i, j) -> (k, l) cannot be cut    -> _unmatched
-    the bits of a random key         dimensions that only the lowered form has, kept whole       -> _Reader.logical
-    operands without a reader        such as the matrix of a linear solve, that has its factors  -> _Reader.unread
+    factors of an operand dimension    =  factors of the value's dimension that is the operand    -> _Unifier.union
+    a dimension with factors (i, j)    is sharded along its major factor only                     -> _major
+    CHLO operations                    elementwise                                                -> _elementwise
+    reduced, need_replication          if so in any of the StableHLO operations                   -> _Reader
+    factors of one side only           need replication: a Cholesky factor's (i, j) -> (k, l)     -> _unmatched
+    the bits of a random key           dimensions that only the lowered form has; need replication -> _Reader.logical
+    operands without a reader          such as the matrix of a linear solve, that has its factors -> _Reader.unread
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FREE_PRODUCERS = ("stablehlo.constant", "stablehlo.iota", "sdy.constant")
 
 @dataclass
 class _Unifier:
-    """Union-find over factors, the smaller index representing a class; keeps the extremes of each one's extents."""
+    """Union-find over factors. The smallest index represents a class; per class the extremes of extents are kept."""
 
     parent: list[int] = field(default_factory=list)
     size: list[int] = field(default_factory=list)  # the smallest extent
-    largest: list[int] = field(default_factory=list)
+    largest: list[int] = field(default_factory=list)  # the largest extent
 
     def new(self, size: int) -> int:
         self.parent.append(len(self.parent))
@@ -51,7 +51,7 @@ class _Unifier:
             x = parent[x]
         return x
 
-    def join(self, a: int, b: int) -> None:
+    def union(self, a: int, b: int) -> None:
         a, b = self.find(a), self.find(b)
         if a != b:
             low, high = min(a, b), max(a, b)
@@ -61,14 +61,14 @@ class _Unifier:
 
 
 @dataclass(frozen=True)
-class _Parsed:
+class _ShardyRule:
     """One `sdy.op_sharding_rule` attribute: factors per dimension, sizes and kinds."""
 
     operands: list[list[Dims]]
     results: list[list[Dims]]
     sizes: list[int]
     reduced: list[int]
-    kept: list[int]
+    need_replication: list[int]
 
 
 def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tuple[Rule, ...]:
@@ -84,7 +84,7 @@ def read_rules(ops: Sequence[Op], operand_avals: Sequence[Sequence[Any]]) -> tup
         unread = reader.unread("main")
     arguments = reader.logical(arguments, [len(a.shape) for a in flat])
     results = reader.logical(results, [len(v.aval.shape) for op in ops for v in op.equation.outvars])
-    return _cut_apart(reader, arguments, results, counts, result_counts, unread)
+    return _split_by_op(reader, arguments, results, counts, result_counts, unread)
 
 
 def _lower(ops: Sequence[Op], flat: Sequence[Any], counts: Sequence[int]) -> tuple[Any, list[int]]:
@@ -111,28 +111,30 @@ class _Reader:
     def __init__(self, module: Any) -> None:
         self.unify = _Unifier()
         self.reduced: list[int] = []
-        self.kept: list[int] = []
-        self._parsed: dict[Any, _Parsed] = {}
+        self.need_replication: list[int] = []
+        self._parsed_rules: dict[Any, _ShardyRule] = {}
         self._functions = {f.attributes["sym_name"].value: f for f in module.body.operations}
 
     def arguments(self, name: str) -> list[list[int]]:
-        """A fresh factor for every dimension of the arguments of one function."""
+        """A new factor for every dimension of the arguments of one function."""
         block = self._functions[name].regions[0].blocks[0]
         return [[self.unify.new(size) for size in _shape(argument)] for argument in block.arguments]
 
     def unread(self, name: str) -> list[bool]:
-        """For each argument of one function whether nothing in it, or in what it calls, has that as an operand."""
+        """For each argument of one function: whether no operation in it, or in functions that it calls, reads the
+        argument.
+        """
         block = self._functions[name].regions[0].blocks[0]
-        return [all(map(self._is_passed_on, argument.uses)) for argument in block.arguments]
+        return [all(map(self._is_only_forwarded, argument.uses)) for argument in block.arguments]
 
-    def _is_passed_on(self, use: Any) -> bool:
-        """Whether a value is only handed to a function that does not read it."""
+    def _is_only_forwarded(self, use: Any) -> bool:
+        """Whether a use of a value only passes it to a function that does not read it."""
         call = use.owner.operation
         return call.name == "func.call" and self.unread(call.attributes["callee"].value)[use.operand_number]
 
     def logical(self, values: Sequence[list[int]], ranks: Sequence[int]) -> list[list[int]]:
-        """Values with the dimensions that JAX shows; further ones hold the bits of a random key and are kept whole."""
-        self.kept.extend(f for dims, rank in zip(values, ranks, strict=True) for f in dims[rank:])
+        """Values with their dimensions in JAX; further dimensions are the bits of a random key and need replication."""
+        self.need_replication.extend(f for dims, rank in zip(values, ranks, strict=True) for f in dims[rank:])
         return [dims[:rank] for dims, rank in zip(values, ranks, strict=True)]
 
     def visit(self, name: str, arguments: Sequence[list[int]]) -> list[list[int]]:
@@ -153,82 +155,84 @@ class _Reader:
             return self._by_rule(op, env)
         if op.name.startswith("chlo.") and all(_shape(x) == _shape(op.results[0]) for x in (*op.operands, *op.results)):
             return self._elementwise(op, env)
-        fresh = [[self.unify.new(size) for size in _shape(result)] for result in op.results]
+        new = [[self.unify.new(size) for size in _shape(result)] for result in op.results]
         if op.name not in _FREE_PRODUCERS:
-            self.kept.extend(f for dims in fresh for f in dims)
-            self.kept.extend(f for x in op.operands for f in env[x])
-        return fresh
+            self.need_replication.extend(f for dims in new for f in dims)
+            self.need_replication.extend(f for x in op.operands for f in env[x])
+        return new
 
     def _elementwise(self, op: Any, env: dict[Any, list[int]]) -> list[list[int]]:
-        """CHLO operations (erf, square, tan, ...) work element by element; Shardy annotates none of them."""
+        """CHLO operations (erf, square, tan, ...) are elementwise; Shardy annotates none of them."""
         result = op.results[0]
         dims = [self.unify.new(size) for size in _shape(result)]
         for operand in op.operands:
-            for have, factor in zip(env[operand], dims, strict=True):
-                self.unify.join(have, factor)
+            for existing, factor in zip(env[operand], dims, strict=True):
+                self.unify.union(existing, factor)
         return [dims for _ in op.results]
 
     def _by_rule(self, op: Any, env: dict[Any, list[int]]) -> list[list[int]]:
         rule = self._parse(op.attributes["sdy.sharding_rule"])
         factors = [self.unify.new(size) for size in rule.sizes]
         for operand, dims in zip(op.operands, rule.operands, strict=True):
-            for of_dim, size, have in zip(dims, _shape(operand), env[operand], strict=True):
-                if of_dim:
-                    self.unify.join(factors[_major(of_dim, rule.sizes)], have)
-                    self._keep_minor(of_dim, rule.sizes, factors)
+            for dim_factors, size, existing in zip(dims, _shape(operand), env[operand], strict=True):
+                if dim_factors:
+                    self.unify.union(factors[_major(dim_factors, rule.sizes)], existing)
+                    self._keep_minor(dim_factors, rule.sizes, factors)
                 elif size > 1:
-                    self.kept.append(have)
-        out: list[list[int]] = []
+                    self.need_replication.append(existing)
+        results: list[list[int]] = []
         for result, dims in zip(op.results, rule.results, strict=True):
-            out.append(
+            results.append(
                 [
-                    self._of_result(of_dim, size, rule.sizes, factors)
-                    for of_dim, size in zip(dims, _shape(result), strict=True)
+                    self._result_factor(dim_factors, size, rule.sizes, factors)
+                    for dim_factors, size in zip(dims, _shape(result), strict=True)
                 ]
             )
-            for of_dim in dims:
-                self._keep_minor(of_dim, rule.sizes, factors)
+            for dim_factors in dims:
+                self._keep_minor(dim_factors, rule.sizes, factors)
         self.reduced.extend(factors[f] for f in rule.reduced)
-        self.kept.extend(factors[f] for f in (*rule.kept, *_unmatched(op.name, rule)))
-        return out
+        self.need_replication.extend(factors[f] for f in (*rule.need_replication, *_unmatched(op.name, rule)))
+        return results
 
-    def _of_result(self, of_dim: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
-        """The factor of a dimension of a result; one without factors is whole."""
-        if of_dim:
-            return factors[_major(of_dim, sizes)]
-        fresh = self.unify.new(size)
+    def _result_factor(self, dim_factors: Dims, size: int, sizes: Sequence[int], factors: Sequence[int]) -> int:
+        """The factor of a dimension of a result; a dimension without factors needs replication."""
+        if dim_factors:
+            return factors[_major(dim_factors, sizes)]
+        new = self.unify.new(size)
         if size > 1:
-            self.kept.append(fresh)
-        return fresh
+            self.need_replication.append(new)
+        return new
 
-    def _keep_minor(self, of_dim: Dims, sizes: Sequence[int], factors: Sequence[int]) -> None:
-        major = _major(of_dim, sizes) if of_dim else None
-        self.kept.extend(factors[f] for f in of_dim if f != major and sizes[f] > 1)
+    def _keep_minor(self, dim_factors: Dims, sizes: Sequence[int], factors: Sequence[int]) -> None:
+        """Minor factors of a dimension need replication."""
+        major = _major(dim_factors, sizes) if dim_factors else None
+        self.need_replication.extend(factors[f] for f in dim_factors if f != major and sizes[f] > 1)
 
-    def _parse(self, attribute: Any) -> _Parsed:
-        found = self._parsed.get(attribute)
-        if found is None:
+    def _parse(self, attribute: Any) -> _ShardyRule:
+        parsed = self._parsed_rules.get(attribute)
+        if parsed is None:
             rule = sdy.OpShardingRuleAttr(attribute)
-            found = self._parsed[attribute] = _Parsed(
+            parsed = self._parsed_rules[attribute] = _ShardyRule(
                 _mappings(rule.operand_mappings),
                 _mappings(rule.result_mappings),
                 list(rule.factor_sizes),
                 list(rule.reduction_factors),
                 [*rule.need_replication_factors, *rule.permutation_factors],
             )
-        return found
+        return parsed
 
 
-def _unmatched(name: str, rule: _Parsed) -> list[int]:
-    """Factors that only operands have and nothing sums over, and those that only the results of a custom call have."""
-    read = {f for dims in rule.operands for of_dim in dims for f in of_dim}
-    made = {f for dims in rule.results for of_dim in dims for f in of_dim}
-    lost = sorted(read - made - {*rule.reduced})
-    return [*lost, *sorted(made - read)] if name == "stablehlo.custom_call" else lost
+def _unmatched(name: str, rule: _ShardyRule) -> list[int]:
+    """Factors of operands only that are not reduced; for a custom call, factors of results only as well."""
+    read = {f for dims in rule.operands for dim_factors in dims for f in dim_factors}
+    written = {f for dims in rule.results for dim_factors in dims for f in dim_factors}
+    unreduced = sorted(read - written - {*rule.reduced})
+    return [*unreduced, *sorted(written - read)] if name == "stablehlo.custom_call" else unreduced
 
 
-def _major(of_dim: Dims, sizes: Sequence[int]) -> int:
-    return next((f for f in of_dim if sizes[f] > 1), of_dim[0])
+def _major(dim_factors: Dims, sizes: Sequence[int]) -> int:
+    """The first factor with more than one element."""
+    return next((f for f in dim_factors if sizes[f] > 1), dim_factors[0])
 
 
 def _mappings(tensors: Any) -> list[list[Dims]]:
@@ -245,7 +249,7 @@ def _shape(value: Any) -> list[int]:
         return []
 
 
-def _cut_apart(
+def _split_by_op(
     reader: _Reader,
     arguments: Sequence[list[int]],
     results: Sequence[list[int]],
@@ -253,27 +257,29 @@ def _cut_apart(
     result_counts: Sequence[int],
     unread: Sequence[bool],
 ) -> tuple[Rule, ...]:
+    """One rule per operation, its factors numbered from 0."""
     find = reader.unify.find
     reduced = {find(f) for f in reader.reduced}
-    kept = {find(f) for f in reader.kept}
+    need_replication = {find(f) for f in reader.need_replication}
     rules: list[Rule] = []
     a = r = 0
     for n_in, n_out in zip(counts, result_counts, strict=True):
         names: dict[int, int] = {}
         operands = tuple(_renumber(dims, names, find) for dims in arguments[a : a + n_in])
-        outs = tuple(_renumber(dims, names, find) for dims in results[r : r + n_out])
-        # Where operands share a factor, one with extent 1 and another longer (a concatenation), it is long, and whole.
-        read, made = ({n for dims in side for n in dims} for side in (operands, outs))
-        shared = [f for f, n in names.items() if n in read and n in made]
+        op_results = tuple(_renumber(dims, names, find) for dims in results[r : r + n_out])
+        # A factor of operands with extent 1 and with a larger one (a concatenation) gets the larger extent and needs
+        # replication.
+        read, written = ({n for dims in side for n in dims} for side in (operands, op_results))
+        shared = [f for f, n in names.items() if n in read and n in written]
         uneven = {f for f in shared if reader.unify.size[f] == 1 < reader.unify.largest[f]}
         sizes = tuple((reader.unify.largest if f in uneven else reader.unify.size)[f] for f in names)
         rules.append(
             Rule(
                 operands,
-                outs,
+                op_results,
                 sizes,
-                tuple(n for f, n in names.items() if f in reduced and f not in kept | uneven),
-                tuple(n for f, n in names.items() if f in kept | uneven),
+                tuple(n for f, n in names.items() if f in reduced and f not in need_replication | uneven),
+                tuple(n for f, n in names.items() if f in need_replication | uneven),
                 unread=tuple(k for k in range(n_in) if unread[a + k]),
             )
         )

@@ -55,13 +55,13 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; arguments are those of the function without the static ones."""
-        with arguments.opened(args, kwargs) as given:
+        with arguments.as_arrays(args, kwargs) as given:
             return self.run(given.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run the step on flat argument leaves, inside `autopar.ir.arguments.opened`."""
+        """Run the step on flat argument leaves, inside `autopar.ir.arguments.as_arrays`."""
         result = jax.tree.unflatten(self._out_tree, self.flat(leaves))
-        return result if self._plain else arguments.closed(result, leaves)
+        return result if self._plain else arguments.to_caller(result, leaves)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run the step on flat argument leaves and return the leaves of the results."""

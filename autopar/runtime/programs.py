@@ -32,7 +32,7 @@ from autopar.passes.stages.assign import StagePass
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
 from autopar.schedules.instructions import Kind
 
-#: StepPrograms that are compiled at a time.
+#: Programs that are compiled at a time.
 THREADS = 2
 
 

@@ -32,7 +32,7 @@ from autopar.compile import name_of, prepare
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
-from autopar.ir.arguments import Opened
+from autopar.ir.arguments import ArrayArguments
 from autopar.ir.text import size, table
 from autopar.ir.trace import trace
 from autopar.options import Options, Settings, settings, with_options, written
@@ -151,12 +151,14 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
     """
     step, args, own = written(fn, args)
     chosen = own if own is not None and not options else settings(options)
-    with arguments.opened(args, {}, chosen.static_argnums) as given:
+    with arguments.as_arrays(args, {}, chosen.static_argnums) as given:
         leaves, single, notes = _fitted(step, given, chosen)
         theirs = single(leaves)
         moved = single([_moved(x, i) for i, x in enumerate(leaves)])
         positional, _ = jax.tree.unflatten(given.tree, leaves)
-        prepared = prepare(step, arguments.merged(given.args, chosen.static_argnums, positional), {}, chosen, True)
+        prepared = prepare(
+            step, arguments.merge_static(given.args, chosen.static_argnums, positional), {}, chosen, True
+        )
         ours = lower(prepared, name_of(step)).compile().flat([_copied(x) for x in leaves])
     within = differences.tolerance(t.dtype for t in prepared.traced.graph.types)
     found = map(partial(_leaf, within), prepared.plan.output_paths, ours, theirs, moved)
@@ -219,10 +221,10 @@ def _alone(device: Any) -> AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
-def _single(fn: Callable[..., Any], given: Opened, leaves: Sequence[Any], static: Sequence[int]) -> Single:
+def _single(fn: Callable[..., Any], given: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]) -> Single:
     def flat(*leaves: Any) -> Any:
         pure = jax.tree.unflatten(given.tree, leaves)
-        return arguments.called(fn, pure, partial(arguments.merged, given.args, static))
+        return arguments.call_on_arrays(fn, pure, partial(arguments.merge_static, given.args, static))
 
     device = jax.local_devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -232,7 +234,7 @@ def _single(fn: Callable[..., Any], given: Opened, leaves: Sequence[Any], static
         return Single(device, jax.jit(flat).lower(*shapes).compile())
 
 
-def _fitted(fn: Callable[..., Any], given: Opened, s: Settings) -> tuple[list[Any], Single, tuple[str, ...]]:
+def _fitted(fn: Callable[..., Any], given: ArrayArguments, s: Settings) -> tuple[list[Any], Single, tuple[str, ...]]:
     """Argument leaves that one device has room for, the step compiled for it, and what to say of the batch."""
     limit = (s.cluster or Cluster.local()).device.memory_bytes
     single = _single(fn, given, given.leaves, s.static_argnums)

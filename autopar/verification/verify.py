@@ -31,7 +31,7 @@ from autopar.codegen import emit as codegen
 from autopar.compile import carried_out, executed
 from autopar.errors import ArgumentError, MeshError
 from autopar.hardware import gpu_topology, tpu_topology
-from autopar.ir.arguments import opened
+from autopar.ir.arguments import as_arrays
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced, trace
@@ -134,7 +134,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn, args, chosen = written(fn, args)
     static = chosen.static_argnums if chosen else ()
-    with opened(args, kwargs, static) as given:
+    with as_arrays(args, kwargs, static) as given:
         traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
@@ -165,7 +165,7 @@ def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs
     """
     fn, args, chosen = written(fn, args)
     static = chosen.static_argnums if chosen else ()
-    with opened(args, kwargs, static) as given:
+    with as_arrays(args, kwargs, static) as given:
         traced = executed(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
     return _judged(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
 

@@ -37,7 +37,7 @@ from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts
 from autopar.plans.plan import Plan, Stage, graph_hash
-from autopar.rules import Reader
+from autopar.rules import RuleReader
 from autopar.runtime.pipeline import forward_only
 from autopar.schedules import held
 
@@ -70,7 +70,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
     Raises:
         PlanMismatchError: stages whose programs are others than those that were planned.
     """
-    known, programs, reader = avals(traced, found), StepPrograms(found.stages.split), Reader(registered)
+    known, programs, reader = avals(traced, found), StepPrograms(found.stages.split), RuleReader(registered)
     plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
         graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)
@@ -81,7 +81,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
             )
         with mismatches():
             check_layouts(plan, number, graph.graph, mesh.sizes, registered)
-        plans.append(SavedStage(graph, mesh, reader.of(graph.graph), stage))
+        plans.append(SavedStage(graph, mesh, reader.read(graph.graph), stage))
     with mismatches():
         _check(plan, traced.graph, found, plans)
     return StagePlans(found.stages, tuple(plans), len(plans))

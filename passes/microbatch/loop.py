@@ -452,7 +452,7 @@ class _Emitter:
             return slice_block(jnp.asarray(array), wanted, self.count, self.index)
         return in_states([array], [wanted])[0]
 
-    def _body_function(self, body: BlockBody) -> control_flow.Body:
+    def _body_function(self, body: BlockBody) -> control_flow.BodyFunction:
         return lambda arrays: self._run_body(body, arrays)
 
     def scan(self, op: Op, body: BlockBody, operands: Sequence[Any]) -> list[Any]:

@@ -53,7 +53,7 @@ from autopar.passes.op_groups.bindings import (
 from autopar.passes.op_groups.constraints import constraint
 from autopar.passes.op_groups.regions import REGIONS, region_kind
 from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
-from autopar.rules import LOCAL, Rule
+from autopar.rules import SHARD_MAPPED, Rule
 
 #: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
@@ -139,7 +139,7 @@ def _kind(b: Builder, op: Op) -> Kind:
         kind = b.kinds[op.signature] = Kind(
             rule,
             main,
-            _candidates(rule, main) if results and op.name not in (*ANCHORS, *LOCAL) else (),
+            _candidates(rule, main) if results and op.name not in (*ANCHORS, *SHARD_MAPPED) else (),
             op.name not in NEVER_FREE and not rule.reduced and not op.equation.effects,
             op.name == "broadcast_in_dim",
         )
@@ -154,7 +154,7 @@ def _big(rule: Rule, dims: Sequence[int]) -> list[int]:
 def _candidates(rule: Rule, main: int) -> tuple[int, ...]:
     """Positions of the operands whose factors of more than one element are exactly those of the main result."""
     wanted = _big(rule, rule.results[main])
-    stuck = {*rule.reduced, *rule.kept}
+    stuck = {*rule.reduced, *rule.need_replication}
     if len(set(wanted)) != len(wanted) or stuck & set(wanted):
         return ()
     if any(not set(_big(rule, dims)) <= set(wanted) for dims in rule.results):
@@ -300,7 +300,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    even = rule.free if op.name in LOCAL else _even(rule) if op.name in SCATTERS else ()
+    even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in SCATTERS else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
     behind, dot = b.overlap.sums(op), op.name == "dot_general"
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name

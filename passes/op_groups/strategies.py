@@ -168,7 +168,9 @@ def sum_strategies(work: Work, mesh: LogicalMesh, index: int, stays: bool) -> St
 def _options(rule: Rule, work: Work) -> list[tuple[int, int, int]]:
     """The choices of one axis: (factor cut, treatment of the partial sum, factor that a reduce-scatter cuts)."""
     produced = sorted({f for dims in rule.results for f in dims})
-    scatter = [f for f in (rule.results[0] if rule.results else ()) if rule.sizes[f] > 1 and f not in rule.kept]
+    scatter = [
+        f for f in (rule.results[0] if rule.results else ()) if rule.sizes[f] > 1 and f not in rule.need_replication
+    ]
     options = [(REPLICATED, NOTHING, REPLICATED)]
     for factor in rule.free:
         if factor not in rule.reduced:

@@ -193,7 +193,7 @@ class Tracer:
         shape = whole.shape if state is None else local_shape(whole.shape, state, split.count)
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
-    # StepPrograms
+    # Programs
 
     def run_all(self, arrays: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
         """Runs all programs in order; returns their results by key."""

@@ -38,7 +38,7 @@ from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, ren
 from autopar.passes.stages.plan import MemoryLimit, PenalisedPlans, StagePlan, plan_stage, planned
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, StageSummary, SummarizedStage
 from autopar.plans.plan import Stage, graph_hash
-from autopar.rules import Reader, Rule
+from autopar.rules import Rule, RuleReader
 
 #: Operations of a step from which its stages are planned in two runs.
 TWO_RUNS_FROM = 5_000
@@ -222,7 +222,7 @@ class _Planner:
 
     @cached_property
     def reader(self) -> Reader:
-        return Reader(self.options.rules)
+        return RuleReader(self.options.rules)
 
     def run(self, run: Sequence[int]) -> dict[int, _PlannedStage]:
         """The plans of stages in order, each pinned by those of the run before it."""
@@ -246,7 +246,7 @@ class _Planner:
         form = canonical_form(self.stages, number, self.avals, self.programs)
         if form.key not in self.programs_of:
             graph = stage_graph(self.stages, number, self.avals, self.programs)
-            self.programs_of[form.key] = _Program(form, graph, self.reader.of(graph.graph), _hash(graph.graph))
+            self.programs_of[form.key] = _Program(form, graph, self.reader.read(graph.graph), _hash(graph.graph))
         program = self.programs_of[form.key]
         graph, rules, mesh = renamed(program.graph, program.canonical_form, form), program.rules, self.meshes[number]
         arguments, results = self._pinned(graph, boundaries)

@@ -75,7 +75,7 @@ def summarize(plan: StagePlan) -> StageSummary:
     return StageSummary(
         stage_times(plan),
         stage_memory(plan),
-        tuple(c for c in plan.collectives if c.sent(plan.mesh.shape)),
+        tuple(c for c in plan.collectives if c.bytes_sent(plan.mesh.shape)),
         graph_hash(plan.graph.graph),
         plan.arguments(plan.graph),
         plan.boundary,

@@ -42,7 +42,7 @@ def test_what_is_printed_is_what_was_read(rule: Rule) -> None:
 @given(rules())
 @settings(max_examples=50, deadline=None)
 def test_free_factors_can_be_cut(rule: Rule) -> None:
-    assert {*rule.free} == {f for f, size in enumerate(rule.sizes) if size > 1} - {*rule.kept}
+    assert {*rule.free} == {f for f, size in enumerate(rule.sizes) if size > 1} - {*rule.need_replication}
 
 
 @pytest.mark.core

@@ -23,7 +23,7 @@ from autopar.ir.graph import Op
 from autopar.ir.layout import spec
 from autopar.ir.trace import trace
 from autopar.rules import Rule, rules_of
-from autopar.rules.own import LOCAL, OWN_RULES
+from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.verification import hlo
 from tests.real_programs import array
 from tests.test_real_programs import values
@@ -145,7 +145,7 @@ def _check(op: Op, rule: Rule, factor: int, axis: int, mesh: Any) -> None:
     into = [sharding(dims, aval) for dims, aval in zip(rule.operands, avals, strict=True)]
     out = tuple(sharding(dims, v.aval) for dims, v in zip(rule.results, op.equation.outvars, strict=True))
     specs: Any = {"in_specs": tuple(s.spec for s in into), "out_specs": tuple(s.spec for s in out)}
-    emitted_as = jax.shard_map(run, mesh=mesh, check_vma=False, **specs) if op.name in LOCAL else run
+    emitted_as = jax.shard_map(run, mesh=mesh, check_vma=False, **specs) if op.name in SHARD_MAPPED else run
     compiled = jax.jit(emitted_as, in_shardings=into, out_shardings=out).lower(*avals).compile()
     what = f"{op.name} '{rule}', factor {factor} over {NAMES[axis]}"
     for got, expected in zip(compiled(*map(jax.device_put, operands, into)), jax.jit(run)(*operands), strict=True):

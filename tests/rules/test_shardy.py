@@ -12,7 +12,7 @@ from jax import lax
 
 from autopar import rules as rules_package
 from autopar.ir.trace import trace
-from autopar.rules import Reader, rules_of
+from autopar.rules import RuleReader, rules_of
 from autopar.rules.shardy import read_rules
 from tests.real_programs import PROGRAMS, array
 
@@ -108,7 +108,7 @@ def test_a_factor_of_operands_of_which_one_has_extent_1_is_kept_whole(
     rules = rules_of(graph)
     rule = next(rules[op.signature] for op in graph.walk() if op.name == primitive)
     factor = max((*rule.operands, *rule.results), key=len)[0]
-    assert factor in rule.kept
+    assert factor in rule.need_replication
     assert rule.sizes[factor] > 1
 
 
@@ -149,11 +149,11 @@ def test_operations_of_several_graphs_are_lowered_once(monkeypatch: pytest.Monke
         return read_rules(ops, avals)
 
     monkeypatch.setattr(rules_package, "read_rules", counted)
-    reader = Reader({})
+    reader = RuleReader({})
     first = trace(lambda x, y: jnp.sin(x) @ y, X, Y).graph
     second = trace(lambda x, y: jnp.cos(jnp.sin(x) @ y + jnp.sin(x) @ y), X, Y).graph
-    one, other = reader.of(first), reader.of(second)
+    one, other = reader.read(first), reader.read(second)
     assert lowered == ["sin", "dot_general", "add", "cos"]
     assert [one[op.signature] for op in first.ops] == [other[op.signature] for op in second.ops[:2]]
-    reader.of(trace(lambda x, y: jnp.sin(x.T).T @ y, X, Y).graph)
+    reader.read(trace(lambda x, y: jnp.sin(x.T).T @ y, X, Y).graph)
     assert lowered[4:] == ["transpose", "sin", "transpose"]

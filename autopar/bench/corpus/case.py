@@ -43,7 +43,7 @@ from autopar.bench.equal import case as equal_case
 from autopar.bench.worker import cpu_devices, serve
 from autopar.compile import executed
 from autopar.errors import AutoparError
-from autopar.ir.arguments import merged, opened
+from autopar.ir.arguments import as_arrays, merge_static
 from autopar.ir.trace import trace
 from autopar.plans import imbalance
 from autopar.rules import rules_of
@@ -281,7 +281,7 @@ def memory(one: Subject) -> Outcome:
 def replicated(one: Subject) -> Outcome:
     """The part of the FLOPs that every device does for itself, and the reasons."""
     plan = one.whole.plan
-    with opened(one.built[1], {}, _static(one)) as given:
+    with as_arrays(one.built[1], {}, _static(one)) as given:
         traced = executed(trace(one.step, *given.args, static_argnums=_static(one)), plan)
     account = imbalance.account(traced.graph, rules_of(traced.graph), plan.stages[0])
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
@@ -314,7 +314,7 @@ def lowered(one: Subject) -> Any:
     if one.program.in_place:
         return one.jitted().lower(*args)
     leaves, tree = jax.tree.flatten([x for i, x in enumerate(args) if i not in static])
-    return jax.jit(lambda *x: one.step(*merged(args, static, jax.tree.unflatten(tree, x)))).lower(*leaves)
+    return jax.jit(lambda *x: one.step(*merge_static(args, static, jax.tree.unflatten(tree, x)))).lower(*leaves)
 
 
 Check = tuple[tuple[str, ...], Callable[[Subject], Iterator[tuple[str, Outcome]]]]

@@ -15,7 +15,7 @@ from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.plan import PENALISED_GAP, RATES, REFINE_ABOVE, MemoryLimit, PenalisedPlans, StagePlan
 from autopar.passes.stages.plan import planned as plan_at
 from autopar.passes.stages.plan_all import StagePlans, plan_stages, planning_runs
-from autopar.rules import Reader
+from autopar.rules import RuleReader
 from tests import processes
 from tests.passes.stages.test_graph import staged
 
@@ -103,7 +103,7 @@ def slow() -> tuple[PenalisedPlans, list[StagePlan]]:
     """A stage on slow links, and its plans at every rate."""
     _, graphs, _ = staged("gpt-toy", 2, layers=4)
     on = Cluster.custom((4,), 1e-6, 1e-7, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
-    graph, rules = graphs[0], Reader({}).of(graphs[0].graph)
+    graph, rules = graphs[0], RuleReader({}).read(graphs[0].graph)
     penalised = PenalisedPlans(graph, on, rules, Options())
     solutions = [penalised.at(rate) for rate in RATES]
     return penalised, [plan_at(graph, on, rules, penalised.model, penalised.liveness, s) for s in solutions]
