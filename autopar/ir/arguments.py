@@ -191,8 +191,8 @@ def call_on_arrays(fn: Callable[..., Any], pure: Any, place: Callable[[Any], Any
         pure: its (positional, keyword) arguments as pytrees of arrays.
         place: maps the traced positional arguments to all positional arguments.
     """
-    seen = to_step(pure)
-    return from_step(pure, seen, fn(*place(seen[0]), **seen[1]))
+    step_arguments = to_step(pure)
+    return from_step(pure, step_arguments, fn(*place(step_arguments[0]), **step_arguments[1]))
 
 
 def to_step(args: Any) -> Any:

@@ -205,15 +205,15 @@ class Graph:
 
 def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
     """Operations with indices in program order, outer before inner."""
-    found: list[Op] = []
+    renumbered: list[Op] = []
     for op in ops:
         index = next(numbers)
         if not op.regions and op.index == index:
-            found.append(op)
+            renumbered.append(op)
             continue
         regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
-        found.append(replace(op, index=index, regions=regions))
-    return tuple(found)
+        renumbered.append(replace(op, index=index, regions=regions))
+    return tuple(renumbered)
 
 
 # Printing
@@ -277,17 +277,17 @@ def _defined_before_use(graph: Graph) -> Iterator[str]:
     yield from _undefined_uses(graph.ops, graph.outputs, top, "the graph")
 
 
-def _undefined_uses(ops: tuple[Op, ...], outputs: tuple[Atom, ...], known: set[int], where: str) -> Iterator[str]:
-    known = set(known)
+def _undefined_uses(ops: tuple[Op, ...], outputs: tuple[Atom, ...], defined: set[int], where: str) -> Iterator[str]:
+    defined = set(defined)
     for op in ops:
         yield from (
-            f"op{op.index} {op.name} reads %{a} before it is defined" for a in sorted(_values(op.inputs) - known)
+            f"op{op.index} {op.name} reads %{a} before it is defined" for a in sorted(_values(op.inputs) - defined)
         )
         for region in op.regions:
-            inner = known | set(region.inputs) | {v for v, _ in region.constants}
+            inner = defined | set(region.inputs) | {v for v, _ in region.constants}
             yield from _undefined_uses(region.ops, region.outputs, inner, f"op{op.index} {region.name}")
-        known |= set(op.outputs)
-    yield from (f"{where} returns %{a}, which is not defined" for a in sorted(_values(outputs) - known))
+        defined |= set(op.outputs)
+    yield from (f"{where} returns %{a}, which is not defined" for a in sorted(_values(outputs) - defined))
 
 
 def _values(atoms: tuple[Atom, ...]) -> set[int]:

@@ -42,10 +42,10 @@ class _Builder:
 
     def type_of(self, aval: Any) -> Type:
         key = (aval.shape, aval.dtype) if hasattr(aval, "dtype") else str(aval)
-        found = self.types_of_avals.get(key)
-        if found is None:
-            found = self.types_of_avals[key] = type_of_aval(aval)
-        return found
+        type_ = self.types_of_avals.get(key)
+        if type_ is None:
+            type_ = self.types_of_avals[key] = type_of_aval(aval)
+        return type_
 
     def value(self, aval: Any) -> int:
         self.types.append(self.type_of(aval))
@@ -110,12 +110,12 @@ def build_programs(
 
 
 def _constants(b: _Builder, jaxpr: jex.ClosedJaxpr, env: dict[Any, Atom]) -> tuple[tuple[int, Any], ...]:
-    found: list[tuple[int, Any]] = []
+    constants: list[tuple[int, Any]] = []
     for var, array in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
         value = b.value(var.aval)
         env[var] = value
-        found.append((value, array))
-    return tuple(found)
+        constants.append((value, array))
+    return tuple(constants)
 
 
 def _read(b: _Builder, env: dict[Any, Atom], atom: Any) -> Atom:

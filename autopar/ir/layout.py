@@ -89,11 +89,11 @@ def from_spec(partition: Iterable[Any], names: Sequence[str]) -> Layout:
 
 def cuts(layout: Layout, sizes: Sequence[int]) -> Mapping[int, int]:
     """Number of parts of each sharded dimension."""
-    found: dict[int, int] = {}
+    parts: dict[int, int] = {}
     for dim, size in zip(layout, sizes, strict=True):
         if dim >= 0:
-            found[dim] = found.get(dim, 1) * size
-    return found
+            parts[dim] = parts.get(dim, 1) * size
+    return parts
 
 
 def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
@@ -120,9 +120,9 @@ def steps(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Step,
     if _into_partial(source, target):
         return None
     _, reductions, moves = _plan_moves(source, target, sizes)
-    found = chain(reductions, *(move.steps for move in moves))
+    moves_and_reductions = chain(reductions, *(move.steps for move in moves))
     # an axis of a single device moves nothing
-    real = (replace(step, axes=tuple(axis for axis in step.axes if sizes[axis] > 1)) for step in found)
+    real = (replace(step, axes=tuple(axis for axis in step.axes if sizes[axis] > 1)) for step in moves_and_reductions)
     return tuple(step for step in real if step.axes)
 
 
@@ -338,15 +338,15 @@ def _major_replicas(layout: Layout, parts: int, sizes: Sequence[int]) -> _AxisPa
 
     They replace the requested axes until the permute of the same move. Empty if they do not divide.
     """
-    found: list[tuple[int, int]] = []
+    replicas: list[tuple[int, int]] = []
     for axis, size in _axis_parts(_axes_on(layout, REPLICATED), sizes):
         part = math.gcd(parts, size)
         if parts > 1 and part > 1:
-            found.append((axis, part))
+            replicas.append((axis, part))
             parts //= part
         if part < size:
             break
-    return tuple(found) if parts == 1 else ()
+    return tuple(replicas) if parts == 1 else ()
 
 
 def _full_axes(pieces: _AxisParts, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -391,17 +391,17 @@ def _moves(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[_Mov
     allowed, ticket = _allowed_layouts(source, target, sizes), count()
     dims = tuple(dict.fromkeys(d for d in (*source, *target) if d >= 0))
     queue: list[tuple[_RouteCost, int, Layout, tuple[_Move, ...]]] = [((0, 0, ()), next(ticket), source, ())]
-    done: set[Layout] = set()
+    settled: set[Layout] = set()
     while queue:
         (wire, length, names), _, layout, path = heapq.heappop(queue)
         if layout == target:
             return path
-        if layout in done:
+        if layout in settled:
             continue
-        done.add(layout)
-        permutes = (_permute(layout, other, sizes) for other in allowed if other not in done)
+        settled.add(layout)
+        permutes = (_permute(layout, other, sizes) for other in allowed if other not in settled)
         for move in chain(_few_axis_moves(layout, dims, sizes), permutes):
-            if move is not None and move.target in allowed and move.target not in done:
+            if move is not None and move.target in allowed and move.target not in settled:
                 name = tuple((step.kind, step.axes) for step in move.steps)
                 cost = wire + move.wire, length + len(move.steps), (*names, *name)
                 heapq.heappush(queue, (cost, next(ticket), move.target, (*path, move)))

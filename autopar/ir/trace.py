@@ -50,10 +50,10 @@ class Traced:
 
     def leaves(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Leaves of arguments with the structure of those that were traced; ArgumentError for others."""
-        found, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.in_tree:
             raise ArgumentError(f"the step was traced for arguments {self.in_tree}, called with {tree}")
-        return found
+        return leaves
 
 
 def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = (), **kwargs: Any) -> Traced:
@@ -73,22 +73,22 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     shardings = [explicit.sharding_of(leaf) for _, leaf in leaves]
     mesh = _explicit_mesh(shardings, paths)
 
-    alive: list[Callable[[], Any]] = []
+    traces: list[Callable[[], Any]] = []
 
     def flat(*flat_args: Any) -> Any:
-        alive.append(jax_compat.current_trace())
+        traces.append(jax_compat.current_trace())
         pure = jax.tree.unflatten(in_tree, flat_args)
-        positional, keywords = seen = arguments.to_step(pure)
-        found = mutation.snapshot(seen)
+        positional, keywords = step_arguments = arguments.to_step(pure)
+        snapshot = mutation.snapshot(step_arguments)
         result = fn(*arguments.merge_static(args, static_argnums, positional), **keywords)
-        _check_attributes(found, names, _name(fn))
-        written = {_input_path(path, names): x for path, x in mutation.overwritten(found, seen).items()}
-        return _checked_results(arguments.from_step(pure, seen, result), _name(fn)), written
+        _check_attributes(snapshot, names, _name(fn))
+        written = {_input_path(path, names): x for path, x in mutation.overwritten(snapshot, step_arguments).items()}
+        return _checked_results(arguments.from_step(pure, step_arguments, result), _name(fn)), written
 
     typed = [_typed(aval, sharding) for aval, sharding in zip(abstract, shardings, strict=True)]
     jaxpr, (out_shape, written) = _make_jaxpr(flat, typed, _name(fn))
     jaxpr = _without_written(jaxpr, tuple(written), _name(fn))
-    _check_leaks(jaxpr, alive[0], fn)
+    _check_leaks(jaxpr, traces[0], fn)
     jaxpr = jaxpr if mesh is None else explicit.to_auto_axes(jaxpr)
     out_leaves, out_tree = jax.tree.flatten(out_shape)
     out_paths = _output_paths(out_shape, names)
@@ -98,13 +98,13 @@ def trace(fn: Callable[..., Any], *args: Any, static_argnums: Sequence[int] = ()
     return Traced(graph, in_tree, out_tree, tuple(abstract), out_avals, pins, mesh)
 
 
-def _check_attributes(found: mutation.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
-    changed = mutation.changed_attribute(found)
+def _check_attributes(snapshot: mutation.ArgumentSnapshot, names: tuple[str, ...], name: str) -> None:
+    changed = mutation.changed_attribute(snapshot)
     if changed is not None:
         path, attribute = changed
-        owner = found.leaves[path]
+        class_name = type(snapshot.leaves[path]).__name__
         raise TraceError(
-            f"{name} sets the attribute '{attribute}' of '{_input_path(path, names)}' ({type(owner).__name__}), which "
+            f"{name} sets the attribute '{attribute}' of '{_input_path(path, names)}' ({class_name}), which "
             "happens once, while it is traced, and not at every step. Keep what changes in arrays that are passed in "
             "and returned."
         )
@@ -119,8 +119,8 @@ def _without_written(jaxpr: jex.ClosedJaxpr, paths: Sequence[str], name: str) ->
     jaxpr = jex.ClosedJaxpr(jaxpr.jaxpr.replace(outvars=jaxpr.jaxpr.outvars[:count]), jaxpr.consts)
     lost = mutation.first_unused(jaxpr, values)
     if lost is not None:
-        made = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
-        file, line = jax_compat.user_frame(made.source_info)
+        producer = next(e for e in jaxpr.jaxpr.eqns if lost in e.outvars)
+        file, line = jax_compat.user_frame(producer.source_info)
         raise TraceError(
             f"{name} writes {lost.aval.str_short()} into its argument '{paths[values.index(lost)]}'"
             f"{f' at {os.path.basename(file)}:{line}' if file else ''} and neither returns nor uses it. Containers "
@@ -136,20 +136,20 @@ def _typed(aval: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
 
 def _explicit_mesh(shardings: Sequence[NamedSharding | None], paths: Sequence[str]) -> Mesh | AbstractMesh | None:
     """The Explicit mesh of arguments with shardings in their types; else the mesh that is set, if it is Explicit."""
-    found = [(s.mesh, path) for s, path in zip(shardings, paths, strict=True) if s is not None]
-    within = jax_compat.explicit_mesh()
-    if found and within is not None and within.shape != found[0][0].shape:
+    meshes = [(s.mesh, path) for s, path in zip(shardings, paths, strict=True) if s is not None]
+    current = jax_compat.explicit_mesh()
+    if meshes and current is not None and current.shape != meshes[0][0].shape:
         raise PinError(
-            f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)}, but the mesh in force is "
-            f"{dict(within.shape)}; set that of the arguments with jax.set_mesh"
+            f"'{meshes[0][1]}' lies on the Explicit mesh {dict(meshes[0][0].shape)}, but the mesh in force is "
+            f"{dict(current.shape)}; set that of the arguments with jax.set_mesh"
         )
-    for mesh, path in found:
-        if mesh.shape != found[0][0].shape:
+    for mesh, path in meshes:
+        if mesh.shape != meshes[0][0].shape:
             raise PinError(
-                f"'{found[0][1]}' lies on the Explicit mesh {dict(found[0][0].shape)} and '{path}' on "
+                f"'{meshes[0][1]}' lies on the Explicit mesh {dict(meshes[0][0].shape)} and '{path}' on "
                 f"{dict(mesh.shape)}; move them to one mesh with jax.device_put"
             )
-    return found[0][0] if found else within
+    return meshes[0][0] if meshes else current
 
 
 def is_tracing() -> bool:
@@ -250,13 +250,13 @@ def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[
 
 def _user_line(error: BaseException) -> str:
     """ " at file.py:12" for the innermost frame of the user's code, outside of installed packages, or nothing."""
-    found = ""
+    line = ""
     tb = error.__traceback__
     while tb is not None:
         if jax_compat.is_own(tb.tb_frame.f_code.co_filename):
-            found = f" at {os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno}"
+            line = f" at {os.path.basename(tb.tb_frame.f_code.co_filename)}:{tb.tb_lineno}"
         tb = tb.tb_next
-    return found
+    return line
 
 
 def _argument_names(fn: Callable[..., Any], count: int, static: Sequence[int]) -> tuple[str, ...]:

@@ -207,7 +207,7 @@ def split(
         reasons: whether an error gives reasons. That takes as long as splitting a step.
 
     Raises:
-        MicrobatchError: less than that would run in the loops, or the batch does not divide.
+        MicrobatchError: less than that would run in the loops, or the batch is not divisible.
     """
     if count < 1:
         raise ArgumentError(f"the number of microbatches must be at least 1, got {count}")
@@ -253,30 +253,30 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
         yield 1
 
 
-def _refusal(found: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:
+def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:
     """The error of a step that cannot be split.
 
     Args:
-        found: the best split.
+        best: the split with the largest loop share.
         per_microbatch: as the user gave it; what it covers already is not advised.
     """
-    shown = found.reasons[:3]
-    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in shown))
-    reasons = "; ".join(map(str, shown))
-    given = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
-    accept = "" if given else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
+    main_reasons = best.reasons[:3]
+    lines = tuple(dict.fromkeys(r.source.source or r.source.name for r in main_reasons))
+    reasons = "; ".join(map(str, main_reasons))
+    covered = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
+    accept = "" if covered else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
     return MicrobatchError(
-        f"the step does not fall into {found.count} microbatches: {1 - found.loop_share:.0%} of its FLOPs need more "
+        f"the step does not fall into {best.count} microbatches: {1 - best.loop_share:.0%} of its FLOPs need more "
         f"than one of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut "
-        f"is the first dimension of {_batch_names(found)}: if one of these holds no examples, say with batch_argnums "
+        f"is the first dimension of {_batch_names(best)}: if one of these holds no examples, say with batch_argnums "
         "which do."
     )
 
 
-def _batch_names(found: Microbatches) -> str:
+def _batch_names(best: Microbatches) -> str:
     """The arguments that are cut, the first few of many."""
-    paths = dict(zip(found.graph.inputs, found.graph.input_paths, strict=True))
-    names = [repr(paths[v]) for v in found.batch]
+    paths = dict(zip(best.graph.inputs, best.graph.input_paths, strict=True))
+    names = [repr(paths[v]) for v in best.batch]
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
@@ -415,11 +415,11 @@ class _Analyzer:
         """The operation, with recomputed partial operands replaced by their originals where those are known earlier."""
 
         def original(atom: Atom, use: _OperandUse) -> Atom:
-            known = self.originals.get(atom) if isinstance(atom, int) and isinstance(use.state, Partial) else None
-            if known is None or isinstance(self.values[known][0], Split) or self.values[known][1] > use.segment:
+            earlier = self.originals.get(atom) if isinstance(atom, int) and isinstance(use.state, Partial) else None
+            if earlier is None or isinstance(self.values[earlier][0], Split) or self.values[earlier][1] > use.segment:
                 return atom
-            self.reads.update({known: 1, atom: -1})
-            return known
+            self.reads.update({earlier: 1, atom: -1})
+            return earlier
 
         inputs = tuple(map(original, op.inputs, uses))
         return op if inputs == op.inputs else replace(op, inputs=inputs)

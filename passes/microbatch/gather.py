@@ -159,13 +159,13 @@ def _scatter_rows(operands: Operands, indices: Split, rows: Sequence[int]) -> Ru
     slices = {i: s for i, s in ((1, indices), (2, wanted)) if isinstance(operands.states[i], Invariant)}
     if dim in numbers.scatter_indices_batching_dims:
         target = Split(numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(dim)], outer)
-        found = align_operand(target, operand, target, 0)
-        return found and RuleResult(found.results, {**slices, **found.slices})
+        aligned = align_operand(target, operand, target, 0)
+        return aligned and RuleResult(aligned.results, {**slices, **aligned.slices})
     aligned = _scatter_own_block(operands, indices)
     if aligned is not None:
         target, local_indices = aligned
-        found = align_operand(target, operand, target, 0)
-        return found and RuleResult(found.results, {**slices, **found.slices}, local_indices=local_indices)
+        aligned = align_operand(target, operand, target, 0)
+        return aligned and RuleResult(aligned.results, {**slices, **aligned.slices}, local_indices=local_indices)
     summed = operands.op.name == "scatter-add" and operand == ZERO
     return RuleResult((SUM,), slices) if summed else None
 

@@ -420,8 +420,8 @@ class _Emitter:
         cut = placed.rule_result.slices.get(position)
         array = array if cut is None else slice_block(array, cut, self.count, self.index)
         if position in placed.rule_result.local_indices:
-            component, known = placed.rule_result.local_indices[position]
-            array = array.at[..., component].set(known.astype(array.dtype))
+            component, indices = placed.rule_result.local_indices[position]
+            array = array.at[..., component].set(indices.astype(array.dtype))
         return array
 
     def _check(self, op: Op, value: int, array: Any) -> None:

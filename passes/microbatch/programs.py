@@ -5,7 +5,7 @@ those operations of its segments that a later program or the results need:
 
     after the last loop     what the results need of totals                                  -> _Liveness.outside
     in the last loop        what those totals need; operations of the first loop repeated    -> _Liveness.loop
-    after the first loop    totals that the second loop reads, and what it computes of them only
+    after the first loop    from totals, the values that the second loop reads; nothing else
     in the first loop       what those totals need
     before the loops        whole values that any of them reads                              -> _Liveness.before
 
@@ -124,16 +124,16 @@ class _Liveness:
 
     def outside(self, segments: Sequence[int]) -> list[PlacedOp]:
         """Operations of these segments that are needed and not taken yet, in program order."""
-        found: list[PlacedOp] = []
+        placed_ops: list[PlacedOp] = []
         for op in reversed(self.analysis.flat.ops):
             segment, placed = self.analysis.places[op.index]
             if op.index in self.taken or segment not in segments:
                 continue
             if op.equation.effects or any(v in self.needed for v in op.outputs):
                 self.taken.add(op.index)
-                found.append(placed)
+                placed_ops.append(placed)
                 self.needed.update(a for a in op.inputs if isinstance(a, int))
-        return found[::-1]
+        return placed_ops[::-1]
 
     def totals(self, segments: Sequence[int]) -> list[int]:
         """Values of loops at these segments that are needed whole."""
@@ -143,17 +143,17 @@ class _Liveness:
     def loop(self, last: int, wanted: Iterable[int]) -> list[PlacedOp]:
         """The body of a loop that computes `wanted`, with the operations of earlier loops that it repeats."""
         local = set(wanted)
-        found: list[PlacedOp] = []
+        placed_ops: list[PlacedOp] = []
         for op in reversed(self.analysis.flat.ops):
             segment, placed = self.analysis.places[op.index]
             if not any(v in local for v in op.outputs) or (segment > last and segment % 2):
                 continue
             placed = placed if segment % 2 else self._on_own_totals(placed)
-            found.append(placed)
+            placed_ops.append(placed)
             for i, atom in enumerate(op.inputs):
                 if isinstance(atom, int):
                     (self.needed if i in placed.outer else local).add(atom)
-        return found[::-1]
+        return placed_ops[::-1]
 
     def _on_own_totals(self, placed: PlacedOp) -> PlacedOp:
         """An operation after the loop, repeated in the loop on the microbatch's own totals."""
@@ -164,13 +164,13 @@ class _Liveness:
 
     def before(self) -> list[PlacedOp]:
         """Operations before the loops."""
-        found: list[PlacedOp] = []
+        placed_ops: list[PlacedOp] = []
         for op in reversed(self.analysis.flat.ops):
             early = self.analysis.places[op.index][0] == 0 or any(v in self.analysis.whole for v in op.outputs)
             if early and (op.equation.effects or any(v in self.needed for v in op.outputs)):
-                found.append(PlacedOp(op, frozenset(range(len(op.inputs)))))
+                placed_ops.append(PlacedOp(op, frozenset(range(len(op.inputs)))))
                 self.needed.update(a for a in op.inputs if isinstance(a, int))
-        return found[::-1]
+        return placed_ops[::-1]
 
 
 def _by_segment(analysis: Analysis) -> tuple[tuple[PlacedOp, ...], tuple[AccumulationLoop, ...]]:
@@ -250,13 +250,13 @@ def _push_slices(analysis: Analysis, prologue: Sequence[PlacedOp], loops: Sequen
         return replace(placed, outer=placed.outer - local, rule_result=changed.get(placed.op.index, placed.rule_result))
 
     def with_moved_ops(placed: Sequence[PlacedOp]) -> tuple[PlacedOp, ...]:
-        found = [moved(p) for p in placed]
-        read = {atom for p in found for atom in p.op.inputs}
+        body = [moved(p) for p in placed]
+        read = {atom for p in body for atom in p.op.inputs}
         for op in reversed(moved_ops):
             if op.outputs[0] in read:
-                found.append(moved(PlacedOp(op, frozenset(range(len(op.inputs))))))
+                body.append(moved(PlacedOp(op, frozenset(range(len(op.inputs))))))
                 read.update(op.inputs)
-        return tuple(sorted(found, key=lambda p: p.op.index))
+        return tuple(sorted(body, key=lambda p: p.op.index))
 
     rest = tuple(p for p in prologue if p.op.index not in changed or p.op.index in rule_results)
     return LoopPrograms(rest, tuple(replace(loop, body=with_moved_ops(loop.body)) for loop in loops), states)

@@ -115,9 +115,9 @@ def join(before: State, after: State) -> State | None:
         return before
     if isinstance(before, Invariant) and isinstance(after, Invariant):
         return INVARIANT
-    for one, other in ((before, after), (after, before)):
-        if isinstance(other, Partial) and combines_to_itself(one, other.kind):
-            return other
-        if isinstance(one, Invariant) and isinstance(other, Split):
-            return other
+    for first, second in ((before, after), (after, before)):
+        if isinstance(second, Partial) and combines_to_itself(first, second.kind):
+            return second
+        if isinstance(first, Invariant) and isinstance(second, Split):
+            return second
     return None
