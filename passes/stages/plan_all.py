@@ -221,7 +221,7 @@ class _Planner:
         return StepPrograms(self.stages.split)
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> RuleReader:
         return RuleReader(self.options.rules)
 
     def run(self, run: Sequence[int]) -> dict[int, _PlannedStage]:
