@@ -101,12 +101,12 @@ def test_a_step_trains_modules_in_place(step: Any) -> None:
     [{"num_microbatches": 2}, {"stages": 2, "num_microbatches": 2}],
     ids=["microbatches", "stages"],
 )
-def test_in_parts(options: Any) -> None:
+def test_options_that_rewrite_the_step(options: Any) -> None:
     found = twice(parallelize(train, **MESH, **options), with_optimizer(Deep)(), X, X)
     assert_equal(found, twice(nnx.jit(train), with_optimizer(Deep)(), X, X))
 
 
-def test_modules_are_created_in_their_place(step: Any) -> None:
+def test_modules_are_created_sharded(step: Any) -> None:
     shapes = nnx.eval_shape(with_optimizer(Net))
     plan = step.plan(*shapes, X, Y)
     made = step.init(with_optimizer(Net))
@@ -244,7 +244,7 @@ def fit(model: Any, state: Any, x: jax.Array) -> Any:
 
 
 @pytest.mark.core
-def test_equinox_modules_come_and_go_whole() -> None:
+def test_equinox_modules_are_taken_and_returned() -> None:
     fitted = parallelize(fit, **MESH)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, scaled())
     plan = fitted.plan(*shapes, X)

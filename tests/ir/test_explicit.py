@@ -50,7 +50,7 @@ def step_of(loss: Any) -> Any:
 plain_step, explicit_step = step_of(loss), step_of(explicit_loss)
 
 
-def placed(mesh: Any = MESH) -> tuple[dict[str, jax.Array], jax.Array]:
+def on_explicit_mesh(mesh: Any = MESH) -> tuple[dict[str, jax.Array], jax.Array]:
     where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     return jax.device_put(params(), where), jax.device_put(array(16, 8), NamedSharding(mesh, P("data")))
 
@@ -63,7 +63,7 @@ def as_structs(args: Any, mesh: Any = None) -> Any:
     return jax.tree.map(struct, args)
 
 
-def kept(plan: autopar.Plan) -> dict[str, PartitionSpec]:
+def requested_specs(plan: autopar.Plan) -> dict[str, PartitionSpec]:
     return {path: P(*spec) for path, spec in plan.shardings().items()}
 
 
@@ -74,29 +74,29 @@ PINNED = {"p/bias": P("model"), "p/down": P(None, "model"), "x": P("data")}
 
 
 @pytest.mark.core
-def test_cut_arguments_are_pins_and_their_mesh_is_the_mesh() -> None:
-    plan = autopar.plan(plain_step, *placed())
+def test_sharded_arguments_are_pins_and_their_mesh_is_the_mesh() -> None:
+    plan = autopar.plan(plain_step, *on_explicit_mesh())
     assert (plan.mesh_names, plan.mesh_sizes) == (("data", "model"), (2, 4))
-    assert {path: spec for path, spec in kept(plan).items() if path in PINNED} == PINNED
+    assert {path: spec for path, spec in requested_specs(plan).items() if path in PINNED} == PINNED
 
 
 def test_structs_on_a_mesh_without_devices_pin_as_arrays_do() -> None:
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=EXPLICIT)
-    of_arrays = autopar.plan(plain_step, *placed())
-    for structs in (as_structs(placed()), as_structs(placed(), mesh)):
-        assert kept(autopar.plan(plain_step, *structs)) == kept(of_arrays)
+    of_arrays = autopar.plan(plain_step, *on_explicit_mesh())
+    for structs in (as_structs(on_explicit_mesh()), as_structs(on_explicit_mesh(), mesh)):
+        assert requested_specs(autopar.plan(plain_step, *structs)) == requested_specs(of_arrays)
 
 
-def test_what_cuts_nothing_is_no_pin() -> None:
+def test_replicated_types_are_no_pins() -> None:
     everywhere = jax.device_put((params(), array(16, 8)), NamedSharding(MESH, P()))
     assert trace(plain_step, *everywhere).pins == {}
-    assert list(trace(plain_step, *placed()).pins.values()) == [P("model"), P(None, "model"), P("data", None)]
+    assert list(trace(plain_step, *on_explicit_mesh()).pins.values()) == [P("model"), P(None, "model"), P("data", None)]
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["set", "not set"])
 def test_steps_are_those_of_one_device_and_results_keep_their_types(within: bool) -> None:
     step = parallelize(plain_step, donate_argnums=())
-    args, expected = placed(), (params(), array(16, 8))
+    args, expected = on_explicit_mesh(), (params(), array(16, 8))
     for _ in range(3):
         if within:
             with jax.set_mesh(MESH):
@@ -137,7 +137,11 @@ def test_reshards_inside_are_kept_and_the_numbers_are_right(given: Any) -> None:
     expected = autopar.gather(jax.jit(plain_step)(params(), array(16, 8)))
     step = parallelize(explicit_step, mesh=given, donate_argnums=())
     with jax.set_mesh(MESH):
-        for run, args in ((step, placed()), (step, (params(), array(16, 8))), (jax.jit(explicit_step), placed())):
+        for run, args in (
+            (step, on_explicit_mesh()),
+            (step, (params(), array(16, 8))),
+            (jax.jit(explicit_step), on_explicit_mesh()),
+        ):
             assert_equal(autopar.gather(run(*args)), expected)
 
 
@@ -146,12 +150,12 @@ def constraints(fn: Any, *args: Any) -> list[tuple[str, PartitionSpec]]:
     return [(op.phase, op.params["sharding"].spec) for op in graph.walk() if op.name == "sharding_constraint"]
 
 
-def test_what_becomes_a_constraint() -> None:
+def test_requested_shardings_become_constraints() -> None:
     with jax.set_mesh(MESH):
-        found = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), *placed())
+        found = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), *on_explicit_mesh())
         free = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), params(), array(16, 8))
-        gather = constraints(lambda x: reshard(x * 2, P(None, None)), placed()[1])
-        shaped = constraints(lambda x: x.reshape(4, 4, 8, out_sharding=P("data", None, None)), placed()[1])
+        gather = constraints(lambda x: reshard(x * 2, P(None, None)), on_explicit_mesh()[1])
+        shaped = constraints(lambda x: x.reshape(4, 4, 8, out_sharding=P("data", None, None)), on_explicit_mesh()[1])
     wishes = [P("data", "model"), P("model", None), P("data", None), P(None)]
     assert [spec for phase, spec in found if phase == "forward"] == wishes
     # The reshard recomputed, then each transposed: back to the types of the product, bias, down and tanh.
@@ -179,16 +183,16 @@ def test_loops_branches_and_closed_over_arrays() -> None:
         return c, sums, n
 
     with jax.set_mesh(MESH):
-        x = placed()[1]
+        x = on_explicit_mesh()[1]
         expected = jax.jit(program)(x)
         step = parallelize(program)
         assert_equal(autopar.gather(step(x)), autopar.gather(expected))
-        assert kept(step.plan(x))["x"] == P("data")
+        assert requested_specs(step.plan(x))["x"] == P("data")
 
 
 def test_the_compiled_program_moves_what_the_plan_says() -> None:
     with jax.set_mesh(MESH):
-        args = as_structs(placed())
+        args = as_structs(on_explicit_mesh())
         report = autopar.verify(autopar.plan(explicit_step, *args), explicit_step, *args)
     assert report.ok, str(report)
     assert report.collectives
@@ -206,9 +210,11 @@ def test_an_order_of_axes_that_no_layout_has() -> None:
 
 
 def test_a_pin_must_agree_with_the_type() -> None:
-    assert kept(autopar.plan(plain_step, *placed(), pins={"p/down": P(None, "model")}))["p/down"] == P(None, "model")
+    assert requested_specs(autopar.plan(plain_step, *on_explicit_mesh(), pins={"p/down": P(None, "model")}))[
+        "p/down"
+    ] == P(None, "model")
     with pytest.raises(PinError, match=r"'p/down'.*P\(None, 'model'\).*pin 'p/d\*' of .*'data'.*Drop the pin"):
-        autopar.plan(plain_step, *placed(), pins={"p/d*": P("data")})
+        autopar.plan(plain_step, *on_explicit_mesh(), pins={"p/d*": P("data")})
 
 
 @pytest.mark.parametrize(
@@ -221,15 +227,15 @@ def test_a_pin_must_agree_with_the_type() -> None:
 )
 def test_the_mesh_must_be_that_of_the_types(mesh: Any, message: str) -> None:
     with pytest.raises(PinError, match=message):
-        autopar.plan(plain_step, *placed(), mesh=mesh)
+        autopar.plan(plain_step, *on_explicit_mesh(), mesh=mesh)
 
 
-def test_arguments_lie_on_one_mesh() -> None:
-    p, x = placed()[0], placed(OTHER)[1]
+def test_arguments_are_on_one_mesh() -> None:
+    p, x = on_explicit_mesh()[0], on_explicit_mesh(OTHER)[1]
     with pytest.raises(PinError, match=r"'p/bias' lies on the Explicit mesh .*'data': 2.* and 'x' on .*'data': 4"):
         autopar.plan(plain_step, p, x)
     with jax.set_mesh(MESH), pytest.raises(PinError, match=r"'p/bias' lies on .*but the mesh in force is"):
-        autopar.plan(plain_step, *placed(OTHER))
+        autopar.plan(plain_step, *on_explicit_mesh(OTHER))
 
 
 def test_types_that_do_not_fit_are_an_error_of_the_trace() -> None:
@@ -245,5 +251,5 @@ def product(a: Any, b: Any) -> Any:
 
 def test_arrays_on_auto_axes_are_free() -> None:
     auto = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    traced = trace(plain_step, *placed(auto))
+    traced = trace(plain_step, *on_explicit_mesh(auto))
     assert (traced.pins, traced.mesh) == ({}, None)

@@ -62,7 +62,7 @@ def parse(text: str) -> Layout:
     return tuple(SIGNS[c] if c in SIGNS else int(c) for c in text)
 
 
-def way(source: Layout, target: Layout, sizes: tuple[int, ...]) -> str:
+def route_text(source: Layout, target: Layout, sizes: tuple[int, ...]) -> str:
     """Every layout on the way, then the steps: over x with a quarter of the value per device is "x 1/4"."""
     signs = {value: sign for sign, value in SIGNS.items()}
     stops = ["".join(signs.get(d, str(d)) for d in stop) for stop in (source, *route(source, target, sizes), target)]
@@ -112,9 +112,9 @@ def way(source: Layout, target: Layout, sizes: tuple[int, ...]) -> str:
         "+- +0: slice y 1/4",
     ],
 )
-def test_ways_on_two_by_four(line: str) -> None:
+def test_routes_on_two_by_four(line: str) -> None:
     first, *_, last = line.partition(":")[0].split()
-    assert way(parse(first), parse(last), (2, 4)) == line
+    assert route_text(parse(first), parse(last), (2, 4)) == line
 
 
 @pytest.mark.parametrize(
@@ -129,29 +129,29 @@ def test_ways_on_two_by_four(line: str) -> None:
         "000 -0-: collective-permute xy 1/8, all-gather xz 1/2",
     ],
 )
-def test_ways_on_two_by_two_by_two(line: str) -> None:
+def test_routes_on_two_by_two_by_two(line: str) -> None:
     first, *_, last = line.partition(":")[0].split()
-    assert way(parse(first), parse(last), (2, 2, 2)) == line
+    assert route_text(parse(first), parse(last), (2, 2, 2)) == line
 
 
 def test_a_sum_is_not_scattered_to_be_gathered_again() -> None:
     expected = "00+ 00- 010: all-reduce z 1/4, collective-permute yz 1/8"
-    assert way(parse("00+"), parse("010"), (2, 2, 2)) == expected
+    assert route_text(parse("00+"), parse("010"), (2, 2, 2)) == expected
 
 
-def test_a_sum_is_not_scattered_further_than_shapes_must_allow() -> None:
+def test_a_sum_is_not_scattered_further_than_shapes_surely_allow() -> None:
     # a dimension of 4 divides at both ends, though not in 8
     assert not any(step.kind == "reduce-scatter" for step in steps(parse("0+"), parse("10"), (2, 4)) or ())
 
 
-def test_no_way_into_a_partial_sum() -> None:
+def test_no_route_into_a_partial_sum() -> None:
     assert steps(parse("0-"), parse("+-"), (2, 4)) is None
     assert route(parse("0-"), parse("+-"), (2, 4)) == ()
 
 
 def test_axes_of_one_device_move_nothing() -> None:
-    assert way(parse("00"), parse("--"), (1, 8)) == "00 --: all-gather y 1"
-    assert way(parse("0-"), parse("1-"), (1, 8)) == "0- 1-: nothing"
+    assert route_text(parse("00"), parse("--"), (1, 8)) == "00 --: all-gather y 1"
+    assert route_text(parse("0-"), parse("1-"), (1, 8)) == "0- 1-: nothing"
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def wire(source: Layout, target: Layout, sizes: tuple[int, ...]) -> float:
 
 
 @given(problems())
-def test_a_way_is_simple_divides_and_has_positive_steps(problem: tuple[Layout, Layout, tuple[int, ...]]) -> None:
+def test_a_route_is_simple_divides_and_has_positive_steps(problem: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     source, target, sizes = problem
     stops = (source, *route(source, target, sizes), target)
     assert len(set(stops)) == len(stops) or source == target
@@ -188,7 +188,7 @@ def test_a_way_is_simple_divides_and_has_positive_steps(problem: tuple[Layout, L
 
 
 @given(problems(), st.permutations(range(3)))
-def test_a_way_knows_no_names_of_dimensions(
+def test_a_route_does_not_depend_on_names_of_dimensions(
     problem: tuple[Layout, Layout, tuple[int, ...]], names: Sequence[int]
 ) -> None:
     source, target, sizes = problem
@@ -197,7 +197,7 @@ def test_a_way_knows_no_names_of_dimensions(
 
 
 @given(problems(REPLICATED))
-def test_no_way_is_longer_than_gathering_everything(problem: tuple[Layout, Layout, tuple[int, ...]]) -> None:
+def test_no_route_is_longer_than_gathering_everything(problem: tuple[Layout, Layout, tuple[int, ...]]) -> None:
     source, target, sizes = problem
     assert wire(source, target, sizes) <= wire(source, (REPLICATED,) * len(sizes), sizes) + 1e-9
 

@@ -78,7 +78,7 @@ def test_absorbing_loops_changes_no_value(problem: Problem) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(problems)
-def test_restricting_keeps_the_values_of_what_is_left(problem: Problem) -> None:
+def test_restricting_keeps_the_values_of_remaining_assignments(problem: Problem) -> None:
     keep = tuple(np.arange(0, len(n.cost), 2) for n in problem.nodes)
     small = restrict(problem, keep)
     plans, values = all_values(small)

@@ -62,10 +62,10 @@ NOT_FOUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("root", FOUND.values(), ids=FOUND.keys())
-def test_what_is_kept_is_found(root: Any) -> None:
+def test_reachable_values_are_found(root: Any) -> None:
     assert reaches(root, lambda x: x is KEPT)
 
 
 @pytest.mark.parametrize("root", NOT_FOUND.values(), ids=NOT_FOUND.keys())
-def test_what_is_kept_elsewhere_is_not(root: Any) -> None:
+def test_unreachable_values_are_not_found(root: Any) -> None:
     assert not reaches(root, lambda x: x is KEPT)

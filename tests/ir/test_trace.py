@@ -248,7 +248,7 @@ def test_a_function_without_gradients_is_all_forward() -> None:
     assert {op.phase for op in trace(scanned, array(3, 4)).graph.walk()} == {"forward"}
 
 
-def test_operations_know_the_users_line() -> None:
+def test_operations_have_the_users_line() -> None:
     def fn(x: jax.Array) -> Any:
         y = jnp.sin(x)
         z = jax.nn.relu(y)  # the max stands in JAX's own code

@@ -40,7 +40,7 @@ def parameters(features: int, hidden: int) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
-def test_an_argument_of_less_than_a_byte_per_element_is_read_in_pieces(dtype: str) -> None:
+def test_an_argument_of_less_than_a_byte_per_element_is_read_in_shards(dtype: str) -> None:
     x = jnp.arange(128).reshape(16, 8).astype(dtype)
     run = parallelize(lambda x: (x.astype(jnp.float32) * 2, x), mesh=(8,), pins={"x": P("x")}, donate_argnums=())
     _, same = run(x)
@@ -55,7 +55,7 @@ def test_stages_read_arguments_of_less_than_a_byte_per_element() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
-def test_rows_of_a_cut_table_by_indices_of_less_than_four_bytes(dtype: str) -> None:
+def test_rows_of_a_sharded_table_by_indices_of_less_than_four_bytes(dtype: str) -> None:
     """XLA's partitioner knows no such indices, and ends the process."""
 
     numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
@@ -92,7 +92,7 @@ EMPTY: dict[str, tuple[Callable[..., Any], Sequence[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("preset", ["dgx-h100", "tpu-v5e"])
 @pytest.mark.parametrize("title", EMPTY)
-def test_what_is_empty_is_planned(title: str, preset: str) -> None:
+def test_empty_arrays_are_planned(title: str, preset: str) -> None:
     fn, shapes = EMPTY[title]
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     for budget in (None, "min"):
@@ -106,7 +106,7 @@ def test_what_is_empty_is_planned(title: str, preset: str) -> None:
 @pytest.mark.parametrize(
     "title", ["columns of a product", "what a product contracts", "images", "hidden units of a step"]
 )
-def test_what_is_empty_runs(title: str) -> None:
+def test_empty_arrays_run(title: str) -> None:
     fn, shapes = EMPTY[title]
     given = [array(*shape) for shape in shapes]
     assert_equal(parallelize(fn, mesh=(8,), donate_argnums=())(*given), jax.jit(fn)(*given))

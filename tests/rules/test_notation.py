@@ -35,13 +35,13 @@ def shapes(rule: Rule, side: str) -> list[tuple[int, ...]]:
 
 @given(rules())
 @settings(max_examples=200, deadline=None)
-def test_what_is_printed_is_what_was_read(rule: Rule) -> None:
+def test_printing_and_parsing_round_trip(rule: Rule) -> None:
     assert parse(str(rule), shapes(rule, "operands"), shapes(rule, "results")) == rule
 
 
 @given(rules())
 @settings(max_examples=50, deadline=None)
-def test_free_factors_can_be_cut(rule: Rule) -> None:
+def test_free_factors_can_be_sharded(rule: Rule) -> None:
     assert {*rule.free} == {f for f, size in enumerate(rule.sizes) if size > 1} - {*rule.need_replication}
 
 
@@ -59,7 +59,7 @@ def test_free_factors_can_be_cut(rule: Rule) -> None:
         ("a b -> a | keep b", [(4, 5)], [(4,)], "a b -> a | keep b"),
     ],
 )
-def test_reading(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], printed: str) -> None:
+def test_parsing(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], printed: str) -> None:
     assert str(parse(text, operands, results)) == printed
 
 

@@ -121,7 +121,7 @@ def operations(title: str) -> list[tuple[Op, Rule]]:
 
 
 @pytest.mark.parametrize("title", list(CASES))
-def test_cut_by_the_rule_the_numbers_are_the_same(title: str) -> None:
+def test_sharded_by_the_rule_results_are_the_same(title: str) -> None:
     mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(SIZES), NAMES)
     for op, rule in operations(title):
         for factor in rule.free:
@@ -171,16 +171,16 @@ def _numbers(op: Op, aval: Any) -> Any:
     return array(*aval.shape, dtype=aval.dtype)
 
 
-def test_every_rule_of_our_own_is_tested() -> None:
+def test_every_own_rule_is_tested() -> None:
     tested = {primitive for primitive, _, _ in CASES.values()}
     assert set(OWN_RULES) - tested <= {"copy_p"}  # the same primitive under another release's name
 
 
-def test_what_the_compiler_gathers_has_no_free_dimension() -> None:
+def test_gathered_operations_have_no_free_dimension() -> None:
     assert [rule.free for _, rule in operations("grouped conv")] == [()]
 
 
-def test_what_a_linear_solve_does_not_read_has_no_layout() -> None:
+def test_unread_operands_of_a_linear_solve_have_no_layout() -> None:
     ((op, rule),) = operations("systems")
     read = [k for k in range(len(op.inputs)) if k not in rule.unread]
     assert 1 < len(read) < len(op.inputs)

@@ -82,7 +82,7 @@ def test_a_kernel_is_found_by_its_name(name: str) -> None:
     assert (str(rule), rule.origin) == ("a b -> a b", "user")
 
 
-def test_the_last_rule_counts() -> None:
+def test_the_last_registration_wins() -> None:
     autopar.register_rule("scaled_product", "m k, k n -> m n")
     autopar.register_rule("scaled_product", "m k, k n -> m n | keep m")
     assert registry.registered_rules()["scaled_product"] == "m k, k n -> m n | keep m"
@@ -107,7 +107,7 @@ def test_a_rule_that_does_not_fit_names_the_line() -> None:
         ("mine", "a? -> a", "rule 'a? -> a': 'a?' is no dimension name"),
     ],
 )
-def test_what_is_no_rule_is_refused(primitive: Any, rule: str, message: str) -> None:
+def test_invalid_rules_are_refused(primitive: Any, rule: str, message: str) -> None:
     with pytest.raises(RuleError) as caught:
         autopar.register_rule(primitive, rule)
     assert str(caught.value) == message

@@ -102,7 +102,7 @@ def test_a_stack_is_free_in_every_rule() -> None:
 
 
 @pytest.mark.core
-def test_what_a_library_function_expands_to_has_the_users_line() -> None:
+def test_operations_of_library_functions_have_the_users_line() -> None:
     fn, args = SEPARABLE["searchsorted"]
     graph = trace(jax.vmap(fn), *args).graph
     line = f"test_separable.py:{fn.__code__.co_firstlineno}"
@@ -110,7 +110,7 @@ def test_what_a_library_function_expands_to_has_the_users_line() -> None:
     assert "call_hi_primitive" not in {op.name for op in graph.walk()}
 
 
-def test_what_xla_would_gather_runs_on_pieces() -> None:
+def test_operations_that_xla_would_gather_run_on_shards() -> None:
     """Transforms and selections in a loop and in a rematerialised body, series, factorisations: nothing is moved."""
 
     def step(x: jax.Array, s: jax.Array, p: jax.Array) -> Any:
@@ -140,7 +140,7 @@ def test_what_xla_would_gather_runs_on_pieces() -> None:
     [{"stages": 2, "num_microbatches": 2}, {"num_microbatches": 2}, {"remat": "full"}],
     ids=["stages", "microbatches", "remat"],
 )
-def test_pieces_are_cut_in_stages_and_loops_over_microbatches(options: Mapping[str, Any]) -> None:
+def test_shard_mapped_operations_in_stages_and_microbatches(options: Mapping[str, Any]) -> None:
     def step(params: Any, x: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
             h = x
@@ -170,7 +170,7 @@ def test_pieces_are_cut_in_stages_and_loops_over_microbatches(options: Mapping[s
         (lambda x: jnp.linalg.qr(x.reshape(8, 8))[0], "it works on a single matrix"),
     ],
 )
-def test_what_runs_replicated_says_why(fn: Callable[[Any], Any], reason: str) -> None:
+def test_replicated_operations_have_a_reason(fn: Callable[[Any], Any], reason: str) -> None:
     (note,) = autopar.plan(lambda x: fn(x * 2), array(64), mesh=(8,)).notes[:1]
     assert " runs replicated (1 times, first at " in note
     assert note.endswith(f": {reason}")

@@ -100,7 +100,7 @@ def test_rule(primitive: str, fn: Callable[..., Any], args: Sequence[Any], rule:
         ("concatenate", lambda x: jnp.roll(x, 1, 0), (X,)),
     ],
 )
-def test_a_factor_of_operands_of_which_one_has_extent_1_is_kept_whole(
+def test_a_factor_of_operands_of_which_one_has_extent_1_needs_replication(
     primitive: str, fn: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     """An operand that is cut along such a dimension has to be gathered for the operation."""
@@ -112,7 +112,7 @@ def test_a_factor_of_operands_of_which_one_has_extent_1_is_kept_whole(
     assert rule.sizes[factor] > 1
 
 
-def test_one_module_gives_the_rules_of_one_by_one() -> None:
+def test_one_module_gives_the_same_rules_as_one_per_operation() -> None:
     for title in ("taking and scattering", "convolutions", "sorting", "one hot and einsum"):
         fn, args = dict(PROGRAMS)[title]()
         ops = list({op.signature: op for op in trace(fn, *args).graph.walk() if not op.regions}.values())
@@ -122,7 +122,7 @@ def test_one_module_gives_the_rules_of_one_by_one() -> None:
         assert tuple(map(str, together)) == tuple(map(str, alone))
 
 
-def test_an_operation_that_cannot_be_lowered_alone_is_whole_and_leaves_the_others_alone(
+def test_an_operation_that_cannot_be_lowered_alone_is_replicated_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def picky(ops: Sequence[Any], avals: Sequence[Any]) -> Any:

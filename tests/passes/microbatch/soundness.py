@@ -186,7 +186,7 @@ class Accepted:
         return f"{self.use.primitive} (use {self.number}) of {self.dtype} {self.use.operands} {self.extents}: {states}"
 
     @property
-    def loose(self) -> bool:
+    def sums_partial(self) -> bool:
         """Parts of sums are operands."""
         return Partial("sum") in self.states
 
@@ -438,15 +438,17 @@ def equal(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], case: Accepted) -> b
         return bool((a == b).all())
     unit = float(jnp.finfo(a.dtype).eps) * ROUNDINGS * (64 if case.use.primitive in DECOMPOSITIONS else 1)
     wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
-    return all(_equal(part(a.astype(wide)), part(b.astype(wide)), unit, case.loose) for part in (np.real, np.imag))
+    return all(
+        _equal(part(a.astype(wide)), part(b.astype(wide)), unit, case.sums_partial) for part in (np.real, np.imag)
+    )
 
 
-def _equal(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], unit: float, loose: bool) -> bool:
+def _equal(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], unit: float, sums_partial: bool) -> bool:
     finite = np.isfinite(b)
     with np.errstate(invalid="ignore"):
         near = np.abs(a - b) <= unit * (np.abs(b) + 1)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    return bool(np.where(finite, near, same | (loose & ~np.isfinite(a))).all())
+    return bool(np.where(finite, near, same | (sums_partial & ~np.isfinite(a))).all())
 
 
 # The command

@@ -146,7 +146,7 @@ def test_one_microbatch_is_never_refused() -> None:
         assert_close(*jit(lambda *args, divided=divided, step=step: (divided(*args), step(*args)))(*args))
 
 
-def test_one_loop_refuses_what_needs_two() -> None:
+def test_one_loop_refuses_steps_that_need_two() -> None:
     step = programs.EXACT["balanced experts"]
     graph = trace(step, *programs.arguments("balanced experts", step)).graph
     with pytest.raises(MicrobatchError, match=mistakes(programs.__file__, "routed = jax.nn.one_hot")):
@@ -194,7 +194,7 @@ def test_counts_and_arguments_are_checked() -> None:
 # A microbatch's own totals
 
 
-def test_what_was_given_already_is_not_advised() -> None:
+def test_options_that_are_given_are_not_advised() -> None:
     """Products of the whole batch with itself are no totals that a microbatch could have of its own."""
     model = build("clip-toy")
     traced = trace(model.step, *model.abstract_args())
@@ -244,13 +244,13 @@ def test_running_statistics_stay_those_of_the_whole_batch() -> None:
 # What stands where
 
 
-def placed(name: str) -> Microbatches:
+def split_program(name: str) -> Microbatches:
     step = programs.EXACT[name]
     return split(trace(step, *programs.arguments(name, step)).graph, COUNT)
 
 
 def test_gradients_are_summed_and_the_update_runs_once() -> None:
-    found = placed("global norm")
+    found = split_program("global norm")
     assert {p.op.phase for p in found.body} == {"forward", "backward"}
     assert "sqrt" in {p.op.name for p in found.epilogue}
     assert all(total.combine == "sum" for total in found.totals)
@@ -270,23 +270,23 @@ def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(
     assert_close(got, tuple(jax.tree.leaves(step(*args))))
 
 
-def test_metrics_come_back_as_what_they_are() -> None:
-    assert {total.combine for total in placed("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
+def test_metrics_are_combined_by_kind() -> None:
+    assert {total.combine for total in split_program("metrics").totals} == {"sum", "max", "min", "or", "concatenate"}
 
 
-def test_values_of_the_batchs_size_are_not_held_by_the_loop() -> None:
+def test_values_of_the_batchs_size_are_not_live_during_the_loop() -> None:
     """Dropout masks and zeros are made block by block; what is made before the loop is small."""
     for name in ("dropout", "flattened", "global norm"):
-        found = placed(name)
+        found = split_program(name)
         most = max(found.graph.types[v].size for p in found.prologue for v in p.op.outputs)
         assert most <= programs.VOCAB * programs.WIDTH, name
 
 
-def test_mask_count_is_taken_before_the_loop() -> None:
-    assert any(p.op.name == "reduce_sum" for p in placed("masked mean").prologue)
+def test_mask_count_is_computed_before_the_loop() -> None:
+    assert any(p.op.name == "reduce_sum" for p in split_program("masked mean").prologue)
 
 
-def test_only_so_much_of_the_batch_is_taken_before_the_loop() -> None:
+def test_hoisting_is_bounded() -> None:
     """A count of something far larger than the batch comes after the loop, and with it what divides by it."""
 
     def step(w: jax.Array, b: Any) -> Any:
@@ -297,7 +297,7 @@ def test_only_so_much_of_the_batch_is_taken_before_the_loop() -> None:
     assert not any(p.op.name in ("tanh", "reduce_sum") for p in split(graph, COUNT).prologue)
 
 
-def test_an_op_without_a_rule_may_read_what_only_the_loop_makes() -> None:
+def test_an_op_without_a_rule_may_read_values_of_the_loop() -> None:
     """Rows at counts that a scan over the batch makes as well: equal in all microbatches, unknown before it."""
 
     def step(b: Any) -> Any:
@@ -323,8 +323,8 @@ def test_a_value_is_a_total_or_made_whole_and_never_both() -> None:
     assert totals.isdisjoint(v for op in once for v in op.outputs)
 
 
-def test_users_own_loop_is_dealt_to_with_a_stride() -> None:
-    assert set(placed("accumulated").batch.values()) == {Split(0, 2)}
+def test_users_own_loop_gets_a_batch_stride() -> None:
+    assert set(split_program("accumulated").batch.values()) == {Split(0, 2)}
 
 
 def test_rematerialisation_stays_in_the_loop() -> None:
@@ -360,7 +360,7 @@ def test_effects_happen_once() -> None:
     assert seen == [(8,)]
 
 
-def test_programs_are_graphs_of_their_own() -> None:
+def test_programs_can_be_traced_separately() -> None:
     """The loop can be planned for a mesh: traced, it has the phases and the user's lines of the step."""
     step = programs.EXACT["remat"]
     args = programs.arguments("", step)
@@ -432,7 +432,7 @@ def test_a_batch_in_shards_stays_on_its_devices() -> None:
 # The batch
 
 
-def test_the_batch_is_what_is_no_state() -> None:
+def test_the_batch_is_not_state() -> None:
     step = programs.EXACT["dropout"]
     graph = trace(step, *programs.arguments("dropout", step)).graph
     assert [graph.input_paths[i] for i in batch_leaves(graph, 2)] == ["b/mask", "b/x", "b/y"]
@@ -507,7 +507,7 @@ def shapes_agree(graph: Graph, small: Graph, found: Microbatches) -> int:
     st.data(),
 )
 @settings(max_examples=10, deadline=None, derandomize=True)
-def test_blocks_put_together_are_the_whole(shape: list[int], count: int, inner: int, outer: int, data: Any) -> None:
+def test_joined_blocks_are_the_whole(shape: list[int], count: int, inner: int, outer: int, data: Any) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape[dim] = outer * count * inner
     whole, state = np.arange(np.prod(shape)).reshape(shape), Split(dim, outer)

@@ -100,7 +100,7 @@ def test_indices_wrap_as_their_type_does(dtype: str) -> None:
 @pytest.mark.parametrize("region", ["scan", "while", "cond"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
 @pytest.mark.parametrize("fill", [None, 1, 0])
-def test_what_fills_a_gather_from_a_sum_counts_once(region: str, dtype: str, fill: int | None) -> None:
+def test_fill_values_of_a_gather_from_a_sum_count_once(region: str, dtype: str, fill: int | None) -> None:
     def taken(x: Any, i: Any) -> Any:
         return jnp.take(x.sum(0, dtype=x.dtype), i + jnp.arange(4), mode="fill", fill_value=fill)
 
@@ -200,7 +200,7 @@ def test_recomputed_totals_are_those_of_the_forward_pass(name: str, loops: int, 
 # Refused
 
 
-def test_a_refusal_says_what_was_taken_for_the_batch() -> None:
+def test_a_refusal_names_the_batch() -> None:
     """A table as long as the batch is taken for a part of it, unless it is said what holds the batch."""
 
     def step(w: Any, table: Any, b: Any) -> Any:

@@ -47,7 +47,7 @@ def found() -> Sequence[Accepted]:
     return [case for pair in pairs for case in accepted(*pair)]
 
 
-def test_every_line_of_the_table_is_exercised(found: Sequence[Accepted]) -> None:
+def test_every_row_of_the_table_is_exercised(found: Sequence[Accepted]) -> None:
     """As far as this version of JAX has the primitive."""
     known = {p.name for p in gc.get_objects() if isinstance(p, jex.Primitive)}
     exercised = {line for case in found for line in case.lines}
@@ -97,7 +97,7 @@ def _divide_integers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("mistake", [_convert_anything, _fill_anything, _divide_integers])
-def test_a_wrong_line_is_found(mistake: Callable[[pytest.MonkeyPatch], tuple[str, str]], monkeypatch: Any) -> None:
+def test_a_wrong_row_is_found(mistake: Callable[[pytest.MonkeyPatch], tuple[str, str]], monkeypatch: Any) -> None:
     primitive, dtype = mistake(monkeypatch)
     found = (case for case in cases([dtype], [primitive]) if case.extents == "even")
     assert differing([case for case in found if Partial("sum") in case.states][:30], "scan") != []
