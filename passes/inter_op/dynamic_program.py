@@ -1,28 +1,28 @@
-"""The inter-op pass: runs of layers become stages on submeshes, chosen by dynamic programming.
+"""Inter-operator dynamic programming: consecutive layers become stages on submeshes.
 
-Devices are filled in order: stage after stage takes the next ones, some of one host or whole hosts (`placements`). With
-t_s the seconds of a microbatch on stage s, what it does once per step spread over its m microbatches, and x_s those of
-the transfers to it, both ways, a pipeline takes
+Devices are assigned in order: each stage takes the next ones, some of one host or whole hosts (`placements`). With t_s
+the seconds of a microbatch on stage s, including its seconds per step divided by the m microbatches, and x_s the
+seconds of transfers to the stage, in both directions, a pipeline takes
 
     T  =  sum_s (t_s + x_s)  +  (m - 1) max_s t_s                                   (Alpa, section 5.1, equation 2)
 
-which is exact for gpipe and 1f1b on equal stages where transfers take no time, and about right where enough is in
-flight to hide them; 1f1b waits for them in every microbatch. For a bound t_max on the slowest stage the rest is a sum,
-and the best suffixes of s stages that begin with layer k on device d obey                         -> _Tables.best
+which is exact for gpipe and 1f1b on equal stages with transfers of no time, and a good estimate if enough microbatches
+are in flight to hide the transfers; 1f1b waits for them in every microbatch. For a bound t_max on the slowest stage the
+rest is a sum, and the best suffixes of s stages that begin with layer k on device d obey           -> _Tables.best
 
     F(s, k, d) = min over layers j > k and placements d .. e of  t(k, j, d .. e) + x(j, e) + F(s - 1, j, e)
     t(k, j, d .. e) = min over the options of layers k .. j there that are no slower than t_max and fit:
                       max(held + in_flight(s) stash, apart) <= memory
 
-A stage that s - 1 stages follow holds in_flight(s) microbatches under the schedule. Fewer bounds than there are values
-of t need be tried: S(t_max) = F at the best number of stages only grows as t_max falls, so
+A stage followed by s - 1 stages has in_flight(s) microbatches in flight under the schedule. Not every value of t has to
+be tried as a bound: S(t_max) = F at the best number of stages only grows as t_max falls, so
 
-    S(high) + (m - 1) (smallest t > low)     bounds T from below for all t_max in (low, high]              -> search
+    S(high) + (m - 1) (smallest t > low)     is a lower bound on T for all t_max in (low, high]         -> search
 
-and intervals that cannot beat what is known by more than `tolerance` are left. Under one bound, so are states (k, d)
-that layers 1 .. k - 1 on d devices cannot lead to, by bounds on their device-seconds and seconds    -> _Tables.fronts
-`search` gives the best division for every bound that it tried: T is a model of the schedule, and the simulator
-(`autopar.cost_models.pipeline`) judges.
+and intervals that cannot beat the best division by more than `tolerance` are skipped. For one bound, so are states
+(k, d) that layers 1 .. k - 1 on d devices cannot reach, by bounds on their device-seconds and seconds -> _Tables.fronts
+`search` returns the best division for every bound that it tried: T is a model of the schedule, and the simulator
+(`autopar.cost_models.pipeline`) chooses among them.
 
 Sources: Zheng et al. (2022), "Alpa", section 5; Fan et al. (2021), "DAPPLE", section 5, for the sum and the slowest.
 """
@@ -38,12 +38,13 @@ from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
 
-ROUNDING = 1e-9  # share by which bounds on sums are rounded down
+#: Relative amount by which lower bounds on sums are rounded down.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices start .. stop - 1; `submesh` numbers what their prices depend on."""
+    """Devices start .. stop - 1; `submesh` is the number of the submesh, which determines the costs of layers."""
 
     start: int
     stop: int
@@ -52,15 +53,16 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Ways to run layers i .. j - 1 on one submesh; arrays of shape (options, layers + 1, layers + 1) at [:, i, j].
+    """Options of layers i .. j - 1 on one submesh; arrays of shape (options, layers + 1, layers + 1) at [:, i, j].
+
+    Entries outside 0 <= i < j <= layers are ignored; infinite seconds mean that an option is impossible.
 
     Attributes:
         seconds: per microbatch, both passes.
         once: seconds per step (sums of gradients, updates).
-        held: bytes per device that it holds whatever is in flight.
-        stash: bytes per device that it holds for each microbatch in flight.
-        apart: bytes per device that it holds when nothing is in flight; None: no more than `held`.
-    Infinite seconds: cannot be. What is not 0 <= i < j <= layers is not looked at.
+        held: bytes per device regardless of the microbatches in flight.
+        stash: bytes per device for each microbatch in flight.
+        apart: bytes per device with no microbatch in flight; None: no more than `held`.
     """
 
     seconds: Floats
@@ -70,29 +72,29 @@ class Options:
     apart: Floats | None = None
 
     def times(self, microbatches: int) -> Floats:
-        """Seconds per microbatch, what is done once per step spread over all of them."""
+        """Seconds per microbatch, including seconds per step divided by the microbatches."""
         return self.seconds + self.once / microbatches
 
     def peaks(self, in_flight: int) -> Floats:
-        """Bytes per device with so many microbatches in flight."""
+        """Peak bytes per device with `in_flight` microbatches."""
         most = self.held + in_flight * self.stash
         return most if self.apart is None else np.maximum(most, self.apart)
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What is to be divided.
+    """The problem: layers to be divided into stages.
 
     Attributes:
-        layers, devices: how many there are.
+        layers, devices: how many.
         placements: where stages may be.
-        prices: of every submesh.
+        prices: options on every submesh.
         memory: bytes per device of every submesh.
-        microbatches: of a step.
-        in_flight: number of stages from one to the last, both included -> microbatches that it holds.
-        transfer: seconds per microbatch and step, both ways, from a stage on a submesh over the border before layer k
-            where device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: nothing.
-        stages: how many there must be; None: any number from `fewest` on.
+        microbatches: per step.
+        in_flight: number of stages from one to the last, both included -> its microbatches in flight.
+        transfer: seconds per microbatch and step, in both directions, from a stage on a submesh over the border in
+            front of layer k if device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: no time.
+        stages: required number of stages; None: any number from `fewest` on.
     """
 
     layers: int
@@ -109,7 +111,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stage: layers first .. last - 1 on a placement, by one of the submesh's options."""
+    """One stage: layers first .. last - 1 on a placement, with one of the submesh's options."""
 
     first: int
     last: int
@@ -119,7 +121,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """All stages in order, the model's seconds of a step, and the seconds of the slowest stage per microbatch."""
+    """All stages in order, the modelled seconds of a step, and the seconds of the slowest stage per microbatch."""
 
     parts: tuple[Part, ...]
     seconds: float
@@ -131,7 +133,7 @@ def placements(groups: Sequence[tuple[int, int]], sizes: Callable[[int], bool] =
 
     Args:
         groups: (hosts, devices per host) of every group of equal hosts, in order.
-        sizes: which numbers of devices may form a submesh.
+        sizes: whether a number of devices may form a submesh.
 
     Yields:
         Placements; equal numbers of devices of one group have one submesh, numbered in order of (group, devices).
@@ -151,15 +153,15 @@ def placements(groups: Sequence[tuple[int, int]], sizes: Callable[[int], bool] =
 
 
 def search(question: Question, tolerance: float = 0.0, below: float = np.inf) -> tuple[Division, ...]:
-    """Divisions of least total for decreasing bounds on the slowest stage; the best by the model comes first.
+    """The best divisions for decreasing bounds on the slowest stage, the best of all first.
 
     Args:
-        question: what is to be divided.
-        tolerance: share of the best total by which a better one may be missed.
-        below: the total that is known; only better ones are looked for.
+        question: the problem.
+        tolerance: relative improvement of the total that may be missed.
+        below: total (s) of a known division; only better ones are searched.
 
     Returns:
-        Nothing if no division fits, or none is better than what is known.
+        Empty if no division fits, or none is better than `below`.
     """
     tables = _Tables(question)
     bounds = tables.bounds()
@@ -169,7 +171,7 @@ def search(question: Question, tolerance: float = 0.0, below: float = np.inf) ->
     whole = tables.best(float(bounds[-1]), below - spread * float(bounds[0]))
     found = [] if whole is None else [whole]
     best = min(below, whole.seconds) if whole is not None else np.inf
-    # (low, high, least sum of all bounds above): what is still open, by position in `bounds`
+    # (low, high, least sum for all bounds above `high`): open intervals of positions in `bounds`
     todo = [] if whole is None else [(0, _below(bounds, whole), _sum(whole, spread))]
     while todo:
         low, high, least = todo.pop()
@@ -189,7 +191,7 @@ def search(question: Question, tolerance: float = 0.0, below: float = np.inf) ->
 
 
 def _below(bounds: Floats, found: Division) -> int:
-    """The last bound that rules a division out; it is best for all bounds from there to the one that was tried."""
+    """The last bound that excludes a division, which is best for all bounds from there to the one that was tried."""
     return int(np.searchsorted(bounds, found.slowest)) - 1
 
 
@@ -198,7 +200,7 @@ def _sum(found: Division, spread: int) -> float:
 
 
 def _by_length(times: Floats) -> Floats:
-    """Seconds of layers i .. i + n at [n, i], of times at [i, j]; infinite where there are no such layers."""
+    """Seconds of layers i .. i + n at [n, i], from times at [i, j]; infinite where there are no such layers."""
     rows, n = np.arange(len(times)), len(times)
     ends = rows[:, None] + rows
     return np.where(ends < n, times[rows, np.minimum(ends, n - 1)], np.inf)
@@ -236,7 +238,7 @@ class _Tables:
         return np.where(fits, self.times[submesh], np.inf)
 
     def _fastest(self, submesh: int, in_flight: int) -> Floats:
-        """Seconds of the fastest option that fits; kept, for every bound asks for them."""
+        """Seconds of the fastest option that fits, cached for all bounds."""
         key = submesh, in_flight
         if key not in self.fastest:
             self.fastest[key] = self._fitting(submesh, in_flight).min(0)
@@ -250,7 +252,7 @@ class _Tables:
         return self.runs[key]
 
     def best(self, bound: float, cutoff: float = np.inf) -> Division | None:
-        """The division of the least sum, at most `cutoff`, whose stages take at most `bound` seconds."""
+        """The division with the least sum, at most `cutoff`, whose stages take at most `bound` seconds."""
         q = self.question
         sums = np.full((q.layers + 1, q.devices + 1), np.inf)
         sums[q.layers, q.devices] = 0.0
@@ -280,16 +282,16 @@ class _Tables:
         return self._read(levels[: stages + 1], bound)
 
     def _allowed(self, sums: Floats, bound: float, cutoff: float) -> NDArray[np.bool_]:
-        """States (layer, device) from which layers and devices in front can lead to a sum of at most `cutoff`."""
+        """States (layer, device) with sums that earlier layers and devices can complete to at most `cutoff`."""
         seconds, work = self.fronts
         devices = np.arange(sums.shape[1])
         return (sums + seconds[:, None] <= cutoff) & (work[:, None] <= devices * bound)
 
     @cached_property
     def fronts(self) -> tuple[Floats, Floats]:
-        """Per layer bounds on the seconds and on the device-seconds of all layers in front of it, rounded down.
+        """Per layer, lower bounds on the seconds and on the device-seconds of all layers in front of it, rounded down.
 
-        Each is the least over all divisions into stages of any submesh, however many devices there are.
+        Each is the minimum over all divisions into stages on any submeshes, for any number of devices.
         """
         times = [self._fastest(n, 1) for n, _, _ in self.submeshes]
         sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
@@ -302,9 +304,9 @@ class _Tables:
         return seconds, work
 
     def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
-        """Sums of one more stage in front of what begins at (layer, device).
+        """Sums with one more stage in front of the state (layer, device).
 
-        `least`: submesh -> seconds of layers by their number, as `_by_length` has them, up to the most that may be.
+        `least`: submesh -> seconds of layers by their number as in `_by_length`, up to the largest allowed number.
         """
         found = np.full(behind.shape, np.inf)
         for submesh, starts, stops in self.submeshes:
@@ -321,7 +323,7 @@ class _Tables:
         return found
 
     def _read(self, levels: Sequence[Floats], bound: float) -> Division:
-        """The stages behind the sum at the start; of equal ones the first placement, then the fewest layers."""
+        """The stages of the least sum; ties go to the first placement, then to the fewest layers."""
         q = self.question
         parts: list[Part] = []
         layer = device = 0

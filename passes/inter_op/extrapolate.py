@@ -1,13 +1,13 @@
-"""What layers take in a number of microbatches that is not priced, from what they take in others that are.
+"""Costs of layers for a number of microbatches that is not costed, extrapolated from other numbers.
 
-The size of a microbatch, s = 1 / number of them, stands in nearly all that a pass does and holds; launches, latencies
-and the traffic of weights are the same in any size. So seconds and bytes are about affine in it, and with the nearest
-two numbers that are priced, of sizes s_b and then s_a,
+The size of a microbatch, s = 1 / number of microbatches, scales nearly all seconds and bytes of a pass; launches,
+latencies and the traffic of weights are equal for all sizes. So seconds and bytes are about affine in s. With the two
+nearest numbers that are costed, of sizes s_b and, next, s_a,
 
-    t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and not below     t_b min(1, s / s_b)         -> options_at
+    t(s)  =  t_b + (t_b - t_a) (s - s_b) / (s_b - s_a),     and at least      t_b min(1, s / s_b)         -> options_at
 
-The second bound holds by itself: a larger microbatch takes no less, and no more per example, than a smaller one. It is
-all there is where one number is priced. What is done and held once per step is the same in any number.
+The lower bound always holds: a larger microbatch takes no less than a smaller one, and no more per example. It is the
+estimate if only one number is costed. Seconds and bytes per step are equal for all numbers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autopar.passes.inter_op.stage_options import StageOption
 
 
 def options_at(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) -> Mapping[int, OptionsByKind]:
-    """About the options to run layers with a number of microbatches, where the nearest two numbers are priced.
+    """Estimated options of layers for a number of microbatches, from the two nearest numbers that are costed.
 
     Args:
-        count: the number.
-        priced: other numbers, one at least -> submesh -> options to run layers of every kind, or of some.
+        count: number of microbatches.
+        priced: other numbers, at least one -> submesh -> options of layers of every kind, or of some.
     """
     near, far = _nearest(count, priced)
     return {
@@ -36,7 +36,7 @@ def options_at(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) ->
 
 
 def options_anywhere(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) -> Mapping[int, OptionsByKind]:
-    """The same for every kind and submesh that some number is priced with, by the nearest two of those."""
+    """The same for every kind and submesh that is costed for some number, from the two nearest of these."""
     found: dict[int, dict[int, tuple[StageOption, ...]]] = {}
     for n, kind in dict.fromkeys(
         (n, kind) for some in priced.values() for n, options in some.items() for kind in options
@@ -48,7 +48,7 @@ def options_anywhere(count: int, priced: Mapping[int, Mapping[int, OptionsByKind
 
 
 def _nearest(count: int, numbers: Iterable[int]) -> tuple[int, int]:
-    """The nearest number and the next; the same where there is one alone."""
+    """The nearest number and the next; equal if there is only one."""
     near, *others = sorted(numbers, key=lambda m: (abs(math.log(m / count)), m))
     return near, others[0] if others else near
 
@@ -56,7 +56,7 @@ def _nearest(count: int, numbers: Iterable[int]) -> tuple[int, int]:
 def _between(
     count: int, near: int, far: int, found: Sequence[StageOption], others: Sequence[StageOption]
 ) -> tuple[StageOption, ...]:
-    """The options of one kind, from those with the nearest number and those with the next."""
+    """The options of one kind, from those for the nearest number and those for the next."""
     grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
     return _all_at(found, others, grown, min(1.0, near / count))
 
@@ -64,7 +64,7 @@ def _between(
 def _all_at(
     found: Sequence[StageOption], others: Sequence[StageOption], grown: float | None, least: float
 ) -> tuple[StageOption, ...]:
-    """The options to run one kind of layers; one without its like in the other number changes as the cheapest does."""
+    """The options of one kind of layers; one without a counterpart for the other number scales as the fastest does."""
     alike = {one.share: one for one in reversed(others)}
 
     def at(one: StageOption) -> StageOption:

@@ -1,15 +1,15 @@
-"""Costs of every run of layers on every submesh, from one stage per kind of layer.
+"""Costs of all consecutive layers on every submesh, from one stage per kind of layer.
 
 Layers of one kind are the same program (`autopar.passes.layers.find`), so a step with few kinds of layers needs few
-costs. One layer of every kind is cut out as a stage and planned on each submesh, with a few options
-(`autopar.passes.inter_op.stage_options`). A run of layers costs what its layers cost:
+costs. One layer of every kind is divided off as a stage and planned on each submesh, with a few options
+(`autopar.passes.inter_op.stage_options`). The cost of consecutive layers consists of that of single layers:
 
-    seconds, state, sums, copies, stash          sums over its layers
-    temporaries of a run                         the largest of its layers, since they run one after the other
+    seconds, state, sums, copies, stash          sums over the layers
+    temporaries                                  the maximum over the layers, since they run one after the other
 
 Resharding between neighbouring layers is left out: most neighbours are of one kind and have equal layouts.
 
-The number of microbatches changes shapes only, so a step that is split once is costed for every number of microbatches
+The number of microbatches changes shapes only. So a step that is split once has costs for every number of microbatches
 that divides the batch                                                                                -> at
 """
 
@@ -47,15 +47,15 @@ OptionsByKind: TypeAlias = Mapping[int, tuple[StageOption, ...]]
 
 
 class _OtherProgramError(Exception):
-    """An operation runs otherwise on blocks of another size."""
+    """The operations of a layer differ for blocks of another size."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerClasses:
-    """One layer of every kind, cut out as a stage.
+    """One layer of every kind, divided off as a stage.
 
     Attributes:
-        stages: the step, cut around these layers.
+        stages: the step, divided around these layers.
         stage: kind -> the number of its stage.
         of_layer: the kind of every layer.
         avals: shape and dtype of every argument of the step.
@@ -68,11 +68,11 @@ class LayerClasses:
 
     @property
     def microbatches(self) -> int:
-        """The number that the step is cut for."""
+        """The number of microbatches."""
         return self.stages.split.count
 
     def at(self, count: int) -> LayerClasses | None:
-        """The same for another number of microbatches; None if that takes another analysis."""
+        """The same for another number of microbatches; None if that needs another analysis."""
         split = self.stages.split
         try:
             stages = tuple(
@@ -91,7 +91,7 @@ class LayerClasses:
         return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
 
     def least_bytes(self) -> Mapping[int, float]:
-        """Kind -> bytes of the state and the sums of gradients that a layer holds, over all devices, each once."""
+        """Kind -> bytes of the state and of the accumulators of gradients of a layer, over all devices, each once."""
         split, updates = self.stages.split, self.stages.updates
         programs, types = StepPrograms(split), split.graph.types
         found: dict[int, float] = {}
@@ -105,7 +105,7 @@ class LayerClasses:
 
 
 def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> LayerClasses:
-    """One layer of every kind: the second of those that are alike, if there are two.
+    """One layer of every kind: the second of equal layers, if there are two.
 
     Args:
         split: the step in microbatches.
@@ -148,12 +148,12 @@ def _on_blocks(split: Microbatches, placed: PlacedOp, count: int) -> PlacedOp:
 
 @dataclass(frozen=True, eq=False)
 class SubmeshCosts:
-    """Options to run a layer of every kind on one submesh.
+    """Options of every kind of layer on one submesh.
 
     Attributes:
         by_kind: kind -> its options.
-        penalties: kind -> how many rates besides none are priced; of the others options are what they are at best.
-        guessed: kind -> about what its options are, until it is priced.
+        penalties: kind -> number of penalty rates besides 0 that are costed; other options have lower bounds.
+        guessed: kind -> its estimated options, until it is costed.
     """
 
     by_kind: Mapping[int, StageOptions]
@@ -161,40 +161,40 @@ class SubmeshCosts:
     guessed: OptionsByKind = field(default_factory=dict[int, "tuple[StageOption, ...]"])
 
     def option(self, kind: int, number: int, policy: str = NONE) -> StageOption:
-        """A option to run a layer; see `option_at`."""
+        """An option of a layer; see `option_at`."""
         return option_at(self.options(kind), number, policy)
 
     def options(self, kind: int) -> tuple[StageOption, ...]:
-        """The options to run a layer of a kind, as far as they are priced."""
+        """The options of a kind of layer, as far as they are costed."""
         return self.guessed.get(kind) or self.by_kind[kind].up_to(self.penalties.get(kind, 0))
 
     def found(self, kind: int) -> tuple[StageOption, ...]:
-        """Those of them that are priced already, or guessed."""
+        """The options that are costed already, or estimated."""
         if kind in self.guessed or not self.by_kind[kind].found:
             return self.guessed.get(kind, ())
         return self.options(kind)[: None if self._is_whole(kind) else -1]
 
     def is_lower_bound(self, kind: int, number: int) -> bool:
-        """Whether the option of this number is not priced."""
+        """Whether the option of this number is not costed."""
         return kind in self.guessed or (not self._is_whole(kind) and number + 1 >= len(self.options(kind)))
 
     def _is_whole(self, kind: int) -> bool:
         return self.penalties.get(kind, 0) >= len(self.by_kind[kind].open)
 
     def deeper(self, kinds: Iterable[int]) -> SubmeshCosts:
-        """The same with one rate more for these kinds; those that are guessed are priced at none."""
+        """The same with one penalty rate more for these kinds; estimates become costs without a penalty."""
         some = tuple(kinds)
         more = {k: self.penalties.get(k, 0) + 1 for k in some if k not in self.guessed}
         guessed = {k: options for k, options in self.guessed.items() if k not in some}
         return replace(self, penalties={**self.penalties, **more}, guessed=guessed)
 
     def whole(self) -> SubmeshCosts:
-        """The same with all rates for all kinds."""
+        """The same with all penalty rates for all kinds."""
         return replace(self, penalties=dict.fromkeys(self.by_kind, len(SHARES)), guessed={})
 
 
 class LayerCosts:
-    """Prices the layers of one step for one number of microbatches, submesh after submesh."""
+    """Costs the layers of one step for one number of microbatches, submesh after submesh."""
 
     def __init__(self, kinds: LayerClasses, options: Options) -> None:
         self.kinds, self.options = kinds, options
@@ -203,14 +203,14 @@ class LayerCosts:
         self.rules = {kind: reader.read(graph.graph) for kind, graph in self.graphs.items()}
 
     def on(self, mesh: LogicalMesh, guessed: OptionsByKind | None = None) -> SubmeshCosts:
-        """The options to run a layer of every kind on a mesh; none is found yet."""
+        """The options of every kind of layer on a mesh; each is computed on demand."""
         by_kind = {
             k: StageOptions(g, mesh, self.rules[k], self.options, self._entering(k)) for k, g in self.graphs.items()
         }
         return SubmeshCosts(by_kind, guessed=guessed or {})
 
     def _entering(self, kind: int) -> Sequence[int]:
-        """Values of a layer's graph that other layers' forward passes give it."""
+        """Values of a layer's graph that it receives from forward passes of other layers."""
         here = self.kinds.stage[kind]
         given = (
             vs
@@ -221,18 +221,18 @@ class LayerCosts:
 
 
 def option_at(found: Sequence[StageOption], number: int, policy: str) -> StageOption:
-    """One of the options to run a layer; those that have fewer repeat the last."""
+    """An option of a layer by number; the last one counts for all higher numbers."""
     one = found[min(number, len(found) - 1)]
     return one.recomputed() if policy == FULL else one
 
 
 def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    """(what a layer recomputes, number of the option to run it): the options of a run, in order."""
+    """(rematerialisation policy, number of the option): the options of consecutive layers, in order."""
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
 def table(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
-    """All runs of layers on one submesh; all layers of a run run in the same way, one of `run_options`."""
+    """All consecutive layers on one submesh; all of them have the same one of `run_options`."""
     options = [
         {k: option_at(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in run_options(policies)
     ]
@@ -269,9 +269,9 @@ def _maxima(values: Sequence[float]) -> Floats:
 
 
 def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
-    """The mesh that a submesh is planned on: hosts by devices, devices of one host by twos as far as 8.
+    """The mesh that a submesh is planned on: hosts by devices; on one host with an axis of 2 or 3, if it divides.
 
-    Along equal links, axes of 2 and 4 hold every layout that one of 8 holds, and all that cut two dimensions besides.
+    With equal links, axes of 2 and 4 have every layout that one of 8 has, and also those that shard two dimensions.
     """
     if devices > per_host:
         return (devices // per_host, per_host)
@@ -280,11 +280,11 @@ def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
 
 
 class Border(NamedTuple):
-    """Bytes that the whole batch hands over between two layers.
+    """Bytes of the whole batch that cross a border between two layers.
 
     Attributes:
-        forward: of activations, without those that readers make anew.
-        backward: of cotangents, those of all activations that cross.
+        forward: activations, without those that readers duplicate.
+        backward: cotangents of all activations that cross.
     """
 
     forward: float
@@ -292,7 +292,7 @@ class Border(NamedTuple):
 
 
 def border_bytes(split: Microbatches, layers: Layers) -> tuple[Border, ...]:
-    """What is handed over at the border in front of every layer but the first."""
+    """Bytes that cross the border in front of every layer but the first."""
     types = layers.graph.types
 
     def nbytes(values: Iterable[int]) -> float:

@@ -1,15 +1,15 @@
 """From options, or from a plan, to a step in stages: layers, stages, microbatches, a schedule, and submeshes.
 
     submeshes       the devices of every rank, slices of the mesh along its first axis              -> submeshes
-    layers          as many at least as there are stages, scans over layers cut into as many        -> layers_for
-    what to do      a number of stages is given: stages of balanced FLOPs, microbatches twice as many
+    layers          at least as many as stages, and each scan over layers split into as many        -> layers_for
+    decisions       with a given number of stages: stages of balanced FLOPs, twice as many microbatches
                                                                                                     -> stage_choice
-                    it is not: whatever `autopar.passes.inter_op.search` finds                      -> opening, searched
-    the step        in microbatches, in stages, with instruction lists that are checked             -> assemble
+                    otherwise the result of `autopar.passes.inter_op.search`                        -> opening, searched
+    the step        in microbatches, in stages, with checked instruction lists                      -> assemble
 
-What is decided is a `StageChoice`; a plan holds one, so that the same step is assembled from it again.
+All decisions are in a `StageChoice`; a plan contains one, so that the same step can be assembled from it again.
 
-A *rank* is a submesh with its list of instructions. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
+A *rank* is a submesh with its instruction list. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from autopar.passes.stages.plan import MemoryLimit
 from autopar.plans.plan import Plan
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 
-#: Stages on a rank, where a schedule has several.
+#: Stages per rank, for schedules with several.
 CHUNKS = 2
-#: Microbatches per rank that are taken where nobody says how many.
+#: Microbatches per rank by default.
 PER_RANK = 2
-#: How many times the memory of all devices a step needs, as written, for stages to be searched on one host too.
+#: How many times the memory of all devices a step as written must need for stages to be searched even on one host.
 FAR = 2.0
-#: Pieces of a scan over layers, at most, that a search may put on submeshes of their own.
+#: Largest number of pieces of a scan over layers, each of which may be on its own submesh.
 MOST_PIECES = 16
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """What is decided about a pipeline.
+    """Decisions about a pipeline.
 
     Attributes:
         borders: the first layer of every stage but the first, of `layers_for(graph, number of stages, ...)`.
-        extents: of every rank, how much of the mesh's first axis it has.
+        extents: of every rank, its part of the mesh's first axis.
         shapes: of every rank, sizes of the axes of its submesh; empty: slices of the mesh.
-        pieces: scans over layers are cut into so many; 0: as many as there are stages.
-        limits: what every stage may hold; empty: what a device has, with one microbatch at a time.
-        seconds: about what a step takes, as the search prices it; infinite where nothing was searched.
+        pieces: number of scans into which each scan over layers is split; 0: the number of stages.
+        limits: memory limit of every stage; empty: the device's memory, with one microbatch at a time.
+        seconds: step time by the search; infinite without a search.
         schedule: a name of `autopar.schedules.SCHEDULES`.
-        microbatches: parts of the batch.
-        batch: positions of the argument leaves that are cut so.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis`.
-        remat: what is recomputed of each layer, before layers are made finer; see `autopar.passes.remat.rewrite`.
-        notes: what a user should know.
+        microbatches: number of parts of the batch.
+        batch: positions of the argument leaves that are divided into microbatches.
+        per_microbatch: globs of totals that may be those of a microbatch; see `autopar.passes.microbatch.analysis`.
+        remat: rematerialisation policy of each layer, before layers are subdivided; see `autopar.passes.remat.rewrite`.
+        notes: for the user.
     """
 
     borders: tuple[int, ...]
@@ -92,10 +92,10 @@ class Pipelined:
     """A step in stages.
 
     Attributes:
-        choice: what was decided.
-        layers: the layers that its borders count, and the graph that they are of: the one that runs.
-        stages: what every stage runs.
-        schedule: in which order.
+        choice: the decisions.
+        layers: the layers that `choice.borders` refer to, and the graph that runs.
+        stages: programs of every stage.
+        schedule: the order of passes.
         meshes: the submesh of every rank.
     """
 
@@ -126,9 +126,9 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Set
 
     Raises:
         ArgumentError: fewer operations than stages.
-        MeshError: devices that do not fall into as many submeshes.
-        MicrobatchError: the number of microbatches that was given does not fit the step.
-        ScheduleError: a schedule that does not fit the step or its sizes.
+        MeshError: the devices cannot be divided into as many submeshes.
+        MicrobatchError: the given number of microbatches does not fit the step.
+        ScheduleError: the schedule does not fit the step or its sizes.
     """
     choice = stage_choice(graph, leaves, target, s)
     try:
@@ -141,7 +141,7 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Set
 
 
 def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
-    """`assemble`; "auto" is "inference" too where no operation of the backward pass depends on a microbatch."""
+    """`assemble`; "auto" means "inference" also if no operation of the backward pass depends on a microbatch."""
     divided = _divided(graph, choice)
     if s.schedule == "auto" and not _has_backward_passes(divided[1]):
         choice = replace(choice, schedule="inference")
@@ -149,7 +149,7 @@ def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -
 
 
 def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
-    """What to do where the options leave it open; errors and arguments as of `pipelined`."""
+    """Decisions that the options leave open, without a search; errors and arguments as of `pipelined`."""
     assert isinstance(s.stages, int)
     ranks = s.stages
     extents = _extents(target.logical, ranks)
@@ -162,7 +162,7 @@ def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: 
 
 
 def _policies(graph: Graph, asked: str) -> tuple[str, ...]:
-    """What is recomputed of each layer: what was asked for; "auto" is nothing."""
+    """Rematerialisation policy of each layer; "auto" means none."""
     if asked in (recomputation.AUTO, remat.NONE):
         return ()
     return recomputation.uniform(asked, remat.recomputable(graph))
@@ -171,13 +171,13 @@ def _policies(graph: Graph, asked: str) -> tuple[str, ...]:
 def layers_for(
     graph: Graph, stages: int, batch: Sequence[int], policies: Sequence[str] = (), pieces: int = 0
 ) -> Layers:
-    """The layers of a step that is to have so many stages; their graph has scans over layers in pieces.
+    """The layers of a step that gets `stages` stages; in their graph scans over layers are split into pieces.
 
     Args:
         graph: the step.
-        stages: how many there are to be.
+        stages: number of stages.
         batch: positions of the argument leaves that hold the batch.
-        policies: what is recomputed of each layer.
+        policies: rematerialisation policy of each layer.
         pieces: of every scan over layers; 0: one for each stage.
     """
     shorter = split_scan.split_scans(graph, pieces or stages, batch)
@@ -185,14 +185,14 @@ def layers_for(
 
 
 def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
-    """The step in stages that a choice describes; errors as of `pipelined`."""
+    """The step in stages by a choice; errors as of `pipelined`."""
     return _assembled(choice, *_divided(graph, choice), target)
 
 
 def _divided(graph: Graph, choice: StageChoice) -> tuple[Layers, Stages]:
-    """The layers of a step, and the stages that a choice makes of them."""
+    """The layers of a step, and its stages by a choice."""
     found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
-    own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # the totals of one microbatch are all there is
+    own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # its totals are those of the batch
     parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
     return found, divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
 
@@ -205,14 +205,14 @@ def _assembled(choice: StageChoice, found: Layers, stages: Stages, target: Targe
 
 
 def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Schedule:
-    """A schedule, checked; with more than `REPEATING` microbatches per rank it repeats itself, and so many are."""
+    """A checked schedule; it repeats itself after `REPEATING` microbatches per rank, and only so many are checked."""
     few = replace(size, microbatches=min(size.microbatches, REPEATING * size.ranks))
     checked = check(make(name, few, borders), bounds(name, few))
     return checked if few == size else make(name, size, borders)
 
 
 def choice_of(plan: Plan) -> StageChoice:
-    """What a plan has decided."""
+    """The decisions of a plan."""
     inner = plan.mesh_sizes[1:]
     ranks = sorted({(stage.rank, tuple(stage.submesh.values())) for stage in plan.stages})
     extents = tuple(math.prod(shape) // math.prod(inner) for _, shape in ranks)
@@ -235,10 +235,10 @@ def choice_of(plan: Plan) -> StageChoice:
 
 
 def is_open(s: Settings, graph: Graph) -> bool:
-    """Whether stages and microbatches are to be searched for.
+    """Whether stages and microbatches are to be searched.
 
-    That is with "search", and with "auto" where links between hosts are slow, or a step is far too large as written.
-    A step with a `shard_map` is one stage: what it runs over is a mesh of the user's.
+    They are with "search", and with "auto" if links between hosts are slow, or if a step as written is far too large.
+    A step with a `shard_map` has one stage, because the map runs over the user's own mesh.
     """
     if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == choose_offload.ALL:
         return False
@@ -252,25 +252,25 @@ def is_open(s: Settings, graph: Graph) -> bool:
 
 
 def _is_far_too_large(s: Settings, graph: Graph) -> bool:
-    """Whether a step needs more than `FAR` times the memory of all devices, and the user has left to us what to do."""
+    """Whether a step needs more than `FAR` times the memory of all devices, without options for it."""
     if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
         return False
     return written_bytes(graph) > FAR * _memory(s.cluster or Cluster.local())
 
 
 def fits_evenly(graph: Graph, cluster: Cluster, times: float = 1.0) -> bool:
-    """Whether a step as written fits into so many times the memory of all devices, cut evenly."""
+    """Whether a step as written fits into `times` the memory of all devices, evenly sharded."""
     return written_bytes(graph) <= times * _memory(cluster)
 
 
 def may_fit(graph: Graph, cluster: Cluster, asked: str) -> bool:
-    """The same with all layers recomputed that the option `remat` allows."""
+    """The same with all layers rematerialised that the option `remat` allows."""
     policy = remat.FULL if asked == recomputation.AUTO else asked
     return fits_evenly(remat.rewrite(graph, recomputation.uniform(policy, remat.recomputable(graph))), cluster)
 
 
 def _memory(cluster: Cluster) -> float:
-    """Bytes that all devices may hold together."""
+    """Usable bytes of all devices together."""
     return cluster.num_devices * usable_bytes(cluster.logical_mesh((cluster.num_devices,)))
 
 
@@ -279,13 +279,13 @@ class Opening:
     """A step whose stages can be searched.
 
     Attributes:
-        graph: the step, with scans over layers cut into pieces.
+        graph: the step, with scans over layers split into pieces.
         avals: shape and dtype of every argument.
-        choice: what is open.
-        known: number of microbatches -> the step in as many, where that is known already.
+        choice: the search space.
+        known: number of microbatches -> the step split into them, where that is known already.
         per_microbatch: as in the settings.
         pieces: of a scan over layers.
-        notes: what the plan says of all that.
+        notes: of the plan.
     """
 
     graph: Graph
@@ -298,22 +298,22 @@ class Opening:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the batch is not cut."""
+        """Whether the batch is not divided."""
         return self.choice.counts == (1,)
 
 
 def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings) -> Opening | None:
-    """What a search for stages may choose from; None if there is no batch, or no backward pass that runs in parts.
+    """The search space of stages; None without a batch, or without a backward pass that can run in microbatches.
 
     Args:
         traced: the step.
         leaves: positions of the argument leaves that hold the batch; None: those that look like it.
         cluster: the devices.
-        s: what is fixed: microbatches, schedule, recomputation, memory.
+        s: fixed options: microbatches, schedule, rematerialisation, memory.
 
     Raises:
-        MicrobatchError: the number of microbatches that was given does not fit the step.
-        ScheduleError: a schedule that is not searched.
+        MicrobatchError: the given number of microbatches does not fit the step.
+        ScheduleError: a schedule that the search does not support.
     """
     if _chunks(s.schedule) > 1:
         raise ScheduleError(f"schedule='{s.schedule}' is not searched in this version; give stages=2 or more with it")
@@ -357,7 +357,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: S
 def searched(
     step: Opening, cluster: Cluster, options: Options, limit: float = math.inf, fewest: int = 1
 ) -> StageChoice | None:
-    """The best pipeline of at least so many stages that takes less than a limit in seconds; None if nothing fits."""
+    """The best pipeline of at least `fewest` stages that takes less than `limit` seconds; None if none fits."""
     choice = replace(step.choice, limit=limit, fewest=fewest)
     found = stage_search.find(step.graph, step.avals, cluster, choice, options, step.known)
     return None if found is None else _chosen(step, found)
@@ -387,7 +387,7 @@ def _chosen(step: Opening, found: FoundPipeline) -> StageChoice:
 
 
 def _extents(mesh: LogicalMesh, ranks: int) -> tuple[int, ...]:
-    """How much of the mesh's first axis each rank gets: of a mesh of one axis, as equal as can be."""
+    """Each rank's part of the mesh's first axis; on a mesh of one axis parts may differ by one device."""
     extent = mesh.sizes[0]
     if len(mesh.sizes) > 1 and extent % ranks:
         fitting = ", ".join(str(n) for n in range(1, extent + 1) if extent % n == 0)
@@ -401,7 +401,7 @@ def _extents(mesh: LogicalMesh, ranks: int) -> tuple[int, ...]:
 
 
 def submeshes(target: Target, choice: StageChoice) -> tuple[LogicalMesh, ...]:
-    """The mesh of every rank, in order, priced by the part of the cluster that it is."""
+    """The mesh of every rank, in order, with the links of its part of the cluster."""
     mesh = target.logical
     inner = math.prod(mesh.sizes[1:])
     ends = itertools.accumulate(choice.extents)
@@ -413,7 +413,7 @@ def submeshes(target: Target, choice: StageChoice) -> tuple[LogicalMesh, ...]:
 def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...]) -> LogicalMesh:
     try:
         return cluster.part(first, math.prod(sizes)).logical_mesh(sizes, mesh.names)
-    except ClusterError:  # neither whole hosts nor devices of one: on the links of the whole
+    except ClusterError:  # neither whole hosts nor devices of one host: links of the whole mesh
         return replace(mesh, sizes=sizes, levels=())
 
 
@@ -433,14 +433,14 @@ def _has_backward_passes(stages: Stages) -> bool:
 
 
 def _check_fits(name: str, stages: Stages) -> None:
-    """A schedule with backward passes for a step that has some, and only for one."""
+    """Raises if the schedule has backward passes and the step has none, or the reverse."""
     works = _has_backward_passes(stages)
     if SCHEDULES[name].backward != works:
         raise ScheduleError(_unfit(name, works))
 
 
 def _unfit(name: str, works: bool) -> str:
-    """What to say of a schedule for a step that has backward passes, or has none."""
+    """The message for a schedule that does not fit a step with, or without, backward passes."""
     others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
     if works:
         return f"schedule '{name}' has no backward passes and the step has; use {others}"
@@ -454,7 +454,7 @@ def _unfit(name: str, works: bool) -> str:
 def _microbatches(
     graph: Graph, leaves: Sequence[int] | None, asked: int | str, ranks: int, schedule: str
 ) -> tuple[int, tuple[int, ...]]:
-    """The number of microbatches, and the argument leaves that they cut."""
+    """The number of microbatches, and the argument leaves that are divided into them."""
     chosen = "auto" if leaves is None else leaves
     if isinstance(asked, int):
         return asked, batch_leaves(graph, asked, chosen)
@@ -470,7 +470,7 @@ def _microbatches(
 
 
 def _numbers(extent: int, wanted: int, fits: Callable[[int], bool]) -> Iterator[int]:
-    """Divisors of the batch that fit, from the number that is wanted upwards, then downwards."""
+    """Divisors of the batch that fit, in ascending order from `wanted`, then in descending order below it."""
     order = (*range(wanted, extent + 1), *range(min(wanted - 1, extent), 0, -1))
     return (m for m in order if extent % m == 0 and fits(m))
 
@@ -481,7 +481,7 @@ def shard_map_of(graph: Graph) -> Op | None:
 
 
 def check_options(s: Settings, pinned: bool, graph: Graph) -> None:
-    """ArgumentError for what stages do not take yet: arguments whose types are pins, a `shard_map`."""
+    """ArgumentError for steps that stages do not support yet: arguments whose types are pins, a `shard_map`."""
     if pinned:
         raise ArgumentError(
             f"arguments cut over an Explicit mesh are not available with stages={s.stages} in this version; "

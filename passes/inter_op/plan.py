@@ -1,11 +1,11 @@
-"""The plan of a step in stages: layouts inside every stage, and what it is predicted to take.
+"""The plan of a step in stages: layouts inside every stage, and predicted step time and memory.
 
-    layouts       every stage planned on its submesh (`autopar.passes.stages.plan_all`), or as a plan holds them -> kept
-    step time     the schedule's instruction lists played at the prices of these plans; what is handed over at the rate
-                  of the link between submeshes (`autopar.cost_models.pipeline`)
-    memory        of every stage with as many microbatches as its rank has under way                        -> _memory
+    layouts       every stage planned on its submesh (`autopar.passes.stages.plan_all`), or a saved plan's   -> kept
+    step time     simulation of the schedule's instruction lists with the times of these plans, and with transfers at
+                  the rate of the link between submeshes (`autopar.cost_models.pipeline`)
+    memory        of every stage with as many microbatches as its rank has in flight                        -> _memory
 
-A stage that shares its rank with others shares its devices' memory with them.
+Stages on one rank share the memory of its devices.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from autopar.schedules import held
 
 
 def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
-    """Plan every stage of a step.
+    """Plans every stage of a step.
 
     Args:
         traced: the step.
-        found: it in stages.
-        options: pins and solver.
+        found: the step in stages.
+        options: pins and solver options.
 
     Raises:
         PinError: a pin that fits no argument, or not the mesh of its stage.
@@ -58,17 +58,17 @@ def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePla
 
 
 def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of a step, totals of a loop that runs first included."""
+    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
     extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
     whole = StepPrograms(found.stages.split).avals if extra else {}
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 
 def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[CodegenStage]:
-    """The layouts that a plan holds, for the stages that it describes.
+    """The stages of a saved plan, with its layouts.
 
     Raises:
-        PlanMismatchError: stages whose programs are others than those that were planned.
+        PlanMismatchError: programs of stages differ from those that were planned.
     """
     known, programs, reader = avals(traced, found), StepPrograms(found.stages.split), RuleReader(registered)
     plans: list[SavedStage] = []
@@ -88,7 +88,7 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
 
 
 def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[SavedStage]) -> None:
-    """FieldError for the first field of a plan that is not what its stages make it."""
+    """FieldError for the first field of a plan that differs from its stages."""
     for number, stage in enumerate(plan.stages):
         at = f"stages[{number}]"
         check_all(
@@ -115,8 +115,8 @@ def make_plan(
         found: the step in stages.
         plans: their layouts.
         target: the mesh of all devices.
-        donated: positions of the argument leaves whose arrays a step may use up.
-        trace_s: seconds that tracing took.
+        donated: positions of the argument leaves whose buffers the step may reuse.
+        trace_s: seconds of tracing.
     """
     costs = _priced(plans, found, target.cluster)
     parts = {"pipeline": simulate(found.schedule, costs).seconds, **_before(found)}
@@ -191,7 +191,7 @@ def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs
 
 
 def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
-    """Positions of the argument leaves that a stage holds between steps."""
+    """Positions of the argument leaves that a stage stores between steps."""
     homes = found.stages.updates.owners
     return tuple(i for i, v in enumerate(found.layers.graph.inputs) if homes.get(v) == number)
 
@@ -199,7 +199,7 @@ def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
 def _inputs(
     graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
 ) -> tuple[Layout, ...]:
-    """Where the argument leaves lie on the submesh of the stage that holds them; `layouts`: in every stage."""
+    """Layouts of the argument leaves on the submesh of the stage that stores them; `layouts`: in every stage."""
     homes = found.stages.updates.owners
 
     def of(value: int) -> Layout:
@@ -211,7 +211,7 @@ def _inputs(
 
 
 def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
-    """State is handed out as it lies between steps, all else whole."""
+    """Layouts of the results: state in its layout between steps, other results replicated."""
     state, whole = match_state(graph), replicated(len(inputs[0]))
     return tuple(inputs[state[i]] if i in state else whole for i in range(len(graph.outputs)))
 
@@ -220,14 +220,14 @@ def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
 
 
 def _priced(plans: StagePlans[PlannedStage], found: Pipelined, cluster: Cluster) -> Prices:
-    """What the stages take, and what is handed over between them."""
+    """Times of the stages, and of the transfers between them."""
     costs = pipeline_times(plans)
     sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
     ends = [*itertools.accumulate(sizes)]
     on = found.schedule.pipeline.placement
 
     def seconds(pair: tuple[int, int], nbytes: float) -> float:
-        """Between neighbours the border is where the later one begins, between others as dear as it gets."""
+        """Between neighbouring ranks the link at their border counts, between other ranks the slowest link."""
         ranks = sorted(on[s] for s in pair)
         device = ends[ranks[1] - 1] if ranks[1] - ranks[0] == 1 else 0
         return transfer_seconds(cluster, nbytes, device, min(sizes[r] for r in ranks))
@@ -236,7 +236,7 @@ def _priced(plans: StagePlans[PlannedStage], found: Pipelined, cluster: Cluster)
 
 
 def _before(found: Pipelined) -> Mapping[str, float]:
-    """Seconds of a loop over the microbatches that runs first: what its FLOPs take at the peak rate."""
+    """Seconds of a loop over the microbatches that runs first: its FLOPs at the peak rate."""
     ahead = found.stages.first_loop
     if ahead is None:
         return {}
@@ -254,7 +254,7 @@ def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
 
 
 def _memory(found: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:
-    """Bytes on each device of a stage at their peak, and by kind."""
+    """Peak bytes per device of a stage, and by kind."""
     rank = found.schedule.pipeline.placement[number]
     stages = found.schedule.pipeline.placement.count(rank)
     under_way = -(-held(found.schedule)[rank] // stages)

@@ -26,7 +26,7 @@ from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 
-#: Share of a step's time that a schedule has to save for its memory.
+#: Relative step time that a schedule with more microbatches in flight has to save.
 SAVED = 0.01
 
 
@@ -46,18 +46,18 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class FoundPipeline:
-    """A pipeline.
+    """A pipeline that the search found.
 
     Attributes:
         stages: in order.
-        microbatches: of a step.
+        microbatches: per step.
         schedule: its name.
-        remat: what every layer recomputes.
-        seconds: predicted, by playing the schedule.
-        formula: s that the dynamic program took the division to need.
-        prices: what was simulated.
+        remat: rematerialisation policy of every layer.
+        seconds: simulated step time.
+        formula: step time (s) by the model of the dynamic program.
+        prices: times of stages and transfers that were simulated.
         peaks: bytes per device of every stage.
-        limits: what every stage may hold, and at which rate its memory was penalties.
+        limits: memory limit of every stage, with the penalty rate of its options.
     """
 
     stages: tuple[StagePlacement, ...]
@@ -79,10 +79,10 @@ class Simulator:
         cluster: the devices.
         meshes: every submesh.
         of_layer: the kind of every layer.
-        borders: what is handed over in front of every layer but the first.
-        capacity: bytes that a device of each submesh may hold.
-        schedules: those that are open, the more they have in flight the later.
-        policies: of recomputation, those that are open.
+        borders: bytes that cross in front of every layer but the first.
+        capacity: bytes per device of each submesh that a stage may use.
+        schedules: names, in ascending order of the microbatches in flight.
+        policies: rematerialisation policies.
     """
 
     cluster: Cluster
@@ -99,9 +99,9 @@ class Simulator:
         """A division under the fastest schedule that fits; None if that takes `limit` seconds or more.
 
         Args:
-            division: what to play.
-            question: what it answers.
-            priced: prices of layers on every submesh.
+            division: the division.
+            question: the problem that it solves.
+            priced: costs of layers on every submesh.
             limit: s.
         """
         run = [self._run(part, priced) for part in division.parts]
@@ -165,9 +165,9 @@ class Simulator:
 
 
 def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
-    """Step time (s) of a schedule: simulated if it is short, else extrapolated from where it repeats itself.
+    """Step time (s) of a schedule: simulated if it is short, else extrapolated from its repetition.
 
-    Up to 2% less than eager 1F1B takes, which repeats itself once a slow stage has used up what was in flight early.
+    For eager 1F1B up to 2% too low: it repeats only after a slow stage has used up the forward passes that ran early.
     """
     few, more = (Size(size.ranks, per_rank * size.ranks) for per_rank in (REPEATING // 2, REPEATING))
     if size.microbatches <= more.microbatches:
@@ -179,8 +179,8 @@ def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
 def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -> float:
     """Lower bound (s) of schedules with at most these numbers of microbatches in flight, between F and B, per stage.
 
-    A stage runs all passes of its own. From its F there to its B a microbatch goes to the last stage and back, and one
-    more can begin for each that has come back.
+    A stage runs all its own passes. After its F there a microbatch goes to the last stage and back, and one more can begin
+    for each that has come back.
     """
     passes = [f + b for f, b in zip(prices.forward, prices.backward, strict=True)]
     links = [prices.transfer.get((s, s + 1), 0.0) + prices.transfer.get((s + 1, s), 0.0) for s in range(len(passes))]
@@ -209,11 +209,11 @@ def transfer_seconds(cluster: Cluster, nbytes: float, device: int, senders: int)
 @overload
 def transfer_seconds(cluster: Cluster, nbytes: Floats, device: int, senders: int) -> Floats: ...
 def transfer_seconds(cluster: Cluster, nbytes: float | Floats, device: int, senders: int) -> float | Floats:
-    """Seconds to move bytes to the stage that begins on a device; each of the senders sends its part over one link."""
+    """Seconds to move bytes to the stage that begins on a device; each sender sends an equal part over one link."""
     link = cluster.intra if device % cluster.devices_per_host else cluster.inter
     return link.alpha + max(link.beta, link.pair) * nbytes / senders
 
 
 def rank(found: FoundPipeline) -> tuple[float, int, int, str]:
-    """What the best of several is least in."""
+    """Key by which the best of several pipelines is the least."""
     return found.seconds, len(found.stages), found.microbatches, found.schedule

@@ -1,13 +1,13 @@
-"""Forecasts of what rematerialising layers costs and frees, read off the plan of the program as written.
+"""Forecasts of costs and freed bytes of rematerialised layers, from the plan of the program as written.
 
-    seconds  =  recomputed operations, with the collectives that end their sums
-             +  light traffic of the operations that follow them
+    seconds  =  recomputed operations, with the collectives that reduce their results
+             +  memory traffic of the operations after them
              +  reshards of their operands
-    bytes    =  dropped residuals alive at the peak  -  products saved in their place
+    bytes    =  dropped residuals live at the peak  -  results of products saved in their place
 
-Values that depend on no batch keep the layouts in which the forward pass read them, and are not moved again.
-Both formulas assume the layouts of that plan. A plan of the rematerialised program may choose better layouts, and may
-peak elsewhere. A forecast therefore decides where a search begins, and never which plan wins.
+Values that do not depend on the batch keep their layouts of the forward pass, and are not resharded again.
+Both formulas assume the layouts of that plan. A plan of the rematerialised program may have better layouts, and may
+peak elsewhere. So a forecast decides where a search begins, and never which plan is chosen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.passes.remat.rewrite import DOTS, FULL, Rematerialised, remateriali
 
 
 class Estimate(NamedTuple):
-    """What rematerialising one layer adds to a step (s) and frees at its peak (bytes per device)."""
+    """Seconds that rematerialising one layer adds to a step, and bytes per device that it frees at the peak."""
 
     seconds: float
     nbytes: float
@@ -38,7 +38,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What rematerialising layers by one policy is about to cost.
+    """Forecast of rematerialising layers by one policy.
 
     Attributes:
         layers: an estimate for each layer that may be rematerialised, in order.
@@ -56,27 +56,27 @@ def forecasts(
     mesh: LogicalMesh,
     liveness: Liveness,
     assignment: Ints,
-    open_to: Sequence[bool],
+    recomputable: Sequence[bool],
     layered: Graph | None = None,
 ) -> Mapping[str, Forecast]:
-    """Policy -> its forecast; empty where a loop over layers may be rematerialised, whose body this does not price.
+    """Policy -> its forecast; empty if a loop over layers may be rematerialised, whose body has no estimate.
 
     Args:
         graph: the program as written.
         model, liveness: its optimization problem on `mesh`, and its memory.
         assignment: its plan, a strategy for each node of the problem.
-        open_to: for each layer whether it may be rematerialised.
-        layered: where its layers are, if that is a part of it, such as `one_microbatch`.
+        recomputable: for each layer whether it may be rematerialised.
+        layered: the part of the program that has the layers, such as `one_microbatch`.
     """
     plan = _Plan.of(graph, model, mesh, liveness, assignment, layered or graph)
-    found = {policy: plan.forecast(policy, open_to) for policy in (DOTS, FULL)}
-    return {policy: forecast for policy, forecast in found.items() if forecast is not None}
+    by_policy = {policy: plan.forecast(policy, recomputable) for policy in (DOTS, FULL)}
+    return {policy: forecast for policy, forecast in by_policy.items() if forecast is not None}
 
 
 def one_microbatch(graph: Graph) -> Graph | None:
-    """What a program does with each of its microbatches, as a program with the same operations and values.
+    """The operations of one microbatch as a program with the same operations and values.
 
-    It is the body of the largest loop; None if that has no backward pass.
+    This is the body of the largest loop; None if that has no backward pass.
     """
     bodies = [op.regions[0] for op in graph.ops if op.name == "scan"]
     body = max(bodies, key=lambda region: len(region.ops), default=None)
@@ -98,10 +98,10 @@ class _Plan:
     """The plan of the program as written, by operation and by value.
 
     Attributes:
-        layered: where its layers are.
-        seconds_of: operation -> s per step of its work and of its light traffic.
+        layered: the part of the program that has the layers.
+        seconds_of: operation -> s per step of its work and of its memory traffic.
         uses_of: operation -> its operands that depend on the batch.
-        peak_bytes_of: value -> bytes per device at the peak, of those alive then.
+        peak_bytes_of: value -> bytes per device at the peak, of those live then.
     """
 
     graph: Graph
@@ -120,8 +120,8 @@ class _Plan:
         graph: Graph, model: Model, mesh: LogicalMesh, liveness: Liveness, assignment: Ints, layered: Graph
     ) -> _Plan:
         seconds_of: dict[int, float] = {}
-        light = ((charge.op, seconds) for charge, seconds in extract.traffic_seconds(model, assignment, mesh))
-        for op, seconds in (*extract.operation_seconds(model, assignment), *light):
+        traffic = ((charge.op, seconds) for charge, seconds in extract.traffic_seconds(model, assignment, mesh))
+        for op, seconds in (*extract.operation_seconds(model, assignment), *traffic):
             seconds_of[op] = seconds_of.get(op, 0.0) + seconds
         uses_of: dict[int, list[Use]] = {}
         for use in model.grouping.uses:
@@ -133,37 +133,39 @@ class _Plan:
         layouts = extract.layouts(model, assignment)
         return _Plan(graph, model, mesh, liveness, assignment, layered, layouts, seconds_of, uses_of, peak_bytes_of)
 
-    def forecast(self, policy: str, open_to: Sequence[bool]) -> Forecast | None:
-        """The forecast of one policy; None where a loop over layers is open to it."""
-        layers = zip(layers_pass.find(self.layered).layers, rematerialised(self.layered, policy), open_to, strict=True)
-        chosen = [(layer.kind, change) for layer, change, open_ in layers if open_]
+    def forecast(self, policy: str, recomputable: Sequence[bool]) -> Forecast | None:
+        """The forecast of one policy; None if a loop over layers is recomputable."""
+        layers = zip(
+            layers_pass.find(self.layered).layers, rematerialised(self.layered, policy), recomputable, strict=True
+        )
+        changes = [(layer.kind, change) for layer, change, is_recomputable in layers if is_recomputable]
         of_kind: dict[int, Estimate] = {}  # layers of one kind are equal programs
         dropped: set[int] = set()
-        least = 0.0
-        for kind, change in chosen:
+        least_bytes = 0.0
+        for kind, change in changes:
             if change is None:
                 return None
             if kind not in of_kind:
                 of_kind[kind] = Estimate(self._seconds(change), self._freed_bytes(change))
             dropped |= change.dropped
-            saved = (self.graph.types[v].nbytes for v in change.saved if v not in self.peak_bytes_of)
-            least += sum(saved) / self.mesh.size
-        least += smallest(self.liveness.at_peak_without(dropped, self.assignment))
-        return Forecast(tuple(of_kind[kind] for kind, _ in chosen), least)
+            saved_bytes = (self.graph.types[v].nbytes for v in change.saved if v not in self.peak_bytes_of)
+            least_bytes += sum(saved_bytes) / self.mesh.size
+        least_bytes += smallest(self.liveness.at_peak_without(dropped, self.assignment))
+        return Forecast(tuple(of_kind[kind] for kind, _ in changes), least_bytes)
 
     def _seconds(self, change: Rematerialised) -> float:
-        again = sorted(change.recomputed)
-        read = tuple(use for op in again for use in self.uses_of.get(op, ()))
-        model = replace(self.model, grouping=replace(self.model.grouping, uses=read))
-        moved = extract.reshards(self.graph, model, self.layouts, self.mesh)
-        reshards = sum(extract.collective_seconds(c, self.mesh) for c in moved)
-        return sum(self.seconds_of.get(op, 0.0) for op in again) + reshards
+        recomputed = sorted(change.recomputed)
+        operands = tuple(use for op in recomputed for use in self.uses_of.get(op, ()))
+        model = replace(self.model, grouping=replace(self.model.grouping, uses=operands))
+        resharded = extract.reshards(self.graph, model, self.layouts, self.mesh)
+        reshards = sum(extract.collective_seconds(c, self.mesh) for c in resharded)
+        return sum(self.seconds_of.get(op, 0.0) for op in recomputed) + reshards
 
     def _freed_bytes(self, change: Rematerialised) -> float:
         freed = sum(self.peak_bytes_of.get(v, 0.0) for v in change.dropped)
-        return freed - sum(self._piece(v) for v in change.saved if v not in self.peak_bytes_of)
+        return freed - sum(self._device_bytes(v) for v in change.saved if v not in self.peak_bytes_of)
 
-    def _piece(self, value: int) -> float:
-        """Bytes of a value that each device has."""
+    def _device_bytes(self, value: int) -> float:
+        """Bytes per device of a value."""
         type_ = self.graph.types[value]
         return type_.nbytes * device_share(self.layouts.values.get(value), type_.shape, self.mesh.sizes)

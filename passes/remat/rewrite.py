@@ -1,26 +1,27 @@
-"""Rematerialisation: the backward pass of a layer recomputes what the forward pass then need not keep.
+"""Rematerialisation: the backward pass of a layer recomputes residuals that the forward pass then does not keep.
 
-    none    all residuals of a layer are kept
-    dots    results of products are kept, the rest is recomputed from them (elementwise work only)
-    full    what enters the layer is kept, everything inside is recomputed (Chen et al., 2016, "Training deep nets with
+    none    keeps all residuals of a layer
+    dots    keeps results of products and recomputes other residuals from them (elementwise work only)
+    full    keeps values that enter the layer and recomputes all others (Chen et al., 2016, "Training deep nets with
             sublinear memory cost")
 
 A *residual* of a layer is a value of its forward operations that backward operations read. It is *dropped* unless it
-leaves the layer (a later layer, the update or the caller reads it), the policy keeps it, or a side effect made it.
-Dropped residuals that are made from kept values apart from each other are recomputed apart, if a product of the
-backward pass runs in between that the later ones can wait for: its result is in memory anyhow. Just before the first
-backward operation that reads one of them stand
+leaves the layer (a later layer, the update or the caller reads it), the policy keeps it, or a side effect produced it.
+Dropped residuals that can be computed from kept values independently of each other are recomputed in several parts if
+a product of the backward pass runs in between on whose result the later part can wait: that result is in memory anyway.
+Just before the first backward operation that reads one of them, the new program has
 
-    an optimization barrier over all that the recomputation and the backward operations up to the next one read: what
-    entered the layer, parameters, cotangents. It waits for the gradient, and keeps the compiler from merging the
-    recomputation with the forward pass, as the lowering of `jax.checkpoint` does                    -> _barrier
-    clones of the forward operations that the dropped residuals are made by, in order                -> _cloned
+    an optimization barrier with all operands of the recomputation, and of backward operations up to the next barrier:
+    values that enter the layer, parameters, cotangents. So the recomputation waits for the cotangent, and the compiler
+    does not merge it with the forward pass, as in the lowering of `jax.checkpoint`                  -> _barrier
+    clones of the forward operations that compute the dropped residuals, in order                    -> _clone
 
-and the backward operations read these. A forward scan stops stacking dropped residuals and stacks the carries that
-enter its iterations instead; the body of the backward scan recomputes them (no barrier: loops are not merged)  -> _scan
+and the backward operations read the clones. A forward scan no longer stacks dropped residuals; it stacks the carries
+that enter its iterations instead, and the body of the backward scan recomputes the residuals. That needs no barrier, as
+compilers do not merge loops                                                                -> _recompute_in_loop
 
-What stands inside the user's own `jax.checkpoint` is left alone: values that it reads are kept. Clones are the same
-operations on the same keys, so random numbers come out bit for bit; operations with side effects are never cloned.
+Operations inside the user's own `jax.checkpoint` stay as they are: values that they read are kept. Clones are equal
+operations on equal keys, so that random numbers are bitwise equal; operations with side effects are never cloned.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ POLICIES: tuple[str, ...] = (NONE, DOTS, FULL)
 
 
 def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
-    """The same program with layers recomputed in the backward pass.
+    """The same program with layers rematerialised in the backward pass.
 
     Args:
         graph: the program as traced.
-        policies: one of `POLICIES` for each layer that `autopar.passes.layers.find.find` sees; none at all changes
-            nothing.
+        policies: one of `POLICIES` for each layer of `autopar.passes.layers.find.find`; empty: nothing changes.
 
     Raises:
         ArgumentError: an unknown policy, or another number of layers.
@@ -58,45 +58,45 @@ def rewrite(graph: Graph, policies: Sequence[str]) -> Graph:
     return graph if all(p == NONE for p in policies) else _rewritten(graph, tuple(policies))
 
 
-@lru_cache(maxsize=4)  # asked again for every mesh, and by the search for stages
+@lru_cache(maxsize=4)  # called again for every mesh, and by the inter-operator search
 def _rewritten(graph: Graph, policies: tuple[str, ...]) -> Graph:
-    found = _program(graph).layers
-    if len(policies) != len(found.layers) or any(p not in POLICIES for p in policies):
+    layers = _program(graph).layers
+    if len(policies) != len(layers.layers) or any(p not in POLICIES for p in policies):
         raise ArgumentError(
-            f"remat={policies!r:.60} must be {len(found.layers)} of {', '.join(map(repr, POLICIES))}, "
+            f"remat={policies!r:.60} must be {len(layers.layers)} of {', '.join(map(repr, POLICIES))}, "
             "one for each layer"
         )
-    draft = _Draft(_program(graph))
+    builder = _Builder(_program(graph))
     for i, policy in enumerate(policies):
         if policy != NONE:
-            (_scan if _is_scan(found, i) else _unrolled)(draft, i, policy)
-    return draft.graph()
+            (_recompute_in_loop if _is_scan(layers, i) else _recompute_unrolled)(builder, i, policy)
+    return builder.graph()
 
 
 def recomputable(graph: Graph) -> tuple[bool, ...]:
-    """For each layer whether recomputing it frees anything. Not the last: its backward pass begins at once."""
+    """For each layer whether rematerialising it frees memory; not the last, whose backward pass begins at once."""
     program = _program(graph)
-    found = program.layers
-    last = len(found.layers) - 1
+    layers = program.layers
+    last = len(layers.layers) - 1
 
     def frees(layer: int) -> bool:
-        if layer == last and found.layers[layer].trips == 1:
+        if layer == last and layers.layers[layer].trips == 1:
             return False
-        if _is_scan(found, layer):
-            return _loop_back(_Draft(program), layer, FULL) is not None
+        if _is_scan(layers, layer):
+            return _backward_loop(_Builder(program), layer, FULL) is not None
         return bool(program.residuals(layer, FULL).read)
 
-    return tuple(map(frees, range(len(found.layers))))
+    return tuple(map(frees, range(len(layers.layers))))
 
 
 @dataclass(frozen=True)
 class Rematerialised:
-    """What rematerialising one layer changes.
+    """Changes by rematerialising one layer.
 
     Attributes:
-        recomputed: indices of the operations that the backward pass runs again, those inside regions included.
-        dropped: values of the layer that no longer wait for the backward pass.
-        saved: results of the layer's products that the recomputation starts from.
+        recomputed: indices of the operations that the backward pass runs again, with those inside regions.
+        dropped: values of the layer that are no longer kept for the backward pass.
+        saved: results of the layer's products from which the recomputation starts.
     """
 
     recomputed: frozenset[int]
@@ -105,23 +105,23 @@ class Rematerialised:
 
 
 def rematerialised(graph: Graph, policy: str) -> tuple[Rematerialised | None, ...]:
-    """For each layer what this policy changes in it; None for a loop over layers."""
+    """For each layer the changes by this policy; None for a loop over layers."""
     program = _program(graph)
-    found = program.layers
-    return tuple(None if _is_scan(found, i) else _changed(program, i, policy) for i in range(len(found.layers)))
+    layers = program.layers
+    return tuple(None if _is_scan(layers, i) else _change(program, i, policy) for i in range(len(layers.layers)))
 
 
-def _changed(program: _Program, layer: int, policy: str) -> Rematerialised:
-    values, ops = program.residuals(layer, policy), program.layers.ops(layer)
-    again = _needed(ops, values.read, values.kept)
-    starts = {v for op in again for v in _values(op.inputs)}
+def _change(program: _Program, layer: int, policy: str) -> Rematerialised:
+    residuals, ops = program.residuals(layer, policy), program.layers.ops(layer)
+    recomputed_ops = _ops_for(ops, residuals.read, residuals.kept)
+    operands = {v for op in recomputed_ops for v in _values(op.inputs)}
     products = {v for op in ops if op.name in PRODUCTS for v in op.outputs}
-    recomputed = frozenset(inner.index for op in again for inner in op.walk())
-    return Rematerialised(recomputed, values.dropped, values.kept & products & starts)
+    indices = frozenset(inner.index for op in recomputed_ops for inner in op.walk())
+    return Rematerialised(indices, residuals.dropped, residuals.kept & products & operands)
 
 
-def _is_scan(found: Layers, layer: int) -> bool:
-    ops = found.ops(layer)
+def _is_scan(layers: Layers, layer: int) -> bool:
+    ops = layers.ops(layer)
     return len(ops) == 1 and ops[0].name == "scan"
 
 
@@ -132,9 +132,9 @@ class _Residuals(NamedTuple):
     """A layer's values under one policy.
 
     Attributes:
-        kept: those that stay in memory.
-        dropped: the others.
-        read: those of the others that the backward pass of the layer reads, ascending.
+        kept: values that stay in memory.
+        dropped: other values.
+        read: dropped values that the backward pass of the layer reads, ascending.
     """
 
     kept: frozenset[int]
@@ -144,26 +144,26 @@ class _Residuals(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A program with what every rewriting of it asks for. Positions are those of its operations."""
+    """A program with facts that all its rewritings need. Positions are those of its operations."""
 
     graph: Graph
     layers: Layers
-    known: dict[tuple[int, str], _Residuals] = field(default_factory=dict)  # by layer and policy
+    cache: dict[tuple[int, str], _Residuals] = field(default_factory=dict)  # by layer and policy
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[int]]:
         """Value -> positions of the operations that read it; len(ops) is the caller."""
-        found: dict[int, list[int]] = {}
+        readers: dict[int, list[int]] = {}
         for position, op in enumerate(self.graph.ops):
             for v in _values(op.inputs):
-                found.setdefault(v, []).append(position)
+                readers.setdefault(v, []).append(position)
         for v in _values(self.graph.outputs):
-            found.setdefault(v, []).append(len(self.graph.ops))
-        return found
+            readers.setdefault(v, []).append(len(self.graph.ops))
+        return readers
 
     @cached_property
-    def made(self) -> Mapping[int, int]:
-        """Value -> position of the operation that makes it; arguments are not listed."""
+    def producer(self) -> Mapping[int, int]:
+        """Value -> position of the operation that produces it, without arguments."""
         return {v: position for position, op in enumerate(self.graph.ops) for v in op.outputs}
 
     @cached_property
@@ -183,71 +183,78 @@ class _Program:
 
     @cached_property
     def backward(self) -> Mapping[int, Sequence[int]]:
-        """Layer -> positions of its backward operations, in order; the user's own rematerialisation is not listed."""
-        found: dict[int, list[int]] = {}
+        """Layer -> positions of its backward operations, in order, without the user's own rematerialisation."""
+        by_layer: dict[int, list[int]] = {}
         for position, layer in self.layers.backward.items():
-            if not _is_users(self.graph.ops[position]):
-                found.setdefault(layer, []).append(position)
-        return found
+            if not _is_user_remat(self.graph.ops[position]):
+                by_layer.setdefault(layer, []).append(position)
+        return by_layer
 
     @cached_property
-    def handed_out(self) -> frozenset[int]:
-        """Values that the backward pass makes and does nothing more with but lay them out: gradients of parameters."""
-        found: set[int] = set()
+    def returned_gradients(self) -> frozenset[int]:
+        """Gradients of parameters: values that the backward pass produces and only changes in layout from then on."""
+        returned: set[int] = set()
         for position in range(len(self.graph.ops) - 1, -1, -1):
             if self.phase(position) == "backward":
                 outputs = self.graph.ops[position].outputs
-                found.update(v for v in outputs if all(self._hands_out(q, found) for q in self.readers.get(v, ())))
-        return frozenset(found)
+                readers = {v: self.readers.get(v, ()) for v in outputs}
+                returned.update(v for v in outputs if all(self._is_returned(q, returned) for q in readers[v]))
+        return frozenset(returned)
 
-    def _hands_out(self, position: int, found: Set[int]) -> bool:
-        """Whether a reader is no part of the backward pass, or one that lays out what is handed out."""
+    def _is_returned(self, position: int, returned: Set[int]) -> bool:
+        """Whether a reader is outside the backward pass, or changes the layout of a returned gradient."""
         if self.phase(position) != "backward":
             return True
         op = self.graph.ops[position]
-        return op.name in layers_pass.RELAYOUTS and found >= {*op.outputs}
+        return op.name in layers_pass.RELAYOUTS and returned >= {*op.outputs}
 
     @cached_property
     def last_signature(self) -> int:
-        """The largest that an operation has."""
+        """The largest signature of an operation."""
         return max(op.signature for op in self.graph.walk())
 
     def residuals(self, layer: int, policy: str) -> _Residuals:
-        """What a layer keeps under a policy."""
-        if (layer, policy) not in self.known:
+        """Values of a layer that are kept and dropped under a policy."""
+        if (layer, policy) not in self.cache:
             ops = self.layers.ops(layer)
-            own = frozenset(v for op in ops for v in op.outputs)
-            kept = frozenset(v for op in ops for v in op.outputs if _is_kept(self, op, v, own, policy))
-            read = (v for v in sorted(own - kept) if self._is_read_backward(v))
-            self.known[layer, policy] = _Residuals(kept, own - kept, tuple(read))
-        return self.known[layer, policy]
+            layer_values = frozenset(v for op in ops for v in op.outputs)
+            kept = frozenset(v for op in ops for v in op.outputs if _is_kept(self, op, v, layer_values, policy))
+            read = (v for v in sorted(layer_values - kept) if self._is_read_backward(v))
+            self.cache[layer, policy] = _Residuals(kept, layer_values - kept, tuple(read))
+        return self.cache[layer, policy]
 
     def _is_read_backward(self, value: int) -> bool:
         return any(self.phase(q) == "backward" for q in self.readers.get(value, ()))
 
     def phase(self, position: int) -> str:
-        """Of the operation at a position."""
+        """Phase of the operation at a position."""
         return self.graph.ops[position].phase if position < len(self.graph.ops) else "result"
 
 
-@lru_cache(maxsize=4)  # asked again for every choice of what to recompute
+@lru_cache(maxsize=4)  # called again for every choice of policies
 def _program(graph: Graph) -> _Program:
     return _Program(graph, layers_pass.find(graph))
 
 
-# The growing program
+# The new program
 
 
 @dataclass(eq=False)
-class _Draft:
-    """A program under change; local to one `rewrite`. Positions are those of the original's operations."""
+class _Builder:
+    """Builds the new program in one call of `rewrite`. Positions are those of the original's operations.
+
+    Attributes:
+        inserted: position -> operations that are inserted in front of it.
+        clone_of: dropped residual -> its clone.
+        behind_barrier: position of a reader -> value -> the result of the barrier that it reads instead.
+    """
 
     program: _Program
     types: list[Type] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
-    before: dict[int, list[Op]] = field(default_factory=dict)  # position -> what is inserted there
-    dropped: dict[int, int] = field(default_factory=dict)  # residual -> its clone
-    barred: dict[int, dict[int, int]] = field(default_factory=dict)  # position -> value -> what stands behind a barrier
+    inserted: dict[int, list[Op]] = field(default_factory=dict)
+    clone_of: dict[int, int] = field(default_factory=dict)
+    behind_barrier: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.original, self.layers = self.program.graph, self.program.layers
@@ -267,21 +274,25 @@ class _Draft:
         return self._signatures[key]
 
     def graph(self) -> Graph:
-        """The program so far: reads replaced, dead operations left out, numbered anew."""
+        """The program so far: with replaced operands, without dead operations, renumbered."""
         ops: list[Op] = []
         for position, op in enumerate(self.ops):
-            ops.extend(self.before.get(position, ()))
-            ops.append(_reading(op, self._reads(position)))
-        alive = _alive(ops, self.original.outputs)
-        return replace(self.original, types=tuple(self.types), ops=numbered(alive, count()))
+            ops.extend(self.inserted.get(position, ()))
+            ops.append(_with_operands(op, self._replacements(position)))
+        live = _live_ops(ops, self.original.outputs)
+        return replace(self.original, types=tuple(self.types), ops=numbered(live, count()))
 
-    def _reads(self, position: int) -> Mapping[int, int]:
-        """What the operation at a position reads in place of what it read in the original."""
+    def _replacements(self, position: int) -> Mapping[int, int]:
+        """Operand of the operation at a position in the original -> the value that it reads instead."""
         if self.program.phase(position) != "backward":
             return {}
-        barred = self.barred.get(position, {})
-        read = _values(self.ops[position].inputs)
-        return {v: self.dropped.get(v, barred.get(v, v)) for v in read if v in self.dropped or v in barred}
+        behind_barrier = self.behind_barrier.get(position, {})
+        operands = _values(self.ops[position].inputs)
+        return {
+            v: self.clone_of.get(v, behind_barrier.get(v, v))
+            for v in operands
+            if v in self.clone_of or v in behind_barrier
+        }
 
 
 def _values(atoms: Iterable[Atom]) -> list[int]:
@@ -290,15 +301,15 @@ def _values(atoms: Iterable[Atom]) -> list[int]:
 
 def _constants(ops: Sequence[Op], start: Iterable[int]) -> frozenset[int]:
     """Values that depend on constants alone."""
-    found = set(start)
+    constants = set(start)
     for op in ops:
-        if not op.equation.effects and all(v in found for v in _values(op.inputs)):
-            found.update(op.outputs)
-    return frozenset(found)
+        if not op.equation.effects and all(v in constants for v in _values(op.inputs)):
+            constants.update(op.outputs)
+    return frozenset(constants)
 
 
-def _reading(op: Op, names: Mapping[int, int]) -> Op:
-    """An operation that reads other values."""
+def _with_operands(op: Op, names: Mapping[int, int]) -> Op:
+    """The operation on other values."""
     if not any(a in names for a in op.inputs if isinstance(a, int)):
         return op
     return replace(op, inputs=_renamed(op.inputs, names))
@@ -308,186 +319,197 @@ def _renamed(atoms: Sequence[Atom], names: Mapping[int, int]) -> tuple[Atom, ...
     return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
 
 
-def _alive(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
+def _live_ops(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
     """Operations that results or side effects need."""
     needed = set(_values(outputs))
-    kept: list[Op] = []
+    live: list[Op] = []
     for op in reversed(ops):
         if op.equation.effects or any(v in needed for v in op.outputs):
             needed.update(_values(op.inputs))
-            kept.append(op)
-    return tuple(reversed(kept))
+            live.append(op)
+    return tuple(reversed(live))
 
 
 # Clones
 
 
-def _needed(ops: Sequence[Op], wanted: Iterable[int], available: Set[int]) -> tuple[Op, ...]:
-    """The operations that make some values from what is available, in order."""
-    missing = {v for v in wanted if v not in available}
-    found: list[Op] = []
+def _ops_for(ops: Sequence[Op], values: Iterable[int], available: Set[int]) -> tuple[Op, ...]:
+    """The operations that compute some values from available ones, in order."""
+    missing = {v for v in values if v not in available}
+    needed: list[Op] = []
     for op in reversed(ops):
         if not missing.isdisjoint(op.outputs):
-            found.append(op)
+            needed.append(op)
             missing.update(v for v in _values(op.inputs) if v not in available)
-    return tuple(reversed(found))
+    return tuple(reversed(needed))
 
 
-def _cloned(draft: _Draft, ops: Sequence[Op], names: dict[int, int]) -> tuple[Op, ...]:
-    """Copies of operations on renamed values, part of the backward pass; `names` learns what they define."""
-    found: list[Op] = []
+def _clone(builder: _Builder, ops: Sequence[Op], names: dict[int, int]) -> tuple[Op, ...]:
+    """Copies of operations on renamed values, part of the backward pass; adds their results to `names`."""
+    clones: list[Op] = []
     for op in ops:
         inputs = _renamed(op.inputs, names)
-        regions = tuple(_cloned_region(draft, r, names) for r in op.regions)
-        names.update((v, draft.value(draft.types[v])) for v in op.outputs)
+        regions = tuple(_clone_region(builder, r, names) for r in op.regions)
+        names.update((v, builder.value(builder.types[v])) for v in op.outputs)
         outputs = tuple(names[v] for v in op.outputs)
-        stack = jax_compat.rematted(op.name_stack)
-        found.append(replace(op, inputs=inputs, outputs=outputs, regions=regions, phase="backward", name_stack=stack))
-    return tuple(found)
+        name_stack = jax_compat.rematted(op.name_stack)
+        clones.append(
+            replace(op, inputs=inputs, outputs=outputs, regions=regions, phase="backward", name_stack=name_stack)
+        )
+    return tuple(clones)
 
 
-def _cloned_region(draft: _Draft, region: Region, outer: Mapping[int, int]) -> Region:
+def _clone_region(builder: _Builder, region: Region, outer: Mapping[int, int]) -> Region:
     names = dict(outer)
-    names.update((v, draft.value(draft.types[v])) for v in (*region.inputs, *(c for c, _ in region.constants)))
+    names.update((v, builder.value(builder.types[v])) for v in (*region.inputs, *(c for c, _ in region.constants)))
     inputs = tuple(names[v] for v in region.inputs)
     constants = tuple((names[v], array) for v, array in region.constants)
-    ops = _cloned(draft, region.ops, names)
+    ops = _clone(builder, region.ops, names)
     return Region(region.name, inputs, ops, _renamed(region.outputs, names), constants)
 
 
-def _irreproducible(ops: Sequence[Op]) -> frozenset[int]:
-    """Values that a side effect has a part in."""
-    found: set[int] = set()
+def _effect_dependent(ops: Sequence[Op]) -> frozenset[int]:
+    """Values that depend on a side effect."""
+    values: set[int] = set()
     for op in ops:
-        if op.equation.effects or not found.isdisjoint(_values(op.inputs)):
-            found.update(op.outputs)
-    return frozenset(found)
+        if op.equation.effects or not values.isdisjoint(_values(op.inputs)):
+            values.update(op.outputs)
+    return frozenset(values)
 
 
 # Unrolled layers
 
 
-def _unrolled(draft: _Draft, layer: int, policy: str) -> None:
-    """Recompute a layer's dropped residuals in its backward pass, a part behind each product."""
-    kept, dropped, residuals = draft.program.residuals(layer, policy)
+def _recompute_unrolled(builder: _Builder, layer: int, policy: str) -> None:
+    """Recomputes a layer's dropped residuals in its backward pass, in parts after different products."""
+    kept, dropped, residuals = builder.program.residuals(layer, policy)
     if not residuals:
         return
-    backward = draft.program.backward.get(layer, ())
-    apart = _by_reader(draft, _connected(_needed(draft.layers.ops(layer), residuals, kept)), set(residuals))
-    parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> what is recomputed in front of it
-    for first, part in sorted(apart.items()):
+    backward = builder.program.backward.get(layer, ())
+    components = _components(_ops_for(builder.layers.ops(layer), residuals, kept))
+    parts: dict[int, list[Op]] = {min(backward): []}  # backward operation -> operations recomputed in front of it
+    for first, part in sorted(_by_reader(builder, components, set(residuals)).items()):
         last = max(parts)
-        parts.setdefault(last if parts[last] and not _waits(draft, last, first) else first, []).extend(part)
-    for first, end in zip(parts, [*list(parts)[1:], len(draft.ops)], strict=True):
-        group = [q for q in backward if first <= q < end]
-        _again(draft, group, first, sorted(parts[first], key=lambda op: op.index), dropped, residuals)
+        joins_last = parts[last] and not _depends_on_late_product(builder, last, first)
+        parts.setdefault(last if joins_last else first, []).extend(part)
+    for first, end in zip(parts, [*list(parts)[1:], len(builder.ops)], strict=True):
+        readers = [q for q in backward if first <= q < end]
+        _recompute_before(builder, readers, first, sorted(parts[first], key=lambda op: op.index), dropped, residuals)
 
 
-def _waits(draft: _Draft, last: int, first: int) -> bool:
-    """Whether an operation reads what is made from a product that runs at another operation or after it."""
-    late: set[int] = set()
-    for op in draft.original.ops[last:first]:
-        if op.name in PRODUCTS or not late.isdisjoint(_values(op.inputs)):
-            late.update(op.outputs)
-    return not late.isdisjoint(_values(draft.original.ops[first].inputs))
+def _depends_on_late_product(builder: _Builder, last: int, first: int) -> bool:
+    """Whether the operation at `first` depends on a product of the operations from `last` on."""
+    late_values: set[int] = set()
+    for op in builder.original.ops[last:first]:
+        if op.name in PRODUCTS or not late_values.isdisjoint(_values(op.inputs)):
+            late_values.update(op.outputs)
+    return not late_values.isdisjoint(_values(builder.original.ops[first].inputs))
 
 
-def _by_reader(draft: _Draft, parts: Sequence[Sequence[Op]], residuals: Set[int]) -> Mapping[int, list[Op]]:
-    """Parts by the first backward operation that reads a residual of theirs."""
-    found: dict[int, list[Op]] = {}
+def _by_reader(builder: _Builder, parts: Sequence[Sequence[Op]], residuals: Set[int]) -> Mapping[int, list[Op]]:
+    """Position of a backward operation -> parts that have a residual it reads first."""
+    by_reader: dict[int, list[Op]] = {}
     for part in parts:
-        made = [v for op in part for v in op.outputs if v in residuals]
-        readers = [q for v in made for q in draft.program.readers[v] if draft.program.phase(q) == "backward"]
-        found.setdefault(min(readers), []).extend(part)
-    return found
+        produced = [v for op in part for v in op.outputs if v in residuals]
+        readers = [q for v in produced for q in builder.program.readers[v] if builder.program.phase(q) == "backward"]
+        by_reader.setdefault(min(readers), []).extend(part)
+    return by_reader
 
 
-def _again(
-    draft: _Draft, group: Sequence[int], first: int, again: Sequence[Op], gone: Set[int], residuals: Sequence[int]
+def _recompute_before(
+    builder: _Builder,
+    readers: Sequence[int],
+    first: int,
+    recomputed: Sequence[Op],
+    dropped: Set[int],
+    residuals: Sequence[int],
 ) -> None:
-    """Recompute residuals in front of the first of a group of backward operations, behind a barrier."""
-    mine = {v for op in again for v in op.outputs}
-    outside = [v for op in again for v in _values(op.inputs) if v not in mine]
-    outside += _read_from_outside(draft, group, first)
-    program = draft.program
-    held = [v for v in dict.fromkeys(outside) if v not in program.constant and v not in gone and v in program.avals]
-    if not again and all(v in program.made and program.phase(program.made[v]) == "backward" for v in held):
+    """Recomputes residuals in front of the first of some backward operations, behind a barrier."""
+    own = {v for op in recomputed for v in op.outputs}
+    operands = [v for op in recomputed for v in _values(op.inputs) if v not in own]
+    operands += _external_operands(builder, readers, first)
+    program = builder.program
+    excluded = program.constant | dropped
+    barrier_operands = [v for v in dict.fromkeys(operands) if v not in excluded and v in program.avals]
+    producers = [program.producer.get(v) for v in barrier_operands]
+    if not recomputed and all(q is not None and program.phase(q) == "backward" for q in producers):
         return  # gradients alone
-    barrier = _barrier(draft, held, first)
-    behind = dict(zip(held, barrier.outputs, strict=True))
-    names = dict(behind)
-    clones = _cloned(draft, again, names)
-    draft.dropped.update((v, names[v]) for v in residuals if v in mine)
-    for q in group:
-        draft.barred.setdefault(q, {}).update(behind)
-    draft.before[first] = [barrier, *clones, *draft.before.get(first, ())]
+    barrier = _barrier(builder, barrier_operands, first)
+    after_barrier = dict(zip(barrier_operands, barrier.outputs, strict=True))
+    names = dict(after_barrier)
+    clones = _clone(builder, recomputed, names)
+    builder.clone_of.update((v, names[v]) for v in residuals if v in own)
+    for q in readers:
+        builder.behind_barrier.setdefault(q, {}).update(after_barrier)
+    builder.inserted[first] = [barrier, *clones, *builder.inserted.get(first, ())]
 
 
-def _connected(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
-    """Operations that share no value made by one of them are in different parts."""
-    joined: UnionFind[int] = UnionFind(range(len(ops)))
-    maker: dict[int, int] = {}
+def _components(ops: Sequence[Op]) -> Sequence[Sequence[Op]]:
+    """Connected components of operations: different ones share no value that one of them computes."""
+    components: UnionFind[int] = UnionFind(range(len(ops)))
+    producer: dict[int, int] = {}
     for i, op in enumerate(ops):
         for v in _values(op.inputs):
-            if v in maker:
-                joined.union(maker[v], i)
-        maker.update(dict.fromkeys(op.outputs, i))
+            if v in producer:
+                components.union(producer[v], i)
+        producer.update(dict.fromkeys(op.outputs, i))
     parts: dict[int, list[Op]] = {}
     for i, op in enumerate(ops):
-        parts.setdefault(joined[i], []).append(op)
+        parts.setdefault(components[i], []).append(op)
     return tuple(parts.values())
 
 
-def _is_kept(program: _Program, op: Op, value: int, own: Set[int], policy: str) -> bool:
-    """A value of a layer stays in memory.
+def _is_kept(program: _Program, op: Op, value: int, layer_values: Set[int], policy: str) -> bool:
+    """Whether a value of a layer stays in memory.
 
-    That is where it depends on no argument, where others than the layer's own passes read it, or by the policy.
+    It does if it depends on no argument, if operations outside the layer's own passes read it, or by the policy.
     """
     if value in program.constant or op.equation.effects or (policy == DOTS and op.name in PRODUCTS):
         return True
     for q in program.readers.get(value, ()):
         phase = program.phase(q)
-        inside = phase == "forward" and not own.isdisjoint(program.graph.ops[q].outputs)
-        if not inside and (phase != "backward" or _is_users(program.graph.ops[q])):
+        within_layer = phase == "forward" and not layer_values.isdisjoint(program.graph.ops[q].outputs)
+        if not within_layer and (phase != "backward" or _is_user_remat(program.graph.ops[q])):
             return True
     return False
 
 
-def _is_users(op: Op) -> bool:
-    """The user's own rematerialisation."""
+def _is_user_remat(op: Op) -> bool:
+    """Whether an operation is the user's own rematerialisation."""
     return op.name in jax_compat.REMAT
 
 
-def _read_from_outside(draft: _Draft, group: Sequence[int], first: int) -> list[int]:
-    """What a layer's backward operations read that is there before them and that no layer drops.
+def _external_operands(builder: _Builder, readers: Sequence[int], first: int) -> list[int]:
+    """Operands of a layer's backward operations that are computed before them and that no layer drops.
 
-    Of gradients only those that the layer's own are made from: what is merely added to them (of weights that layers
-    share, say) need not wait. Nor need those of parameters, which in microbatches are sums over all of these.
+    Gradients count only if the layer's own gradients are computed from them. Those merely added (gradients of weights
+    that layers share, for example) need not wait for the barrier, nor do gradients of parameters, which with
+    microbatches are sums over all of them.
     """
-    own = {v for q in group for v in draft.original.ops[q].outputs}
-    found: list[int] = []
-    for q in group:
-        read = _values(draft.original.ops[q].inputs)
-        enters = own.isdisjoint(read)
-        for v in read:
-            made = draft.program.made.get(v, -1)
-            gradient = made >= 0 and draft.program.phase(made) == "backward"
-            waits = enters and v not in draft.program.handed_out
-            if made < first and v not in draft.dropped and (waits or not gradient):
-                found.append(v)
-    return found
+    own_results = {v for q in readers for v in builder.original.ops[q].outputs}
+    operands: list[int] = []
+    for q in readers:
+        reads = _values(builder.original.ops[q].inputs)
+        starts_here = own_results.isdisjoint(reads)
+        for v in reads:
+            producer = builder.program.producer.get(v, -1)
+            is_gradient = producer >= 0 and builder.program.phase(producer) == "backward"
+            must_wait = starts_here and v not in builder.program.returned_gradients
+            if producer < first and v not in builder.clone_of and (must_wait or not is_gradient):
+                operands.append(v)
+    return operands
 
 
-def _barrier(draft: _Draft, held: Sequence[int], position: int) -> Op:
-    types = tuple(draft.types[v] for v in held)
-    reader = draft.ops[position]
+def _barrier(builder: _Builder, operands: Sequence[int], position: int) -> Op:
+    types = tuple(builder.types[v] for v in operands)
+    reader = builder.ops[position]
     return Op(
         index=-1,
         name=layers_pass.BARRIER,
-        signature=draft.signature(layers_pass.BARRIER, types),
-        inputs=tuple(held),
-        outputs=tuple(draft.value(t) for t in types),
-        equation=jax_compat.barrier_equation([draft.program.avals[v] for v in held], reader.equation.source_info),
+        signature=builder.signature(layers_pass.BARRIER, types),
+        inputs=tuple(operands),
+        outputs=tuple(builder.value(t) for t in types),
+        equation=jax_compat.barrier_equation([builder.program.avals[v] for v in operands], reader.equation.source_info),
         name_stack=jax_compat.rematted(reader.name_stack),
         phase="backward",
         source=reader.source,
@@ -497,36 +519,37 @@ def _barrier(draft: _Draft, held: Sequence[int], position: int) -> Op:
 # Loops
 
 
-def _scan(draft: _Draft, layer: int, policy: str) -> None:
-    """Recompute the residuals of a loop over layers in the body of the loop that goes back."""
-    found = _loop_back(draft, layer, policy)
-    if found is not None:
-        position, (q, gone) = _position(draft, layer), found
-        there, back = _Loop.of(draft.ops[position]), _Loop.of(draft.ops[q])
-        draft.ops[position], draft.ops[q] = _recomputing(draft, there, back, gone, policy)
+def _recompute_in_loop(builder: _Builder, layer: int, policy: str) -> None:
+    """Recomputes the residuals of a loop over layers in the body of the backward loop."""
+    loop = _backward_loop(builder, layer, policy)
+    if loop is not None:
+        position, (q, dropped) = _first_position(builder, layer), loop
+        forward, backward = _Loop.of(builder.ops[position]), _Loop.of(builder.ops[q])
+        builder.ops[position], builder.ops[q] = _loops_with_recompute(builder, forward, backward, dropped, policy)
 
 
-def _loop_back(draft: _Draft, layer: int, policy: str) -> tuple[int, Sequence[int]] | None:
-    """Position of the loop that goes back, and which stacked results its body can recompute; None if none."""
-    there = _Loop.of(draft.ops[_position(draft, layer)])
-    for q in dict.fromkeys(q for v in there.stacked for q in draft.program.readers.get(v, ())):
-        if draft.program.phase(q) != "backward" or draft.ops[q].name != "scan" or draft.ops[q].trips != there.op.trips:
+def _backward_loop(builder: _Builder, layer: int, policy: str) -> tuple[int, Sequence[int]] | None:
+    """Position of the backward loop, and the stacked results that its body can recompute; None if there are none."""
+    forward = _Loop.of(builder.ops[_first_position(builder, layer)])
+    for q in dict.fromkeys(q for v in forward.stacked for q in builder.program.readers.get(v, ())):
+        op = builder.ops[q]
+        if builder.program.phase(q) != "backward" or op.name != "scan" or op.trips != forward.op.trips:
             continue
-        back = _Loop.of(draft.ops[q])
-        gone = [j for j in range(len(there.stacked)) if _is_droppable(draft, there, j, back, q, policy)]
-        if gone:
-            return q, gone
+        backward = _Loop.of(op)
+        dropped = [j for j in range(len(forward.stacked)) if _is_droppable(builder, forward, j, backward, q, policy)]
+        if dropped:
+            return q, dropped
     return None
 
 
-def _position(draft: _Draft, layer: int) -> int:
-    """Of a layer's first operation."""
-    return draft.layers.forward[draft.layers.layers[layer].start]
+def _first_position(builder: _Builder, layer: int) -> int:
+    """Position of a layer's first operation."""
+    return builder.layers.forward[builder.layers.layers[layer].start]
 
 
 @dataclass(frozen=True, eq=False)
 class _Loop:
-    """A scan by the parts of its operands: constants, carries, stacked operands."""
+    """A scan with the numbers of its constants and carries; its other operands are stacked."""
 
     op: Op
     constants: int
@@ -551,123 +574,143 @@ class _Loop:
         return self.op.outputs[self.carries :]
 
     @property
-    def leaving(self) -> tuple[Atom, ...]:
-        """What the body adds to the stacked results."""
+    def body_results(self) -> tuple[Atom, ...]:
+        """Results of the body that are stacked."""
         return self.body.outputs[self.carries :]
 
 
-def _is_droppable(draft: _Draft, there: _Loop, result: int, back: _Loop, position: int, policy: str) -> bool:
-    """A stacked result that only the loop back reads, slice by slice, and that its body can recompute."""
-    atom, stack = there.leaving[result], there.stacked[result]
-    maker = next((op for op in there.body.ops if atom in op.outputs), None)
-    if maker is None or atom in _irreproducible(there.body.ops) or (policy == DOTS and maker.name in PRODUCTS):
+def _is_droppable(builder: _Builder, forward: _Loop, result: int, backward: _Loop, position: int, policy: str) -> bool:
+    """Whether only the backward loop reads a stacked result, slice by slice, and its body can recompute it."""
+    atom, stacked = forward.body_results[result], forward.stacked[result]
+    producer = next((op for op in forward.body.ops if atom in op.outputs), None)
+    if producer is None or atom in _effect_dependent(forward.body.ops):
         return False
-    places = [k for k, a in enumerate(back.op.inputs) if a == stack]
-    if list(draft.program.readers[stack]) != [position] or min(places) < back.first:
+    if policy == DOTS and producer.name in PRODUCTS:
         return False
-    inner = {back.body.inputs[k] for k in places}
-    return not any(_is_users(op) and not inner.isdisjoint(_values(op.inputs)) for op in back.body.ops)
+    operand_positions = [k for k, a in enumerate(backward.op.inputs) if a == stacked]
+    if list(builder.program.readers[stacked]) != [position] or min(operand_positions) < backward.first:
+        return False
+    slices = {backward.body.inputs[k] for k in operand_positions}
+    return not any(_is_user_remat(op) and not slices.isdisjoint(_values(op.inputs)) for op in backward.body.ops)
 
 
-def _recomputing(draft: _Draft, there: _Loop, back: _Loop, gone: Sequence[int], policy: str) -> tuple[Op, Op]:
-    """Both loops, with these stacked results recomputed in the body of the loop back."""
-    kept = [j for j in range(len(there.leaving)) if j not in gone]
-    enters = _Entering(draft, there, back, {there.leaving[j]: there.stacked[j] for j in reversed(kept)})
-    saved = {v for op in there.body.ops if policy == DOTS and op.name in PRODUCTS for v in op.outputs}
-    available = saved | {v for v in enters.stack_of if isinstance(v, int)}
-    again = _needed(there.body.ops, _values(there.leaving[j] for j in gone), available)
-    mine = {v for op in again for v in op.outputs}
-    outside = dict.fromkeys(v for op in again for v in _values(op.inputs) if v not in mine)
-    names = {v: enters.name(v) for v in outside}
-    clones = _cloned(draft, again, names)
-    again_of = {there.stacked[j]: names[v] for j in gone if isinstance(v := there.leaving[j], int)}
-    return _shorter(draft, there, kept, enters), _longer(draft, back, again_of, clones, enters)
+def _loops_with_recompute(
+    builder: _Builder, forward: _Loop, backward: _Loop, dropped: Sequence[int], policy: str
+) -> tuple[Op, Op]:
+    """Both loops, with these stacked results recomputed in the body of the backward loop."""
+    kept = [j for j in range(len(forward.body_results)) if j not in dropped]
+    stacked_in = {forward.body_results[j]: forward.stacked[j] for j in reversed(kept)}
+    operands = _RecomputeOperands(builder, forward, backward, stacked_in)
+    saved = {v for op in forward.body.ops if policy == DOTS and op.name in PRODUCTS for v in op.outputs}
+    available = saved | {v for v in operands.stacked_in if isinstance(v, int)}
+    recomputed = _ops_for(forward.body.ops, _values(forward.body_results[j] for j in dropped), available)
+    own = {v for op in recomputed for v in op.outputs}
+    external = dict.fromkeys(v for op in recomputed for v in _values(op.inputs) if v not in own)
+    names = {v: operands.value_in_backward(v) for v in external}
+    clones = _clone(builder, recomputed, names)
+    clone_of = {forward.stacked[j]: names[v] for j in dropped if isinstance(v := forward.body_results[j], int)}
+    shorter = _forward_loop(builder, forward, kept, operands)
+    return shorter, _loop_with_clones(builder, backward, clone_of, clones, operands)
 
 
 @dataclass(eq=False)
-class _Entering:
-    """What the body of the loop back gets beside what it has, to recompute values of the loop there.
+class _RecomputeOperands:
+    """Operands that the body of the backward loop gets in addition, to recompute values of the forward loop.
 
     Attributes:
-        stack_of: value of the body there -> the stacked result that keeps it.
-        constants, slices: operands that the loop back gets, with the value of its body that each becomes.
-        arrays: constants that its body gets.
-        carried: values of the body there that are stacked now, with the result.
+        stacked_in: value of the forward body -> the stacked result that keeps it.
+        constants, slices: operands that the backward loop gets, each with its value in the body.
+        arrays: constants that the backward body gets.
+        newly_stacked: values of the forward body that are stacked now, each with the stacked result.
     """
 
-    draft: _Draft
-    there: _Loop
-    back: _Loop
-    stack_of: dict[Atom, int]
+    builder: _Builder
+    forward: _Loop
+    backward: _Loop
+    stacked_in: dict[Atom, int]
     constants: list[tuple[Atom, int]] = field(default_factory=list)
     slices: list[tuple[Atom, int]] = field(default_factory=list)
     arrays: list[tuple[int, object]] = field(default_factory=list)
-    carried: list[tuple[int, int]] = field(default_factory=list)
+    newly_stacked: list[tuple[int, int]] = field(default_factory=list)
 
-    def name(self, value: int) -> int:
-        """The value of the body back that equals a value of the body there."""
-        there, back = self.there, self.back
-        array = dict(there.body.constants).get(value)
+    def value_in_backward(self, value: int) -> int:
+        """The value of the backward body that equals a value of the forward body."""
+        forward, backward = self.forward, self.backward
+        array = dict(forward.body.constants).get(value)
         if array is not None:
-            self.arrays.append((self.draft.value(self.draft.types[value]), array))
+            self.arrays.append((self.builder.value(self.builder.types[value]), array))
             return self.arrays[-1][0]
-        place = there.body.inputs.index(value) if value in there.body.inputs else None
-        if place is not None and place < there.constants:
-            return self._entered(there.op.inputs[place], range(back.constants), value, self.constants)
-        sliced = place is not None and place >= there.first
-        operand = there.op.inputs[place] if sliced and place is not None else self._stack(value)
-        return self._entered(operand, range(back.first, len(back.op.inputs)), value, self.slices)
+        position = forward.body.inputs.index(value) if value in forward.body.inputs else None
+        if position is not None and position < forward.constants:
+            return self._body_value(forward.op.inputs[position], range(backward.constants), value, self.constants)
+        is_sliced = position is not None and position >= forward.first
+        operand = forward.op.inputs[position] if is_sliced and position is not None else self._stacked_result(value)
+        return self._body_value(operand, range(backward.first, len(backward.op.inputs)), value, self.slices)
 
-    def _stack(self, value: int) -> int:
-        """The stacked result that keeps a value of the body there."""
-        if value not in self.stack_of:
-            type_ = self.draft.types[value]
-            stack = self.draft.value(replace(type_, shape=(self.there.op.params["length"], *type_.shape)))
-            self.stack_of[value] = stack
-            self.carried.append((value, stack))
-        return self.stack_of[value]
+    def _stacked_result(self, value: int) -> int:
+        """The stacked result that keeps a value of the forward body."""
+        if value not in self.stacked_in:
+            type_ = self.builder.types[value]
+            stacked = self.builder.value(replace(type_, shape=(self.forward.op.params["length"], *type_.shape)))
+            self.stacked_in[value] = stacked
+            self.newly_stacked.append((value, stacked))
+        return self.stacked_in[value]
 
-    def _entered(self, operand: Atom, places: range, value: int, added: list[tuple[Atom, int]]) -> int:
-        """The body's value for an operand: that of one of these places, or a new one."""
-        known = [(self.back.op.inputs[k], self.back.body.inputs[k]) for k in places]
-        for other, inner in (*known, *added):
+    def _body_value(self, operand: Atom, positions: range, value: int, added: list[tuple[Atom, int]]) -> int:
+        """The body's value for an operand: that of an equal operand at these positions, or a new one."""
+        existing = [(self.backward.op.inputs[k], self.backward.body.inputs[k]) for k in positions]
+        for other, inner in (*existing, *added):
             if other is operand or (isinstance(operand, int) and other == operand):
                 return inner
-        added.append((operand, self.draft.value(self.draft.types[value])))
+        added.append((operand, self.builder.value(self.builder.types[value])))
         return added[-1][1]
 
 
-def _shorter(draft: _Draft, there: _Loop, kept: Sequence[int], enters: _Entering) -> Op:
-    """The loop there: without the stacked results that are gone, with carries that its iterations start from."""
-    outputs = (*there.op.outputs[: there.carries], *(there.stacked[j] for j in kept), *(s for _, s in enters.carried))
-    leaving: tuple[Atom, ...] = (
-        *there.body.outputs[: there.carries],
-        *(there.leaving[j] for j in kept),
-        *(v for v, _ in enters.carried),
+def _forward_loop(builder: _Builder, forward: _Loop, kept: Sequence[int], operands: _RecomputeOperands) -> Op:
+    """The forward loop: without the dropped stacked results, with the carries that its iterations start from."""
+    outputs = (
+        *forward.op.outputs[: forward.carries],
+        *(forward.stacked[j] for j in kept),
+        *(s for _, s in operands.newly_stacked),
     )
-    body = replace(there.body, ops=_alive(there.body.ops, leaving), outputs=leaving)
-    return replace(there.op, outputs=outputs, regions=(body,), signature=draft.signature(there.op.index))
+    body_outputs: tuple[Atom, ...] = (
+        *forward.body.outputs[: forward.carries],
+        *(forward.body_results[j] for j in kept),
+        *(v for v, _ in operands.newly_stacked),
+    )
+    body = replace(forward.body, ops=_live_ops(forward.body.ops, body_outputs), outputs=body_outputs)
+    return replace(forward.op, outputs=outputs, regions=(body,), signature=builder.signature(forward.op.index))
 
 
-def _longer(draft: _Draft, back: _Loop, again: Mapping[int, int], clones: Sequence[Op], enters: _Entering) -> Op:
-    """The loop back: clones first, then what it did, reading them instead of slices of stacked results."""
-    gone = {k: again[a] for k, a in enumerate(back.op.inputs) if k >= back.first and isinstance(a, int) and a in again}
-    names = {back.body.inputs[k]: clone for k, clone in gone.items()}
-    slices = [k for k in range(back.first, len(back.op.inputs)) if k not in gone]
+def _loop_with_clones(
+    builder: _Builder, backward: _Loop, clone_of: Mapping[int, int], clones: Sequence[Op], operands: _RecomputeOperands
+) -> Op:
+    """The backward loop: clones first, then its operations, which read the clones in place of stacked results."""
+    clone_at = {
+        k: clone_of[a]
+        for k, a in enumerate(backward.op.inputs)
+        if k >= backward.first and isinstance(a, int) and a in clone_of
+    }
+    names = {backward.body.inputs[k]: clone for k, clone in clone_at.items()}
+    slices = [k for k in range(backward.first, len(backward.op.inputs)) if k not in clone_at]
 
-    def joined(own: Sequence[Atom], added: int) -> tuple[Atom, ...]:
-        constants, stacked = (tuple(pair[added] for pair in pairs) for pairs in (enters.constants, enters.slices))
-        middle = own[back.constants : back.first]
-        return (*own[: back.constants], *constants, *middle, *(own[k] for k in slices), *stacked)
+    def with_added(own: Sequence[Atom], added: int) -> tuple[Atom, ...]:
+        constants, stacked = (tuple(pair[added] for pair in pairs) for pairs in (operands.constants, operands.slices))
+        middle = own[backward.constants : backward.first]
+        return (*own[: backward.constants], *constants, *middle, *(own[k] for k in slices), *stacked)
 
-    ops = (*clones, *(_reading(op, names) for op in back.body.ops))
+    ops = (*clones, *(_with_operands(op, names) for op in backward.body.ops))
     body = Region(
-        back.body.name,
-        tuple(_values(joined(back.body.inputs, 1))),
+        backward.body.name,
+        tuple(_values(with_added(backward.body.inputs, 1))),
         ops,
-        _renamed(back.body.outputs, names),
-        (*back.body.constants, *enters.arrays),
+        _renamed(backward.body.outputs, names),
+        (*backward.body.constants, *operands.arrays),
     )
-    equation = jax_compat.scan_equation(back.op.equation, back.constants + len(enters.constants), back.carries)
-    inputs = joined(back.op.inputs, 0)
-    return replace(back.op, inputs=inputs, regions=(body,), equation=equation, signature=draft.signature(back.op.index))
+    equation = jax_compat.scan_equation(
+        backward.op.equation, backward.constants + len(operands.constants), backward.carries
+    )
+    inputs = with_added(backward.op.inputs, 0)
+    return replace(
+        backward.op, inputs=inputs, regions=(body,), equation=equation, signature=builder.signature(backward.op.index)
+    )

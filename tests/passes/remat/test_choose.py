@@ -1,4 +1,4 @@
-"""Recomputation chosen by search: the decision alone, then planned, run and measured on eight devices."""
+"""Rematerialisation chosen by search: the decision alone, then planned, run and measured on eight devices."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CHOICES = (
 
 
 @pytest.mark.parametrize(("title", "budget", "penalty", "chosen", "attempts"), CHOICES, ids=[c[0] for c in CHOICES])
-def test_the_cheapest_that_fits_is_chosen(
+def test_the_fastest_plan_that_fits_is_chosen(
     title: str, budget: float, penalty: float, chosen: tuple[str, ...], attempts: int | None
 ) -> None:
     planner = Planner(budget, penalty)
@@ -95,7 +95,7 @@ def test_for_the_least_memory_everything_is_recomputed() -> None:
     assert recomputation.choose(Planner(float("inf")), lambda: LAYERS, "min").policies.count("full") == 7
 
 
-def test_where_nothing_fits_the_error_tells_of_the_smallest_plan_of_all() -> None:
+def test_if_no_plan_fits_the_error_has_the_smallest_plan() -> None:
     error = recomputation.choose(Planner(5.0), lambda: LAYERS, 5.0).error
     assert error is not None
     assert (error.least_bytes, error.bound_bytes) == (17, 16)
@@ -148,7 +148,7 @@ UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
 
 
 @given(UNEQUAL, st.floats(0.0, 1.1))
-def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
+def test_a_right_forecast_finds_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
     planner = Unequal(1.001 + share * sum(nbytes), nbytes)
     found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
@@ -157,7 +157,7 @@ def test_a_forecast_that_is_right_meets_the_layers_at_once(nbytes: tuple[float, 
 
 
 @given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
-def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...], share: float, off: float) -> None:
+def test_a_wrong_forecast_only_costs_attempts(nbytes: tuple[float, ...], share: float, off: float) -> None:
     planner = Unequal(1.001 + share * sum(nbytes), nbytes, off)
     found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
     best = min((o for o in found if o.fits), key=lambda o: o.seconds)
@@ -165,7 +165,7 @@ def test_a_forecast_that_is_wrong_costs_attempts_alone(nbytes: tuple[float, ...]
     assert len(planner.tried) == len({*planner.tried})
 
 
-def test_a_policy_that_is_forecast_not_to_do_is_left_where_another_does() -> None:
+def test_a_policy_with_an_insufficient_forecast_is_skipped_if_another_suffices() -> None:
     planner = Unequal(30.0, (10.0,) * 8)
     found = recomputation.search(planner, lambda: (True,) * 8, 30.0, forecasts=planner.forecasts)
     assert not any("dots" in o.policies for o in found)
@@ -179,7 +179,7 @@ class NothingSuffices(Unequal):
         return {policy: dataclasses.replace(one, least_bytes=2 * one.least_bytes) for policy, one in found.items()}
 
 
-def test_where_no_policy_is_forecast_to_do_the_closest_is_planned_with_all_layers() -> None:
+def test_if_no_forecast_suffices_the_closest_policy_is_planned_with_all_layers() -> None:
     planner = NothingSuffices(0.9, (10.0,) * 8)
     found = recomputation.search(planner, lambda: (True,) * 8, 0.9, forecasts=planner.forecasts)
     assert planner.tried == [0, 8]
@@ -187,13 +187,13 @@ def test_where_no_policy_is_forecast_to_do_the_closest_is_planned_with_all_layer
 
 
 @pytest.mark.parametrize(("cutoff", "tried"), [(15.0, [0]), (math.inf, [0, 8])])
-def test_what_is_forecast_not_to_do_is_not_planned_where_something_is_known(cutoff: float, tried: list[int]) -> None:
+def test_insufficient_forecasts_are_not_planned_with_a_cutoff(cutoff: float, tried: list[int]) -> None:
     planner = NothingSuffices(0.9, (10.0,) * 8)
     recomputation.search(planner, lambda: (True,) * 8, 0.9, cutoff, planner.forecasts)
     assert planner.tried == tried
 
 
-def test_where_more_layers_free_nothing_all_are_tried_next() -> None:
+def test_if_more_layers_free_nothing_all_are_tried_next() -> None:
     """The first layers free what they should, all that come then nothing, and the last one the rest."""
     planner = Unequal(22.0, (10.0,) * 4 + (0.0,) * 15 + (50.0,))
     layers = (True,) * len(planner.nbytes)
@@ -205,7 +205,7 @@ def test_where_more_layers_free_nothing_all_are_tried_next() -> None:
     assert planner.tried[:4] == [0, 7, 13, 20]
 
 
-def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
+def test_the_overhead_is_that_of_the_cheapest_sufficient_policy() -> None:
     planner = Unequal(41.0, (10.0,) * 8)
     free, few = planner((), "fastest"), planner(("full",) * 2, "fastest")
     forecast = planner.forecasts(free)
@@ -221,7 +221,7 @@ def test_the_surcharge_is_what_the_cheapest_sufficient_policy_adds() -> None:
     assert recomputation.overhead([free], (True,) * 8, 41.0, {}) == 0.0
 
 
-def test_what_a_plan_that_fits_takes_is_expected_from_the_one_as_written() -> None:
+def test_expected_seconds_follow_from_the_program_as_written() -> None:
     planner = Unequal(41.0, (10.0,) * 8)
     free = planner((), "fastest")
     forecast = planner.forecasts(free)
@@ -234,7 +234,7 @@ def test_what_a_plan_that_fits_takes_is_expected_from_the_one_as_written() -> No
 
 
 @pytest.mark.parametrize("policy", ["dots", "full"])
-def test_what_is_recomputed_falls_into_microbatches(policy: str) -> None:
+def test_rematerialised_programs_can_be_split_into_microbatches(policy: str) -> None:
     """In half precision gradients are converted after the products they are made by: no barrier may wait for them."""
     built = zoo.build("gpt-125m", layers=3, batch=8)
     graph = trace(built.step, *built.abstract_args()).graph
@@ -275,7 +275,7 @@ def difference(a: Any, b: Any) -> float:
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-def test_a_step_that_only_fits_recomputed_runs_and_equals_one_device(scan: bool) -> None:
+def test_a_step_that_only_fits_rematerialised_runs_and_equals_one_device(scan: bool) -> None:
     budget, plan = tight(scan)
     assert {*plan.remat} - {"none"}
     assert peak(plan) <= budget
@@ -309,7 +309,7 @@ def test_no_plan_of_the_program_as_written_fits() -> None:
         planned(True, memory_budget=tight(True)[0], remat="none")
 
 
-def test_where_nothing_can_fit_the_closest_is_planned_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_plan_can_fit_only_the_closest_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the program as written, that is the one with all layers recomputed."""
     solved: list[object] = []
 
@@ -334,7 +334,7 @@ def test_where_nothing_can_fit_the_closest_is_planned_and_nothing_else(monkeypat
 def test_a_user_s_plan_begins_with_as_many_layers_as_are_forecast_to_suffice(
     microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not with all of them, as where nothing is forecast."""
+    """And not with all of them, as without a forecast."""
     tried: list[int] = []
     attempt = planning.Planner.attempt
 
@@ -354,7 +354,7 @@ def test_a_user_s_plan_begins_with_as_many_layers_as_are_forecast_to_suffice(
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_what_is_asked_to_be_recomputed_is_planned_where_it_cannot_fit(remat: str) -> None:
+def test_a_requested_policy_is_planned_even_if_it_cannot_fit(remat: str) -> None:
     preset = Cluster.preset("dgx-h100")
     small = dataclasses.replace(preset, device=dataclasses.replace(preset.device, memory_bytes=100_000))
     step = model(False)
@@ -378,7 +378,7 @@ def test_a_plan_for_other_layers_is_refused() -> None:
         ).plan(*model(False).abstract_args())
 
 
-def test_without_pressure_nothing_is_recomputed() -> None:
+def test_with_enough_memory_nothing_is_rematerialised() -> None:
     free = planned(False)
     assert free.remat == ()
     assert free.mfu == free.hfu

@@ -1,4 +1,4 @@
-"""State in the host's memory: the decision alone, then planned, run on eight devices, and compiled for a TPU."""
+"""Offloaded state: the decision alone, then planned, run on eight devices, and compiled for a TPU."""
 
 from __future__ import annotations
 
@@ -68,25 +68,25 @@ class Planner:
         return RematResult(policies, None, float("inf"), least, False, True, error, hosted)
 
     def choose(self, budget: float | str | None = None) -> RematResult[str]:
-        leaves = OffloadCandidates(tuple(range(STATE)), (4.0,) * STATE, lambda nbytes: self.copy * nbytes)
-        return choose_offload.choose(self, lambda: LAYERS, leaves, self.budget if budget is None else budget)
+        state = OffloadCandidates(tuple(range(STATE)), (4.0,) * STATE, lambda nbytes: self.copy * nbytes)
+        return choose_offload.choose(self, lambda: LAYERS, state, self.budget if budget is None else budget)
 
 
-DEAR, FAIR, CHEAP = 1.0, 0.008, 0.001  # s per byte
+EXPENSIVE, FAIR, CHEAP = 1.0, 0.008, 0.001  # s per byte
 CASES = {
     "what fits is planned as it is, at once": (72.0, CHEAP, (), 0, 1),
-    "recomputing is cheaper": (64.0, DEAR, ("dots",) * 2, 0, None),
+    "recomputing is cheaper": (64.0, EXPENSIVE, ("dots",) * 2, 0, None),
     "the host is cheaper": (64.0, FAIR, (), 2, None),
     "copies that are too short to matter": (64.0, CHEAP, (), 8, None),
     "all of the state": (40.0, CHEAP, (), 8, None),
-    "neither alone": (18.0, DEAR, ("full",) * 4, 5, None),
+    "neither alone": (18.0, EXPENSIVE, ("full",) * 4, 5, None),
     "all of the state, and some layers": (30.0, CHEAP, ("dots",) * 2, 8, None),
     "as far as both go": (4.0, CHEAP, ("full",) * 4, 8, None),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_cheapest_that_fits_is_chosen(case: str) -> None:
+def test_the_fastest_plan_that_fits_is_chosen(case: str) -> None:
     budget, copy, policies, hosted, attempts = CASES[case]
     planner = Planner(budget, copy)
     found = planner.choose()
@@ -96,8 +96,8 @@ def test_the_cheapest_that_fits_is_chosen(case: str) -> None:
     assert attempts is None or len(planner.tried) == attempts
 
 
-def test_where_copies_are_dear_nothing_is_tried() -> None:
-    planner = Planner(64.0, DEAR)
+def test_if_copies_are_expensive_offload_is_not_tried() -> None:
+    planner = Planner(64.0, EXPENSIVE)
     planner.choose()
     assert {hosted for _, hosted, _ in planner.tried} == {0}
 
@@ -110,7 +110,7 @@ def test_no_attempt_is_made_twice() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(4.0, 75.0), st.floats(0.0001, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 20.0))
-def test_what_can_fit_does_and_the_host_never_makes_it_slower(
+def test_plans_that_can_fit_do_and_offload_never_makes_them_slower(
     budget: float, copy: float, penalty: float, give: float
 ) -> None:
     planner = Planner(budget, copy, penalty, give)
@@ -126,19 +126,19 @@ def test_the_least_memory_is_that_of_both() -> None:
     assert (found.policies, found.peak_bytes) == (("full",) * 4, 4.0)
 
 
-def test_where_nothing_fits_the_error_tells_of_the_smallest_plan_of_all() -> None:
+def test_if_no_plan_fits_the_error_has_the_smallest_plan() -> None:
     error = Planner(3.0, CHEAP).choose().error
     assert error is not None
     assert (error.least_bytes, error.bound_bytes) == (4, 4)
 
 
 def test_steps_are_of_about_equal_bytes() -> None:
-    leaves = OffloadCandidates(tuple(range(100)), (64.0,) * 40 + (1.0,) * 60, float)
-    steps = leaves.steps()
+    state = OffloadCandidates(tuple(range(100)), (64.0,) * 40 + (1.0,) * 60, float)
+    steps = state.steps()
     assert steps[0] == ()
-    assert steps[-1] == leaves.positions
+    assert steps[-1] == state.positions
     assert len(steps) <= choose_offload.STEPS + 1
-    assert all(0 < leaves.between(i, i + 1) <= 64 + sum(leaves.nbytes) / 32 for i in range(len(steps) - 1))
+    assert all(0 < state.between(i, i + 1) <= 64 + sum(state.nbytes) / 32 for i in range(len(steps) - 1))
 
 
 # Planned and run
@@ -178,7 +178,7 @@ def needs_host_memory() -> None:
         pytest.skip(f"{jax.devices()[0].platform} devices of JAX {jax.__version__} have no pinned_host, only {here}")
 
 
-def test_what_only_fits_with_the_host_s_memory_is_planned_with_it() -> None:
+def test_a_step_that_only_fits_with_offload_is_planned_with_it() -> None:
     with pytest.raises(MemoryBudgetError):
         planned(memory_budget=peak(tight()) / 0.99, offload="none")
     stage = tight().stages[0]
@@ -190,14 +190,14 @@ def test_what_only_fits_with_the_host_s_memory_is_planned_with_it() -> None:
     assert sum(t for name, t in tight().parts.items() if name != "hidden") == pytest.approx(tight().step_time_s)
 
 
-def test_without_pressure_everything_stays_on_the_device() -> None:
+def test_with_enough_memory_everything_stays_on_the_device() -> None:
     free = planned()
     assert free.offloaded == ()
     assert free.stages[0].host_memory_bytes == 0
     assert "host" not in free.parts
 
 
-def test_a_plan_says_what_waits_and_keeps_it_on_disk(tmp_path: Path) -> None:
+def test_a_plan_says_what_is_offloaded_and_saves_it(tmp_path: Path) -> None:
     assert any(note.startswith("kept in host memory between steps, to save device memory") for note in tight().notes)
     assert "in host memory" in tight().summary()
     tight().save(tmp_path / "plan.json")
@@ -230,7 +230,7 @@ def test_a_step_with_its_moments_on_the_host_equals_one_device(mesh: tuple[int, 
     assert autopar.verify(plan, MODEL.step, state, batch, target="cpu").ok
 
 
-def test_a_plan_chosen_under_pressure_runs() -> None:
+def test_a_plan_chosen_within_a_budget_runs() -> None:
     needs_host_memory()
     state, batch = MODEL.init(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
     expected, _ = jax.jit(MODEL.step)(state, batch)
@@ -263,7 +263,7 @@ def test_the_memory_of_virtual_devices_is_their_host_s() -> None:
     assert any("no host memory apart from the device's own" in n for n in planned(cluster=here, offload="all").notes)
 
 
-def test_more_than_the_host_has_is_not_chosen_and_is_told_of() -> None:
+def test_more_than_host_memory_is_not_chosen_and_has_a_note() -> None:
     small = replace(CLUSTER, device=replace(CLUSTER.device, host_memory_bytes=1))
     with pytest.raises(MemoryBudgetError):
         planned(cluster=small, memory_budget=peak(tight()))
@@ -278,7 +278,7 @@ def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
         assert bool(plan.offloaded) == (offload == "all")
 
 
-def test_where_the_host_s_memory_cannot_help_either_the_program_s_memory_is_modelled_once(
+def test_if_offload_cannot_suffice_memory_is_modelled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, ...]] = []

@@ -68,7 +68,7 @@ def test_forecasts_are_near_the_plans_of_the_recomputed_programs(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["gpt-toy", "vit-toy"])
-def test_forecasts_hold_in_microbatches(name: str) -> None:
+def test_forecasts_are_right_with_microbatches(name: str) -> None:
     """The layers of the step are found in what a microbatch runs, and each costs what it costs in all of them."""
     model = zoo.build(name, layers=6, batch=64)
     traced = trace(model.step, *model.abstract_args())
@@ -120,7 +120,7 @@ def test_recomputing_a_product_costs_what_it_costs() -> None:
         assert layer.seconds >= sum(plan.products[op] for op in mine)
 
 
-def test_by_dots_products_stay_and_take_room() -> None:
+def test_with_dots_results_of_products_stay_in_memory() -> None:
     array = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     traced = trace(chain, [array] * 5, array)
     by = planned(traced).forecasts

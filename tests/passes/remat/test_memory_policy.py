@@ -57,7 +57,7 @@ def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> No
     assert found.step_time_s >= free.step_time_s * (1 - 1e-9)
 
 
-def test_where_nothing_fits_the_error_says_what_would(least: Plan) -> None:
+def test_if_no_plan_fits_the_error_has_suggestions(least: Plan) -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         planned("1KB")
     error, text = caught.value, str(caught.value)
@@ -87,7 +87,7 @@ def test_a_plan_that_fits_is_the_free_optimum(free: Plan) -> None:
     assert again.gap == 0.0
 
 
-def test_the_state_is_cut_as_the_budget_falls() -> None:
+def test_the_state_is_sharded_as_the_budget_falls() -> None:
     """Data parallelism keeps all of the state on every device; with the least memory each keeps its share (ZeRO-3)."""
     whole, cut = (planned(budget, (8,), offload="none").stages[0].memory for budget in (None, "min"))
     kept = [sum(m.get(kind, 0) for kind in ("parameters", "optimizer state")) for m in (whole, cut)]
@@ -109,6 +109,6 @@ def test_units() -> None:
     assert found == [4096.0, 12 * 2.0**30, 5e8, 1.5e3, "min"]
 
 
-def test_a_solver_that_ran_out_of_time_is_no_pressure_of_memory() -> None:
+def test_a_solver_out_of_time_is_not_constrained_by_memory() -> None:
     found = optimize(Problem((), ()))
     assert not memory_policy.is_constrained(replace(found, warnings=("cbc ended with time-limit",)))

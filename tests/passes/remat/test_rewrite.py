@@ -317,7 +317,7 @@ def test_recomputed_programs_do_the_same_operations_on_the_same_operands(name: s
 
 
 @pytest.mark.parametrize("name", ["gpt-toy", "wresnet-toy"])
-def test_what_lies_between_products_is_recomputed_apart(name: str) -> None:
+def test_residuals_between_products_are_recomputed_in_parts(name: str) -> None:
     """What is recomputed waits for something made from a product that ran since the barrier before.
 
     The first barrier of a layer may have nothing behind it that is recomputed: it is there for the parameters.
@@ -352,7 +352,7 @@ def test_dots_repeats_no_product_and_full_at_most_the_forward_pass(name: str) ->
     assert 0.3 * forward < products(everywhere(graph, "full")) - products(graph) < forward
 
 
-def test_what_is_recomputed_has_the_line_of_the_original_and_says_so() -> None:
+def test_clones_have_the_line_of_the_original_and_are_marked() -> None:
     graph = program("gpt-toy")
     added = [op for op in everywhere(graph, "full").ops if "rematted_computation" in str(op.name_stack)]
     assert {op.phase for op in added} == {"backward"}
@@ -360,7 +360,7 @@ def test_what_is_recomputed_has_the_line_of_the_original_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-toy-remat", "gpt-toy-scan-remat"])
-def test_what_the_user_recomputes_is_left_alone(name: str) -> None:
+def test_the_user_s_checkpoints_stay_as_they_are(name: str) -> None:
     graph = program(name)
     assert products(everywhere(graph, "full")) == products(graph)
 
@@ -393,7 +393,7 @@ def test_side_effects_happen_once(fn: Callable[..., Any], times: int) -> None:
     assert count(rewritten) > count(graph)
 
 
-def test_what_leaves_the_program_is_not_recomputed() -> None:
+def test_results_of_the_program_are_not_recomputed() -> None:
     def kept(ws: Any, x: Any) -> Any:
         before = [x]
         for w in ws:
