@@ -35,7 +35,7 @@ def taken_over(places: Places, placement: Sequence[int], donated: Collection[int
     readers, last, callbacks = _readers(stages), _last(stages), _callbacks(stages)
     found: dict[int, int] = {}
     for new, old in _replaced(stages).items():
-        number, home = updates.made.get(new), updates.owners.get(old)
+        number, home = updates.computed_in.get(new), updates.owners.get(old)
         if old not in given - results or number is None or home is None or last.get(old) != number:
             continue
         if number < callbacks:

@@ -83,9 +83,9 @@ class PipelineStep:
         graph, updates = self.stages.split.graph, self.stages.updates
         carried = [(out, self.stages.split.flat.outputs[out], i) for out, i in match_state(graph).items()]
         made = [
-            (out, updates.programs[updates.made[v]].stage, i)
+            (out, updates.programs[updates.computed_in[v]].stage, i)
             for out, v, i in carried
-            if isinstance(v, int) and v in updates.made
+            if isinstance(v, int) and v in updates.computed_in
         ]
         return {
             out: where

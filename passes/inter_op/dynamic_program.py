@@ -93,7 +93,7 @@ class Question:
         microbatches: per step.
         in_flight: number of stages from one to the last, both included -> its microbatches in flight.
         transfer: seconds per microbatch and step, in both directions, from a stage on a submesh over the border in
-            front of layer k if device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: no time.
+            front of layer k if device d begins the next stage; shape (submeshes, layers + 1, devices + 1). None: 0.
         stages: required number of stages; None: any number from `fewest` on.
     """
 

@@ -179,8 +179,8 @@ def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
 def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -> float:
     """Lower bound (s) of schedules with at most these numbers of microbatches in flight, between F and B, per stage.
 
-    A stage runs all its own passes. After its F there a microbatch goes to the last stage and back, and one more can begin
-    for each that has come back.
+    A stage runs all its own passes. After its F on a stage a microbatch goes to the last stage and back, and one more
+    can begin for each that has come back.
     """
     passes = [f + b for f, b in zip(prices.forward, prices.backward, strict=True)]
     links = [prices.transfer.get((s, s + 1), 0.0) + prices.transfer.get((s + 1, s), 0.0) for s in range(len(passes))]

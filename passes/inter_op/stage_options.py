@@ -35,9 +35,9 @@ from autopar.rules import Rule
 
 #: Penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes.
 SHARES = (0.3, 6.0)
-#: Weight of what a layer keeps against what one microbatch needs: a stage has several layers.
+#: Weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers.
 LAYERS = 4.0
-#: Relative gap at which a option to run a stage is priced as it is.
+#: Relative gap at which the solution of an option is accepted.
 ENOUGH = 0.03
 #: Relative gap at which the dual ascent of a penalised problem ends.
 NEAR = 0.01
@@ -50,7 +50,7 @@ class StageOption:
     """One option of a stage.
 
     Attributes:
-        prices: seconds of its passes.
+        times: seconds of its passes.
         memory: bytes per device.
         entering: bytes per device that the forward pass of a microbatch receives from other stages.
         share: the penalty rate it was found at; 0: the fastest.
@@ -74,7 +74,7 @@ class StageOption:
 
 
 class _CostedOption(NamedTuple):
-    """A option to run a stage, its price in seconds, and its bytes as far as they are penalties for."""
+    """An option of a stage, its seconds, and its bytes that have a penalty."""
 
     seconds: float
     nbytes: float

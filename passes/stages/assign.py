@@ -14,11 +14,11 @@ its backward pass B sends cotangents to earlier ones, and W computes gradients o
                                     operation with none of these goes to the earliest stage of the cotangents it reads
                                     or, if its results are no smaller than its operands, to its latest reader
     rematerialised                  B of the latest stage that reads it, so that no stage recomputes for another;
-                                    likewise barriers: a result of a barrier stands for the operand        -> _backward
+                                    likewise barriers, whose results count as their operands               -> _backward
     a sum of partial sums of        once after the loop: each stage accumulates its own, as with tied weights
       different stages                                                                              -> _deferred
     W, if asked for                 operations that make partial sums which no pass B reads (Qi et al., 2023, "Zero
-                                    bubble pipeline parallelism", section 2), and what only these read
+                                    bubble pipeline parallelism", section 2), and operations that only these read
                                                                                              -> _weight_pass_ops
 
 A backward operation runs at its latest residual by Alpa's rule (Zheng et al., 2022, section 5.2). Parameters count as
@@ -66,7 +66,7 @@ class PassAssignment:
 
     Attributes:
         pass_of: index of an operation -> its (stage, pass), without duplicated operations.
-        made: value -> the (stage, pass) that computes it, without results of duplicated operations.
+        computed_in: value -> the (stage, pass) that computes it, without results of duplicated operations.
         duplicated: value -> the operation, which every pass that reads the value repeats.
         expanded: value more than twice as large as its operands -> the operation. It runs in its pass of `pass_of`, and
             every other pass that reads the value repeats it.
@@ -75,7 +75,7 @@ class PassAssignment:
     """
 
     pass_of: Mapping[int, StagePass]
-    made: Mapping[int, StagePass]
+    computed_in: Mapping[int, StagePass]
     duplicated: Mapping[int, PlacedOp]
     expanded: Mapping[int, PlacedOp]
     deferred_sums: tuple[PlacedOp, ...]
@@ -120,8 +120,8 @@ def assign(
     )
     pass_of: dict[int, StagePass] = {p.op.index: (stages[p.op.index], "F") for p in forward_ops}
     pass_of.update((p.op.index, (stages[p.op.index], "W" if p.op.index in weight_pass else "B")) for p in backward_ops)
-    made = {v: pass_of[p.op.index] for p in loop if p.op.index not in summed_after_loop for v in p.op.outputs}
-    return PassAssignment(pass_of, made, duplicated, _expanded(split, forward_ops), deferred, totals)
+    computed_in = {v: pass_of[p.op.index] for p in loop if p.op.index not in summed_after_loop for v in p.op.outputs}
+    return PassAssignment(pass_of, computed_in, duplicated, _expanded(split, forward_ops), deferred, totals)
 
 
 def transferred_values(split: Microbatches, layers: Layers) -> tuple[frozenset[int], ...]:
@@ -272,13 +272,8 @@ def _sole_readers(
     persistent = persistent_arguments(split)
     readers: dict[int, set[int]] = {}
     for placed in forward_ops:
-        read = {
-            leaf
-            for one in with_duplicated([placed], duplicated)
-            for v in whole_operands(one)
-            for leaf in roots[v] & persistent
-        }
-        for leaf in read:
+        operands = {v for p in with_duplicated([placed], duplicated) for v in whole_operands(p)}
+        for leaf in {leaf for v in operands for leaf in roots[v] & persistent}:
             readers.setdefault(leaf, set()).add(stages[placed.op.index])
     return {leaf: min(readers[leaf]) for leaf in sorted(readers) if len(readers[leaf]) == 1}
 

@@ -1,4 +1,4 @@
-"""A train step as programs of stages: what each runs before the loop over microbatches, per microbatch, and after it.
+"""A train step as programs of stages, run before the loop over microbatches, per microbatch, and after it.
 
     prologue    once: values that are the same for all microbatches, for the passes -> Stage.prologue
     F, B, W     per microbatch: forward and backward pass, and gradients of weights -> Stage.passes, assign.py
@@ -183,9 +183,9 @@ def _routes(
     for key, placed in ops.items():
         own_results = {v for p in placed for v in p.op.outputs}
         for value in sorted(
-            {a for p in placed for a in stage_passes.block_operands(p) if a in passes.made} - own_results
+            {a for p in placed for a in stage_passes.block_operands(p) if a in passes.computed_in} - own_results
         ):
-            source = passes.made[value]
+            source = passes.computed_in[value]
             reads[key].add(value)
             writes[source].add(value)
             if source[0] != key[0]:
@@ -218,7 +218,7 @@ def _pass(
     constants = {v for v, _ in split.flat.constants}
     whole = {v for p in ops for v in stage_passes.whole_operands(p)} - constants
     blocks = {v for p in ops for v in stage_passes.block_operands(p) if v in split.batch}
-    totals = [t for t in passes.totals if passes.made.get(t.value, (stages - 1, "F")) == (stage, kind)]
+    totals = [t for t in passes.totals if passes.computed_in.get(t.value, (stages - 1, "F")) == (stage, kind)]
     return Pass(
         tuple(ops),
         tuple(sorted(whole)),

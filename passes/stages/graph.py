@@ -1,6 +1,6 @@
 """A pipeline stage as one flat graph, which every pass that plans a program can plan.
 
-One function is traced that runs, in this order, what the stage runs in a step:
+One function is traced that runs the programs of the stage in this order:
 
     begin      the prologue                              once       -> Tracer.begin
     F, B, W    its passes, on the shapes of a microbatch  m times    -> Tracer.run
@@ -50,7 +50,7 @@ ValueKey = tuple[str, int]
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:
-    """A stage as a graph, and the values of the step in stages that its values stand for.
+    """A stage as a graph, and the values of the step in stages that correspond to its values.
 
     Attributes:
         stage: its number.
@@ -339,8 +339,8 @@ def results_of(tracer: Tracer) -> Iterator[ValueKey]:
     own = sorted(v for v, source in tracer.sources.items() if source == stage)
     foreign = {t.value for u in elsewhere for t in u.totals}
     yield from (("local", v) for v in own if v in tracer.stacked or v in foreign)
-    wanted = {v for u in elsewhere for v in u.reads} | {v for v in stages.split.flat.outputs if isinstance(v, int)}
-    yield from (("made", v) for u in tracer.updates.values() for v in u.writes if v in wanted)
+    read = {v for u in elsewhere for v in u.reads} | {v for v in stages.split.flat.outputs if isinstance(v, int)}
+    yield from (("made", v) for u in tracer.updates.values() for v in u.writes if v in read)
 
 
 def carried_by(tracer: Tracer, results: Sequence[ValueKey], inputs: Sequence[ValueKey]) -> Mapping[int, int]:

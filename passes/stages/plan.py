@@ -3,7 +3,7 @@
     stage      -> one flat graph                            passes/stages/graph.py
     graph      -> op groups, problem, solution, layouts   as for a whole step                  -> plan_stage
     memory     within the memory limit, by rising Lagrangian penalties for bytes               -> PenalisedPlans
-    summary    what the plan of the step contains of it    passes/stages/summary.py
+    summary    its part of the plan of the step           passes/stages/summary.py
 
 All stages of a step: `autopar.passes.stages.plan_all`.
 
@@ -95,7 +95,7 @@ class StagePlan(StageWithLayouts):
 
     @cached_property
     def summary(self) -> StageSummary:
-        """What the plan of the step contains of it."""
+        """Its part of the plan of the step."""
         return summarize(self)
 
 

@@ -121,7 +121,7 @@ def plan_stages(
         results = parallel_map.results([partial(_results, planner, run) for run in runs])
         planned = {n: planner.recorded(n, result) for run in results for n, result in run.items()}
     else:
-        planned = {n: made for run in runs for n, made in planner.run(run).items()}
+        planned = {n: stage for run in runs for n, stage in planner.run(run).items()}
     return _join(planner, runs, planned)
 
 

@@ -1,4 +1,4 @@
-"""Summary of a planned stage: what a plan contains of it once its layouts are chosen.
+"""Summary of a planned stage: its part of the plan of the step.
 
     seconds, bytes            passes/stages/cost.py
     collectives               autopar/passes/intra_op/extract.py

@@ -64,12 +64,12 @@ class Updates:
     Attributes:
         programs: by round, then by stage.
         owners: argument that is no batch -> the stage that stores it.
-        made: value -> the number of the program that computes it.
+        computed_in: value -> the number of the program that computes it.
     """
 
     programs: tuple[Update, ...]
     owners: Mapping[int, int]
-    made: Mapping[int, int]
+    computed_in: Mapping[int, int]
 
 
 def assign(
@@ -85,7 +85,7 @@ def assign(
     """
     ops = _needed(split, passes)
     arguments = persistent_arguments(split)
-    stage_of = {t.value: passes.made.get(t.value, (stages - 1, "F"))[0] for t in passes.totals}
+    stage_of = {t.value: passes.computed_in.get(t.value, (stages - 1, "F"))[0] for t in passes.totals}
     stage_of.update((v, min(reading_stages[v])) for v in sorted(arguments) if reading_stages.get(v))
     weight = _weights(split, ops, arguments, passes.totals)
     duplicated = _duplicated(split, ops, weight)
@@ -237,8 +237,8 @@ def _programs(
                 tuple(writes),
             )
         )
-    made = {v: i for i, program in enumerate(programs) for v in program.writes}
-    return Updates(tuple(programs), owners, made)
+    computed_in = {v: i for i, program in enumerate(programs) for v in program.writes}
+    return Updates(tuple(programs), owners, computed_in)
 
 
 def _rounds(

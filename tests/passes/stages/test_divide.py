@@ -319,7 +319,7 @@ def test_parameters_are_updated_where_they_are_read() -> None:
     """Every stage writes the new values of the state that it stores; updates send each other only scalars."""
     found = in_stages("gpt-toy", (1, 2, 3))
     graph, updates = found.split.graph, found.updates
-    made_in = {v: updates.programs[i].stage for v, i in updates.made.items()}
+    made_in = {v: updates.programs[i].stage for v, i in updates.computed_in.items()}
     for out, i in match_state(graph).items():
         value = found.split.flat.outputs[out]
         assert isinstance(value, int)
