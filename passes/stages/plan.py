@@ -194,8 +194,10 @@ class PenalisedPlans:
     def at(self, rate: float) -> Solution:
         """The solution at a rate; its objective is without the penalty."""
         if rate not in self.solved:
-            multiplier = rate * self.reference.objective / self.peak if rate and self.peak else 0.0
-            solution = self._solve(multiplier) if multiplier else self.unpenalised
+            if rate and self.peak:
+                solution = self._solve(rate * self.reference.objective / self.peak)
+            else:
+                solution = self.unpenalised
             cost = self.model.problem.value(solution.assignment)
             self.solved[rate] = replace(solution, objective=cost, lower_bound=0.0, gap=1.0)
         return self.solved[rate]
@@ -220,9 +222,9 @@ class PenalisedPlans:
         """These bytes of the reference solution."""
         return self.row.value(self.model.problem, self.reference.assignment)
 
-    def _solve(self, rate: float, extra: Mapping[str, Any] | None = None) -> Solution:
-        problem = penalised(self.model.problem, self.row, rate) if rate else self.model.problem
-        penalised_options = self.penalised_solver_options if rate else {}
+    def _solve(self, multiplier: float, extra: Mapping[str, Any] | None = None) -> Solution:
+        problem = penalised(self.model.problem, self.row, multiplier) if multiplier else self.model.problem
+        penalised_options = self.penalised_solver_options if multiplier else {}
         keywords = {**self.options.keywords(), **self.solver_options, **penalised_options, **(extra or {})}
         return optimize(problem, **keywords)
 
