@@ -34,7 +34,7 @@ from autopar.runtime.executor import Run, Watch
 from autopar.runtime.lowered_schedule import Script, script
 from autopar.runtime.programs import Compiled, compile_programs
 from autopar.schedules.complete import complete
-from autopar.schedules.orders import Pass
+from autopar.schedules.orders import PassId
 from autopar.schedules.pipeline import Pipeline, Schedule
 
 #: How names of programs of a loop that runs first begin.
@@ -186,7 +186,7 @@ def forward_only(pipeline: Pipeline, borders: Sequence[tuple[int, int]]) -> Sche
     ahead = Pipeline(pipeline.placement, pipeline.microbatches, tuple(borders), pipeline.microbatches, backward=False)
     stages = range(len(pipeline.placement))
     ticks = sorted((s + i, s, i) for s in stages for i in range(pipeline.microbatches))
-    orders: list[tuple[Pass, ...]] = [
+    orders: list[tuple[PassId, ...]] = [
         tuple(("F", s, i) for _, s, i in ticks if pipeline.placement[s] == rank) for rank in range(pipeline.ranks)
     ]
     return Schedule("forward", ahead, complete(ahead, tuple(orders)))

@@ -1,17 +1,18 @@
-"""The checker: proves that instruction lists compute their pipeline, cannot block, and hold no more than they may.
+"""The checker: proves that instruction lists compute their pipeline, cannot deadlock, and keep their stash bounds.
 
 Each invariant is a generator of complaints about a schedule:
 
-    complete    every rank has just the instructions that the pipeline asks of it, each once       -> _complete
-    ready       what an instruction needs on its own rank comes before it                          -> _ready
-    versions    every pass uses the weights that the pipeline's rule says, and they exist by then   -> _versions
-    acyclic     lists in issue order, with both ends of a transfer as one event, have no circle:
-                whatever the times are, some rank can always go on                                  -> _acyclic
-    bounded     no rank holds more than its stash bound                                             -> _bounded
+    complete    every rank has exactly the instructions that the pipeline asks of it, each once    -> _complete
+    ready       all dependencies of an instruction on its own rank come before it                  -> _ready
+    versions    every pass uses the version of the weights that the pipeline's rule asks for, and
+                that version exists by then                                                        -> _versions
+    acyclic     the lists in issue order, with both ends of a transfer as one event, have no cycle:
+                whatever the times are, some rank can always go on                                 -> _acyclic
+    bounded     the stash of every rank is within its bound                                        -> _bounded
 
-Complete and ready say that data come before their use on each rank, acyclic that the transfers between ranks happen,
-so that together every pass of every microbatch runs once on the right data. What is expected comes from the pipeline
-alone, not from how a schedule was made.
+Complete and ready imply that data come before their use on each rank, acyclic implies that all transfers between ranks
+happen. Together they imply that every pass of every microbatch runs once, on the right data. The expected instructions
+follow from the pipeline alone, not from the way in which a schedule was made.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ import networkx as nx
 from autopar.errors import ScheduleError
 from autopar.schedules.complete import VERSIONS
 from autopar.schedules.instructions import Instruction, Op
-from autopar.schedules.pipeline import Pipeline, Schedule, held
+from autopar.schedules.pipeline import Pipeline, Schedule, peak_stash
 
 
 def _expected(pipeline: Pipeline) -> list[list[Instruction]]:
     """The instructions of each rank, in no particular order, versions left out."""
-    found: list[list[Instruction]] = [[] for _ in range(pipeline.ranks)]
+    instructions: list[list[Instruction]] = [[] for _ in range(pipeline.ranks)]
     for stage, rank in enumerate(pipeline.placement):
         for i in range(pipeline.microbatches):
             if pipeline.routed(stage, i):
-                found[rank] += _of_microbatch(pipeline, stage, i)
+                instructions[rank] += _of_microbatch(pipeline, stage, i)
         for last in range(pipeline.window - 1, pipeline.microbatches, pipeline.window):
-            found[rank] += (Instruction("reduce", "", stage, last), Instruction("update", "", stage, last))
-    return found
+            instructions[rank] += (Instruction("reduce", "", stage, last), Instruction("update", "", stage, last))
+    return instructions
 
 
-def _plain(i: Instruction) -> Instruction:
+def _without_version(i: Instruction) -> Instruction:
     """The instruction without the version of its weights."""
     return replace(i, version=0) if i.version else i
 
@@ -67,17 +68,18 @@ def _complete(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]
         yield f"there are {len(schedule.lists)} lists for {len(expected)} ranks"
         return
     for rank, (have, want) in enumerate(zip(schedule.lists, expected, strict=True)):
-        counts = Counter(map(_plain, have))
+        counts = Counter(map(_without_version, have))
         wanted = Counter(want)
         yield from (f"rank {rank} lacks {i}" for i in wanted if i not in counts)
         yield from (f"rank {rank} has {i}, which is no work of its" for i in counts if i not in wanted)
         yield from (f"rank {rank} has {i} {n} times" for i, n in counts.items() if n > 1)
 
 
-def _run_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+def _run_dependencies(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+    """What a pass needs: its inputs, the pass before it of the same stage and microbatch, the slice before it."""
     for other in pipeline.inputs(i.kind, i.stage):
-        here = pipeline.placement[other] == pipeline.placement[i.stage]
-        yield Instruction("run" if here else "recv", i.kind, other, i.microbatch, to=-1 if here else i.stage)
+        same_rank = pipeline.placement[other] == pipeline.placement[i.stage]
+        yield Instruction("run" if same_rank else "recv", i.kind, other, i.microbatch, to=-1 if same_rank else i.stage)
     if i.kind != "F":
         yield Instruction("run", pipeline.kinds[pipeline.kinds.index(i.kind) - 1], i.stage, i.microbatch)
     before = pipeline.slice_before(i.kind, i.microbatch)
@@ -85,49 +87,49 @@ def _run_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
         yield Instruction("run", i.kind, i.stage, before)
 
 
-def _free_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+def _free_dependencies(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
     yield Instruction("run", pipeline.kinds[pipeline.kinds.index(i.kind) + 1], i.stage, i.microbatch)
 
 
-def _accumulate_needs(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
+def _accumulate_dependencies(pipeline: Pipeline, i: Instruction) -> Iterator[Instruction]:
     yield Instruction("run", pipeline.kinds[-1], i.stage, i.microbatch)
     if i.microbatch >= pipeline.window:
         yield Instruction("update", "", i.stage, i.microbatch // pipeline.window * pipeline.window - 1)
 
 
-NEEDS: Mapping[Op, Callable[[Pipeline, Instruction], Iterable[Instruction]]] = MappingProxyType(
+DEPENDENCIES: Mapping[Op, Callable[[Pipeline, Instruction], Iterable[Instruction]]] = MappingProxyType(
     {
-        "run": _run_needs,
+        "run": _run_dependencies,
         "send": lambda pipeline, i: (Instruction("run", i.kind, i.stage, i.microbatch),),
         "recv": lambda pipeline, i: (),
-        "free": _free_needs,
-        "accumulate": _accumulate_needs,
+        "free": _free_dependencies,
+        "accumulate": _accumulate_dependencies,
         "reduce": lambda pipeline, i: (
             Instruction("accumulate", "", i.stage, member) for member in pipeline.window_of(i.stage, i.microbatch)
         ),
         "update": lambda pipeline, i: (Instruction("reduce", "", i.stage, i.microbatch),),
     }
 )
-"""What has to come before an instruction on its own rank."""
+"""Op -> the instructions that have to come before one with this op on its own rank."""
 
 
 def _ready(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
-    for rank, found in enumerate(schedule.lists):
+    for rank, instructions in enumerate(schedule.lists):
         done: set[Instruction] = set()
-        for i in found:
-            plain = _plain(i)
-            for needed in NEEDS[i.op](schedule.pipeline, plain):
-                if needed not in done:
-                    yield f"rank {rank} has {i} before {needed}"
-            done.add(plain)
+        for i in instructions:
+            unversioned = _without_version(i)
+            for dependency in DEPENDENCIES[i.op](schedule.pipeline, unversioned):
+                if dependency not in done:
+                    yield f"rank {rank} has {i} before {dependency}"
+            done.add(unversioned)
 
 
 def _versions(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
     rule, window = VERSIONS[schedule.pipeline.weights], schedule.pipeline.window
-    for rank, found in enumerate(schedule.lists):
+    for rank, instructions in enumerate(schedule.lists):
         updates: Counter[int] = Counter()
         first: dict[tuple[int, int], int] = {}
-        for i in found:
+        for i in instructions:
             if i.op == "update":
                 updates[i.stage] += 1
             elif i.op == "run":
@@ -139,36 +141,36 @@ def _versions(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]
                     yield f"rank {rank} runs {i} when there are only {updates[i.stage]} updates of its weights"
 
 
-def _ends(schedule: Schedule) -> bool:
-    """Whether all lists are done when each rank goes on as soon as those it shares its next event with are there."""
-    events = [[schedule.pipeline.event(i) for i in found] for found in schedule.lists]
-    wanted = Counter(key for found in events for key, parties in found if parties > 1)
+def _runs_to_end(schedule: Schedule) -> bool:
+    """Whether all lists end if each rank goes on as soon as all ranks of its next event have reached that event."""
+    events = [[schedule.pipeline.event(i) for i in instructions] for instructions in schedule.lists]
+    parties_of = Counter(key for instructions in events for key, parties in instructions if parties > 1)
     at = [0] * len(events)
-    there: dict[object, list[int]] = {}
+    arrived: dict[object, list[int]] = {}
     moving = list(range(len(events)))
     while moving:
         rank = moving.pop()
-        found = events[rank]
-        while at[rank] < len(found) and found[at[rank]][1] == 1:
+        instructions = events[rank]
+        while at[rank] < len(instructions) and instructions[at[rank]][1] == 1:
             at[rank] += 1
-        if at[rank] < len(found):
-            key = found[at[rank]][0]
-            there.setdefault(key, []).append(rank)
-            if len(there[key]) == wanted[key]:
-                moving.extend(there[key])
-                for other in there[key]:
+        if at[rank] < len(instructions):
+            key = instructions[at[rank]][0]
+            arrived.setdefault(key, []).append(rank)
+            if len(arrived[key]) == parties_of[key]:
+                moving.extend(arrived[key])
+                for other in arrived[key]:
                     at[other] += 1
-    return all(position == len(found) for position, found in zip(at, events, strict=True))
+    return all(position == len(instructions) for position, instructions in zip(at, events, strict=True))
 
 
 def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
-    if _ends(schedule):
+    if _runs_to_end(schedule):
         return
     names: dict[object, str] = {}
     graph: nx.DiGraph[object] = nx.DiGraph()
-    for rank, found in enumerate(schedule.lists):
+    for rank, instructions in enumerate(schedule.lists):
         before: object = None
-        for position, i in enumerate(found):
+        for position, i in enumerate(instructions):
             key, parties = schedule.pipeline.event(i)
             event = key if parties > 1 else (rank, position)
             names.setdefault(event, f"{i} on rank {rank}")
@@ -176,18 +178,18 @@ def _acyclic(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
                 graph.add_edge(before, event)
             before = event
     if not nx.is_directed_acyclic_graph(graph):
-        circle = [names[edge[0]] for edge in nx.find_cycle(graph)]
-        yield "each of these waits for the one before, in a circle: " + ", ".join(circle)
+        cycle = [names[edge[0]] for edge in nx.find_cycle(graph)]
+        yield "each of these waits for the one before, in a circle: " + ", ".join(cycle)
 
 
 def _bounded(schedule: Schedule, bounds: Sequence[int] | None) -> Iterator[str]:
-    for rank, (peak, bound) in enumerate(zip(held(schedule), bounds or (), strict=bounds is not None)):
+    for rank, (peak, bound) in enumerate(zip(peak_stash(schedule), bounds or (), strict=bounds is not None)):
         if peak > bound:
             yield f"rank {rank} holds {peak} microbatches of its stages, and may hold {bound}"
 
 
 CHECKS: tuple[tuple[str, Callable[[Schedule, Sequence[int] | None], Iterator[str]]], ...] = (
-    ("every instruction stands once, on its rank", _complete),
+    ("every instruction occurs once, on its rank", _complete),
     ("what an instruction needs comes before it", _ready),
     ("every pass uses the right weights", _versions),
     ("no rank waits for ever", _acyclic),
@@ -196,14 +198,15 @@ CHECKS: tuple[tuple[str, Callable[[Schedule, Sequence[int] | None], Iterator[str
 
 
 def check(schedule: Schedule, bounds: Sequence[int] | None = None) -> Schedule:
-    """The schedule itself, if it keeps every invariant of `CHECKS`.
+    """The schedule itself, if it satisfies every invariant of `CHECKS`.
 
     Args:
         schedule: instruction lists and their pipeline.
-        bounds: for each rank, how many (stage, microbatch) pairs it may hold between F and the last pass; None: any.
+        bounds: for each rank, the most (stage, microbatch) pairs in its stash, which lasts from F to the last pass;
+            None: no bound.
 
     Raises:
-        ScheduleError: names the schedule, the invariant, the rank and the instruction of the first breach.
+        ScheduleError: names the schedule, the invariant, the rank and the instruction of the first violation.
     """
     for title, complaints in CHECKS:
         for complaint in complaints(schedule, bounds):

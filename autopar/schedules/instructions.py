@@ -1,23 +1,23 @@
 """The instructions of a pipeline and their text form.
 
-A *rank* is a group of devices that runs one list of instructions in order; a *stage* is a part of the model that lives
-on one rank. The value F0.2 is what stage 0 hands on in the forward pass of microbatch 2, B1.2 the cotangent that stage
-1 hands back in its backward pass.
+A *rank* is a group of devices that runs one list of instructions in order; a *stage* is a part of the model that is
+placed on one rank. The value F0.2 is the output of stage 0 in the forward pass of microbatch 2; B1.2 is the cotangent
+that stage 1 sends back in its backward pass.
 
     op          text        what the rank does
     run         F0.2        the forward pass of stage 0 on microbatch 2
                 B0.2        its backward pass: all gradients, or only those of its inputs if there are passes W
                 W0.2        the gradients of its weights
-    send        F0.2>1      give F0.2 to the rank of stage 1; this rank does not need its copy any more
-    recv        F0.2<1      take F0.2 on behalf of stage 1
-    accumulate  +0.2        add the gradients and other sums of microbatch 2 to those of stage 0, and keep what it
-                            gives example by example
-    free        -F0.2       give up what F0.2 left for B0.2
-                -B0.2       give up what was left for W0.2
-    reduce      sum0.2      add up the sums of stage 0 over its devices and copies; 2 is the last microbatch in them
+    send        F0.2>1      send F0.2 to the rank of stage 1; this rank no longer needs its copy
+    recv        F0.2<1      receive F0.2 for stage 1
+    accumulate  +0.2        add the gradients and other sums of microbatch 2 to those of stage 0, and store its
+                            per-example results
+    free        -F0.2       drop the stash that F0.2 left for B0.2
+                -B0.2       drop what was left for W0.2
+    reduce      sum0.2      reduce the sums of stage 0 over its devices and copies; 2 is the last microbatch in them
     update      new0.2      run what stage 0 does once per batch: its weights become the next version
 
-A run whose weights are not version 0 says which they are, as in F0.2v1.
+A run whose weights are not version 0 has the version as a suffix, as in F0.2v1.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Instruction:
     """One instruction of one rank.
 
     Attributes:
-        op: what is done.
-        kind: the pass that runs, or that made what is sent, received or freed; "" for the others.
+        op: the operation.
+        kind: the pass that runs, or the pass whose value is sent, received or freed; "" for other ops.
         stage: the stage that runs, or whose value or gradients these are.
-        microbatch: the microbatch; of `reduce` and `update`, the last one that counts.
-        to: the stage that a sent or received value is for, -1 for other instructions.
+        microbatch: the microbatch; for `reduce` and `update` the last one of the window.
+        to: the stage that a sent or received value is for; -1 for other instructions.
         version: number of updates that the weights of a run have had since the start of the list.
     """
 

@@ -1,4 +1,4 @@
-"""In which order each rank runs its passes: the published schedules as formulas.
+"""The order in which each rank runs its passes: the published schedules as formulas.
 
 p ranks (r from 0), m microbatches, v chunks per rank; stage c p + r is chunk c of rank r, and with v = 1 stage = rank.
 A rank's order is that of its forward passes, that of its backward passes, and how the two are merged: `w` forward
@@ -7,16 +7,16 @@ passes to warm up, then one of each in turn, then the rest.
     inference         F 0 .. m-1
     gpipe             w = m, backward from the last microbatch to the first                        [G], figure 2
     1f1b              w = p - 1 - r                                                                [D], [N1]
-    eager-1f1b        w = 2 (p - 1 - r): an activation has a whole pass to arrive                  [E]
+    eager-1f1b        w = 2 (p - 1 - r): the transfer of an activation may take a whole pass       [E]
     interleaved-1f1b  w = 2 (p - 1 - r) + (v - 1) p; groups of p microbatches go through one chunk
                       after the other, backward through the last chunk first                       [N2], section 2.2
-    zb-h1             as 1f1b, and W(i) after B(i + r): every rank holds p microbatches at most    [Z], section 2.1
+    zb-h1             as 1f1b, and W(i) after B(i + r): at most p microbatches in every stash      [Z], section 2.1
     terapipe          w = all slices; backward sequence by sequence, each from its last slice      [T]
     chimera           per unit of p microbatches half run down the ranks, half up; the j-th of either has its F at
                       slot s + 2 j of stage s and its B at 2 p - 1 - s + 2 j; units are 2 p apart  [C]
     pipedream         as 1f1b over all batches, an update after every B                            [D]
     pipedream-2bw     as 1f1b over all batches, an update per batch                                [N1]
-    ampnet            whatever has arrived, B before F, p microbatches in flight                   [A]
+    ampnet            the passes whose inputs have arrived, B before F, p microbatches in flight   [A]
 
 Sources: [G] Huang et al. (2019), GPipe. [D] Narayanan et al. (2019), PipeDream. [N1] Narayanan et al. (2021),
 Memory-efficient pipeline-parallel DNN training. [N2] Narayanan et al. (2021), Efficient large-scale language model
@@ -33,26 +33,26 @@ from dataclasses import dataclass
 
 from autopar.schedules.instructions import Kind
 
-Pass = tuple[Kind, int, int]
+PassId = tuple[Kind, int, int]
 """(kind, stage, microbatch)."""
 
-Orders = tuple[tuple[Pass, ...], ...]
+Orders = tuple[tuple[PassId, ...], ...]
 """One order of passes per rank."""
 
 
-#: Microbatches per rank from which on a schedule only repeats itself: what holds for so many holds for more.
+#: Microbatches per rank from which on a schedule is periodic: a property of this many holds for more.
 REPEATING = 16
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a pipeline is.
+    """The dimensions of a pipeline.
 
     Attributes:
         ranks: groups of devices, p.
         microbatches: microbatches of one batch, m.
         chunks: stages per rank, v.
-        slices: parts of the sequence that every microbatch is cut into.
+        slices: parts into which the sequence of every microbatch is split.
         batches: batches that follow each other without a flush.
     """
 
@@ -64,15 +64,15 @@ class Size:
 
     @property
     def items(self) -> int:
-        """Everything that runs through the pipeline one after the other."""
+        """Number of slices of microbatches, of all batches, that run through the pipeline one after the other."""
         return self.microbatches * self.slices * self.batches
 
 
-def _passes(kind: Kind, stage: int, microbatches: Sequence[int]) -> list[Pass]:
+def _passes(kind: Kind, stage: int, microbatches: Sequence[int]) -> list[PassId]:
     return [(kind, stage, i) for i in microbatches]
 
 
-def _merge(forward: Sequence[Pass], backward: Sequence[Pass], warm_up: int) -> tuple[Pass, ...]:
+def _merge(forward: Sequence[PassId], backward: Sequence[PassId], warm_up: int) -> tuple[PassId, ...]:
     """`warm_up` forward passes, then one forward and one backward in turn, then the rest of the backward passes."""
     w = min(warm_up, len(forward))
     pairs = [both for pair in zip(forward[w:], backward, strict=False) for both in pair]
@@ -105,11 +105,11 @@ def interleaved_one_f_one_b(size: Size) -> Orders:
     return tuple(_interleaved_rank(size, r) for r in range(size.ranks))
 
 
-def _interleaved_rank(size: Size, rank: int) -> tuple[Pass, ...]:
+def _interleaved_rank(size: Size, rank: int) -> tuple[PassId, ...]:
     p, v = size.ranks, size.chunks
     groups = [range(first, first + p) for first in range(0, size.items, p)]
-    forward: list[Pass] = [("F", c * p + rank, i) for group in groups for c in range(v) for i in group]
-    backward: list[Pass] = [("B", c * p + rank, i) for group in groups for c in reversed(range(v)) for i in group]
+    forward: list[PassId] = [("F", c * p + rank, i) for group in groups for c in range(v) for i in group]
+    backward: list[PassId] = [("B", c * p + rank, i) for group in groups for c in reversed(range(v)) for i in group]
     return _merge(forward, backward, 2 * (p - 1 - rank) + (v - 1) * p)
 
 
@@ -117,17 +117,17 @@ def zb_h1(size: Size) -> Orders:
     return tuple(_delay_weights(order, delay) for delay, order in enumerate(one_f_one_b(size)))
 
 
-def _delay_weights(order: Sequence[Pass], delay: int) -> tuple[Pass, ...]:
+def _delay_weights(order: Sequence[PassId], delay: int) -> tuple[PassId, ...]:
     """W(i) after B(i + delay), or at the end."""
-    backward = [one for one in order if one[0] == "B"]
-    weights: list[Pass] = [("W", stage, i) for _, stage, i in backward]
-    place = {one: position for position, one in enumerate(backward)}
-    found: list[Pass] = []
-    for one in order:
-        found.append(one)
-        if place.get(one, -1) >= delay:
-            found.append(weights[place[one] - delay])
-    return (*found, *weights[max(len(weights) - delay, 0) :])
+    backward = [pass_id for pass_id in order if pass_id[0] == "B"]
+    weights: list[PassId] = [("W", stage, i) for _, stage, i in backward]
+    index = {pass_id: position for position, pass_id in enumerate(backward)}
+    with_weights: list[PassId] = []
+    for pass_id in order:
+        with_weights.append(pass_id)
+        if index.get(pass_id, -1) >= delay:
+            with_weights.append(weights[index[pass_id] - delay])
+    return (*with_weights, *weights[max(len(weights) - delay, 0) :])
 
 
 def terapipe(size: Size) -> Orders:
@@ -146,29 +146,29 @@ def chimera_copies(size: Size) -> tuple[int, ...]:
 
 
 def _direction(size: Size, microbatch: int) -> tuple[int, int]:
-    """(copy, place among the microbatches of its unit and copy)."""
+    """(copy, index among the microbatches of its unit and copy)."""
     p = size.ranks
-    place = microbatch % p
-    half = -(-min(p, size.items - (microbatch - place)) // 2)
-    return (0, place) if place < half else (1, place - half)
+    index = microbatch % p
+    half = -(-min(p, size.items - (microbatch - index)) // 2)
+    return (0, index) if index < half else (1, index - half)
 
 
-def _chimera_rank(size: Size, rank: int) -> tuple[Pass, ...]:
+def _chimera_rank(size: Size, rank: int) -> tuple[PassId, ...]:
     p = size.ranks
-    slots: list[tuple[int, Pass]] = []
+    slots: list[tuple[int, PassId]] = []
     for i in range(size.items):
-        copy, place = _direction(size, i)
+        copy, index = _direction(size, i)
         s = p - 1 - rank if copy else rank
-        start = 2 * p * (i // p) + 2 * place
+        start = 2 * p * (i // p) + 2 * index
         slots.append((start + s, ("F", copy * p + s, i)))
         slots.append((start + 2 * p - 1 - s, ("B", copy * p + s, i)))
-    return tuple(one for _, one in sorted(slots))
+    return tuple(pass_id for _, pass_id in sorted(slots))
 
 
 def ampnet(size: Size) -> Orders:
-    """What a run with passes of one tick each would do; in reality the order depends on the times."""
+    """The order of a simulation with passes of one tick each; in a real run the order depends on the times."""
     p, n = size.ranks, size.items
-    orders: list[list[Pass]] = [[] for _ in range(p)]
+    orders: list[list[PassId]] = [[] for _ in range(p)]
     ready: list[list[tuple[bool, int]]] = [[] for _ in range(p)]  # (is forward, microbatch), best first
     ready[0] = [(True, i) for i in range(min(p, n))]
     started = len(ready[0])

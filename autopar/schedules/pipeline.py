@@ -1,6 +1,6 @@
-"""What a pipeline has to compute, and the instruction lists that compute it.
+"""The work of a pipeline, and the instruction lists that do it.
 
-A `Pipeline` is the work: stages on ranks, microbatches, and borders between stages. It says what depends on what:
+A `Pipeline` is the work: stages on ranks, microbatches, and borders between stages. It defines the dependencies:
 
     F(s, i)  needs  F(a, i)              for every border (a, s)           -> Pipeline.inputs
                     F(s, i - 1)          if the two are slices of one sequence (causal attention, TeraPipe)
@@ -10,8 +10,8 @@ A `Pipeline` is the work: stages on ranks, microbatches, and borders between sta
     W(s, i)  needs  B(s, i)
 
 A `Schedule` is one way to do it: a list per rank, issued in order. A transfer is one event on two ranks, since several
-processes run it as one program on both submeshes, and so is a sum over copies of a stage. `issue_order` brings all
-instructions into one order in which every rank, and every process, can dispatch them.
+processes run it as one program on both submeshes, and so is a sum over copies of a stage. `issue_order` merges all
+lists into one order in which every rank, and every process, can dispatch them.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Pipeline:
     """The work of one step, or of several in a row.
 
     Attributes:
-        placement: rank of every stage. With copies, stage s of copy c is number c * stages + s.
-        microbatches: microbatches that run through, of all batches; slices of sequences count one by one.
-        borders: (a, b), a < b: what stage a makes, stage b reads.
-        window: microbatches whose sums one update uses.
-        backward: there are backward passes.
-        split: gradients of weights have passes of their own.
-        weights: the version of the weights a pass uses. "stashed": F the newest, B that of its F; "double": the version
-            before that of its window; "latest": always the newest.
-        copies: how many copies of every stage there are; microbatch i runs through copy `copy_of[i]`.
-        slices: microbatches i with one i // slices are slices of one sequence, in order.
+        placement: rank of every stage. With copies, stage s of copy c has the number c * stages + s.
+        microbatches: number of microbatches, of all batches; slices of sequences count one by one.
+        borders: (a, b), a < b: stage b reads outputs of stage a.
+        window: number of microbatches whose sums one update uses.
+        backward: whether there are backward passes.
+        split: whether gradients of weights have passes of their own.
+        weights: the version of the weights that a pass uses. "stashed": F the newest, B that of its F; "double": the
+            version before that of its window; "latest": always the newest.
+        copies: number of copies of every stage; microbatch i runs through copy `copy_of[i]`.
+        slices: microbatches i with equal i // slices are slices of one sequence, in order.
     """
 
     placement: tuple[int, ...]
@@ -65,6 +65,7 @@ class Pipeline:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return max(self.placement) + 1
 
     @property
@@ -77,7 +78,7 @@ class Pipeline:
         return self.copies == 1 or self.copy_of[microbatch] == stage // self.stages
 
     def window_of(self, stage: int, last: int) -> tuple[int, ...]:
-        """The microbatches of the window that ends with `last`, as far as they run through the stage."""
+        """The microbatches of the window that ends with `last` that run through the stage."""
         return tuple(i for i in range(last - self.window + 1, last + 1) if self.routed(stage, i))
 
     @cached_property
@@ -91,24 +92,29 @@ class Pipeline:
         return tuple(tuple(b for a, b in self.borders if a == stage) for stage in range(len(self.placement)))
 
     def inputs(self, kind: Kind, stage: int) -> tuple[int, ...]:
-        """Stages whose pass of the same kind and microbatch a pass reads."""
+        """The stages whose pass of the same kind and microbatch a pass reads."""
         return self.sources[stage] if kind == "F" else self.sinks[stage] if kind == "B" else ()
 
     def outputs(self, kind: Kind, stage: int) -> tuple[int, ...]:
-        """Stages that read what a pass hands on."""
+        """The stages that read the output of a pass."""
         if kind == "F":
             return self.sinks[stage]
         return self.sources[stage] if kind == "B" else ()
 
     def slice_before(self, kind: Kind, microbatch: int) -> int | None:
-        """The slice of the same sequence whose pass has to come just before, None if there is none."""
-        place = microbatch % self.slices
+        """The slice of the same sequence whose pass has to come just before; None if there is none."""
+        slice_index = microbatch % self.slices
         if kind == "F":
-            return microbatch - 1 if place else None
-        return microbatch + 1 if kind == "B" and place + 1 < self.slices else None
+            return microbatch - 1 if slice_index else None
+        return microbatch + 1 if kind == "B" and slice_index + 1 < self.slices else None
 
     def event(self, instruction: Instruction) -> tuple[Hashable, int]:
-        """A key that all instructions of one joint event share, and how many they are; 1 for what a rank does alone."""
+        """The event that an instruction is part of.
+
+        Returns:
+            key: the same for all instructions of a joint event; None for an instruction that involves one rank only.
+            parties: number of instructions with this key.
+        """
         i = instruction
         if i.op in ("send", "recv"):
             return (i.kind, i.stage, i.microbatch, i.to), 2
@@ -122,31 +128,40 @@ Lists = tuple[tuple[Instruction, ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Instruction lists, one per rank, for a pipeline. `str` gives one line per rank; see `autopar.schedules`."""
+    """Instruction lists, one per rank, for a pipeline; see `autopar.schedules`. `str` prints one line per rank.
+
+    Attributes:
+        name: of the schedule, in errors.
+        pipeline: the work.
+        lists: instructions per rank, in order.
+    """
 
     name: str
     pipeline: Pipeline
     lists: Lists
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {r}: {' '.join(map(str, found))}" for r, found in enumerate(self.lists)) + "\n"
+        return (
+            "\n".join(f"rank {r}: {' '.join(map(str, instructions))}" for r, instructions in enumerate(self.lists))
+            + "\n"
+        )
 
     @cached_property
     def order(self) -> tuple[Slot, ...]:
-        """All instructions in an order in which they can be dispatched; ScheduleError if the lists block each other."""
-        found = issue_order(self.pipeline, self.lists)
-        if len(found) < sum(map(len, self.lists)):
+        """All instructions in an order in which they can be dispatched; ScheduleError if the lists deadlock."""
+        order = issue_order(self.pipeline, self.lists)
+        if len(order) < sum(map(len, self.lists)):
             raise ScheduleError(f"schedule {self.name} blocks itself; `autopar.schedules.check` says where")
-        return found
+        return order
 
 
-def held(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the most (stage, microbatch) pairs at a time between F and the free after the last pass."""
+def peak_stash(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the most (stage, microbatch) pairs that its stash has at a time: from F to the last free."""
     last: Kind = "B" if schedule.pipeline.split else "F"
     peaks: list[int] = []
-    for found in schedule.lists:
+    for instructions in schedule.lists:
         now = peak = 0
-        for i in found:
+        for i in instructions:
             if i.op == "run" and i.kind == "F" and schedule.pipeline.backward:
                 now += 1
                 peak = max(peak, now)
@@ -157,11 +172,11 @@ def held(schedule: Schedule) -> tuple[int, ...]:
 
 
 def weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage, the most versions of its weights at a time: the newest, and older ones with passes to come."""
+    """For each stage, the most versions of its weights at a time: the newest, and older ones that are still used."""
     created: list[dict[int, int]] = [{0: -1} for _ in schedule.pipeline.placement]
     last_use: list[dict[int, int]] = [{} for _ in schedule.pipeline.placement]
-    for found in schedule.lists:
-        for position, i in enumerate(found):
+    for instructions in schedule.lists:
+        for position, i in enumerate(instructions):
             if i.op == "run":
                 last_use[i.stage][i.version] = position
             elif i.op == "update":
@@ -173,16 +188,16 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def parse_schedule(text: str, pipeline: Pipeline, name: str = "text") -> Schedule:
-    """The schedule that prints as `text`; ScheduleError on a word that is no instruction."""
+    """The schedule that prints as `text`; ScheduleError on a word that is not an instruction."""
     lines = [line.partition(":")[2] for line in text.strip().splitlines()]
     return Schedule(name, pipeline, tuple(tuple(map(parse, line.split())) for line in lines))
 
 
 def issue_order(pipeline: Pipeline, lists: Sequence[Sequence[Instruction]]) -> tuple[Slot, ...]:
-    """All instructions by the time at which they would be issued if passes took one tick each and the rest nothing.
+    """All instructions in the order in which they would be issued if passes took one tick each and all else no time.
 
-    Ties go to the lower rank; of a transfer, the send comes first. It stops where every rank waits for another: the
-    order is then shorter than the lists.
+    Ties go to the lower rank; of a transfer, the send comes first. If every rank waits for another, the order ends, and
+    is shorter than the lists.
     """
     order: list[Slot] = []
     position = [0] * len(lists)

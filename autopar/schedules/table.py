@@ -1,4 +1,4 @@
-"""The schedules, one row each, and `make`, which turns a row and sizes into instruction lists."""
+"""The table of schedules, and `make`, which turns a schedule and sizes into instruction lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.schedules.orders import Orders, Size
 from autopar.schedules.pipeline import Pipeline, Schedule, Weights
 
 
-def _always(size: Size) -> str:
+def _any_size(size: Size) -> str:
     return ""
 
 
@@ -21,28 +21,29 @@ def _chain(size: Size) -> tuple[int, ...]:
     return tuple(range(size.ranks)) * size.chunks
 
 
-def _behind(size: Size, rank: int) -> int:
-    """1f1b: as many as there are ranks from this one on."""
+def _ranks_from_here(size: Size, rank: int) -> int:
+    """Stash of 1f1b: the number of ranks from this one on."""
     return min(size.ranks - rank, size.items)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One schedule.
+class ScheduleSpec:
+    """One schedule of the table.
 
     Attributes:
-        summary: what it is good for.
+        summary: its advantage.
         order: size -> the passes of every rank in order; see `autopar.schedules.orders`.
-        stash: (size, rank) -> stages x microbatches that the rank holds between F and the last pass that reads it, at
-            most.
-        synchronous: it computes what the undivided step computes.
-        executable: the runtime can run it; the others are for the simulator.
+        stash: (size, rank) -> bound on the number of (stage, microbatch) pairs in the rank's stash, from F to the last
+            pass.
+        synchronous: whether it computes the same as the undivided step.
+        executable: whether the runtime can run it; if not, it is for the simulator alone.
         backward, split, weights: see `Pipeline`.
         several: which of the sizes "chunks", "slices", "batches" may be more than 1.
         placement: size -> rank of every stage.
+        copies: number of copies of every stage.
         copy_of: size -> copy of every microbatch, for schedules with copies.
         window: size -> microbatches per update.
-        complaint: size -> why the sizes do not fit, with alternatives; "" if they do.
+        size_error: size -> why the sizes do not fit, with alternatives; "" if they fit.
     """
 
     summary: str
@@ -58,7 +59,7 @@ class Row:
     copies: int = 1
     copy_of: Callable[[Size], tuple[int, ...]] = lambda size: ()
     window: Callable[[Size], int] = lambda size: size.items
-    complaint: Callable[[Size], str] = _always
+    size_error: Callable[[Size], str] = _any_size
 
 
 def _groups_of_ranks(size: Size) -> str:
@@ -87,48 +88,48 @@ def _batch_covers_ranks(size: Size) -> str:
     )
 
 
-SCHEDULES: Mapping[str, Row] = MappingProxyType(
+SCHEDULES: Mapping[str, ScheduleSpec] = MappingProxyType(
     {
-        "inference": Row(
+        "inference": ScheduleSpec(
             "forward passes only",
             orders.inference,
             lambda size, rank: 0,
             backward=False,
         ),
-        "gpipe": Row("all forward, then all backward passes", orders.gpipe, lambda size, rank: size.items),
-        "1f1b": Row(
+        "gpipe": ScheduleSpec("all forward, then all backward passes", orders.gpipe, lambda size, rank: size.items),
+        "1f1b": ScheduleSpec(
             "the bubble of gpipe, at most p microbatches held",
             orders.one_f_one_b,
-            _behind,
+            _ranks_from_here,
         ),
-        "eager-1f1b": Row(
+        "eager-1f1b": ScheduleSpec(
             "1f1b with forward passes early enough to hide their transfers",
             orders.eager_one_f_one_b,
             lambda size, rank: min(2 * (size.ranks - rank) - 1, size.items),
         ),
-        "interleaved-1f1b": Row(
+        "interleaved-1f1b": ScheduleSpec(
             "1f1b with several stages per rank: a smaller bubble, more transfers",
             orders.interleaved_one_f_one_b,
             lambda size, rank: min(
                 2 * (size.ranks - rank) - 1 + (size.chunks - 1) * size.ranks, size.chunks * size.items
             ),
             several=("chunks",),
-            complaint=_groups_of_ranks,
+            size_error=_groups_of_ranks,
         ),
-        "zb-h1": Row(
+        "zb-h1": ScheduleSpec(
             "1f1b with gradients of weights put off into the bubble",
             orders.zb_h1,
             lambda size, rank: min(size.ranks, size.items),
             split=True,
         ),
-        "terapipe": Row(
+        "terapipe": ScheduleSpec(
             "gpipe over slices of sequences under causal attention",
             orders.terapipe,
             lambda size, rank: size.items,
             executable=False,
             several=("slices",),
         ),
-        "chimera": Row(
+        "chimera": ScheduleSpec(
             "two copies of the model, run through in opposite directions",
             orders.chimera,
             lambda size, rank: min(size.ranks // 2 + 1 + min(rank, size.ranks - 1 - rank), size.items),
@@ -136,29 +137,29 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
             placement=lambda size: (*range(size.ranks), *reversed(range(size.ranks))),
             copies=2,
             copy_of=orders.chimera_copies,
-            complaint=_pairs_of_ranks,
+            size_error=_pairs_of_ranks,
         ),
-        "pipedream": Row(
+        "pipedream": ScheduleSpec(
             "1f1b without a flush, an update per microbatch, up to p versions of the weights",
             orders.one_f_one_b,
-            _behind,
+            _ranks_from_here,
             synchronous=False,
             executable=False,
             several=("batches",),
             window=lambda size: 1,
         ),
-        "pipedream-2bw": Row(
+        "pipedream-2bw": ScheduleSpec(
             "1f1b without a flush, an update per batch, two versions of the weights",
             orders.one_f_one_b,
-            _behind,
+            _ranks_from_here,
             synchronous=False,
             executable=False,
             weights="double",
             several=("batches",),
             window=lambda size: size.microbatches,
-            complaint=_batch_covers_ranks,
+            size_error=_batch_covers_ranks,
         ),
-        "ampnet": Row(
+        "ampnet": ScheduleSpec(
             "whatever has arrived is run; weights may change between a forward pass and its backward pass",
             orders.ampnet,
             lambda size, rank: min(size.ranks, size.items),
@@ -170,7 +171,7 @@ SCHEDULES: Mapping[str, Row] = MappingProxyType(
         ),
     }
 )
-"""Name -> row. Names as in `parallelize(schedule=...)`, for those that are executable."""
+"""Name -> schedule. Names are those of `parallelize(schedule=...)`, for schedules that are executable."""
 
 
 def make(name: str, size: Size, borders: Sequence[tuple[int, int]] | None = None) -> Schedule:
@@ -178,56 +179,56 @@ def make(name: str, size: Size, borders: Sequence[tuple[int, int]] | None = None
 
     Args:
         name: one of `SCHEDULES`.
-        size: ranks, microbatches, and what the schedule has several of. Stage c x ranks + r is chunk c of rank r.
-        borders: (a, b), a < b: what stage a makes, stage b reads. None: each stage reads the one before.
+        size: ranks, microbatches, chunks, slices and batches. Stage c x ranks + r is chunk c of rank r.
+        borders: (a, b), a < b: stage b reads outputs of stage a. None: each stage reads the one before.
 
     Raises:
-        ScheduleError: an unknown name, a size below 1 or of no use to the schedule, sizes that do not fit each other,
-            or borders that are none.
+        ScheduleError: an unknown name, a size below 1 or more than 1 where the schedule has one, sizes that do not fit
+            each other, or an invalid border.
     """
-    row = _row(name)
-    _check_size(name, row, size)
+    spec = _spec(name)
+    _check_size(name, spec, size)
     stages = size.ranks * size.chunks
-    found = [(s, s + 1) for s in range(stages - 1)] if borders is None else sorted({(a, b) for a, b in borders})
-    for a, b in found:
+    pairs = [(s, s + 1) for s in range(stages - 1)] if borders is None else sorted({(a, b) for a, b in borders})
+    for a, b in pairs:
         if not 0 <= a < b < stages:
             raise ScheduleError(f"border ({a}, {b}) is no pair of stages 0 <= a < b < {stages}")
     pipeline = Pipeline(
-        placement=row.placement(size),
+        placement=spec.placement(size),
         microbatches=size.items,
-        borders=tuple((a + stages * c, b + stages * c) for c in range(row.copies) for a, b in found),
-        window=row.window(size),
-        backward=row.backward,
-        split=row.split,
-        weights=row.weights,
-        copies=row.copies,
-        copy_of=row.copy_of(size),
+        borders=tuple((a + stages * c, b + stages * c) for c in range(spec.copies) for a, b in pairs),
+        window=spec.window(size),
+        backward=spec.backward,
+        split=spec.split,
+        weights=spec.weights,
+        copies=spec.copies,
+        copy_of=spec.copy_of(size),
         slices=size.slices,
     )
-    return Schedule(name, pipeline, complete(pipeline, row.order(size)))
+    return Schedule(name, pipeline, complete(pipeline, spec.order(size)))
 
 
 def bounds(name: str, size: Size) -> tuple[int, ...]:
-    """For each rank, how many (stage, microbatch) pairs the schedule holds at most; ScheduleError as for `make`."""
-    row = _row(name)
-    _check_size(name, row, size)
-    return tuple(row.stash(size, rank) for rank in range(size.ranks))
+    """For each rank, the bound on its stash in (stage, microbatch) pairs; ScheduleError as for `make`."""
+    spec = _spec(name)
+    _check_size(name, spec, size)
+    return tuple(spec.stash(size, rank) for rank in range(size.ranks))
 
 
-def _row(name: str) -> Row:
-    row = SCHEDULES.get(name)
-    if row is None:
+def _spec(name: str) -> ScheduleSpec:
+    spec = SCHEDULES.get(name)
+    if spec is None:
         raise ScheduleError(f"unknown schedule '{name}'; there are {', '.join(SCHEDULES)}")
-    return row
+    return spec
 
 
-def _check_size(name: str, row: Row, size: Size) -> None:
+def _check_size(name: str, spec: ScheduleSpec, size: Size) -> None:
     for word, value in asdict(size).items():
         if value < 1:
             raise ScheduleError(f"schedule {name} needs {word} >= 1, not {value}")
-        if value > 1 and word not in ("ranks", "microbatches", *row.several):
-            fitting = [other for other, found in SCHEDULES.items() if word in found.several]
+        if value > 1 and word not in ("ranks", "microbatches", *spec.several):
+            fitting = [other for other, candidate in SCHEDULES.items() if word in candidate.several]
             raise ScheduleError(f"schedule {name} has one of {word}, not {value}; more: {', '.join(fitting)}")
-    complaint = row.complaint(size)
-    if complaint:
-        raise ScheduleError(f"schedule {name} {complaint}")
+    size_error = spec.size_error(size)
+    if size_error:
+        raise ScheduleError(f"schedule {name} {size_error}")

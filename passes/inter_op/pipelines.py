@@ -463,7 +463,7 @@ def _microbatches(
     except MicrobatchError:  # no argument holds a batch
         return 1, ()
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
-    complaint = SCHEDULES[schedule].complaint
+    complaint = SCHEDULES[schedule].size_error
     return next(
         _numbers(extent, PER_RANK * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
     ), batch

@@ -39,7 +39,7 @@ from autopar.plans.layout_checks import check_layouts
 from autopar.plans.plan import Plan, Stage, graph_hash
 from autopar.rules import RuleReader
 from autopar.runtime.pipeline import forward_only
-from autopar.schedules import held
+from autopar.schedules import peak_stash
 
 
 def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
@@ -257,7 +257,7 @@ def _memory(found: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Map
     """Peak bytes per device of a stage, and by kind."""
     rank = found.schedule.pipeline.placement[number]
     stages = found.schedule.pipeline.placement.count(rank)
-    under_way = -(-held(found.schedule)[rank] // stages)
+    under_way = -(-peak_stash(found.schedule)[rank] // stages)
     one = plan.summary.memory
     passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
     most = passes if sum(passes.values()) >= one.update else {"update": one.update}

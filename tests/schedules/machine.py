@@ -1,4 +1,4 @@
-"""Instruction lists executed on numbers: the judge of the checker.
+"""Instruction lists executed on numbers: the oracle of the checker.
 
 Stage s of microbatch i computes a = sin(w_s z + carry / 2), z the sum of what its borders bring (the microbatch itself
 if there are none) and `carry` the a of the slice before, if the two are slices of one sequence. The loss is the sum of
@@ -23,18 +23,18 @@ class Machine:
     def __init__(self, schedule: Schedule) -> None:
         self.pipeline = schedule.pipeline
         self.lists = schedule.lists
-        self.held: dict[Hashable, Any] = {}
+        self.arrays: dict[Hashable, Any] = {}
         self.sums = [0.0] * len(self.pipeline.placement)
         self.results: dict[int, float] = {}
         self.updated: set[int] = set()
 
     def put(self, key: Hashable, value: Any) -> None:
-        if key in self.held:
+        if key in self.arrays:
             raise KeyError(key)
-        self.held[key] = value
+        self.arrays[key] = value
 
     def take(self, key: Hashable) -> Any:
-        return self.held.pop(key)
+        return self.arrays.pop(key)
 
     def execute(self, seed: int) -> dict[int, float]:
         """Sum over microbatches per stage: gradients of the weights, or a if there are no backward passes."""
@@ -62,7 +62,7 @@ class Machine:
                     position[member] += 1
                     waiting.discard(member)
         assert not waiting, "blocked"
-        assert not self.held, "something is left over"
+        assert not self.arrays, "something is left over"
         assert self.updated == set(range(len(self.pipeline.placement))), "not updated"
         return self.results
 
@@ -105,7 +105,7 @@ class Machine:
         cotangent = 1.0 if cotangent is None else cotangent
         if self.pipeline.slice_before("B", i.microbatch) is not None:
             cotangent += self.take(("cocarry", *here))
-        z, slope = self.held["stash", *here]
+        z, slope = self.arrays["stash", *here]
         u = cotangent * slope
         if i.microbatch % self.pipeline.slices:
             self.put(("cocarry", rank, i.stage, i.microbatch - 1), u / 2)
@@ -117,7 +117,7 @@ class Machine:
         self.put(("did B", *here), None)
 
     def weight(self, rank: int, i: Instruction) -> None:
-        u, z = self.held["deferred", rank, i.stage, i.microbatch]
+        u, z = self.arrays["deferred", rank, i.stage, i.microbatch]
         self.put(("gradient", rank, i.stage, i.microbatch), u * z)
         self.put(("did W", rank, i.stage, i.microbatch), None)
 

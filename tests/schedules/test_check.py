@@ -18,9 +18,9 @@ from autopar.schedules import (
     Size,
     bounds,
     check,
-    held,
     make,
     parse_schedule,
+    peak_stash,
 )
 from autopar.schedules.pipeline import Weights
 from tests.schedules.machine import Machine, expected
@@ -123,7 +123,7 @@ rank 0: F0.0 F0.0>1 B1.0<0 B0.0 +0.0 -F0.0 sum0.0 new0.0
 rank 1: F0.0<1 F1.0 B1.0 B1.0>0 +1.0 -F1.0 sum1.0 new1.0
 """
 BAD = [
-    ("dropped", GOOD.replace("F0.0>1 ", ""), r"'every instruction stands once, on its rank': rank 0 lacks F0\.0>1"),
+    ("dropped", GOOD.replace("F0.0>1 ", ""), r"'every instruction occurs once, on its rank': rank 0 lacks F0\.0>1"),
     ("twice", GOOD.replace("B0.0 ", "B0.0 B0.0 "), r".*: rank 0 has B0\.0 2 times"),
     ("not its own", GOOD.replace("F1.0 ", "F1.0 F0.0 "), r".*: rank 1 has F0\.0, which is no work of its"),
     ("a rank", GOOD.strip().splitlines()[0], r".*: there are 1 lists for 2 ranks"),
@@ -190,6 +190,6 @@ def test_a_circle_is_named() -> None:
 
 def test_the_bound_is_kept() -> None:
     gpipe, tight = make("gpipe", Size(2, 3)), bounds("1f1b", Size(2, 3))
-    assert held(gpipe) == (3, 3)
+    assert peak_stash(gpipe) == (3, 3)
     with pytest.raises(ScheduleError, match=r"'no rank holds more than its bound': rank 0 holds 3 .* and may hold 2"):
         check(gpipe, tight)

@@ -1,4 +1,4 @@
-"""The instruction lists, and charts of when their passes run (to be held against the figures of the papers), as text.
+"""The instruction lists, and charts of when their passes run (to be compared with the figures of the papers), as text.
 
 `python -m tests.schedules.test_lists` prints what `lists.txt` should hold; read the difference before keeping it.
 """

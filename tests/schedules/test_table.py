@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.schedules import SCHEDULES, Size, bounds, check, held, make, weight_versions
+from autopar.schedules import SCHEDULES, Size, bounds, check, make, peak_stash, weight_versions
 from tests.schedules.sizes import named_sizes
 
 RUNNABLE = ("inference", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
@@ -40,7 +40,7 @@ def published(name: str, p: int, m: int, v: int, rank: int) -> int:
 def test_published_stash_is_reached_and_not_passed(name: str, data: st.DataObject) -> None:
     _, size = data.draw(named_sizes((name,), most=8))
     wanted = tuple(published(name, size.ranks, size.items, size.chunks, rank) for rank in range(size.ranks))
-    assert held(make(name, size)) == bounds(name, size) == wanted
+    assert peak_stash(make(name, size)) == bounds(name, size) == wanted
 
 
 @pytest.mark.parametrize("p", [2, 4, 6, 8])
@@ -48,7 +48,7 @@ def test_published_stash_is_reached_and_not_passed(name: str, data: st.DataObjec
 def test_chimera_holds_between_half_and_all(p: int, units: int) -> None:
     """Li and Hoefler (2021): D/2 + 1 to D microbatches, two copies of the weights; the middle ranks hold most."""
     size = Size(p, p * units)
-    found = held(make("chimera", size))
+    found = peak_stash(make("chimera", size))
     assert found == bounds("chimera", size)
     assert (min(found), max(found)) == (p // 2 + 1, p)
 
