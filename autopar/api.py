@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.compile import Pin, Prepared, name_of, prepare, warn
+from autopar.compile import Pin, PlannedStep, name_of, plan_step, warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
@@ -138,7 +138,7 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions])
         raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
     chosen = settings(options)
     with as_arrays(args, {}, chosen.static_argnums) as given:
-        return prepare(fn, given.args, {}, chosen, local=False).plan
+        return plan_step(fn, given.args, {}, chosen, local=False).plan
 
 
 def gather(tree: Any) -> Any:
@@ -177,7 +177,7 @@ class ParallelFunction:
     `AutoparWarning` is given. As an attribute of a class it is a method (`BoundFunction`).
 
     Threads may share it. The first call for given shapes plans and compiles while other threads wait for the result.
-    Steps are dispatched to the devices one after the other (`autopar.runtime.single_program.DISPATCH`).
+    Steps are dispatched to the devices one after the other (`autopar.runtime.single_program.DISPATCH_LOCK`).
 
     Attributes:
         __wrapped__: the function as it is written.
@@ -191,8 +191,8 @@ class ParallelFunction:
         functools.update_wrapper(self, fn)
         self.__wrapped__ = fn
         self.settings = chosen
-        self._prepared: dict[_Key, Prepared] = {}
-        self._executables: dict[Prepared, Executable] = {}
+        self._planned_steps: dict[_Key, PlannedStep] = {}
+        self._executables: dict[PlannedStep, Executable] = {}
         self._last: tuple[Any, Executable] | None = None
         self._planning = threading.RLock()  # planning may call the function's own `plan`
 
@@ -237,21 +237,21 @@ class ParallelFunction:
 
     def _compiled(self, given: ArrayArguments) -> Executable:
         with self._planning:
-            prepared = self._prepare(given)
-            found = self._executables.get(prepared)
+            planned = self._planned_step(given)
+            found = self._executables.get(planned)
             if found is None:
-                found = self._executables[prepared] = lower(prepared, name_of(self.__wrapped__)).compile()
+                found = self._executables[planned] = lower(planned, name_of(self.__wrapped__)).compile()
         return found
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
         with self._opened(args, kwargs) as given:
-            return self._prepare(given).plan
+            return self._planned_step(given).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
         with self._opened(args, kwargs) as given:
-            return lower(self._prepare(given), name_of(self.__wrapped__))
+            return lower(self._planned_step(given), name_of(self.__wrapped__))
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.
@@ -287,31 +287,31 @@ class ParallelFunction:
 
     def _homes(self, shapes: Any) -> Sequence[NamedSharding]:
         """Where the leaves of a tree of this structure are to be held."""
-        for prepared in reversed(self._prepared.values()):
+        for planned in reversed(self._planned_steps.values()):
             try:
-                positions = prepared.plan.positions(shapes)
+                positions = planned.plan.positions(shapes)
             except ArgumentError:
                 continue
-            homes = prepared.homes()
+            homes = planned.argument_shardings()
             return [homes[i] for i in positions]
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
-    def _prepare(self, given: ArrayArguments) -> Prepared:
+    def _planned_step(self, given: ArrayArguments) -> PlannedStep:
         key = self._key(given)
         with self._planning:
-            found = self._prepared.get(key) or self._fitting(key)
+            found = self._planned_steps.get(key) or self._fitting(key)
             if found is None:
-                found = prepare(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
-            self._prepared[key] = found
+                found = plan_step(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
+            self._planned_steps[key] = found
         return found
 
-    def _fitting(self, key: _Key) -> Prepared | None:
+    def _fitting(self, key: _Key) -> PlannedStep | None:
         """An entry for the same structure whose plan keeps these pins, as it does those of its own results."""
         structure, pins = key
         within = any(pins) or jax_compat.explicit_mesh() is not None
-        same = (prepared for (other, _), prepared in self._prepared.items() if other == structure)
-        return next((prepared for prepared in same if prepared.keeps(pins, within)), None)
+        same = (planned for (other, _), planned in self._planned_steps.items() if other == structure)
+        return next((planned for planned in same if planned.matches_pins(pins, within)), None)
 
     def _key(self, given: ArrayArguments) -> _Key:
         context = jax_compat.trace_context()

@@ -1,8 +1,9 @@
-"""From a function and its arguments to the plan that runs: trace, plan every candidate mesh, keep the best.
+"""The driver: from a function and its arguments to a plan that can be executed.
 
 trace      in the mesh that the user has set, types included
-plan       for each candidate mesh with Auto axes, or read from the cache     -> _best, _planned
-check      a plan from elsewhere against this function and mesh               -> _loaded
+plan       for candidate meshes with Auto axes, and for pipelines   -> _plan_one_mesh, _search_pipelines
+           for stages as the user gives them                        -> _plan_stages_as_given
+load       a plan from a file, checked against the function and mesh -> _load
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import argnums, jax_compat
 from autopar.codegen import emit as codegen
-from autopar.codegen.accumulate import accumulated
+from autopar.codegen.accumulate import accumulate_gradients
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -54,36 +55,43 @@ from autopar.plans.checks import mismatches
 from autopar.plans.layout_checks import check_arguments, check_layouts
 from autopar.plans.plan import Plan, check_matches, graph_hash
 from autopar.plans.schema import FieldError
-from autopar.progress import Progress, told
+from autopar.progress import Progress, reporting
 from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
 from autopar.runtime import PipelineStep, build
 from autopar.runtime.failures import CALLBACKS
 
-MOST_BYTES = 2**53  # of one array: sums of a thousand such are below 2**63
+MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
 
-#: Seconds that planning may take where no time limit is given: about as long as compiling, by operations.
-LEAST_SECONDS, SECONDS = 5.0, 2e-3
-SEARCH_SECONDS = 60.0  # of each problem in a search for stages
-#: Share of the seconds that a search expects of stages that they may take once they are planned: 0.94 to 1.05 on T5,
-#: BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e.
-PLANNED = 0.9
-#: How often the memory a step may need, counted without fusion, for its plan on one mesh to be looked for at once.
-#: Chosen on BERT-large, whose plan peaks at a third of that count.
-FUSED = 3.0
-#: Programs in microbatches that are kept: recomputation asks for the same ones on every mesh.
-SPLIT = 4
+#: Default time limit of planning in seconds: the larger of a minimum and a time per operation, which is about the time
+#: that compilation takes.
+MIN_PLANNING_SECONDS, SECONDS_PER_OP = 5.0, 2e-3
+STAGE_SOLVER_SECONDS = 60.0  # default time limit of one problem in a search for stages
+#: Assumed smallest ratio of the step time of planned stages to the step time that the inter-operator search forecasts:
+#: 0.94 to 1.05 on T5, BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e.
+PLANNED_OVER_FORECAST = 0.9
+#: A step is planned on one mesh before the search for stages, if the memory that it needs without fusion is at most
+#: this many times that of the cluster. Chosen on BERT-large, whose plan peaks at a third of its memory without fusion.
+UNFUSED_OVER_PEAK = 3.0
+#: Number of graphs whose rewriting into microbatches is cached: each mesh asks for the same rematerialised graphs.
+SPLIT_CACHE_SIZE = 4
 
-#: How an argument lies on an Explicit mesh: its pin (None if it is not cut) and the mesh.
+#: The sharding of an argument on an Explicit mesh: its spec (None if it is replicated) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A plan with the trace it belongs to, the mesh it is for, the rules then registered, and what to warn of.
+class PlannedStep:
+    """A planned step, before code generation.
 
-    The graph of the trace is the one that is executed: with what the plan recomputes. `pipeline`: it in stages, and
-    `layouts`: the layouts inside these, where the plan has several.
+    Attributes:
+        traced: the trace with the graph that is executed, rematerialisation and microbatches included.
+        plan: the plan.
+        target: the mesh that it is for.
+        registered: the user's sharding rules that it was planned with.
+        warnings: what to warn the user of.
+        pipeline: the step in stages; None on one mesh.
+        layouts: the layouts inside the stages, if there are several.
     """
 
     traced: Traced
@@ -95,19 +103,19 @@ class Prepared:
     layouts: StagePlans[CodegenStage] | None = None
 
     def rules(self) -> Mapping[int, Rule]:
-        """What code generation needs beside the plan; read once per graph."""
+        """The sharding rules of the graph's operations, for code generation."""
         return rules_of(self.traced.graph, self.registered)
 
     def mesh(self) -> Mesh:
         """The devices, with Auto axes."""
         return jax_compat.auto_mesh(meshes.concrete(self.target), self.target.logical.names)
 
-    def homes(self) -> tuple[NamedSharding, ...]:
-        """Where the plan holds every argument leaf; what no stage of a pipeline holds, where the first stage is."""
+    def argument_shardings(self) -> tuple[NamedSharding, ...]:
+        """The sharding of every argument leaf between steps; where no stage stores it, that of the first stage."""
         pieces = (self.mesh(),) if self.pipeline is None else self.submeshes()
         rank = {i: stage.rank for stage in self.plan.stages for i in stage.arguments}
-        homes = [codegen.in_shardings(self.plan, piece) for piece in pieces]
-        return tuple(homes[rank.get(i, 0)][i] for i in range(len(self.plan.inputs)))
+        by_rank = [codegen.in_shardings(self.plan, piece) for piece in pieces]
+        return tuple(by_rank[rank.get(i, 0)][i] for i in range(len(self.plan.inputs)))
 
     def submeshes(self) -> tuple[Mesh, ...]:
         """The devices of every rank of a pipeline, with Auto axes."""
@@ -119,24 +127,28 @@ class Prepared:
         return tuple(jax_compat.auto_mesh(p.reshape(n), names) for p, n in zip(pieces, shapes, strict=True))
 
     def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
-        """A pipeline compiled for the devices at hand."""
+        """The pipeline, compiled for the devices of this process; `compiler_options`: of XLA."""
         assert self.pipeline is not None
-        found = self.pipeline
         with jax_compat.automatic_axes():
-            # what fails on the host fails later than its call, unless that is waited for
+            # an error in a host callback is reported after its call has returned, unless each call is waited for
             blocking = any(op.name in CALLBACKS for op in self.traced.graph.walk())
             submeshes = self.submeshes()
-            needed = codegen.kernel_options(self.traced.graph, submeshes[0].devices.flat[0].platform)
+            required = codegen.kernel_options(self.traced.graph, submeshes[0].devices.flat[0].platform)
             options: Any = {
                 "layouts": self.layouts,
-                "compiler_options": {**needed, **(compiler_options or {})},
+                "compiler_options": {**required, **(compiler_options or {})},
                 "blocking": blocking,
                 "donated": self.plan.donated,
             }
-            return build(self.traced, found.stages, found.schedule, submeshes, **options)
+            return build(self.traced, self.pipeline.stages, self.pipeline.schedule, submeshes, **options)
 
-    def keeps(self, pins: Sequence[Pin | None], within: bool) -> bool:
-        """True if the plan keeps the types of these arguments; `within`: they, or the call, are on an Explicit mesh."""
+    def matches_pins(self, pins: Sequence[Pin | None], within: bool) -> bool:
+        """Whether the plan fits a call whose arguments have these types.
+
+        Args:
+            pins: per argument leaf, its sharding on an Explicit mesh; None where it has none.
+            within: an argument, or the call, is on an Explicit mesh.
+        """
         return within == (self.traced.mesh is not None) and all(
             dict(pin[1].shape) == self.target.logical.shape and from_spec(pin[0], self.plan.mesh_names) == layout
             for pin, layout in zip(pins, self.plan.inputs, strict=True)
@@ -144,35 +156,46 @@ class Prepared:
         )
 
 
-def prepare(
+def plan_step(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
-) -> Prepared:
-    """Trace and plan; `local`: the plan is to run here. For the errors see `autopar.parallelize`."""
-    with collector_paused(), told(name_of(fn), s.progress) as tell:
+) -> PlannedStep:
+    """Trace and plan a step.
+
+    Args:
+        fn: the step.
+        args: its positional arguments, or their shapes.
+        kwargs: its keyword arguments.
+        s: the settings.
+        local: the plan is to run on the devices of this process.
+
+    Raises:
+        AutoparError: for its subclasses see `autopar.parallelize`.
+    """
+    with collector_paused(), reporting(name_of(fn), s.progress) as report:
         begin = time.perf_counter()
-        tell("tracing")
+        report("tracing")
         traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
         _check_sizes(name_of(fn), verify_graph(traced.graph))
-        call = _Call(fn, traced, args, local, time.perf_counter() - begin, tell)
+        call = _Call(fn, traced, args, local, time.perf_counter() - begin, report)
         with jax_compat.automatic_axes():
             if s.plan is not None:
-                return _loaded(fn, traced, replace(s, plan=argnums.donating_no_more(s.plan, args, s)))
+                return _load(fn, traced, replace(s, plan=argnums.donating_no_more(s.plan, args, s)))
             if s.pipelined:
-                return _in_stages(call, s)
+                return _plan_stages_as_given(call, s)
             if not traced.pins and pipelines.is_open(s, traced.graph):
-                return _searched(call, s)
-            return _best(call, s)
+                return _search_pipelines(call, s)
+            return _plan_one_mesh(call, s)
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What is planned.
+    """One call to be planned.
 
     Attributes:
         fn, traced, args: the function, its trace and the arguments.
-        local: the plan is to run here.
+        local: the plan is to run on the devices of this process.
         trace_s: seconds that tracing took.
-        report: says what is done.
+        report: prints progress.
     """
 
     fn: Callable[..., Any]
@@ -184,37 +207,37 @@ class _Call:
 
 
 def _check_sizes(name: str, graph: Graph) -> None:
-    """ArgumentError for the first value whose bytes cannot be counted."""
-    if max((t.nbytes for t in graph.types), default=0) <= MOST_BYTES:
+    """ArgumentError for the first value of more than `MAX_ARRAY_BYTES`."""
+    if max((t.nbytes for t in graph.types), default=0) <= MAX_ARRAY_BYTES:
         return
     paths = {v: f"argument '{path}'" for v, path in graph.names.items()}
-    made = {v: f"the result of {op.name} at {op.source}" for op in graph.walk() for v in op.outputs}
-    value = next(v for v, t in enumerate(graph.types) if t.nbytes > MOST_BYTES)
-    what = {**made, **paths}.get(value, "a value")
+    results = {v: f"the result of {op.name} at {op.source}" for op in graph.walk() for v in op.outputs}
+    value = next(v for v, t in enumerate(graph.types) if t.nbytes > MAX_ARRAY_BYTES)
+    what = {**results, **paths}.get(value, "a value")
     raise ArgumentError(
-        f"{what} of {name} is {graph.types[value]}, more than the {MOST_BYTES:.1e} bytes an array may have"
+        f"{what} of {name} is {graph.types[value]}, more than the {MAX_ARRAY_BYTES:.1e} bytes an array may have"
     )
 
 
-def _best(call: _Call, s: Settings) -> Prepared:
-    """The plan with the shortest step among the candidate meshes."""
-    best = _on_one_mesh(call, s)
+def _plan_one_mesh(call: _Call, s: Settings) -> PlannedStep:
+    """The plan with the shortest step among the candidate meshes; prints its warnings."""
+    best = _try_one_mesh(call, s)
     assert best is not None
     for warning in best.warnings:
         warn(f"{name_of(call.fn)}: {warning}")
     return best
 
 
-def _on_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> Prepared | None:
-    """The same without a word; None if it takes `cutoff` (s) or longer."""
-    return _OneMesh(call, s).plan(cutoff)
+def _try_one_mesh(call: _Call, s: Settings, cutoff: float = math.inf) -> PlannedStep | None:
+    """The plan with the shortest step among the candidate meshes; None if it takes `cutoff` (s) or longer. Silent."""
+    return _OneMeshPlanner(call, s).plan(cutoff)
 
 
-class _OneMesh:
-    """The plans of a step on the candidate meshes, in so many microbatches as the settings say.
+class _OneMeshPlanner:
+    """Plans a step on the candidate meshes, with the number of microbatches that the settings give.
 
     Raises:
-        ArgumentError, MicrobatchError: the batch does not fall into microbatches, or divides by no axis of any mesh.
+        ArgumentError, MicrobatchError: the batch does not split into microbatches, or divides by no axis of any mesh.
     """
 
     def __init__(self, call: _Call, s: Settings) -> None:
@@ -223,9 +246,11 @@ class _OneMesh:
         self._count, self._batch = count, batch = argnums.microbatches(call.traced.graph, call.args, s)
         devices, self._own = self._candidates[0].logical.size, s.per_microbatch
 
-        @lru_cache(maxsize=SPLIT)
+        @lru_cache(maxsize=SPLIT_CACHE_SIZE)
         def split(graph: Graph) -> Graph:
-            return accumulated(replace(call.traced, graph=graph), count, batch, devices, s.per_microbatch).graph
+            return accumulate_gradients(
+                replace(call.traced, graph=graph), count, batch, devices, s.per_microbatch
+            ).graph
 
         self._parts = Parts(call.traced, split, count)
         self._traced, self._rules = replace(call.traced, graph=split(call.traced.graph)), registered_rules()
@@ -246,21 +271,21 @@ class _OneMesh:
         return MeshSearch(self._traced, self._candidates, self._options, self._parts, self._call.report)
 
     def expected(self) -> tuple[float, bool]:
-        """About the seconds of the best plan, of what is quickly found; and whether that is of the step as written."""
-        kept, _ = self._kept()
-        if kept is None:
+        """Step time (s) of the best plan that is quickly found, and whether it has no remat and no offload."""
+        cached, _ = self._cached()
+        if cached is None:
             return self._search.expected()
         fits = memory_policy.fits(
-            kept.stages[0].peak_memory_bytes, self._candidates[0].logical, self._options.memory_budget
+            cached.stages[0].peak_memory_bytes, self._candidates[0].logical, self._options.memory_budget
         )
-        return (kept.step_time_s, not kept.remat and not kept.offloaded) if fits else (math.inf, False)
+        return (cached.step_time_s, not cached.remat and not cached.offloaded) if fits else (math.inf, False)
 
-    def plan(self, cutoff: float = math.inf) -> Prepared | None:
+    def plan(self, cutoff: float = math.inf) -> PlannedStep | None:
         """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
         answer = self._planned(cutoff)
         if answer is None:
             return None
-        plan, found = answer
+        plan, plan_warnings = answer
         names, sizes = plan.mesh_names, plan.mesh_sizes
         (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
         step = self._parts.step
@@ -268,47 +293,48 @@ class _OneMesh:
             own, batch = self._own, self._batch
             hashed = graph_hash(step.graph)
             plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
-        best = Prepared(self._traced, plan, target, self._rules, found)
+        best = PlannedStep(self._traced, plan, target, self._rules, plan_warnings)
         if best.plan.remat:
-            best = replace(best, traced=executed(step, best.plan))
-        if changed := _changed(step, best.traced):
+            best = replace(best, traced=apply_rewrites(step, best.plan))
+        if rewritten := _rewritten_hash(step, best.traced):
             (stage,) = best.plan.stages
-            best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=changed),)))
+            best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=rewritten),)))
         return best
 
     def _planned(self, cutoff: float) -> tuple[Plan, tuple[str, ...]] | None:
-        """The best plan of the candidate meshes, from the cache if it is there, and what to warn of."""
+        """The best plan of the candidate meshes, from the cache if it is there, and its warnings."""
         begin = time.perf_counter()
-        kept, asked = self._kept()
-        if kept is not None:
-            return replace(kept, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), ()
-        made = self._search.best(cutoff)
-        if made is None:
+        cached, cache_key = self._cached()
+        if cached is not None:
+            return replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), ()
+        best = self._search.best(cutoff)
+        if best is None:
             return None
-        made = replace(made, plan=replace(made.plan, phases={"trace": self._call.trace_s, **made.plan.phases}))
-        if asked is not None and math.isinf(cutoff):
-            plan_cache.write(asked, made.plan, self._options.time_limit)
-        return made.plan, made.solution.warnings
+        plan = replace(best.plan, phases={"trace": self._call.trace_s, **best.plan.phases})
+        if cache_key is not None and math.isinf(cutoff):
+            plan_cache.write(cache_key, plan, self._options.time_limit)
+        return plan, best.solution.warnings
 
-    def _kept(self) -> tuple[Plan | None, str | None]:
-        """The plan in the cache, if there is one, and what it answers, if there is a cache."""
+    def _cached(self) -> tuple[Plan | None, str | None]:
+        """The plan in the cache, or None, and its key; both None without a cache."""
         if plan_cache.folder() is None:
             return None, None
         first, *others = self._candidates
         further = {"candidates": [one.logical for one in self._candidates]} if others else {}
-        asked = plan_cache.question(self._traced, first.logical, first.cluster.name, self._options, further)
-        return plan_cache.read(asked), asked
+        cache_key = plan_cache.question(self._traced, first.logical, first.cluster.name, self._options, further)
+        return plan_cache.read(cache_key), cache_key
 
 
 def _time_limit(graph: Graph) -> float:
-    """Seconds that planning may take where nobody says: about as long as compiling, by operations."""
-    return max(LEAST_SECONDS, SECONDS * sum(1 for _ in graph.walk()))
+    """Default time limit of planning in seconds."""
+    return max(MIN_PLANNING_SECONDS, SECONDS_PER_OP * sum(1 for _ in graph.walk()))
 
 
 def _offload(s: Settings, target: Target, local: bool) -> str:
-    """The option `offload`, "none" where it is free and the devices that the plan is to run on have no host memory.
+    """The option `offload`; "none" in place of "auto" where the devices here cannot address host memory.
 
-    ArgumentError where state is to go there nevertheless.
+    Raises:
+        ArgumentError: the option is "all", and the devices here cannot address host memory.
     """
     kinds = _memory_kinds(target) if local else (jax_compat.HOST_MEMORY,)
     if jax_compat.HOST_MEMORY in kinds:
@@ -325,84 +351,100 @@ def _memory_kinds(target: Target) -> tuple[str, ...]:
     return jax_compat.memory_kinds(meshes.concrete(target).flat[0])
 
 
-def _searched(call: _Call, s: Settings) -> Prepared:
+def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
     """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
     begin = time.perf_counter()
-    options = _options_of_stages(s)
-    asked = None
+    options = _stage_options(s)
+    cache_key = None
     if plan_cache.folder() is not None:
         whole = cluster.logical_mesh((cluster.num_devices,))
-        asked = plan_cache.question(call.traced, whole, repr(cluster), options, _asked(s))
-        kept = plan_cache.read(asked)
-        if kept is not None:
-            kept = replace(kept, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
-            with contextlib.suppress(PlanMismatchError):  # devices here may lack what those had that it was made on
-                return _from_cache(call.fn, call.traced, replace(s, plan=kept), call.local)
+        cache_key = plan_cache.question(call.traced, whole, repr(cluster), options, _search_settings(s))
+        cached = plan_cache.read(cache_key)
+        if cached is not None:
+            cached = replace(cached, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
+            with contextlib.suppress(PlanMismatchError):  # the devices here may lack the host memory that it needs
+                return _load_cached(call.fn, call.traced, replace(s, plan=cached), call.local)
     step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, s)
-    laps = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
-    one_mesh, known, as_written = _one_microbatch(call, s, cluster, alone=step is None or step.is_whole)
+    phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
+    one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
 
-    def way(count: int | str) -> Callable[[float], Prepared | None]:
-        """The plan on one mesh in so many microbatches."""
+    def planner_for(count: int | str) -> Callable[[float], PlannedStep | None]:
+        """A function from a cutoff (s) to the plan on one mesh in `count` microbatches, or None."""
         if count in (1, "auto") and one_mesh is not None:
             return one_mesh.plan
-        return partial(_on_one_mesh, call, replace(s, num_microbatches=count))
+        return partial(_try_one_mesh, call, replace(s, num_microbatches=count))
 
-    found, tried = None, set[int | str]()
-    promised = () if step is None or math.isinf(known) else (known / PLANNED,)
-    for limit in (*promised, math.inf):
+    best, tried = None, set[int | str]()
+    # forecasts above the first limit (s) cannot beat the plan on one mesh; the second round has no limit
+    first_limit = () if step is None or math.isinf(expected) else (expected / PLANNED_OVER_FORECAST,)
+    for limit in (*first_limit, math.inf):
         call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
         searching, fewest = time.perf_counter(), 2 if as_written else 1
         choice = None if step is None else pipelines.searched(step, cluster, options, limit, fewest)
-        stages = _assembled_choice(call, s, choice, cluster)
-        laps["inter_op"] += time.perf_counter() - searching
+        stages = _assemble_choice(call, s, choice, cluster)
+        phases["inter_op"] += time.perf_counter() - searching
         if stages is not None:
-            staged = _staged(call, s, *stages, laps)
-            laps = dict(staged.plan.phases)
-            found = staged if found is None else _better(staged, found, s)
-        if found is None or s.schedule == "auto":
-            counts = (1,) if as_written else _counts(s, choice, call.traced.graph, cluster)
-            counts = counts if found is not None else counts or (s.num_microbatches,)
+            staged = _plan_stages(call, s, *stages, phases)
+            phases = dict(staged.plan.phases)
+            best = staged if best is None else _faster(staged, best, s)
+        if best is None or s.schedule == "auto":
+            counts = (1,) if as_written else _microbatch_counts(s, choice, call.traced.graph, cluster)
+            counts = counts if best is not None else counts or (s.num_microbatches,)
             try:
-                found = _on_meshes(s, [way(n) for n in counts if n not in tried], found)
+                best = _best_on_one_mesh(s, [planner_for(n) for n in counts if n not in tried], best)
             except AutoparError:
                 if as_written or math.isinf(limit):
                     raise
                 continue
             tried.update(counts)
-        if as_written or (_fits(found, s) and found.plan.step_time_s < limit):
-            break  # otherwise it was forecast to take less, and what takes as long was not looked for
-    assert found is not None
-    laps["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(laps.values())
-    found = replace(found, plan=replace(found.plan, phases=laps))
-    for warning in found.warnings:
+        if as_written or (_fits(best, s) and best.plan.step_time_s < limit):
+            break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
+    assert best is not None
+    phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
+    best = replace(best, plan=replace(best.plan, phases=phases))
+    for warning in best.warnings:
         warn(f"{name_of(call.fn)}: {warning}")
-    if asked is not None:
-        plan_cache.write(asked, found.plan, options.time_limit)
-    return found
+    if cache_key is not None:
+        plan_cache.write(cache_key, best.plan, options.time_limit)
+    return best
 
 
-def _one_microbatch(call: _Call, s: Settings, cluster: Cluster, *, alone: bool) -> tuple[_OneMesh | None, float, bool]:
-    """Plans on one mesh in one microbatch, about the seconds of the best, and whether that is of the step as written.
+def _one_microbatch(
+    call: _Call, s: Settings, cluster: Cluster, *, indivisible: bool
+) -> tuple[_OneMeshPlanner | None, float, bool]:
+    """Planner on one mesh with one microbatch, the expected step time (s), and whether that has no remat or offload.
 
-    They are quickly found, and few pipelines promise to be better. None for a step that is too large, unless it runs in
-    one microbatch `alone`; inf if nothing is known to fit.
+    This plan is quickly found, and few pipelines are forecast to beat it.
+
+    Args:
+        call: the step.
+        s: the settings.
+        cluster: its devices.
+        indivisible: the step cannot be split into microbatches, so that its size does not matter.
+
+    Returns:
+        None and inf, if the step is too large or the settings exclude such a plan; inf also if no plan is known to fit.
     """
-    may = s.num_microbatches in ("auto", 1) and (alone or pipelines.fits_evenly(call.traced.graph, cluster, FUSED))
-    if s.schedule == "auto" and may:
-        with contextlib.suppress(AutoparError):  # what one mesh refuses is no matter where there are stages
-            found = _OneMesh(call, replace(s, num_microbatches=1))
-            return (found, *found.expected())
+    tried = s.num_microbatches in ("auto", 1) and (
+        indivisible or pipelines.fits_evenly(call.traced.graph, cluster, UNFUSED_OVER_PEAK)
+    )
+    if s.schedule == "auto" and tried:
+        with contextlib.suppress(AutoparError):  # a step that cannot be planned on one mesh may still have stages
+            planner = _OneMeshPlanner(call, replace(s, num_microbatches=1))
+            return (planner, *planner.expected())
     return None, math.inf, False
 
 
-def _assembled_choice(
+def _assemble_choice(
     call: _Call, s: Settings, choice: pipelines.StageChoice | None, cluster: Cluster
 ) -> tuple[Target, Pipelined] | None:
-    """The stages that were chosen, on a mesh of all devices; None where none were, or none has a backward pass.
+    """The stages that the search chose, on a mesh of all devices; None if it chose one stage.
 
-    That is so where all of the backward pass needs the whole batch. ScheduleError where a schedule was asked for.
+    None also if no stage has a backward pass, because the whole backward pass needs the whole batch.
+
+    Raises:
+        ScheduleError: no stage has a backward pass, and the settings ask for a schedule.
     """
     if choice is None or not choice.borders:
         return None
@@ -416,114 +458,121 @@ def _assembled_choice(
         return None
 
 
-def _options_of_stages(s: Settings) -> Options:
-    """How stages are solved."""
-    limit, rules = s.time_limit or SEARCH_SECONDS, registered_rules()
+def _stage_options(s: Settings) -> Options:
+    """The solver options for the layouts of stages."""
+    limit, rules = s.time_limit or STAGE_SOLVER_SECONDS, registered_rules()
     return Options(solver=s.solver, time_limit=limit, gap=s.gap, pins=s.pins, rules=rules)
 
 
-def _counts(s: Settings, choice: pipelines.StageChoice | None, graph: Graph, cluster: Cluster) -> tuple[int | str, ...]:
-    """Numbers of microbatches to plan one mesh with.
+def _microbatch_counts(
+    s: Settings, choice: pipelines.StageChoice | None, graph: Graph, cluster: Cluster
+) -> tuple[int | str, ...]:
+    """Numbers of microbatches with which to plan one mesh.
 
-    That of the search where it is for one stage; and one where that may fit, first if it does as it is written.
+    The number that the search chose, if it chose one stage; and 1 if the step may fit so, first if the step fits
+    without remat.
     """
     if choice is None or isinstance(s.num_microbatches, int):
         return (s.num_microbatches,)
-    found = () if choice.borders else (choice.microbatches,)
+    chosen = () if choice.borders else (choice.microbatches,)
     if pipelines.fits_evenly(graph, cluster):
-        return tuple(dict.fromkeys((1, *found)))
-    return tuple(dict.fromkeys((*found, 1))) if pipelines.may_fit(graph, cluster, s.remat) else found
+        return tuple(dict.fromkeys((1, *chosen)))
+    return tuple(dict.fromkeys((*chosen, 1))) if pipelines.may_fit(graph, cluster, s.remat) else chosen
 
 
-def _on_meshes(s: Settings, ways: Sequence[Callable[[float], Prepared | None]], found: Prepared | None) -> Prepared:
-    """The best of what is found and several plans on one mesh; those that fit into memory first.
+def _best_on_one_mesh(
+    s: Settings, planners: Sequence[Callable[[float], PlannedStep | None]], staged: PlannedStep | None
+) -> PlannedStep:
+    """The best of a pipeline and several plans on one mesh; plans that fit into memory come first.
 
-    What one mesh refuses, such as a batch that its axes do not divide, is no matter where another plan is found.
+    An error of one planner, such as a batch that the mesh axes do not divide, is ignored if there is another plan.
 
     Args:
         s: the settings.
-        ways: the plan that takes less than a cutoff in seconds, None if there is none.
-        found: the stages that were chosen, if any.
+        planners: functions from a cutoff (s) to a plan that takes less; None if there is none.
+        staged: the best pipeline, if any.
 
     Raises:
-        AutoparError: the first refusal, where there is no plan at all.
+        AutoparError: the first error, if there is no plan at all.
     """
-    refusals = list[AutoparError]()
-    for plan in ways:
+    errors, best = list[AutoparError](), staged
+    for plan in planners:
         try:
-            one = plan(found.plan.step_time_s if found is not None and _fits(found, s) else math.inf)
+            one_mesh = plan(best.plan.step_time_s if best is not None and _fits(best, s) else math.inf)
         except AutoparError as error:
-            refusals.append(error)
+            errors.append(error)
         else:
-            found = one if found is None else _better(found, one, s)
-    if found is None:
-        raise refusals[0]
-    return found
+            best = one_mesh if best is None else _faster(best, one_mesh, s)
+    if best is None:
+        raise errors[0]
+    return best
 
 
-def _better(found: Prepared, other: Prepared | None, s: Settings) -> Prepared:
-    """The shorter of two plans that fit, or the one that does; of others the latter."""
-    if other is None:
-        return found
-    if _fits(found, s) and _fits(other, s):
-        return min(found, other, key=lambda one: one.plan.step_time_s)
-    return found if _fits(found, s) else other
+def _faster(first: PlannedStep, second: PlannedStep | None, s: Settings) -> PlannedStep:
+    """The faster of two plans that fit, or the one that fits; the second if neither does."""
+    if second is None:
+        return first
+    if _fits(first, s) and _fits(second, s):
+        return min(first, second, key=lambda step: step.plan.step_time_s)
+    return first if _fits(first, s) else second
 
 
-def _fits(found: Prepared, s: Settings) -> bool:
-    """Whether every device has memory for its part."""
-    peak = max(stage.peak_memory_bytes for stage in found.plan.stages)
-    return memory_policy.fits(peak, found.target.logical, s.memory_budget)
+def _fits(step: PlannedStep, s: Settings) -> bool:
+    """Whether the peak memory of every device is within the budget."""
+    peak = max(stage.peak_memory_bytes for stage in step.plan.stages)
+    return memory_policy.fits(peak, step.target.logical, s.memory_budget)
 
 
-#: Settings that a search for a pipeline depends on, besides those that are `Options`.
-_OF_THE_SEARCH = (
+#: Settings that the search for a pipeline depends on, besides those in `Options`.
+_SEARCH_SETTINGS = (
     *("batch_argnums", "donate_argnums", "memory_budget", "remat", "offload", "num_microbatches", "stages", "schedule"),
     "per_microbatch",
 )
 
 
-def _asked(s: Settings) -> Mapping[str, object]:
-    return {f"search {name}": getattr(s, name) for name in _OF_THE_SEARCH}
+def _search_settings(s: Settings) -> Mapping[str, object]:
+    return {f"search {name}": getattr(s, name) for name in _SEARCH_SETTINGS}
 
 
-def _from_cache(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool) -> Prepared:
-    """A plan that is kept: made ready to run only where it is to."""
+def _load_cached(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool) -> PlannedStep:
+    """A plan from the cache; checked and prepared for execution only if it is to run here."""
     assert s.plan is not None
     if local:
-        return _loaded(fn, traced, s)
+        return _load(fn, traced, s)
     (target,) = meshes.targets(s.plan.mesh, s.cluster, local=False)
-    return Prepared(traced, s.plan, target, registered_rules())
+    return PlannedStep(traced, s.plan, target, registered_rules())
 
 
-def _in_stages(call: _Call, s: Settings) -> Prepared:
-    """The plan of a pipeline of so many stages, on the mesh given or on one axis of all devices."""
+def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
+    """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices."""
     pipelines.check_options(s, bool(call.traced.pins), call.traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
-    found = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, s)
-    return _staged(call, s, target, found, {"trace": call.trace_s})
+    pipeline = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, s)
+    return _plan_stages(call, s, target, pipeline, {"trace": call.trace_s})
 
 
-def _staged(call: _Call, s: Settings, target: Target, found: Pipelined, laps: Mapping[str, float]) -> Prepared:
-    """The plan of a step in stages."""
+def _plan_stages(
+    call: _Call, s: Settings, target: Target, pipeline: Pipelined, phases: Mapping[str, float]
+) -> PlannedStep:
+    """The plan of a step whose stages are known; `phases`: seconds of planning so far, by phase."""
     begin = time.perf_counter()
-    call.report(f"planning {len(found.stages.stages)} stages in {found.choice.microbatches} microbatches")
+    call.report(f"planning {len(pipeline.stages.stages)} stages in {pipeline.choice.microbatches} microbatches")
     traced, donated = call.traced, argnums.donated(call.traced, call.args, s)
     state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
-    run, rules = replace(traced, graph=found.layers.graph), registered_rules()
-    whole = s.time_limit or _time_limit(traced.graph)
-    options = replace(_options_of_stages(s), time_limit=whole / len(found.stages.stages))
-    layouts = pipeline_plan.plan_layouts(run, found, options)
-    made = pipeline_plan.make_plan(traced.graph, found, layouts, target, state, 0.0)
-    made = replace(made, phases={**laps, "stages": time.perf_counter() - begin})
-    call.report(f"{len(made.stages)} stages take {seconds(made.step_time_s)}")
-    return Prepared(run, made, target, rules, pipeline=found, layouts=layouts)
+    run, rules = replace(traced, graph=pipeline.layers.graph), registered_rules()
+    time_limit = s.time_limit or _time_limit(traced.graph)
+    options = replace(_stage_options(s), time_limit=time_limit / len(pipeline.stages.stages))
+    layouts = pipeline_plan.plan_layouts(run, pipeline, options)
+    plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, state, 0.0)
+    plan = replace(plan, phases={**phases, "stages": time.perf_counter() - begin})
+    call.report(f"{len(plan.stages)} stages take {seconds(plan.step_time_s)}")
+    return PlannedStep(run, plan, target, rules, pipeline=pipeline, layouts=layouts)
 
 
 def _mesh(traced: Traced, s: Settings) -> Any:
-    """The mesh to plan for: the one given, or an Explicit one that something is to be cut over; None searches."""
-    asked = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
-    return traced.mesh if s.mesh is None and asked else s.mesh
+    """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search."""
+    constrained = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
+    return traced.mesh if s.mesh is None and constrained else s.mesh
 
 
 def warn(message: str) -> None:
@@ -539,12 +588,12 @@ def _user_stacklevel() -> int:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The function's name, for people."""
+    """The function's name, for messages."""
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
-    """A plan from elsewhere, checked against this function and, if one is given, this mesh."""
+def _load(fn: Callable[..., Any], traced: Traced, s: Settings) -> PlannedStep:
+    """A plan from a file, checked against this function and against the mesh, if one is given."""
     assert s.plan is not None
     check_matches(s.plan, traced.graph, name_of(fn))
     (target,) = meshes.targets(s.plan.mesh if s.mesh is None else s.mesh, s.cluster, local=True)
@@ -560,57 +609,62 @@ def _loaded(fn: Callable[..., Any], traced: Traced, s: Settings) -> Prepared:
         )
     rules = registered_rules()
     if s.plan.pipelined:
-        found = _assembled(traced, s.plan, target)
-        run = replace(traced, graph=found.layers.graph)
-        layouts = pipeline_plan.kept(s.plan, run, found, rules)
-        return Prepared(run, s.plan, target, rules, pipeline=found, layouts=layouts)
-    return Prepared(carried_out(traced, s.plan, rules), s.plan, target, rules)
+        pipeline = _assemble(traced, s.plan, target)
+        run = replace(traced, graph=pipeline.layers.graph)
+        layouts = pipeline_plan.kept(s.plan, run, pipeline, rules)
+        return PlannedStep(run, s.plan, target, rules, pipeline=pipeline, layouts=layouts)
+    return PlannedStep(apply_loaded_plan(traced, s.plan, rules), s.plan, target, rules)
 
 
-def _assembled(traced: Traced, plan: Plan, target: Target) -> Pipelined:
-    """The stages of a plan; PlanMismatchError where there are other layers."""
-    with _as_mismatch("has other stages"):
+def _assemble(traced: Traced, plan: Plan, target: Target) -> Pipelined:
+    """The stages of a plan; PlanMismatchError if the step does not have the plan's layers."""
+    with _as_plan_mismatch("has other stages"):
         return pipelines.assemble(traced.graph, pipelines.choice_of(plan), target)
 
 
 @contextlib.contextmanager
-def _as_mismatch(what: str) -> Iterator[None]:
-    """Errors about choices that a plan has made are about the plan."""
+def _as_plan_mismatch(what: str) -> Iterator[None]:
+    """Turns errors from applying a plan's choices to this step into PlanMismatchError; `what`: how the plan differs."""
     try:
         yield
     except (ArgumentError, MicrobatchError, ScheduleError, GraphError) as error:
         raise PlanMismatchError(f"the plan {what} than this autopar finds: {error}. Plan again.") from None
 
 
-def carried_out(traced: Traced, plan: Plan, registered: Mapping[str, str]) -> Traced:
-    """The trace as a plan from elsewhere, one without stages, executes it.
+def apply_loaded_plan(traced: Traced, plan: Plan, registered: Mapping[str, str]) -> Traced:
+    """The trace as a plan from a file, one without stages, executes it; the plan is checked against it.
+
+    Args:
+        traced: the step as written.
+        plan: the plan.
+        registered: the user's sharding rules.
 
     Raises:
         PlanMismatchError: the plan's layouts are of another program, or do not fit this one.
     """
-    with _as_mismatch("recomputes other layers, or has other microbatches,"):
-        run = executed(traced, plan)
+    with _as_plan_mismatch("recomputes other layers, or has other microbatches,"):
+        run = apply_rewrites(traced, plan)
     with mismatches():
-        if plan.stages[0].graph_hash != _changed(traced, run):
-            made = "that of the program that its remat, num_microbatches, batch and per_microbatch make"
-            raise FieldError(made, repr(plan.stages[0].graph_hash), "stages[0].graph_hash")
+        if plan.stages[0].graph_hash != _rewritten_hash(traced, run):
+            expected = "that of the program that its remat, num_microbatches, batch and per_microbatch make"
+            raise FieldError(expected, repr(plan.stages[0].graph_hash), "stages[0].graph_hash")
         check_arguments(plan, run.graph)
         check_layouts(plan, 0, run.graph, plan.mesh_sizes, registered)
     return run
 
 
-def _changed(written: Traced, run: Traced) -> str:
-    """A hash of the program that is executed; "" if it is the one that was written."""
+def _rewritten_hash(written: Traced, run: Traced) -> str:
+    """A hash of the program that is executed; "" if it is the program as written."""
     return "" if run.graph is written.graph else graph_hash(run.graph)
 
 
-def executed(traced: Traced, plan: Plan) -> Traced:
-    """The trace with what the plan recomputes, in the plan's microbatches; for a pipeline as it is.
+def apply_rewrites(traced: Traced, plan: Plan) -> Traced:
+    """The trace with the plan's rematerialisation and microbatches; unchanged for a pipeline.
 
     Raises:
-        ArgumentError, MicrobatchError: it was made for other layers, or for another batch.
+        ArgumentError, MicrobatchError: the plan was made for other layers, or for another batch.
     """
     if plan.pipelined:
         return traced
     run = replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
-    return accumulated(run, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes), plan.per_microbatch)
+    return accumulate_gradients(run, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes), plan.per_microbatch)

@@ -1,12 +1,12 @@
-"""Work on several processors: tasks are dealt to forked processes, results come back in order.
+"""Parallel map over forked processes: results come back in the order of the tasks.
 
     worker w of n     tasks w, w + n, ...     results are pickled through a pipe                        -> results
-    in step           half way each task tells all others one value, so that none goes on in vain      -> in_step
+    barrier           each task stops once, yields a value, and receives the values of all tasks        -> with_barrier
 
-A forked process has everything that the tasks refer to, programs and closures included, which no other way of starting
-one could send. It must not call into a backend of JAX, whose threads it lacks: where there is one already, the tasks
-run here, one after the other. So they do on one processor. Otherwise none runs here, not even a single one, for a task
-may start a backend (lowering a program does), and the tasks that come next would have to run here.
+A forked process has everything that the tasks refer to, programs and closures included, which cannot be pickled. It
+must not call into a backend of JAX, whose threads it lacks. So the tasks run in this process, one after the other, if a
+backend is initialized already, or if there is one processor. Otherwise no task runs in this process, not even a single
+one: a task may initialize a backend (lowering a program does), and later tasks would then have to run here.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from autopar import jax_compat
 T = TypeVar("T")
 V = TypeVar("V")
 
-#: Processes at a time.
+#: Largest number of processes at a time.
 WORKERS = 2
 
 
-def apart(tasks: int) -> bool:
-    """Whether so many tasks run in processes of their own, from which their results are sent."""
+def runs_in_processes(tasks: int) -> bool:
+    """Whether this many tasks run in other processes, so that results are pickled."""
     return _workers(tasks) > 1
 
 
 def results(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """What the tasks return, in order; the first exception of any is raised here."""
-    return in_step([partial(_silent, task) for task in tasks])
+    """The results of the tasks, in order; the first exception of a task is raised here."""
+    return with_barrier([partial(_silent, task) for task in tasks])
 
 
 def _silent(task: Callable[[], T]) -> Generator[None, Sequence[None], T]:
@@ -43,17 +43,17 @@ def _silent(task: Callable[[], T]) -> Generator[None, Sequence[None], T]:
     return task()
 
 
-def in_step(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
-    """The same of tasks that stop once, to yield a value, and are sent the values of all, in order."""
+def with_barrier(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
+    """The results of tasks that stop once, to yield a value, and receive the values of all tasks, in order."""
     workers = _workers(len(tasks))
     if not workers:
-        return here(tasks)
+        return in_this_process(tasks)
     children = [_start(tasks[w::workers]) for w in range(workers)]
     try:
-        values = _dealt([child.receive() for child in children], len(tasks))
+        values = _in_order([child.receive() for child in children], len(tasks))
         for child in children:
             child.send(values)
-        return _dealt([child.receive() for child in children], len(tasks))
+        return _in_order([child.receive() for child in children], len(tasks))
     finally:
         for child in children:  # those started later hold copies of the pipes to earlier ones: first all, then wait
             child.writing.close()
@@ -61,11 +61,11 @@ def in_step(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list
             child.wait()
 
 
-def here(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
-    """The same in this process, which keeps what the tasks learn."""
-    begun = [task() for task in tasks]
-    values = [next(one) for one in begun]
-    return [_end(one, values) for one in begun]
+def in_this_process(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
+    """The same in this process, where side effects of the tasks remain."""
+    started = [task() for task in tasks]
+    values = [next(one) for one in started]
+    return [_end(one, values) for one in started]
 
 
 def _end(one: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
@@ -76,7 +76,7 @@ def _end(one: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
     raise AssertionError("a task stops once")
 
 
-def _dealt(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
+def _in_order(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
     """The outcomes of all tasks, in order; the first exception is raised."""
     outcomes = [shares[i % len(shares)][i // len(shares)] for i in range(tasks)]
     for error in (value for failed, value in outcomes if failed):
@@ -85,7 +85,7 @@ def _dealt(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
 
 
 def _workers(tasks: int) -> int:
-    """Processes for so many tasks; 0: they run here."""
+    """Number of processes for this many tasks; 0: they run in this process."""
     if jax_compat.backends_are_initialized() or not hasattr(os, "sched_getaffinity"):
         return 0
     processors = min(WORKERS, len(os.sched_getaffinity(0)))
@@ -140,17 +140,17 @@ def _start(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]]) ->
     try:
         os.close(from_child)
         os.close(to_child)
-        with os.fdopen(from_parent, "rb") as told, os.fdopen(to_parent, "wb") as tells:
-            _run(tasks, told, tells)
+        with os.fdopen(from_parent, "rb") as received, os.fdopen(to_parent, "wb") as sent:
+            _run(tasks, received, sent)
         status = 0
     finally:
-        os._exit(status)  # nothing of the parent's is to be cleaned up here
+        os._exit(status)  # without the cleanup of the parent's state
 
 
-def _run(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]], told: BinaryIO, tells: BinaryIO) -> None:
-    """In the child: all tasks up to where they stop, then to their ends."""
-    begun = [task() for task in tasks]
-    pickle.dump([_outcome(partial(next, one)) for one in begun], tells)
-    tells.flush()
-    values = pickle.load(told)
-    pickle.dump([_outcome(partial(_end, one, values)) for one in begun], tells)
+def _run(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]], received: BinaryIO, sent: BinaryIO) -> None:
+    """In the child: runs all tasks up to the barrier, then to their ends."""
+    started = [task() for task in tasks]
+    pickle.dump([_outcome(partial(next, one)) for one in started], sent)
+    sent.flush()
+    values = pickle.load(received)
+    pickle.dump([_outcome(partial(_end, one, values)) for one in started], sent)

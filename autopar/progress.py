@@ -1,7 +1,7 @@
-"""What is being planned and what is known so far, on stderr.
+"""Progress of planning on stderr: what is being planned, and the best plan and bound so far.
 
 progress=True     every line, at once
-progress=None     in a terminal, and once planning has taken `PATIENCE` seconds; else nothing
+progress=None     in a terminal, once planning has taken `PATIENCE` seconds; otherwise nothing
 progress=False    nothing
 """
 
@@ -12,11 +12,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PATIENCE = 2.0  # seconds without a word in a terminal
+PATIENCE = 2.0  # seconds of planning before the first line in a terminal
 
 
 class Progress:
-    """Lines about one call; the last one is shown when the user's patience ends, and all after it."""
+    """Progress lines of one call; the latest line is printed after `PATIENCE` seconds, and all later ones at once."""
 
     def __init__(self, name: str, wanted: bool | None) -> None:
         self._name = name
@@ -30,7 +30,7 @@ class Progress:
             self._timer.start()
 
     def __call__(self, text: str) -> None:
-        """Say what is done now, or what was found."""
+        """Report the current activity or a result."""
         with self._lock:
             self._last = text
             if self._shown:
@@ -46,7 +46,7 @@ class Progress:
         print(f"autopar: {self._name}: {self._last}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """No word from now on."""
+        """Print nothing from now on."""
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
@@ -54,8 +54,8 @@ class Progress:
 
 
 @contextmanager
-def told(name: str, wanted: bool | None) -> Iterator[Progress]:
-    """The lines about planning a function, until it is planned."""
+def reporting(name: str, wanted: bool | None) -> Iterator[Progress]:
+    """Reports progress of planning a function until the context ends; `wanted`: the option `progress`."""
     progress = Progress(name, wanted)
     try:
         yield progress

@@ -17,7 +17,7 @@ Everything else is algebra on sets of lines whose value is their minimum:
     on 1/k of the bytes            slopes divided by k                    -> _scaled
 
 Over several levels (joint axes, or an axis that crosses hosts) neighbouring levels on the same link count as one, and
-so do neighbouring pieces of one dimension of a torus (`autopar.hardware.links.joined`). For those that remain, of sizes
+so do neighbouring parts of one torus dimension (`autopar.hardware.links.merge_levels`). For those that remain, of sizes
 s_1 .. s_k, outermost first, with p_l = s_(l+1) ... s_k devices inside a group of level l, three families compete:
 
     by levels   all-gather = all-gather outside on b / s_k, then inside on b; reduce-scatter the same backwards;
@@ -31,7 +31,7 @@ s_1 .. s_k, outermost first, with p_l = s_(l+1) ... s_k devices inside a group o
 
 The time is the best of all, by size.
 
-A collective that nothing waits for (`LogicalMesh.behind`) is combined with others into buckets of B bytes, as DDP and
+A collective that nothing waits for (`LogicalMesh.overlapped`) is combined into buckets of B bytes, as DDP and
 Horovod do it, so that b bytes cost b / B of a latency, and a share of it hides behind computation:
 
     t(b) = (1 - overlap) min(t(b), (alpha / B + beta) b)                  -> _behind
@@ -53,7 +53,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.algorithms import ALGORITHMS, Algorithm
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import Device, Level, Link, LogicalMesh
-from autopar.hardware.links import NEIGHBOURS, inner_sizes, joined
+from autopar.hardware.links import NEIGHBOURS, inner_sizes, merge_levels
 from autopar.ir.collective import wire_bytes
 
 __all__ = ["COLLECTIVES", "Lines", "collective_time", "envelope", "linear_coefficients", "wire_bytes"]
@@ -176,7 +176,7 @@ def _merged(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Neighbouring levels that are one larger level, as such."""
     merged: list[Level] = []
     for level in levels:
-        whole = joined(merged[-1], level) if merged else None
+        whole = merge_levels(merged[-1], level) if merged else None
         if whole is not None:
             merged[-1] = whole
         else:
@@ -249,7 +249,7 @@ def linear_coefficients(kind: str, axes: tuple[int, ...], mesh: LogicalMesh) -> 
     if not levels:
         return ((0.0, 0.0),)
     lines = _over_levels(kind, levels)
-    return _behind(kind, lines, mesh.device) if mesh.behind else lines
+    return _behind(kind, lines, mesh.device) if mesh.overlapped else lines
 
 
 def _behind(kind: str, lines: Lines, device: Device) -> Lines:

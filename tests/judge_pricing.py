@@ -137,7 +137,7 @@ class Pricing:
     @cached_property
     def unhurried(self) -> Pricing:
         """Prices of what nothing waits for."""
-        return Pricing(self.graph, self.rules, self.mesh.behind_computation())
+        return Pricing(self.graph, self.rules, self.mesh.with_overlap())
 
     def share(self, axes: Factors, factors: Sequence[int], extents: Sequence[int]) -> float:
         """What one device holds of a value whose dimensions are these factors, padding included."""

@@ -86,7 +86,8 @@ def task(n):
     return n, list(values), os.getpid() == parent
 tasks = [lambda n=n: task(n) for n in range(3)]
 parent = os.getpid()
-print(parallel_map.in_step(tasks) == [(n, [0, 1, 4], here) for n in range(3)], parallel_map.here(tasks)[2])
+found = parallel_map.with_barrier(tasks)
+print(found == [(n, [0, 1, 4], here) for n in range(3)], parallel_map.in_this_process(tasks)[2])
 """
     on_one = len(os.sched_getaffinity(0)) == 1
     printed = processes.printed(f"here = {on_one}\n" + script, "0")
@@ -101,7 +102,7 @@ def fails(n):
     values = yield 1 / (n or late)
     return 1 / n
 try:
-    parallel_map.in_step([lambda n=n: fails(n) for n in (1, 0)])
+    parallel_map.with_barrier([lambda n=n: fails(n) for n in (1, 0)])
 except ZeroDivisionError as error:
     print("raised", error)
 """

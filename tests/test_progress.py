@@ -8,7 +8,7 @@ import time
 import pytest
 
 from autopar import progress
-from autopar.progress import told
+from autopar.progress import reporting
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -18,14 +18,14 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_asked_for_everything_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with told("step", True) as tell:
+    with reporting("step", True) as tell:
         tell("tracing")
         assert said(capsys) == ["autopar: step: tracing"]
 
 
 def test_nobody_is_told_outside_a_terminal_or_against_their_will(capsys: pytest.CaptureFixture[str]) -> None:
     for wanted in (None, False):
-        with told("step", wanted) as tell:
+        with reporting("step", wanted) as tell:
             tell("tracing")
     assert said(capsys) == []
 
@@ -35,7 +35,7 @@ def test_in_a_terminal_the_last_word_is_said_once_patience_ends(
 ) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with told("step", None) as tell:
+    with reporting("step", None) as tell:
         tell("tracing")
         tell("planning mesh 8")
         lines = list[str]()

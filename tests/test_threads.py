@@ -42,7 +42,7 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
 def test_first_calls_from_threads_plan_and_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[str] = []
     compiled: list[str] = []
-    plan, compile_step = api.prepare, api.Lowered.compile
+    plan, compile_step = api.plan_step, api.Lowered.compile
 
     def slow_plan(*args: Any, **kwargs: Any) -> Any:
         planned.append(threading.current_thread().name)
@@ -53,7 +53,7 @@ def test_first_calls_from_threads_plan_and_compile_once(monkeypatch: pytest.Monk
         compiled.append(threading.current_thread().name)
         return compile_step(*args, **kwargs)
 
-    monkeypatch.setattr(api, "prepare", slow_plan)
+    monkeypatch.setattr(api, "plan_step", slow_plan)
     monkeypatch.setattr(api.Lowered, "compile", counted)
     run = parallelize(step, mesh=(8,), donate_argnums=())
     given = two_layers(), array(16, 8)

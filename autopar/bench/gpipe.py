@@ -36,10 +36,10 @@ from autopar import jax_compat, zoo
 from autopar.bench import worker
 from autopar.bench.pipeline import Clock
 from autopar.bench.step import Variant, take_turns
-from autopar.compile import Prepared, prepare
+from autopar.compile import PlannedStep, plan_step
 from autopar.ir.text import seconds
 from autopar.options import settings
-from autopar.runtime.single_program import Staged
+from autopar.runtime.single_program import PipelineRunner
 from autopar.zoo import gpt, nn
 
 STAGES, DATA, MICROBATCHES = 4, 2, 8
@@ -169,7 +169,7 @@ class GPipe:
 # Measuring
 
 
-def ours(model: zoo.Model) -> Prepared:
+def ours(model: zoo.Model) -> PlannedStep:
     """autopar's plan: as many stages and microbatches, everything recomputed."""
     options = {
         "stages": STAGES,
@@ -178,7 +178,7 @@ def ours(model: zoo.Model) -> Prepared:
         "schedule": "1f1b",
         "remat": "full",
     }
-    return prepare(model.step, model.abstract_args(), {}, settings(options), local=True)
+    return plan_step(model.step, model.abstract_args(), {}, settings(options), local=True)
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
@@ -190,7 +190,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     expected = _losses(jax.jit(model.step), state, batches)
     prepared = ours(model)
     step = prepared.build()
-    staged, tree = Staged(prepared.plan, step, step.homes, ()), prepared.traced.out_tree
+    staged, tree = PipelineRunner(prepared.plan, step, step.argument_shardings, ()), prepared.traced.out_tree
 
     def run(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         return jax.tree.unflatten(tree, staged(jax.tree.leaves((state, batch))))
@@ -206,7 +206,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     take_turns(variants, batches, spec["repeats"])
     clock = Clock()
     clock.start()
-    variants[0].state, _ = replace(step, blocking=True, watch=clock)(variants[0].state, batches[0])
+    variants[0].state, _ = replace(step, blocking=True, observer=clock)(variants[0].state, batches[0])
     passes = {k: [clock.median("run", k, s) for s in range(STAGES)] for k in "FB"}
     yield row(variants, expected, losses, passes, [s.submesh for s in prepared.plan.stages])
 

@@ -127,7 +127,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _plan(fn: Callable[..., Any], args: Sequence[Any], cluster: Cluster, options: Mapping[str, Any]) -> Plan:
-    with warnings.catch_warnings(), plan_cache.kept_in(None):
+    with warnings.catch_warnings(), plan_cache.use_folder(None):
         warnings.simplefilter("ignore")
         return api.plan(fn, *args, cluster=cluster, progress=False, **options)
 

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from autopar import zoo
 from autopar.bench import worker
-from autopar.compile import prepare
+from autopar.compile import plan_step
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.ir.text import seconds
 from autopar.ir.text import table as grid
@@ -176,20 +176,23 @@ def built(model: zoo.Model, ranks: int, devices: int, schedule: str, microbatche
     options = settings(
         {"stages": ranks, "mesh": (ranks * devices,), "num_microbatches": microbatches, "schedule": schedule}
     )
-    return prepare(model.step, model.abstract_args(), {}, options, local=True).build()
+    return plan_step(model.step, model.abstract_args(), {}, options, local=True).build()
 
 
 def placed(step: PipelineStep, model: zoo.Model) -> list[Any]:
     """Leaves of arguments, the state where the step holds it."""
     args = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
     leaves = jax.tree.leaves(args)
-    return [x if home is None else jax.device_put(x.copy(), home) for x, home in zip(leaves, step.homes, strict=True)]
+    return [
+        x if home is None else jax.device_put(x.copy(), home)
+        for x, home in zip(leaves, step.argument_shardings, strict=True)
+    ]
 
 
 def advance(step: PipelineStep, leaves: Sequence[Any]) -> list[Any]:
     """The arguments of the next step: the new state, the same batch."""
     results = jax.block_until_ready(step.results(leaves))
-    state = sum(home is not None for home in step.homes)
+    state = sum(home is not None for home in step.argument_shardings)
     return [*results[:state], *leaves[state:]]
 
 
@@ -219,7 +222,7 @@ class Variant:
     @cached_property
     def alone(self) -> PipelineStep:
         """The step with every instruction waited for."""
-        return replace(self.step, blocking=True, watch=self.clock)
+        return replace(self.step, blocking=True, observer=self.clock)
 
     def price(self) -> None:
         """One step in which every instruction is waited for."""
@@ -304,7 +307,7 @@ def dispatch(devices: int) -> Row:
     leaves = placed(step, model)
     for _ in range(WARM_UP):
         leaves = advance(step, leaves)
-    watched = replace(step, watch=clock)
+    watched = replace(step, observer=clock)
     for _ in range(DISPATCHED):
         clock.start()
         leaves = advance(watched, leaves)

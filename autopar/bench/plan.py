@@ -95,7 +95,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
     mesh, cluster, folder = spec.get("mesh"), spec.get("cluster"), spec.get("folder")
     found = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
     begin, begin_cpu = time.perf_counter(), time.process_time()
-    with plan_cache.kept_in(Path(folder) if folder else None):
+    with plan_cache.use_folder(Path(folder) if folder else None):
         plan = api.plan(
             fn,
             *args,

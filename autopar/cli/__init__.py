@@ -75,7 +75,7 @@ def plan(
 ) -> None:
     """Plan TARGET and print the plan as a table, or as JSON."""
     from autopar import api
-    from autopar.compile import executed
+    from autopar.compile import apply_rewrites
     from autopar.ir.trace import trace
     from autopar.zoo import targets
 
@@ -96,7 +96,7 @@ def plan(
     if output is not None:
         found.save(output)
         say(f"saved to {output}")
-    print(found.to_json() if as_json else found.summary(executed(trace(fn, *args), found).graph))
+    print(found.to_json() if as_json else found.summary(apply_rewrites(trace(fn, *args), found).graph))
 
 
 @app.command()

@@ -1,7 +1,7 @@
-"""From a plan to programs: functions on arrays with every value constrained to its planned sharding.
+"""Code generation: from a plan to functions on arrays, with every value constrained to its planned sharding.
 
     in     Traced and Plan, or planned stages
-    out    functions for `jax.jit`: one for a mesh, several for every stage
+    out    functions for `jax.jit`: one for a mesh, several per pipeline stage
 
 Read `emit` first, then `stage_programs`.
 """

@@ -1,10 +1,10 @@
-"""Gradient accumulation: a step that takes its batch in microbatches, traced once more and planned like any other.
+"""Gradient accumulation: rewrites a step to loop over microbatches. The result is traced and planned like any step.
 
     trace -> split into `count` microbatches (`autopar.passes.microbatch.analysis`) -> one scan over them -> trace
 
-State, arguments and results stay those of the step. Examples are dealt so that each microbatch has its part of every
-piece that the batch is cut into over the devices, and none has to move; unless something is computed per microbatch:
-then microbatches are runs of examples, so that results do not depend on the number of devices.
+State, arguments and results stay those of the step. A microbatch takes an equal part of every device's shard of the
+batch, so no example moves between devices. Where something is computed per microbatch, a microbatch is a contiguous run
+of examples instead, so that results do not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.loop import StepPrograms
 
 
-def accumulated(
+def accumulate_gradients(
     traced: Traced, count: int, batch: Sequence[int], devices: int, per_microbatch: Sequence[str] = ()
 ) -> Traced:
-    """The step on `count` microbatches; itself if that is one.
+    """The step as a loop over `count` microbatches; the step itself if `count` is 1.
 
     Args:
         traced: the step.
         count: number of microbatches.
         batch: positions of the argument leaves that hold the batch.
-        devices: over how many devices the batch may be cut.
-        per_microbatch: globs of what may be computed per microbatch; see `autopar.passes.microbatch.analysis.split`.
+        devices: number of devices over which the batch may be sharded.
+        per_microbatch: globs of the values that may be computed per microbatch; see
+            `autopar.passes.microbatch.analysis.split`.
 
     Raises:
         MicrobatchError: the batch does not divide, or examples depend on each other.

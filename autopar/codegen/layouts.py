@@ -1,7 +1,7 @@
-"""How values of a stage lie on its submesh, as a function from (stage, value) to a `PartitionSpec`.
+"""Shardings of stages without a planner, as a function from (stage, value) to a `PartitionSpec` on the stage's submesh.
 
-`data_parallel` is the plainest: along one axis of every submesh, blocks of the batch are cut where they divide,
-everything else is on every device.
+`data_parallel` is the simplest: blocks of the batch are sharded along one axis of every submesh where they divide, and
+all other values are replicated.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.states import Split, local_shape
 
-#: (stage, value) -> how the value lies there. Of an argument that holds the batch, how one microbatch of it does.
+#: (stage, value) -> the sharding of the value there; for an argument that holds the batch, that of one microbatch.
 Layouts = Callable[[int, int], PartitionSpec]
 
 
 def data_parallel(split: Microbatches, meshes: Sequence[Mesh], placement: Sequence[int]) -> Layouts:
-    """Blocks cut along the first axis of each submesh that has several devices.
+    """Data parallelism: the batch is sharded along the first axis of each submesh that has more than one device.
 
     Args:
         split: the step in microbatches.

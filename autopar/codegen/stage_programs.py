@@ -1,16 +1,16 @@
-"""A planned stage cut into its programs: what each reads of those before it, and how each is emitted.
+"""The programs of a planned stage: which arrays each reads from earlier ones, and how each is emitted.
 
-An array of a stage is known by its key: a value of the stage's graph where it lives, or a copy of it in another layout.
-Emission (`autopar.codegen.emit`) is run once through all programs of the stage, noting which keys each takes from an
-earlier one -> cut. Each program is then emitted by itself from those keys -> Emitter.emit. What the plan pays once is
-thus made once:
+An array of a stage has a key: a value of the stage's graph in its planned layout, or a copy of it in another layout.
+All programs of the stage are traced once in order, to record which keys each reads from earlier ones
+-> program_interfaces. Each program is then emitted by itself from those keys -> StageEmitter.emit. A copy that the plan
+pays for once is therefore made once:
 
-    copies of blocks            by the pass that first reads them, and kept for the later ones
-    copies of whole values      by `begin`, if the plan shares them; otherwise in every pass anew
-    constants, views            wherever they are read
-    copies in updates           in every update that reads them
+    copies of blocks            by the first pass that reads them; stored for later passes
+    copies of whole values      by `begin`, if the plan shares them; otherwise in each pass
+    constants, views            in each program that reads them
+    copies in updates           in each update that reads them
 
-Between programs arrays lie in even pieces: where a layout cuts unevenly, those axes are left out -> even.
+Arrays that programs exchange are evenly sharded: axes that would shard a dimension unevenly are dropped -> even.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopar.passes.stages.graph import BEGIN
 from autopar.passes.stages.plan_all import CodegenStage
 
 Key = tuple[int, Layout | None]
-"""A value of the graph and the layout of a copy of it; None: where it lives."""
+"""A value of the graph and the layout of a copy of it; None: in its planned layout."""
 
 
 def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
-    """The layout without the axes that cut unevenly."""
+    """The layout without the axes that shard a dimension unevenly."""
     kept = list(replicated(len(sizes)))
     for axis, dim in enumerate(layout):
         kept[axis] = dim
@@ -45,7 +45,7 @@ def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
 
 
 @dataclass(frozen=True, eq=False)
-class Emitter:
+class StageEmitter:
     """Emits the programs of one planned stage for a mesh."""
 
     plan: CodegenStage
@@ -66,18 +66,18 @@ class Emitter:
         return {name: tuple(op for op in self.graph.ops if op.index in ops) for name, ops in programs.items()}
 
     @cached_property
-    def once(self) -> frozenset[int]:
-        """Arguments and values that passes read whole."""
-        made = {v for v, name in self.plan.graph.maker.items() if name == BEGIN}
-        return frozenset({*self.plan.graph.arguments.values(), *made})
+    def loop_invariant(self) -> frozenset[int]:
+        """Arguments and values of `begin`: the same for every microbatch."""
+        made_by_begin = {v for v, name in self.plan.graph.maker.items() if name == BEGIN}
+        return frozenset({*self.plan.graph.arguments.values(), *made_by_begin})
 
     # Layouts
 
     def layout(self, key: Key) -> Layout:
-        """How an array of this key lies between programs."""
+        """The layout of an array of this key between programs."""
         value, copy = key
-        found = copy or self.plan.layout(value) or replicated(len(self.plan.mesh.sizes))
-        return even(found, self.graph.types[value].shape, self.plan.mesh.sizes)
+        layout = copy or self.plan.layout(value) or replicated(len(self.plan.mesh.sizes))
+        return even(layout, self.graph.types[value].shape, self.plan.mesh.sizes)
 
     def lead(self, key: Key) -> tuple[int, ...]:
         """Extents of the leading dimensions of an array of partial sums."""
@@ -87,10 +87,10 @@ class Emitter:
         """The sharding of an array of this key."""
         layout = self.layout(key)
         rank = self.graph.types[key[0]].rank + len(partial_axes(layout))
-        return NamedSharding(self.mesh, spec(codegen.of_parts(layout), rank, self.plan.mesh.names))
+        return NamedSharding(self.mesh, spec(codegen.unreduced_layout(layout), rank, self.plan.mesh.names))
 
     def result_layout(self, position: int) -> Layout:
-        """How a result of the graph is handed out."""
+        """The layout in which a result of the graph leaves the stage; never a partial sum."""
         atom, carried = self.graph.outputs[position], (self.graph.carried or {}).get(position)
         if carried is not None:
             return self.layout((self.graph.inputs[carried], None))
@@ -101,216 +101,231 @@ class Emitter:
         return replicated(len(layout)) if PARTIAL in layout else layout
 
     def result_sharding(self, position: int) -> NamedSharding:
+        """The sharding of a result of the graph."""
         rank = self.graph.type_of(self.graph.outputs[position]).rank
         named = spec(self.result_layout(position), rank, self.plan.mesh.names)
         return NamedSharding(self.mesh, named)
 
     # Emission
 
-    def scope(self, name: str, known: Mapping[Key, Any]) -> codegen.Scope:
-        """The scope of a program that begins with these arrays."""
-        scope = codegen.Scope(self.context, {})
-        self.prepare(scope, name)
-        for (value, copy), array in known.items():
+    def new_emitter(self, name: str, inputs: Mapping[Key, Any]) -> codegen.Emitter:
+        """An emitter for a program with these inputs."""
+        emitter = codegen.Emitter(self.context, {})
+        self.prepare(emitter, name)
+        for (value, copy), array in inputs.items():
             if copy is None:
-                scope.define(value, array, "enter")
+                emitter.define(value, array, "enter")
             else:
-                scope.copies[value, copy] = self.context.constrain(array, copy)
-        return scope
+                emitter.copies[value, copy] = self.context.constrain(array, copy)
+        return emitter
 
-    def prepare(self, scope: codegen.Scope, name: str) -> None:
-        """Constants, and what is made where it is read."""
+    def prepare(self, emitter: codegen.Emitter, name: str) -> None:
+        """Defines constants, and the free values and views of earlier programs, which are emitted at each use."""
         for value, array in self.graph.constants:
-            scope.define(value, array, "constant")
-        for earlier in self.before(name):
+            emitter.define(value, array, "constant")
+        for earlier in self.earlier_programs(name):
             for op in self.ops[earlier]:
-                if scope.is_lazy(op):
-                    scope.lazy.update((value, (op, k)) for k, value in enumerate(op.outputs))
+                if emitter.is_lazy(op):
+                    emitter.lazy.update((value, (op, k)) for k, value in enumerate(op.outputs))
 
-    def before(self, name: str) -> tuple[str, ...]:
-        """Programs whose values a program may read, in order."""
+    def earlier_programs(self, name: str) -> tuple[str, ...]:
+        """StepPrograms whose values a program may read, in order."""
         names = [*self.plan.graph.programs]
         earlier = names[: names.index(name)]
-        loop = name in (BEGIN, *PASS_KINDS)
-        return tuple(other for other in earlier if loop or other not in (BEGIN, *PASS_KINDS))
+        in_loop = name in (BEGIN, *PASS_KINDS)
+        return tuple(other for other in earlier if in_loop or other not in (BEGIN, *PASS_KINDS))
 
-    def emit(self, name: str, known: Mapping[Key, Any], wanted: Iterable[Key], results: Iterable[int]) -> Emitted:
-        """Run a program on arrays by key.
+    def emit(
+        self, name: str, inputs: Mapping[Key, Any], wanted: Iterable[Key], results: Iterable[int]
+    ) -> ProgramOutputs:
+        """Emits one program.
 
         Args:
             name: the program.
-            known: what it reads.
-            wanted: keys that it gives.
-            results: positions of results of the graph that it gives.
+            inputs: the arrays that it reads, by key.
+            wanted: keys of the arrays that it writes.
+            results: positions of the results of the graph that it writes.
         """
-        scope = self.scope(name, known)
-        scope.run(self.ops[name])
-        handed = {i: self.result(scope, i) for i in results}  # first: that may make copies which are wanted
-        return Emitted({key: self.give(scope, key) for key in wanted}, handed)
+        emitter = self.new_emitter(name, inputs)
+        emitter.run(self.ops[name])
+        result_arrays = {i: self.result(emitter, i) for i in results}  # first: may make copies that `wanted` names
+        return ProgramOutputs({key: self.array_of(emitter, key) for key in wanted}, result_arrays)
 
-    def give(self, scope: codegen.Scope, key: Key) -> Any:
+    def array_of(self, emitter: codegen.Emitter, key: Key) -> Any:
         """The array of a key at the end of a program."""
         value, copy = key
-        if copy is not None and self.homed(value):
-            return scope.at(value, copy, f"copy of %{value}", scope.makers.get(value))
+        if copy is not None and self.has_layout(value):
+            return emitter.in_layout(value, copy, f"copy of %{value}", emitter.producers.get(value))
         if copy is not None:
-            return scope.copies[value, copy]
-        if value in scope.lazy:
-            return scope.materialise(value, self.layout(key), f"%{value}", scope.lazy[value][0])
-        return scope.arrays[value]
+            return emitter.copies[value, copy]
+        if value in emitter.lazy:
+            return emitter.materialise(value, self.layout(key), f"%{value}", emitter.lazy[value][0])
+        return emitter.arrays[value]
 
-    def result(self, scope: codegen.Scope, position: int) -> Any:
-        return scope.output(position, self.graph.outputs[position], self.result_layout(position))
+    def result(self, emitter: codegen.Emitter, position: int) -> Any:
+        """The array of a result of the graph at the end of a program."""
+        return emitter.output(position, self.graph.outputs[position], self.result_layout(position))
 
-    def homed(self, value: int) -> bool:
-        """The plan says where it lives."""
+    def has_layout(self, value: int) -> bool:
+        """Whether the plan has a layout for this value; not so for free values and views."""
         return value in self.plan.layouts.values
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
-    """What a program gives, by key and by position of the result."""
+class ProgramOutputs:
+    """Arrays that a program writes.
+
+    Attributes:
+        values: by key.
+        results: by position of the result of the graph.
+    """
 
     values: Mapping[Key, Any]
     results: Mapping[int, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Cuts:
-    """How the programs of a stage hang together.
+class ProgramInterfaces:
+    """The arrays that the programs of a stage pass to each other.
 
     Attributes:
-        reads: program -> keys that it takes from arguments and earlier programs, ascending.
-        gives: program -> keys that later ones take from it, or that are totals.
+        reads: program -> keys that it reads from arguments and earlier programs, ascending.
+        writes: program -> keys that later programs read from it, and its totals.
     """
 
     reads: Mapping[str, tuple[Key, ...]]
-    gives: Mapping[str, tuple[Key, ...]]
+    writes: Mapping[str, tuple[Key, ...]]
 
 
-def cut(emitter: Emitter, results: Mapping[str, Sequence[int]], totals: Mapping[str, Sequence[int]]) -> Cuts:
-    """What each program of a stage reads of others.
+def program_interfaces(
+    stage: StageEmitter, results: Mapping[str, Sequence[int]], totals: Mapping[str, Sequence[int]]
+) -> ProgramInterfaces:
+    """The keys that each program of a stage reads and writes, found by tracing all of them.
 
     Args:
-        emitter: the stage.
-        results: program -> positions of the results of the graph that it gives.
-        totals: program -> values of the graph that it gives parts of.
+        stage: the stage.
+        results: program -> positions of the results of the graph that it writes.
+        totals: program -> values of the graph of which it adds one microbatch's part to a total.
     """
-    found = _Cutter(emitter, results, totals)
-    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _types(emitter)]
-    jax.eval_shape(found.run, *avals)
-    gives: dict[str, set[Key]] = {name: {(v, None) for v in totals.get(name, ())} for name in emitter.ops}
-    for keys in found.reads.values():
+    tracer = _InterfaceTracer(stage, results, totals)
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _types(stage)]
+    jax.eval_shape(tracer.run, *avals)
+    writes: dict[str, set[Key]] = {name: {(v, None) for v in totals.get(name, ())} for name in stage.ops}
+    for keys in tracer.reads.values():
         for key in keys:
-            if key in found.made:
-                gives[found.made[key]].add(key)
-    return Cuts({n: _sorted(k) for n, k in found.reads.items()}, {n: _sorted(k) for n, k in gives.items()})
+            if key in tracer.producers:
+                writes[tracer.producers[key]].add(key)
+    return ProgramInterfaces(
+        {n: _sorted(k) for n, k in tracer.reads.items()}, {n: _sorted(k) for n, k in writes.items()}
+    )
 
 
 def _sorted(keys: Iterable[Key]) -> tuple[Key, ...]:
     return tuple(sorted(keys, key=lambda key: (key[0], key[1] or ())))
 
 
-def _types(emitter: Emitter) -> Iterable[tuple[tuple[int, ...], Any]]:
-    avals = emitter.plan.graph.avals
+def _types(stage: StageEmitter) -> Iterable[tuple[tuple[int, ...], Any]]:
+    avals = stage.plan.graph.avals
     return ((aval.shape, aval.dtype) for aval in avals)
 
 
 @dataclass(eq=False)
-class _Cutter:
-    """Emits all programs in order.
+class _InterfaceTracer:
+    """Emits all programs in order and records what each reads of the others.
 
     Attributes:
-        reads: program -> keys that it takes from others.
-        made: key -> the program that makes it; arguments are not in it.
-        arrays: by key, of all programs so far.
+        stage: the stage.
+        results, totals: see `program_interfaces`.
+        reads: program -> keys that it reads from arguments and earlier programs.
+        producers: key -> the program that makes it; none for arguments.
+        arrays: key -> array, of all programs so far.
     """
 
-    emitter: Emitter
+    stage: StageEmitter
     results: Mapping[str, Sequence[int]]
     totals: Mapping[str, Sequence[int]]
     reads: dict[str, dict[Key, None]] = field(default_factory=dict)
-    made: dict[Key, str] = field(default_factory=dict)
+    producers: dict[Key, str] = field(default_factory=dict)
     arrays: dict[Key, Any] = field(default_factory=dict)
 
     def run(self, *leaves: Any) -> None:
-        self.arrays.update(((v, None), x) for v, x in zip(self.emitter.graph.inputs, leaves, strict=True))
-        begin: codegen.Scope | None = None
-        for name in self.emitter.ops:
-            scope = self._scope(name, begin)
-            scope.run(self.emitter.ops[name])
+        self.arrays.update(((v, None), x) for v, x in zip(self.stage.graph.inputs, leaves, strict=True))
+        begin: codegen.Emitter | None = None
+        for name in self.stage.ops:
+            emitter = self._new_emitter(name, begin)
+            emitter.run(self.stage.ops[name])
             for value in self.totals.get(name, ()):
-                self.made[value, None] = name
-                self.arrays[value, None] = self.emitter.give(scope, (value, None))
+                self.producers[value, None] = name
+                self.arrays[value, None] = self.stage.array_of(emitter, (value, None))
             for position in self.results.get(name, ()):
-                self.emitter.result(scope, position)
-            begin = scope if begin is None else begin
-            self._keep(name, scope)
+                self.stage.result(emitter, position)
+            begin = emitter if begin is None else begin
+            self._keep(name, emitter)
 
-    def _scope(self, name: str, begin: codegen.Scope | None) -> codegen.Scope:
-        noted = self.reads.setdefault(name, {})
-        arrays = _Arrays(self._array, noted)
-        scope = codegen.Scope(self.emitter.context, arrays)
+    def _new_emitter(self, name: str, begin: codegen.Emitter | None) -> codegen.Emitter:
+        reads = self.reads.setdefault(name, {})
+        arrays = _Arrays(self._array, reads)
+        emitter = codegen.Emitter(self.stage.context, arrays)
         if begin is not None:
-            scope.copies = _Copies(lambda key: self._copy(name, key, begin), noted)
-        self.emitter.prepare(scope, name)
-        return scope
+            emitter.copies = _Copies(lambda key: self._copy(name, key, begin), reads)
+        self.stage.prepare(emitter, name)
+        return emitter
 
     def _array(self, value: int) -> Any:
         return self.arrays[value, None]
 
-    def _copy(self, name: str, key: Key, begin: codegen.Scope) -> Any:
-        """A copy that an earlier program made, or that `begin` is to make."""
+    def _copy(self, name: str, key: Key, begin: codegen.Emitter) -> Any:
+        """A copy that an earlier program has made, or that `begin` has to make; None if this program makes it."""
         value, layout = key
         if name not in PASS_KINDS or layout is None:
             return None
-        if key not in self.arrays and value in self.emitter.once:
-            if self.emitter.plan.layouts.copies.get(value) != layout:
+        if key not in self.arrays and value in self.stage.loop_invariant:
+            if self.stage.plan.layouts.copies.get(value) != layout:
                 return None
-            self.made[key] = BEGIN
-            self.arrays[key] = self.emitter.give(begin, key)
+            self.producers[key] = BEGIN
+            self.arrays[key] = self.stage.array_of(begin, key)
         return self.arrays.get(key)
 
-    def _keep(self, name: str, scope: codegen.Scope) -> None:
-        """What later programs may read of this one."""
-        arrays: dict[Key, Any] = {(v, None): array for v, array in scope.arrays.items() if self._makes(name, v)}
+    def _keep(self, name: str, emitter: codegen.Emitter) -> None:
+        """Records the arrays of a program that later ones may read."""
+        arrays: dict[Key, Any] = {(v, None): array for v, array in emitter.arrays.items() if self._produces(name, v)}
         copies: dict[Key, Any] = {}
         if name in PASS_KINDS:
-            copies = {key: x for key, x in scope.copies.items() if key[0] not in self.emitter.once}
+            copies = {key: x for key, x in emitter.copies.items() if key[0] not in self.stage.loop_invariant}
         for key, array in {**arrays, **copies}.items():
             if key not in self.arrays:
-                self.made[key] = name
+                self.producers[key] = name
                 self.arrays[key] = array
 
-    def _makes(self, name: str, value: int) -> bool:
-        return self.emitter.plan.graph.maker.get(value) == name
+    def _produces(self, name: str, value: int) -> bool:
+        return self.stage.plan.graph.maker.get(value) == name
 
 
 class _Arrays(dict[int, Any]):
-    """Arrays of a program; what is missing is taken from earlier ones, and noted."""
+    """Arrays of a program; a missing one is taken from an earlier program and recorded in `reads`."""
 
-    def __init__(self, earlier: Callable[[int], Any], noted: dict[Key, None]) -> None:
+    def __init__(self, earlier: Callable[[int], Any], reads: dict[Key, None]) -> None:
         super().__init__()
-        self._earlier, self._noted = earlier, noted
+        self._earlier, self._reads = earlier, reads
 
     def __missing__(self, value: int) -> Any:
-        self._noted[value, None] = None
-        found = self[value] = self._earlier(value)
-        return found
+        self._reads[value, None] = None
+        array = self[value] = self._earlier(value)
+        return array
 
 
 class _Copies(dict[tuple[int, Layout], Any]):
-    """Copies of a program; what is missing is taken from earlier ones if they have it, and noted."""
+    """Copies of a program; a missing one is taken from an earlier program, if that has it, and recorded in `reads`."""
 
-    def __init__(self, earlier: Callable[[Key], Any], noted: dict[Key, None]) -> None:
+    def __init__(self, earlier: Callable[[Key], Any], reads: dict[Key, None]) -> None:
         super().__init__()
-        self._earlier, self._noted = earlier, noted
+        self._earlier, self._reads = earlier, reads
 
     def get(self, key: tuple[int, Layout], default: Any = None) -> Any:
         if key not in self:
-            found = self._earlier(key)
-            if found is None:
+            copy = self._earlier(key)
+            if copy is None:
                 return default
-            self._noted[key] = None
-            self[key] = found
+            self._reads[key] = None
+            self[key] = copy
         return self[key]

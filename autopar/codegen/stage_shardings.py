@@ -1,8 +1,8 @@
-"""What the programs of a step in stages are made of: functions on arrays, and where these lie.
+"""The interface between code generation and runtime: shardings and functions of the programs of a step in stages.
 
-A step in stages has numbers for what its programs read and leave to each other (`autopar.passes.stages.divide`).
-`Places` say for each number where the array lies, `Bodies` what a program computes. There are two sources of both:
-`plain`, layouts by a function, and `planned`, layouts by the optimizer.
+A step in stages numbers the arrays that its programs pass to each other (`autopar.passes.stages.divide`).
+`StageShardings` gives the sharding of each number, `ProgramBodies` the function of each program. Two classes implement
+both: `UnplannedPrograms` with layouts by a function, `PlannedPrograms` with layouts of the planner.
 """
 
 from __future__ import annotations
@@ -20,68 +20,68 @@ from autopar.schedules.instructions import Kind
 Values = Mapping[int, Any]
 
 
-class Places(Protocol):
-    """Where arrays lie, by stage and number."""
+class StageShardings(Protocol):
+    """The shardings of arrays, by stage and number."""
 
     @property
     def stages(self) -> Stages:
-        """The step, its lists of values as the programs are called with them."""
+        """The step, with the lists of values that its programs are called with."""
         ...
 
-    def everywhere(self, stage: int) -> NamedSharding:
+    def replicated(self, stage: int) -> NamedSharding:
         """A copy on every device of a stage."""
         ...
 
     def value(self, stage: int, value: int) -> NamedSharding:
-        """A value of the microbatch that a pass of the stage makes or reads."""
+        """A value of one microbatch that a pass of the stage makes or reads."""
         ...
 
     def whole(self, stage: int, value: int) -> NamedSharding:
-        """A whole value that passes read, an argument or of the prologue."""
+        """A value that is the same for every microbatch and that passes read: an argument, or one of the prologue."""
         ...
 
     def argument(self, stage: int, value: int) -> NamedSharding:
-        """An argument of the step; the batch is on every device, to be cut into microbatches there."""
+        """An argument of the step; the batch is replicated, and each device takes its microbatches from it."""
         ...
 
     def blocks(self, stage: int, value: int) -> NamedSharding:
-        """All microbatches of an argument, stacked in front."""
+        """All microbatches of an argument, stacked along a leading dimension."""
         ...
 
     def total(self, stage: int, value: int) -> NamedSharding:
-        """The sum of a total, or one of its parts, in the stage whose passes make it."""
+        """The accumulator of a total, or one of its parts, in the stage whose passes make it."""
         ...
 
-    def ended(self, number: int, value: int) -> NamedSharding:
-        """Sum or parts of a total as an update reads them."""
+    def update_total(self, number: int, value: int) -> NamedSharding:
+        """The accumulator or the parts of a total, as update `number` reads them."""
         ...
 
-    def read(self, number: int, value: int) -> NamedSharding:
-        """A value of another update as an update reads it."""
+    def update_read(self, number: int, value: int) -> NamedSharding:
+        """A value of another update, as update `number` reads it."""
         ...
 
-    def result(self, number: int, value: int) -> NamedSharding:
-        """A value that an update gives."""
+    def update_result(self, number: int, value: int) -> NamedSharding:
+        """A value that update `number` writes."""
         ...
 
 
-class Bodies(Protocol):
-    """What programs compute; all functions are traced by JAX."""
+class ProgramBodies(Protocol):
+    """The functions of programs; all are traced by JAX."""
 
     def accumulator(self, stage: int, total: int) -> Accumulator:
-        """How the parts of a total of a stage come together."""
+        """How the parts of a total are accumulated over microbatches."""
         ...
 
     def begin(self, stage: int, arguments: Values) -> Values:
-        """Whole values that passes read, of the prologue."""
+        """The values of the prologue that passes read."""
         ...
 
     def run(
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """A pass on blocks and values of one microbatch: its part of every total, what it writes."""
+        """A pass on blocks and values of one microbatch: its part of every total, and the values that it writes."""
         ...
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
-        """What an update writes."""
+        """The values that an update writes."""
         ...

@@ -1,13 +1,13 @@
-"""Start indices as XLA wants them: wide enough, and in range.
+"""Start indices clamped and widened in the program, because XLA does not always do it.
 
-The operations that read or write at a window clamp where it starts, so that it lies inside their operand (XLA's
-operation semantics, DynamicSlice and Gather):
+Operations that read or write a window clamp its start so that the window is inside the operand (XLA's operation
+semantics, DynamicSlice and Gather):
 
     start[k]  ->  min(max(start[k], 0), extent[k] - window[k])
 
-XLA's simplifier and partitioner lose that clamp where one window is cut from another, and where the window is cut over
-devices (openxla/xla #49118, #49121, #49122); the process ends where they meet indices of 8 or 16 bits
-("Unsupported indices type", 0.10 and 0.12). A clamp that is part of the program is not lost.
+XLA's simplifier and partitioner lose that clamp where one window is sliced from another, and where the window is
+sharded (openxla/xla #49118, #49121, #49122). Indices of 8 or 16 bits abort the process ("Unsupported indices type",
+0.10 and 0.12). A clamp that is part of the program is kept.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jax.lax import GatherScatterMode
 
 from autopar.ir.graph import Op
 
-#: Bytes of the narrowest indices that the partitioner takes.
-NARROWEST = 4
+#: Size in bytes of the narrowest index type that the partitioner supports.
+MIN_INDEX_BYTES = 4
 
 
-def in_range(op: Op, operands: Sequence[Any]) -> list[Any]:
-    """Operands of an operation, with the start indices among them clamped and widened; others as they are."""
-    made = _STARTS.get(op.name)
-    return list(operands) if made is None else made(op, operands)
+def clamp_start_indices(op: Op, operands: Sequence[Any]) -> list[Any]:
+    """Operands of an operation, with the start indices among them clamped and widened; all others unchanged."""
+    transform = _STARTS.get(op.name)
+    return list(operands) if transform is None else transform(op, operands)
 
 
 def _sliced(op: Op, operands: Sequence[Any]) -> list[Any]:
@@ -42,7 +42,7 @@ def _updated(op: Op, operands: Sequence[Any]) -> list[Any]:
 
 
 def _gathered(op: Op, operands: Sequence[Any]) -> list[Any]:
-    """Where a gather fills, or promises that no index is out of range, nothing is clamped."""
+    """Clamps in CLIP mode only: the other modes fill out-of-range elements, or promise that there are none."""
     whole, starts = _widened(op, operands)
     if op.params["mode"] == GatherScatterMode.CLIP:
         extents, windows = _extents(op, 0), op.params["slice_sizes"]
@@ -53,11 +53,11 @@ def _gathered(op: Op, operands: Sequence[Any]) -> list[Any]:
 
 def _widened(op: Op, operands: Sequence[Any]) -> list[Any]:
     whole, starts, *rest = operands
-    return [whole, starts.astype("int32") if starts.dtype.itemsize < NARROWEST else starts, *rest]
+    return [whole, starts.astype("int32") if starts.dtype.itemsize < MIN_INDEX_BYTES else starts, *rest]
 
 
 def _extents(op: Op, operand: int) -> tuple[int, ...]:
-    """The shape of an operand as the program has it: what is partial has more dimensions while it is emitted."""
+    """The shape of an operand in the traced program; the emitted array of a partial sum has more dimensions."""
     return op.equation.invars[operand].aval.shape
 
 
@@ -66,7 +66,7 @@ def _clamped(starts: Sequence[Any], extents: Sequence[int], windows: Sequence[in
 
 
 def _clip(starts: Any, last: int | Sequence[int]) -> Any:
-    """Starts of 0 to `last`; there is none beyond what their type can say."""
+    """Starts clamped to 0 .. `last`, or to the largest value of their type if that is smaller."""
     most = np.minimum(last, np.iinfo(starts.dtype).max).astype(starts.dtype)
     return jnp.clip(starts, np.zeros_like(most), most)
 

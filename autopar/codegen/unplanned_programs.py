@@ -1,6 +1,6 @@
-"""Programs as the step in stages has them, with layouts at their borders given by a function, and none inside.
+"""StepPrograms of stages without a plan: a function gives the layouts of inputs and outputs, and none are set inside.
 
-XLA propagates what the borders say, and adds up gradients over devices in every microbatch.
+XLA propagates the layouts of inputs and outputs, and reduces gradients over devices in every microbatch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from autopar.schedules.instructions import Kind
 
 
 @dataclass(frozen=True, eq=False)
-class Plain:
-    """`Places` and `Bodies` of layouts by (stage, value)."""
+class UnplannedPrograms:
+    """`StageShardings` and `ProgramBodies` from a function that gives layouts by (stage, value)."""
 
     stages: Stages
     meshes: tuple[Mesh, ...]
     layouts: Layouts
 
-    # Places
+    # Shardings
 
-    def everywhere(self, stage: int) -> NamedSharding:
+    def replicated(self, stage: int) -> NamedSharding:
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
     def value(self, stage: int, value: int) -> NamedSharding:
@@ -44,25 +44,25 @@ class Plain:
         return self.argument(stage, value)
 
     def argument(self, stage: int, value: int) -> NamedSharding:
-        return self.everywhere(stage) if value in self.stages.split.batch else self.value(stage, value)
+        return self.replicated(stage) if value in self.stages.split.batch else self.value(stage, value)
 
     def blocks(self, stage: int, value: int) -> NamedSharding:
         return NamedSharding(self.meshes[stage], PartitionSpec(None, *self.layouts(stage, value)))
 
     def total(self, stage: int, value: int) -> NamedSharding:
         stacked = self.accumulator(stage, value).is_stacked
-        return self.value(stage, value) if stacked else self.everywhere(stage)
+        return self.value(stage, value) if stacked else self.replicated(stage)
 
-    def ended(self, number: int, value: int) -> NamedSharding:
-        return self.everywhere(self.stages.updates.programs[number].stage)
+    def update_total(self, number: int, value: int) -> NamedSharding:
+        return self.replicated(self.stages.updates.programs[number].stage)
 
-    def read(self, number: int, value: int) -> NamedSharding:
-        return self.everywhere(self.stages.updates.programs[number].stage)
+    def update_read(self, number: int, value: int) -> NamedSharding:
+        return self.replicated(self.stages.updates.programs[number].stage)
 
-    def result(self, number: int, value: int) -> NamedSharding:
-        """The state comes out as it goes in."""
-        stage, known = self.stages.updates.programs[number].stage, self._carried.get(value)
-        return self.everywhere(stage) if known is None else self.argument(stage, known)
+    def update_result(self, number: int, value: int) -> NamedSharding:
+        """A new value of the state has the sharding of its argument."""
+        stage, argument = self.stages.updates.programs[number].stage, self._carried.get(value)
+        return self.replicated(stage) if argument is None else self.argument(stage, argument)
 
     @cached_property
     def _carried(self) -> Mapping[Any, int]:
@@ -70,7 +70,7 @@ class Plain:
         split = self.stages.split
         return {split.flat.outputs[out]: split.graph.inputs[i] for out, i in match_state(split.graph).items()}
 
-    # Bodies
+    # Functions
 
     @cached_property
     def _programs(self) -> StepPrograms:
@@ -82,7 +82,7 @@ class Plain:
 
     @cached_property
     def _constants(self) -> Mapping[int, Any]:
-        """Arrays that the step closes over, wherever they lie."""
+        """Arrays that the step closes over, as NumPy arrays where possible."""
         return {v: unplaced(array) for v, array in self.stages.split.flat.constants}
 
     def accumulator(self, stage: int, total: int) -> Accumulator:
@@ -97,20 +97,20 @@ class Plain:
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         one = self.stages.stages[stage].passes[kind]
         wanted = tuple(AccumulatedValue(v, "last") for v in (*(t.value for t in one.totals), *one.writes))
-        made = self._programs.loop_body(
+        outputs = self._programs.loop_body(
             AccumulationLoop(one.ops, wanted, ()), {**self._constants, **whole}, local, index
         )
-        return made[: len(one.totals)], made[len(one.totals) :]
+        return outputs[: len(one.totals)], outputs[len(one.totals) :]
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
         update = self.stages.updates.programs[number]
-        ended = [totals[t.value] for t in update.totals]
-        known = {**self._constants, **arguments, **reads}
-        made = self._programs.after(AccumulationLoop((), update.totals, update.ops), known, ended)
-        return tuple(made[v] for v in update.writes)
+        accumulated = [totals[t.value] for t in update.totals]
+        inputs = {**self._constants, **arguments, **reads}
+        values = self._programs.after(AccumulationLoop((), update.totals, update.ops), inputs, accumulated)
+        return tuple(values[v] for v in update.writes)
 
 
 def unplaced(array: Any) -> Any:
-    """An array that a program may close over, wherever it lies."""
+    """An array that a program on any submesh may close over: a NumPy array, or the array itself for extended dtypes."""
     extended = jnp.issubdtype(jax.typeof(array).dtype, jax.dtypes.extended)
     return array if extended else np.asarray(array)

@@ -1,6 +1,6 @@
-"""Devices and links: presets, cluster files, the machine at hand, and meshes over them.
+"""Devices and links: presets, cluster files, the local devices, and meshes over them.
 
-    in     a preset's name, a TOML file, or the devices that JAX sees
+    in     a preset's name, a TOML file, or the devices that JAX reports
     out    Cluster, and its LogicalMesh with the links of every axis
 
 Read `cluster` first.

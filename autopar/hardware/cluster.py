@@ -1,18 +1,18 @@
-"""Clusters: what the devices can do and how fast they talk, with no device needed to say so.
+"""Clusters: cost models of devices and of the links between them; no device needs to be present.
 
-A cluster is a device model and a list of *levels*, outermost first: a host level of `hosts` groups joined by the
-`inter` link, each of `devices_per_host` devices joined by the `intra` link; or one level per axis for `Cluster.custom`
-and per dimension of a torus (`autopar.hardware.files`). Devices are numbered row-major over the levels, so neighbours
-share the innermost level. A logical mesh lays named axes over that numbering, row-major, the last axis innermost; which
-links an axis crosses is decided in `autopar.hardware.links`.
+A cluster is a device model and a list of *levels*, outermost first: a host level of `hosts` groups connected by the
+`inter` link, each of `devices_per_host` devices connected by the `intra` link; or one level per axis for
+`Cluster.custom` and per dimension of a torus (`autopar.hardware.files`). Devices are numbered row-major over levels, so
+neighbours share the innermost level. A logical mesh maps named axes onto that numbering, row-major, the last axis
+innermost; `autopar.hardware.links` determines which links an axis crosses.
 
-`LogicalMesh.links` names the bottleneck of each axis; `LogicalMesh.levels` is what the collective models read, so that
-they can price hierarchical algorithms. All bandwidths are per device: devices of one host are taken to have a network
-port each, and a slower shared port has to be divided by the number of devices on it.
+`LogicalMesh.links` gives the bottleneck of each axis. The cost models of collectives read `LogicalMesh.levels`, so that
+they can cost hierarchical algorithms. All bandwidths are per device: each device of a host is assumed to have a network
+port of its own. The bandwidth of a shared port has to be divided by the number of devices on it.
 
-A cluster of unequal `groups` numbers the devices of its groups one after the other. As a whole it is as slow as its
-slowest parts, because a collective waits for all (-> `heterogeneous.join`); `Cluster.part` inside one group has that
-group's own device and links.
+A cluster of unequal `groups` numbers the devices of its groups one after the other. As a whole it has the slowest
+figures of its groups, because a collective waits for all devices (-> `heterogeneous.join`). A `Cluster.part` inside one
+group has that group's own device and links.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.hardware.figures import (
     NAME,
     RATE,
     SHARE,
-    Row,
+    FieldRule,
     check,
     each,
     is_count,
@@ -41,7 +41,7 @@ from autopar.hardware.figures import (
     is_name,
     is_rates,
 )
-from autopar.hardware.links import NETWORKS, Level, Link, cut, inner_sizes, piece, slowest
+from autopar.hardware.links import NETWORKS, Level, Link, axis_levels_of, inner_sizes, level_part, slowest
 
 __all__ = ["DEFAULT_AXIS_NAMES", "NETWORKS", "Cluster", "Device", "Level", "Link", "LogicalMesh"]
 
@@ -98,8 +98,8 @@ class Device:
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
 
-#: Field of `Device` -> what it must be.
-DEVICE: Mapping[str, Row] = MappingProxyType(
+#: Field of `Device` -> the rule for its value.
+DEVICE: Mapping[str, FieldRule] = MappingProxyType(
     {
         "name": NAME,
         "peak_flops": ("flop/s above 0 by dtype", is_rates),
@@ -126,7 +126,7 @@ class LogicalMesh:
         device: cost model of every device.
         levels: levels of the network that each axis crosses, outermost first; empty: one level with the link of the
             axis.
-        behind: whether collectives are priced as overlapping with computation.
+        overlapped: whether the cost of collectives assumes that they overlap with computation.
     """
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class LogicalMesh:
     links: tuple[Link, ...]
     device: Device
     levels: tuple[tuple[Level, ...], ...] = ()
-    behind: bool = False
+    overlapped: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.sizes) == len(self.links) or len(set(self.names)) != len(self.names):
@@ -166,9 +166,9 @@ class LogicalMesh:
             raise MeshError(f"Axis {name!r} not found. Mesh axes are {self.shape}.")
         return self.names.index(name)
 
-    def behind_computation(self) -> LogicalMesh:
+    def with_overlap(self) -> LogicalMesh:
         """The same mesh with collectives that overlap with computation (`Device.overlap`, `Device.bucket_bytes`)."""
-        return replace(self, behind=True)
+        return replace(self, overlapped=True)
 
     def group(self, axes: Sequence[int]) -> int:
         """Number of devices that communicate with each other along the axes at these positions."""
@@ -273,13 +273,13 @@ class Cluster:
                 f"Devices {first} to {first + count - 1} of cluster {self.name!r} ({self._describe_levels()}) are no "
                 "whole hosts, and no devices of one host."
             )
-        at = max(i for i, fit in enumerate(fits) if fit)
-        return self._of_levels(at, count // inner[at])
+        level = max(i for i, fit in enumerate(fits) if fit)
+        return self._of_levels(level, count // inner[level])
 
     def _of_levels(self, at: int, size: int) -> Cluster:
-        """`size` groups of level `at`, with all that is inside them."""
+        """The cluster of `size` groups of level `at`, with all levels inside them."""
         ones = [Level(1, v.link) for v in self.levels[:at]]
-        levels = (*ones, Level(size, piece(at, self.levels[at], 1, size).link), *self.levels[at + 1 :])
+        levels = (*ones, Level(size, level_part(at, self.levels[at], 1, size).link), *self.levels[at + 1 :])
         count = math.prod(v.size for v in levels)
         if self.axis_levels is None:
             sizes, links = [v.size for v in levels], [v.link for v in levels]
@@ -304,7 +304,7 @@ class Cluster:
 
     def _axis_levels(self, sizes: tuple[int, ...]) -> tuple[tuple[Level, ...], ...]:
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-        return tuple(cut(self.levels, stride, size) for stride, size in zip(strides, sizes, strict=True))
+        return tuple(axis_levels_of(self.levels, stride, size) for stride, size in zip(strides, sizes, strict=True))
 
     def _describe_levels(self) -> str:
         return " x ".join(str(level.size) for level in self.levels)
@@ -458,8 +458,8 @@ def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...])
     return tuple(map(float, values))
 
 
-#: Field of `Cluster` -> what it must be.
-CLUSTER: Mapping[str, Row] = MappingProxyType(
+#: Field of `Cluster` -> the rule for its value.
+CLUSTER: Mapping[str, FieldRule] = MappingProxyType(
     {
         "name": NAME,
         "device": ("a Device", lambda value: isinstance(value, Device)),
@@ -470,7 +470,7 @@ CLUSTER: Mapping[str, Row] = MappingProxyType(
 
 
 def integers(what: str, values: Any, error: type[ClusterError | MeshError]) -> tuple[int, ...]:
-    """Integers in a list or tuple; an error that names them otherwise."""
+    """A list or tuple of integers as a tuple; `error` with the name `what` if it is anything else."""
     if not isinstance(values, list | tuple) or not all(map(is_integer, values)):
         raise error(f"{what} {values!r:.60} must be integers, such as (2, 4).")
     return tuple(map(int, values))

@@ -1,4 +1,4 @@
-"""What the figures of links, devices and clusters must be: a table with a row per field, and `check` of a record."""
+"""Validation of the figures of links, devices and clusters: a table with a rule per field, and `check` of a record."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from autopar.errors import ClusterError
 
-#: What a field must be, in words and as a predicate.
-Row = tuple[str, Callable[[Any], bool]]
+#: The rule for the value of a field, in words and as a predicate.
+FieldRule = tuple[str, Callable[[Any], bool]]
 
 
-def check(what: str, record: Any, rows: Mapping[str, Row]) -> None:
-    """ClusterError naming the first field of a record that is not what its row says."""
-    for name, (wanted, holds) in rows.items():
+def check(what: str, record: Any, rules: Mapping[str, FieldRule]) -> None:
+    """ClusterError naming the first field of a record whose value breaks its rule."""
+    for name, (requirement, is_valid) in rules.items():
         value = getattr(record, name)
-        if not holds(value):
-            raise ClusterError(f"{what}: {name}={value!r:.60} must be {wanted}.")
+        if not is_valid(value):
+            raise ClusterError(f"{what}: {name}={value!r:.60} must be {requirement}.")
 
 
 def is_figure(value: Any) -> bool:
-    """A number of 0 or more, and no infinity."""
+    """A finite number of 0 or more."""
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     return number and bool(0 <= value <= sys.float_info.max)
 
 
 def is_rate(value: Any) -> bool:
-    """A number above 0, and no infinity."""
+    """A finite number above 0."""
     return is_figure(value) and value > 0
 
 
@@ -55,9 +55,9 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def each(holds: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
-    """Whether a value is a tuple, of `count` where that is given, whose entries all are so."""
-    return lambda value: isinstance(value, tuple) and count in (None, len(value)) and all(map(holds, value))
+def each(is_valid: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
+    """A predicate: a tuple, of length `count` if that is given, whose entries are all valid."""
+    return lambda value: isinstance(value, tuple) and count in (None, len(value)) and all(map(is_valid, value))
 
 
 def is_rates(value: Any) -> bool:
@@ -65,8 +65,8 @@ def is_rates(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value) and all(map(is_name, value)) and all(map(is_rate, value.values()))
 
 
-NAME: Row = ("text", is_name)
-FLAG: Row = ("True or False", is_flag)
-FIGURE: Row = ("a number of 0 or more", is_figure)
-RATE: Row = ("a number above 0", is_rate)
-SHARE: Row = ("a number from 0 to 1", is_share)
+NAME: FieldRule = ("text", is_name)
+FLAG: FieldRule = ("True or False", is_flag)
+FIGURE: FieldRule = ("a number of 0 or more", is_figure)
+RATE: FieldRule = ("a number above 0", is_rate)
+SHARE: FieldRule = ("a number from 0 to 1", is_share)

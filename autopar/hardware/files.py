@@ -1,20 +1,20 @@
 """Cluster files: TOML to clusters and back, and the presets that come with autopar.
 
-A file has a `name` and one of four bodies:
+A file has a `name` and one of five bodies:
 
     hosts       devices_per_host, hosts (default 1), [device], [intra], [inter]               -> _of_hosts
-    torus       the same, and [torus]: hosts are cut from a torus of links [intra]            -> _of_torus
+    torus       the same, and [torus]: hosts are parts of a torus of links [intra]            -> _of_torus
     levels      devices_per_host, hosts, [device], [intra], [inter], [[levels]], outermost first, as `text` writes it
     cpu         devices_per_host, [cpu]: virtual devices that share a host                    -> _of_cpu
     groups      [[groups]], each a body of its own or a `preset` with `hosts`; [inter]        -> _of_groups
 
-A link has alpha (s) and bandwidth (bytes/s) or beta (s/byte), `network` if it is no switch, and for a mesh also
+A link has alpha (s) and bandwidth (bytes/s) or beta (s/byte), `network` unless it is a switch, and for a mesh also
 pair_bandwidth or pair, of the link between two neighbours. A device has the fields of
-`autopar.hardware.cluster.Device`, and `kinds` if JAX knows it by other names.
+`autopar.hardware.cluster.Device`, and `kinds` if JAX has other names for it.
 
-A torus has `dimensions`, and `wrap` with `whole`: a dimension wraps around where it is a multiple of `wrap`, and with
-`whole` only if all are. [intra] gives one link in one direction. `topologies` lists the shapes that can be had; with
-`whole` also any shape of multiples of `wrap` up to `limit`, dimension by dimension.
+A torus has `dimensions`, and `wrap` with `whole`: a dimension wraps around if it is a multiple of `wrap`, and with
+`whole` only if all are. [intra] gives one link in one direction. `topologies` lists the available shapes; with `whole`
+also any shape of multiples of `wrap` up to `limit`, dimension by dimension.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_torus(name: str) -> bool:
 
 
 def preset_of(kind: str) -> str | None:
-    """The preset whose device JAX calls `kind`, maybe after the vendor's name; None where there is none."""
+    """The preset whose device kind is `kind`, perhaps after a vendor's name; None if there is none."""
     return next((name for name in presets() if any(kind.endswith(k) for k in _kinds(_preset_table(name)))), None)
 
 
@@ -152,22 +152,22 @@ def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None,
 
 
 def _dimension(torus: Table, shape: Sequence[int], size: int, link: Link) -> Link:
-    """A ring has both directions of its links; a line has one, because its ends have no other."""
+    """The link of one dimension: a ring can use both directions of its links, a line only one."""
     wraps = all(s % torus["wrap"] == 0 for s in (shape if torus["whole"] else (size,)))
     return Link(link.alpha, link.beta / 2, "ring") if wraps else Link(link.alpha, link.beta, "line")
 
 
 def _topology(torus: Table, where: str, topology: str | None, per_host: int, hosts: int | None) -> tuple[int, ...]:
-    """The dimensions of the text, or of the listed topology with as many chips as `hosts` have."""
+    """The dimensions of a topology given as text, or of the listed topology with as many chips as `hosts` have."""
     listed: list[str] = torus["topologies"]
     limit = f", or multiples of {torus['wrap']} up to {torus['limit']}" if torus["whole"] else ""
     known = f"Topologies that fit: {', '.join(listed)}{limit}."
     if topology is None:
         chips = per_host * (hosts or 1)
-        found = [s for s in map(_sizes, listed) if prod(s) == chips]
-        if not found:
+        fitting = [s for s in map(_sizes, listed) if prod(s) == chips]
+        if not fitting:
             raise ClusterError(f"Cluster {where}: no topology has hosts={hosts}, {chips} chips. {known}")
-        return _padded(found[0], torus["dimensions"])
+        return _padded(fitting[0], torus["dimensions"])
     shape = _padded(_sizes(topology), torus["dimensions"])
     fits = any(p == _padded(_sizes(s), len(shape)) for s in listed for p in permutations(shape))
     if not (len(shape) == torus["dimensions"] and (fits or (torus["whole"] and _whole(torus, shape)))):
@@ -176,19 +176,19 @@ def _topology(torus: Table, where: str, topology: str | None, per_host: int, hos
 
 
 def _whole(torus: Table, shape: Sequence[int]) -> bool:
-    """Made of whole cubes, and no larger than the limit in any dimension."""
+    """Whether a shape consists of whole cubes, and is within the limit in every dimension."""
     within = zip(sorted(shape), sorted(_sizes(torus["limit"])), strict=True)
     return all(s % torus["wrap"] == 0 and 0 < s <= most for s, most in within)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """ "4x8" -> (4, 8); () where the text is no topology, which fits nowhere."""
+    """ "4x8" -> (4, 8); () if the text is not a topology, which then fits nowhere."""
     parts = text.split("x")
     return tuple(map(int, parts)) if all(p.isdecimal() for p in parts) else ()
 
 
 def _padded(shape: tuple[int, ...], dimensions: int) -> tuple[int, ...]:
-    """Without dimensions of 1, then with as many of them as are missing; () stays what it is."""
+    """The shape without dimensions of 1, padded with 1 to `dimensions`; () stays ()."""
     used = tuple(s for s in shape if s != 1)
     return used + (1,) * (dimensions - len(used)) if shape else ()
 
@@ -218,7 +218,7 @@ _READ: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 def _device(table: Table) -> Device:
     required = [f.name for f in fields(Device) if f.default is MISSING]
     for name in required:
-        table[name]  # KeyError names what is missing
+        table[name]  # a KeyError names the missing field
     known = [f.name for f in fields(Device) if f.name in table]
     return Device(**{name: _READ.get(name, float)(table[name]) for name in known})
 
@@ -226,7 +226,7 @@ def _device(table: Table) -> Device:
 BODIES: Mapping[str, Callable[[Table, str, int | None], Cluster]] = MappingProxyType(
     {"groups": _of_groups, "cpu": _of_cpu, "levels": _of_hosts, "torus": _of_hosts}
 )
-"""The key that tells a body from the plain one of hosts -> its reader; a torus also takes a topology."""
+"""The key that identifies a body other than plain hosts -> its reader; `_of_torus` also takes a topology."""
 
 
 def text(cluster: Cluster) -> str:
@@ -251,7 +251,7 @@ def _body(cluster: Cluster, prefix: str) -> list[str]:
 
 
 def _link_fields(link: Link) -> dict[str, Any]:
-    """Beta rather than bandwidth: one divided by it twice is not always itself."""
+    """Fields of a link, with beta and not bandwidth: 1 / (1 / beta) is not always beta."""
     pair = {"pair": link.pair} if link.pair else {}
     return {"alpha": link.alpha, "beta": link.beta, "network": link.network, **pair}
 
@@ -273,5 +273,5 @@ def _value(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A TOML basic string: JSON's, but for the one control character that JSON leaves as it is."""
+    """A TOML basic string: a JSON string, except for the control character DEL, which JSON does not escape."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

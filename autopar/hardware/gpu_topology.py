@@ -1,8 +1,8 @@
-"""GPUs without a GPU: the wheels of JAX's CUDA plugin compile for a device that is only described.
+"""GPU topologies without a GPU: JAX's CUDA plugin compiles for devices that are only described.
 
-A topology is named as in "h100:8": the kind of device, and how many of them one host has. Its devices can be put in a
-mesh and compiled for; nothing runs on them. The description says what XLA's compiler asks of a device (`GPUS`); it is
-handed over as the text of a protocol buffer (GpuTargetConfigProto of openxla/xla).
+A topology is named as in "h100:8": the kind of device, and the number of devices of one host. Its devices can form a
+mesh and be compiled for; nothing runs on them. `GPUS` has the figures that XLA's compiler needs of a device. XLA takes
+them as the text of a protocol buffer (GpuTargetConfigProto of openxla/xla).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.errors import ArgumentError, MeshError
 
-#: What all of these devices have in common (CUDA C++ Programming Guide, table of compute capabilities 8.0 and 9.0).
+#: Figures that all devices share (CUDA C++ Programming Guide, table of compute capabilities 8.0 and 9.0).
 _COMMON: Mapping[str, Any] = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -59,7 +59,7 @@ GPUS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-#: Versions of cuDNN and CUDA that the compiler may count on.
+#: Versions of cuDNN and CUDA for which the compiler generates code.
 _DNN, _CUDA = (9, 8), (12, 8)
 
 
@@ -85,7 +85,7 @@ def mesh(topology: str, sizes: Sequence[int], names: Sequence[str]) -> Any:
         described = topologies.get_topology_desc(
             name, platform="cuda", target_config=target_config(name), topology=f"1x1x{number}"
         )
-    except Exception as error:  # whatever the plugin throws; its classes are not public
+    except Exception as error:  # the plugin's exception classes are not public
         raise ArgumentError(
             f"the CUDA plugin cannot describe {topology!r} ({str(error).splitlines()[0]:.200}). "
             "It needs the extra gpu: pip install 'autopar[gpu]'; no GPU is needed."

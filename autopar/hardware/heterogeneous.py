@@ -1,4 +1,4 @@
-"""Clusters of unequal groups: as a whole as slow as their slowest parts.
+"""Clusters of unequal groups: a cluster as a whole has the slowest figures of its groups.
 
 Every device does the same share of a program that spans groups, and a collective ends with its last message, so
 
@@ -6,8 +6,8 @@ Every device does the same share of a program that spans groups, and a collectiv
     memory                the smallest
     links                 the slowest in a host, the slowest between hosts        -> join
 
-Groups whose hosts differ in size are counted in hosts of the greatest common size; that prices some neighbours of one
-host as if they were on two, never the other way round.
+Groups whose hosts differ in size are counted in hosts of the greatest common size. That costs some neighbours on one
+host as if they were on two hosts, but never two hosts as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.hardware.links import Level, Link, slowest
 
 
 def slowest_device(devices: Sequence[Device]) -> Device:
-    """What each of the devices can do at least; its rates times its efficiency are the smallest of theirs."""
+    """A device with the worst figures of all devices; peak x efficiency is the smallest of any, for every dtype."""
     if len(set(devices)) == 1 and all(d.peak_flops == devices[0].peak_flops for d in devices):
         return devices[0]
     efficiency = min(d.efficiency for d in devices)
@@ -50,7 +50,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 
 def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | None = None) -> Cluster:
-    """One cluster of `groups`, its devices theirs one after the other; see `Cluster.joined`."""
+    """One cluster of `groups`, with their devices one after the other; see `Cluster.joined`."""
     for group in groups:
         if not isinstance(group, Cluster):
             raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
@@ -70,7 +70,7 @@ def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | Non
 
 
 def _inside(group: Cluster) -> int:
-    """Devices that the link inside a host joins; all of a torus."""
+    """Number of devices that the link inside a host connects; all of a torus."""
     return group.num_devices if group.axis_levels else group.devices_per_host
 
 

@@ -1,8 +1,8 @@
 """Virtual CPU devices: several JAX devices on the cores and the memory of one host.
 
 XLA's CPU client gives every virtual device its own queue, but all of them run on one thread pool and in one memory. So
-the rates below belong to the host or to a core, and `Cluster.local` divides them by the number of devices; a collective
-is a rendezvous of threads followed by copies through the shared memory.
+the rates below are of the host or of a core, and `Cluster.local` divides them by the number of devices. A collective is
+a rendezvous of threads, followed by copies through the shared memory.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class HostModel:
-    """Figures of a usual server core, right within a factor of two or three; measure for more than that.
+    """Figures of a typical server core, accurate within a factor of two or three; calibrate for better ones.
 
     Attributes:
-        flops_per_core: dtype name -> flop/s of one core.
-        bandwidth_per_core: bytes/s that one core reads and writes.
-        bandwidth_limit: bytes/s of all cores together.
-        rendezvous: s of one collective of few bytes over all devices where each has a core of its own.
-        kernel_overhead: s to start one kernel on one device.
-        network_alpha: s of one message between hosts.
-        network_bandwidth: bytes/s of a host's network port.
+        flops_per_core: dtype name -> FLOP/s of one core.
+        bandwidth_per_core: rate at which one core reads and writes, bytes/s.
+        bandwidth_limit: the same of all cores together, bytes/s.
+        rendezvous: time of a collective of few bytes over all devices if each has a core of its own, s.
+        kernel_overhead: time to start one kernel on one device, s.
+        network_alpha: latency of a message between hosts, s.
+        network_bandwidth: bandwidth of a host's network port, bytes/s.
         efficiency: share of `flops_per_core` that large products reach.
-        bucket_bytes: bytes up to which XLA makes one all-reduce of several; it combines nothing else here.
-        half_rate_extents: rows, columns and contracted extent at which each alone halves the rate of a product.
+        bucket_bytes: size up to which XLA combines all-reduces, bytes; it combines no other collectives on CPU.
+        half_rate_extents: rows, columns and contracted extent at each of which the rate of a product is half.
     """
 
     flops_per_core: Mapping[str, float] = field(hash=False)
@@ -41,29 +41,29 @@ class HostModel:
     half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def memory_bandwidth(self, cores: int) -> float:
-        """bytes/s of the whole host."""
+        """Memory bandwidth of the whole host, bytes/s."""
         return min(cores * self.bandwidth_per_core, self.bandwidth_limit)
 
     def copy_bandwidth(self, cores: int) -> float:
-        """bytes/s delivered by all devices of the host in a collective: each byte is read once and written once."""
+        """Rate at which all devices of the host copy in a collective, bytes/s: each byte is read and written once."""
         return self.memory_bandwidth(cores) / 2
 
-    def meeting_alpha(self, devices: int, cores: int) -> float:
-        """s of a collective for each device that takes part: its thread has to come up, with fewer cores in turns."""
+    def rendezvous_alpha(self, devices: int, cores: int) -> float:
+        """Latency of a collective per participating device, s; threads take turns if cores are fewer than devices."""
         return self.rendezvous * max(1.0, devices / cores) / devices
 
 
-# float32: two AVX2 multiply-adds of 8 lanes a cycle at 2.5 GHz, which large products were seen to reach; float64 has
-# half the lanes, and the 16-bit types are widened to float32 first. Products narrow in one extent were seen to lose as
-# much as the half-rate extents say within a factor of two, from 1/12 of the rate with 4 columns to 9/10 with 512.
-# A collective of 4 KiB among 2, 4 and 8 of 8 devices on 2 cores was measured to cost 37, 65 and 198 us. Out of the
-# last-level cache a server core moves about 10 GB/s; small arrays that stay in cache run several times faster.
+# float32: two AVX2 multiply-adds of 8 lanes per cycle at 2.5 GHz, which large products reach; float64 has half the
+# lanes, and the 16-bit types are widened to float32 first. The rates of products with one small extent agree with the
+# half-rate extents within a factor of two, from 1/12 of the rate with 4 columns to 9/10 with 512 (measured).
+# A collective of 4 KiB among 2, 4 and 8 of 8 devices on 2 cores takes 37, 65 and 198 us (measured). Beyond the
+# last-level cache a server core moves about 10 GB/s; small arrays that stay in cache are several times faster.
 HOST = HostModel(
     flops_per_core=MappingProxyType({"float32": 8e10, "float64": 4e10, "bfloat16": 8e10, "float16": 8e10}),
     bandwidth_per_core=1e10,
     bandwidth_limit=1e11,
     rendezvous=4e-5,
-    bucket_bytes=2.0**30,  # four of 200 MB each were seen to become one, and gathers never
+    bucket_bytes=2.0**30,  # XLA combined four all-reduces of 200 MB each into one, and never all-gathers
     half_rate_extents=(8.0, 24.0, 24.0),
     kernel_overhead=1e-6,
     network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it

@@ -1,7 +1,7 @@
-"""The devices that JAX sees here as a cluster -> find
+"""The devices that JAX reports, as a cluster -> find
 
-Virtual CPU devices share the cores and the memory of their host, so each gets its share of both (-> of_host);
-accelerators are looked up by their kind among the presets (-> of_accelerators).
+Virtual CPU devices share the cores and the memory of their host, so each has its share of both (-> of_host).
+Accelerators are looked up among the presets by their device kind (-> of_accelerators).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find() -> Cluster:
 
 
 def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str = "local cpu") -> Cluster:
-    """`devices` virtual CPU devices on each of `hosts` machines with `cores` cores and `memory_bytes` bytes."""
+    """The cluster of `devices` virtual CPU devices on each of `hosts` machines with `cores` and `memory_bytes`."""
     device = Device(
         "cpu",
         {dtype: rate * cores / devices for dtype, rate in HOST.flops_per_core.items()},
@@ -38,15 +38,15 @@ def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str =
         bucket_bytes=HOST.bucket_bytes,
         combines=("all-reduce",),
         half_rate_extents=HOST.half_rate_extents,
-        host_bandwidth=HOST.copy_bandwidth(cores) / devices,  # a copy within the one memory, which frees nothing
+        host_bandwidth=HOST.copy_bandwidth(cores) / devices,  # a copy within the same memory, which frees none of it
     )
-    intra = Link(HOST.meeting_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
+    intra = Link(HOST.rendezvous_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
     inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)
     return Cluster(name, device, hosts, devices, intra, inter)
 
 
 def physical_memory() -> int:
-    """Bytes of the host's memory; 8 GiB where the platform does not say."""
+    """Size of the host's memory in bytes; 8 GiB if the platform does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
@@ -54,9 +54,12 @@ def physical_memory() -> int:
 
 
 def of_accelerators(devices: list[Any], hosts: int) -> Cluster:
-    """The preset whose kinds name this JAX `device_kind`, with the machine's own counts.
+    """The preset for this JAX `device_kind`, with the numbers of hosts and devices of this machine.
 
     On a torus the topology is the extent of the devices' coordinates.
+
+    Raises:
+        ClusterError: no preset has this device kind.
     """
     from autopar.hardware import files as cluster_files
 
@@ -69,5 +72,5 @@ def of_accelerators(devices: list[Any], hosts: int) -> Cluster:
     if cluster_files.is_torus(name) and coords:
         extents = [max(along) - min(along) + 1 for along in zip(*coords, strict=True)]
         return cluster_files.preset(name, None, "x".join(map(str, extents)), 1)
-    one = Cluster.preset(name)
-    return Cluster(f"local {name}", one.device, hosts, len(devices) // hosts, one.intra, one.inter)
+    preset = Cluster.preset(name)
+    return Cluster(f"local {name}", preset.device, hosts, len(devices) // hosts, preset.intra, preset.inter)

@@ -1,7 +1,7 @@
-"""From what the user gives as `mesh` and `cluster` to meshes to plan for and devices to run on.
+"""From the options `mesh` and `cluster` to meshes to plan for and devices to run on.
 
-`mesh` may be a jax Mesh, an AbstractMesh, a tuple of sizes, a {name: size}, or None: then every factorisation of the
-cluster into up to two axes is a candidate, and its prime factorisation if that has three.
+`mesh` is a jax Mesh, an AbstractMesh, a tuple of sizes, a {name: size}, or None. None makes every factorisation of the
+number of devices into up to two axes a candidate, and its prime factorisation if that has three factors.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from autopar import jax_compat
 from autopar.errors import MeshError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 
-#: The cluster that prices a mesh of devices that are not there, when none is named.
+#: The cluster whose costs a mesh has if its devices are absent and no cluster is given.
 DEFAULT_PRESET = "dgx-h100"
-MOST_DEVICES = 2**24  # of a mesh: a hundred times those of the largest clusters
+MAX_DEVICES = 2**24  # of a mesh: a hundred times as many as the largest clusters have
 
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A mesh to plan for; `devices` (array in mesh shape) when the user gave a concrete one."""
+    """A mesh to plan for.
+
+    Attributes:
+        logical: the mesh, with its links.
+        cluster: its devices.
+        devices: array of devices in the shape of the mesh, if the user gave a concrete mesh.
+    """
 
     logical: LogicalMesh
     cluster: Cluster
@@ -33,23 +39,23 @@ def targets(mesh: Any, cluster: Cluster | None, *, local: bool) -> tuple[Target,
     """The candidate meshes.
 
     Args:
-        mesh: see the module's text.
-        cluster: what prices the mesh; None: the local devices if `local`, else `DEFAULT_PRESET`.
-        local: the plan is to run here.
+        mesh: see the module's docstring.
+        cluster: the cost models; None: the local devices if `local`, otherwise `DEFAULT_PRESET`.
+        local: the plan is to run on the devices of this process.
 
     Raises:
-        MeshError: the mesh is none, or its size is not the cluster's.
+        MeshError: `mesh` is of no valid type, or its size is not the cluster's.
     """
     sizes, names, devices = _read(mesh)
     if sizes is None:
-        found = cluster or Cluster.local()
-        return _distinct([Target(found.logical_mesh(s), found) for s in factorisations(found.num_devices)])
-    found = cluster or _default_cluster(sizes, local)
-    return (Target(found.logical_mesh(sizes, names), found, devices),)
+        whole = cluster or Cluster.local()
+        return _distinct([Target(whole.logical_mesh(s), whole) for s in factorisations(whole.num_devices)])
+    chosen = cluster or _default_cluster(sizes, local)
+    return (Target(chosen.logical_mesh(sizes, names), chosen, devices),)
 
 
 def _distinct(candidates: Sequence[Target]) -> tuple[Target, ...]:
-    """Without meshes that are others with their axes renamed: where all links are alike, (4, 2) is (2, 4)."""
+    """The candidates without meshes that equal another up to the order of axes: with equal links, (4, 2) is (2, 4)."""
     seen: dict[str, Target] = {}
     for target in candidates:
         axes = zip(target.logical.sizes, target.logical.links, target.logical.levels, strict=True)
@@ -74,8 +80,8 @@ def _read(mesh: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...] | None, An
 def _sizes(sizes: tuple[Any, ...], mesh: Any) -> tuple[int, ...]:
     if not sizes or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in sizes):
         raise MeshError(f"mesh={mesh!r}: sizes must be integers of at least 1")
-    if math.prod(sizes) > MOST_DEVICES:
-        raise MeshError(f"mesh={mesh!r:.60} has more than {MOST_DEVICES:,} devices")
+    if math.prod(sizes) > MAX_DEVICES:
+        raise MeshError(f"mesh={mesh!r:.60} has more than {MAX_DEVICES:,} devices")
     return sizes
 
 
@@ -103,25 +109,25 @@ def _default_cluster(sizes: tuple[int, ...], local: bool) -> Cluster:
 
 
 def factorisations(count: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of meshes of this many devices: one axis, every ordered pair, and three primes."""
+    """Shapes of meshes of `count` devices: one axis, every ordered pair of factors, and three primes."""
     pairs = [(a, count // a) for a in range(2, count) if count % a == 0]
     primes = _primes(count)
     return ((count,), *pairs, *((primes,) if len(primes) == 3 else ()))
 
 
 def _primes(n: int) -> tuple[int, ...]:
-    found: list[int] = []
+    factors: list[int] = []
     p = 2
     while n > 1:
         while n % p == 0:
-            found.append(p)
+            factors.append(p)
             n //= p
         p += 1
-    return tuple(found)
+    return tuple(factors)
 
 
 def concrete(target: Target) -> Any:
-    """Devices in the shape of the mesh. MeshError if there are too few."""
+    """The devices in the shape of the mesh; MeshError if this process has too few."""
     import jax
     import numpy as np
 

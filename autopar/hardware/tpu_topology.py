@@ -1,8 +1,8 @@
 """TPU topologies without a TPU: the libtpu wheel compiles for a slice that is only described.
 
-A topology is named as in "v5e:2x4": the generation, and how many chips lie along each dimension of the torus. Its
-devices can be put in a mesh and compiled for; nothing runs on them. Which physical chip takes which place of the mesh
-is left to `jax.experimental.topologies.make_mesh`, which follows the torus.
+A topology is named as in "v5e:2x4": the generation, and the number of chips along each dimension of the torus. Its
+devices can form a mesh and be compiled for; nothing runs on them. `jax.experimental.topologies.make_mesh`, which
+follows the torus, decides the place of each physical chip in the mesh.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from autopar.errors import ArgumentError, MeshError
 
-#: What libtpu would otherwise find out from the machine, on which no TPU is: that it is alone (no metadata server, no
-#: other workers), and that other processes may describe topologies at the same time.
+#: Environment variables that tell libtpu what it would otherwise ask the machine: there is no metadata server and no
+#: other worker, and other processes may load libtpu at the same time.
 OFFLINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -39,7 +39,7 @@ def mesh(topology: str, sizes: Sequence[int], names: Sequence[str]) -> Any:
         os.environ.setdefault(name, value)
     try:
         described = topologies.get_topology_desc(topology, platform="tpu")
-    except Exception as error:  # whatever the plugin throws; its classes are not public
+    except Exception as error:  # the plugin's exception classes are not public
         raise ArgumentError(
             f"libtpu cannot describe the topology {topology!r} ({str(error).splitlines()[0]:.200}). "
             "It is named like 'v5e:2x4', and needs the extra tpu: pip install 'autopar[tpu]'."

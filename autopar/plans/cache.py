@@ -1,15 +1,15 @@
-"""Plans kept on disk: what one process has solved, the next one reads.
+"""A cache of plans on disk: a plan that one process has solved is read by the next one.
 
-    question    program, mesh with all its figures, options, rules, versions       -> question
-    file        FOLDER/sha256(question)-sha256(text).json, text: the plan's JSON   -> read, write
-    bounds      at most `MOST_FILES` files and `MOST_BYTES` bytes, oldest use first  -> _prune
+    key         program, mesh with all its figures, options, rules, versions     -> question
+    file        FOLDER/sha256(key)-sha256(text).json, text: the plan's JSON      -> read, write
+    bounds      at most `MAX_FILES` files and `MAX_BYTES` bytes, least recently used first out  -> _prune
 
-Only plans are kept whose proof does not hang on the clock (`settled`): what a time limit or a failing solver left
-behind may be better next time. A file that is not as it was written, however little of it has changed, does not have
-the hash that its name says: it counts as missing and is written again.
+Only plans that do not depend on time limits are cached (`settled`): where a time limit or a failing solver ended the
+search, the next search may find a better plan. A file that was changed in any way does not have the hash that its name
+says: it counts as missing and is written again.
 
 The folder is AUTOPAR_CACHE_DIR; else $XDG_CACHE_HOME/autopar; else ~/.cache/autopar. An empty AUTOPAR_CACHE_DIR turns
-the cache off, as an empty JAX_COMPILATION_CACHE_DIR does JAX's own.
+the cache off, as an empty JAX_COMPILATION_CACHE_DIR does for JAX's own.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from autopar.plans.plan import Plan, from_json, graph_hash
 from autopar.plans.schema import parsed
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
-MOST_FILES = 256
-MOST_BYTES = 512 * 2**20
+MAX_FILES = 256
+MAX_BYTES = 512 * 2**20
 
-#: Solver statuses that do not hang on the clock, see `autopar.passes.solver.optimize`; pipelines are "chosen".
+#: Solver statuses that do not depend on time limits, see `autopar.passes.solver.optimize`; pipelines are "chosen".
 PROVEN = ("certified", "optimal", "optimal-tied", "near-optimal", "open", "chosen")
 SOLVING = ("fold", "presolve", "bound", "eliminate", "ilp", "memory")
-HURRY = ("time_limit", "deadline")  # fields of `Options` that have no say in what is kept
-UNHURRIED = 0.9  # share of the time limit below which the limit had no say
+TIME_LIMITS = ("time_limit", "deadline")  # fields of `Options` that have no say in what is kept
+MAX_TIME_SHARE = 0.9  # share of the time limit below which the limit had no say
 
 
 def folder() -> Path | None:
-    """Where plans are kept; None where that is turned off, or there is no home."""
+    """The cache folder; None if the cache is off, or there is no home directory."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None
@@ -57,10 +57,10 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def kept_in(place: Path | None) -> Iterator[None]:
-    """Plans are read from and kept in this folder meanwhile, in this process and in those that it starts."""
+def use_folder(path: Path | None) -> Iterator[None]:
+    """A context in which this folder is the cache, in this process and in processes that it starts; None: no cache."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "" if place is None else str(place)
+    os.environ[VARIABLE] = "" if path is None else str(path)
     try:
         yield
     finally:
@@ -71,8 +71,8 @@ def kept_in(place: Path | None) -> Iterator[None]:
 
 
 def off() -> contextlib.AbstractContextManager[None]:
-    """No plan is read or kept meanwhile."""
-    return kept_in(None)
+    """A context without a cache."""
+    return use_folder(None)
 
 
 # The question
@@ -93,7 +93,7 @@ def question(
         "types": repr(sorted(traced.pins.items())),
         "mesh": repr(mesh),
         "cluster": repr(cluster),
-        **{f.name: _option(getattr(options, f.name)) for f in fields(options) if f.name not in HURRY},
+        **{f.name: _option(getattr(options, f.name)) for f in fields(options) if f.name not in TIME_LIMITS},
         **{name: repr(value) for name, value in (further or {}).items()},
     }
     return "\n".join(f"{name}: {text}" for name, text in parts.items())
@@ -119,46 +119,46 @@ def _lines(graph: Graph) -> str:
 def _sources() -> str:
     """A hash of this package's own files: two checkouts of one version need not plan alike."""
     digest = hashlib.sha256()
-    for place, folders, names in os.walk(Path(__file__).parent, followlinks=True):
+    for path, folders, names in os.walk(Path(__file__).parent, followlinks=True):
         folders.sort()
         for name in sorted(n for n in names if n.endswith((".py", ".toml"))):
-            digest.update(name.encode() + Path(place, name).read_bytes())
+            digest.update(name.encode() + Path(path, name).read_bytes())
     return digest.hexdigest()[:16]
 
 
 # Files
 
 
-def read(asked: str) -> Plan | None:
+def read(key: str) -> Plan | None:
     """The plan kept for this question, or None. A plan that is read counts as used now."""
-    for place in _files(asked):
+    for path in _files(key):
         with contextlib.suppress(OSError, ValueError):  # PlanMismatchError is a ValueError
-            text = place.read_bytes()
-            if place == _file(asked, text):
-                found = from_json(parsed(text), str(place))
+            text = path.read_bytes()
+            if path == _file(key, text):
+                found = from_json(parsed(text), str(path))
                 with contextlib.suppress(OSError):  # a folder that is only read
-                    os.utime(place)
+                    os.utime(path)
                 return found
     return None
 
 
-def write(asked: str, plan: Plan, time_limit: float) -> None:
+def write(key: str, plan: Plan, time_limit: float) -> None:
     """Keep a plan, if it is settled, instead of any other of this question. A folder that cannot be written warns."""
     text = plan.to_json().encode()
-    place = _file(asked, text)
-    if place is None or not settled(plan, time_limit):
+    path = _file(key, text)
+    if path is None or not settled(plan, time_limit):
         return
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _replace(place, text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text)
         with contextlib.suppress(FileNotFoundError):  # another process deletes as well
-            for other in _files(asked):
-                if other != place:
+            for other in _files(key):
+                if other != path:
                     other.unlink()
-            _prune(place.parent)
+            _prune(path.parent)
     except OSError as error:
         warnings.warn(
-            f"plans cannot be kept in {place.parent} ({error}). Set {VARIABLE} to a folder that can be written, "
+            f"plans cannot be kept in {path.parent} ({error}). Set {VARIABLE} to a folder that can be written, "
             "or to the empty string to keep none.",
             AutoparWarning,
             stacklevel=2,
@@ -166,21 +166,21 @@ def write(asked: str, plan: Plan, time_limit: float) -> None:
 
 
 def settled(plan: Plan, time_limit: float) -> bool:
-    """True if solving again, with more time, would give this plan."""
+    """Whether solving again, with more time, would give the same plan."""
     spent = sum(plan.phases.get(phase, 0.0) for phase in SOLVING)
-    return plan.solver_status in PROVEN and spent < UNHURRIED * time_limit
+    return plan.solver_status in PROVEN and spent < MAX_TIME_SHARE * time_limit
 
 
-def _file(asked: str, text: bytes) -> Path | None:
-    place = folder()
-    return None if place is None else place / f"{_hash(asked.encode())}-{_hash(text)}.json"
+def _file(key: str, text: bytes) -> Path | None:
+    path = folder()
+    return None if path is None else path / f"{_hash(key.encode())}-{_hash(text)}.json"
 
 
-def _files(asked: str) -> list[Path]:
+def _files(key: str) -> list[Path]:
     """Files of a question, damaged ones among them."""
-    place = folder()
+    path = folder()
     try:
-        return [] if place is None else sorted(place.glob(f"{_hash(asked.encode())}-*.json"))
+        return [] if path is None else sorted(path.glob(f"{_hash(key.encode())}-*.json"))
     except OSError:
         return []
 
@@ -189,23 +189,23 @@ def _hash(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def _replace(place: Path, text: bytes) -> None:
-    """The file is there whole or not at all, also for processes that read or write it now."""
-    handle, name = tempfile.mkstemp(dir=place.parent, suffix=".part")
+def _replace(path: Path, text: bytes) -> None:
+    """Writes a file atomically, so that concurrent readers and writers see it whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text)
-        os.replace(name, place)
+        os.replace(name, path)
     except OSError:
         Path(name).unlink(missing_ok=True)
         raise
 
 
-def _prune(place: Path) -> None:
-    """Delete the plans that were not used for longest, beyond the bounds."""
-    stats = [(path, path.stat()) for path in sorted(place.glob(f"{'?' * 64}*.json"))]
+def _prune(directory: Path) -> None:
+    """Deletes the least recently used plans beyond the bounds."""
+    stats = [(path, path.stat()) for path in sorted(directory.glob(f"{'?' * 64}*.json"))]
     total = 0
     for position, (path, stat) in enumerate(sorted(stats, key=lambda entry: entry[1].st_mtime, reverse=True)):
         total += stat.st_size
-        if position >= MOST_FILES or total > MOST_BYTES:
+        if position >= MAX_FILES or total > MAX_BYTES:
             path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""How much of the work every device does under a plan, and why that is more than an even share.
+"""Load imbalance of a plan: the share of the FLOPs that every device does, and why it is more than an even share.
 
     share of an operation     product over its factors of ceil(n / pieces) / n                           -> _running
     its ratio                 devices * share = padding * devices that do the same                       -> _excesses
-    ratio of the program      sum of flops * ratio / sum of flops; an even share is 1                    -> account
+    ratio of the program      sum of flops * ratio / sum of flops; an even share is 1                    -> measure
 
 What exceeds 1 has a reason, worked out from extents and layouts alone                                   -> _kind
 
@@ -35,9 +35,9 @@ MOVES = (
     *("convert_element_type", "bitcast_convert_type", "sharding_constraint"),
 )
 
-SHOWN = 8  # lines of an account
-LEAST = 0.005  # ratio below which an excess is not shown
-LEAST_CHOSEN = 0.05  # and below which a choice is not
+SHOWN = 8  # lines of an imbalance
+MIN_SHOWN = 0.005  # ratio below which an excess is not shown
+MIN_SHOWN_CHOSEN = 0.05  # and below which a choice is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ _Layouts = tuple[Layout | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Imbalance:
     """FLOPs per device over an even share, with what makes them more, the largest first; `total`: all FLOPs."""
 
     ratio: float
@@ -84,14 +84,14 @@ class Account:
         """What operations add to the ratio that could have been cut evenly."""
         return sum(e.ratio for e in self.excesses if e.kind == "chosen")
 
-    def without(self, *kinds: str) -> Account:
-        """The account less these kinds of excess."""
+    def without(self, *kinds: str) -> Imbalance:
+        """The imbalance less these kinds of excess."""
         kept = tuple(e for e in self.excesses if e.kind not in kinds)
-        return Account(1.0 + sum(e.ratio for e in kept), kept)
+        return Imbalance(1.0 + sum(e.ratio for e in kept), kept)
 
     def lines(self) -> tuple[str, ...]:
         """The excesses worth a line, at most `SHOWN`, then what the others come to."""
-        worth = [e for e in self.excesses if e.ratio >= (LEAST_CHOSEN if e.kind == "chosen" else LEAST)]
+        worth = [e for e in self.excesses if e.ratio >= (MIN_SHOWN_CHOSEN if e.kind == "chosen" else MIN_SHOWN)]
         rest = sum(e.ratio for e in worth[SHOWN:])
         more = (f"{len(worth) - SHOWN} other reasons: +{rest:.2f}",) if len(worth) > SHOWN else ()
         return (*map(str, worth[:SHOWN]), *more)
@@ -103,7 +103,7 @@ def _some(things: Sequence[object], most: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Share:
     """An excess of one operation: `ratio` times an even share of its FLOPs."""
 
     kind: str
@@ -113,7 +113,7 @@ class _Piece:
 
 
 @dataclass
-class _Group:
+class _ExcessGroup:
     """Excesses of one kind and reason, added up."""
 
     work: float = 0.0
@@ -121,7 +121,7 @@ class _Group:
     extents: dict[int, None] = field(default_factory=dict)
     largest: tuple[float, str] = (0.0, "")
 
-    def add(self, op: Op, work: float, piece: _Piece) -> None:
+    def add(self, op: Op, work: float, piece: _Share) -> None:
         self.work += work * piece.ratio
         self.by_name[op.name] = self.by_name.get(op.name, 0.0) + work
         self.extents.update(dict.fromkeys(piece.extents))
@@ -134,11 +134,11 @@ class _Group:
         return Excess(kind, why, self.work / total, part, names, tuple(sorted(self.extents)), self.largest[1])
 
 
-def account(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Account:
-    """What each device does of a program under the layouts of a stage."""
+def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
+    """The imbalance of a program under the layouts of a stage."""
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
-    known: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Piece, ...]]] = {}
-    groups: dict[tuple[str, str], _Group] = {}
+    known: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Share, ...]]] = {}
+    groups: dict[tuple[str, str], _ExcessGroup] = {}
     total = 0.0
     for op, weight in _computing(graph, stage):
         read, written = _read(op, stage), tuple([stage.values.get(v) for v in op.outputs])
@@ -152,11 +152,11 @@ def account(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Account:
         work = weight * once
         total += work
         for piece in pieces:
-            groups.setdefault((piece.kind, piece.why), _Group()).add(op, work, piece)
+            groups.setdefault((piece.kind, piece.why), _ExcessGroup()).add(op, work, piece)
     # A program on empty arrays has no FLOPs of which a device could do more than its share.
     found = [group.excess(*key, total) for key, group in groups.items()] if total else []
     found.sort(key=lambda e: (-e.ratio, e.kind, e.why))
-    return Account(1.0 + sum(e.ratio for e in found), tuple(found), total)
+    return Imbalance(1.0 + sum(e.ratio for e in found), tuple(found), total)
 
 
 def _computing(graph: Graph, stage: Stage) -> Iterator[tuple[Op, float]]:
@@ -197,7 +197,7 @@ def _running(rule: Rule, operands: _Layouts, results: _Layouts, count: int) -> L
     return tuple(axes)
 
 
-def _excesses(rule: Rule, axes: Layout, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Piece]:
+def _excesses(rule: Rule, axes: Layout, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Share]:
     """What adds up to the ratio of an operation less 1, where each axis cuts this factor."""
     parts: dict[int, int] = {}
     for factor, size in zip(axes, sizes, strict=True):
@@ -208,13 +208,13 @@ def _excesses(rule: Rule, axes: Layout, names: Sequence[str], sizes: Sequence[in
         padded = -(-extent // n) * n
         if padded > extent:
             why = f"{extent} padded to {padded} over {n} devices"
-            yield _Piece("chosen" if divisible else "padded", why, ratio * (padded / extent - 1))
+            yield _Share("chosen" if divisible else "padded", why, ratio * (padded / extent - 1))
             ratio *= padded / extent
     if (same := parts.get(REPLICATED, 1)) > 1:
         idle = ", ".join(f"{names[a]}={sizes[a]}" for a, f in enumerate(axes) if f < 0 and sizes[a] > 1)
         kind, reason = _kind(rule, divisible)
         extents = tuple(sorted({rule.sizes[f] for f in rule.free})) if kind == "indivisible" else ()
-        yield _Piece(kind, f"whole along {idle}{reason}", ratio * (same - 1), extents)
+        yield _Share(kind, f"whole along {idle}{reason}", ratio * (same - 1), extents)
 
 
 def _divisible(rule: Rule, sizes: Sequence[int]) -> bool:

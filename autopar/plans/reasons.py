@@ -1,6 +1,6 @@
-"""Why a value lies as it does, in a few words, from nothing but the plan and the graph.
+"""Consequences of the layout of a value, in a few words, from the plan and the graph alone.
 
-    dim 0 over x: 1/8 a device     from the layout and the mesh                            `placed`
+    dim 0 over x: 1/8 a device     from the layout and the mesh                            `layout_text`
     all-gather over x (f.py:3)     collectives at the sites that read an argument          `reads`
     gradient ... (f.py:3)          collectives met on the way back from the argument's     `sums`
                                    new value through operations of its own size
@@ -27,8 +27,8 @@ BODIES = ("scan", "remat", "checkpoint", "remat2")
 MAX_WALK = 64  # operations followed from one value
 
 
-def placed(layout: Layout, shape: Sequence[int], plan: Plan) -> str:
-    """What the layout itself does: where it cuts and what that saves, or why it cannot cut."""
+def layout_text(layout: Layout, shape: Sequence[int], plan: Plan) -> str:
+    """The effect of a layout: which dimensions it shards and how much that saves, or why it cannot shard."""
     parts = cuts(layout, plan.mesh_sizes)
     found = [(d, n) for d, n in sorted(parts.items()) if n > 1]
     if found:
@@ -82,19 +82,19 @@ class Reasons:
         return {v: op for op in self.graph.walk() for v in op.outputs}
 
     def argument(self, i: int) -> str:
-        """Why argument leaf `i` lies as it does."""
+        """Reasons for the layout of argument leaf `i`."""
         value = self.graph.inputs[i]
-        text = [placed(self.plan.inputs[i], self.plan.input_shapes[i], self.plan)]
-        text += _said("", self.reads(value))
+        text = [layout_text(self.plan.inputs[i], self.plan.input_shapes[i], self.plan)]
+        text += _described("", self.reads(value))
         new = self._new_values.get(self.plan.input_paths[i].partition("/")[2])
         if new is not None:
-            text += _said("gradient ", self.sums(new))
+            text += _described("gradient ", self.sums(new))
         return "; ".join(text)
 
     def results(self, ops: Sequence[Op], layout: Layout, shape: Sequence[int]) -> str:
-        """Why results of these operations, of one shape and layout, lie as they do."""
+        """Reasons for the layout of results of these operations, which share shape and layout."""
         found = [c for op in ops for c in self._at.get(op.tag, ())]
-        return "; ".join([placed(layout, shape, self.plan), *_said("made by ", found)])
+        return "; ".join([layout_text(layout, shape, self.plan), *_described("made by ", found)])
 
     def reads(self, value: int) -> tuple[Collective, ...]:
         """Collectives at the sites that read a value, also behind operations that pass it on."""
@@ -108,12 +108,12 @@ class Reasons:
         return tuple(found)
 
     def sums(self, new: int) -> tuple[Collective, ...]:
-        """Collectives behind a new value of the state: those that sum its gradient."""
+        """Collectives that reduce the gradient from which a new value of the state is computed."""
         size = self.graph.types[new].size
         seen, todo = {new}, [new]
         for v in todo:
             op = self._makers.get(v)
-            found = self._behind(op) if op is not None else ()
+            found = self._gradient_sums(op) if op is not None else ()
             if found or op is None:
                 if found:
                     return found
@@ -126,7 +126,7 @@ class Reasons:
                 break
         return ()
 
-    def _behind(self, op: Op) -> tuple[Collective, ...]:
+    def _gradient_sums(self, op: Op) -> tuple[Collective, ...]:
         """Sums of a backward operation, at it or where its result is first read."""
         if op.phase != "backward":
             return ()
@@ -142,7 +142,7 @@ def _passed_on(op: Op, operand: int) -> Iterator[int]:
         yield op.regions[0].inputs[operand]
 
 
-def _said(word: str, found: Sequence[Collective]) -> list[str]:
+def _described(word: str, found: Sequence[Collective]) -> list[str]:
     """The distinct collectives, the first with its line."""
     texts = dict.fromkeys((c.kind, "+".join(c.axes)) for c in found)
     if not texts:

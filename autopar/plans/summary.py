@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import local_shape, spec
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
 from autopar.plans.plan import Plan, Stage
-from autopar.plans.reasons import Reasons, placed
+from autopar.plans.reasons import Reasons, layout_text
 
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives
@@ -165,7 +165,7 @@ def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
     if plan.pipelined:
         holder = _holder(plan, i)
         return f"held by {holder}" if holder else "cut into microbatches in the stages that read it"
-    return placed(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
+    return layout_text(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
 
 
 # Activations

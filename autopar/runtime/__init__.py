@@ -1,4 +1,4 @@
-"""Runs a train step in stages on submeshes, in the order of a schedule.
+"""Runtime: runs a train step in stages on submeshes, in the order of a schedule.
 
 step = build(traced, stages, schedule, meshes)      compile          -> pipeline.py, programs.py
 state, metrics = step(state, batch)                 run              -> pipeline.py

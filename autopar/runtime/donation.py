@@ -1,58 +1,61 @@
-"""Which arguments the updates take over: new state is written where old state was, so that it is not there twice.
+"""Which arguments are donated to the updates: new state is written into the buffers of old state.
 
-An update takes over an argument, for the new value that it makes of it, if
+An argument is donated to the update that makes its new value if
 
-    the caller gives the argument up
-    the stage that holds it makes the new value, and that lies as the old one did
+    the caller donates the argument
+    the stage that stores it makes the new value, with the same sharding
     no later update reads it, nor another stage on the same devices, where a copy may share its memory
-    it is no result itself
-    neither the update nor a later one calls the host back, where a user's own error may end the step
+    it is not itself a result of the step
+    neither the update nor a later one has a host callback, in which an error of the user's may end the step
 
-Updates run when all passes of all stages are dispatched, so that no pass reads what they have taken.
+Updates run after all passes of all stages are dispatched, so no pass reads a donated buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.codegen.stage_shardings import Places
+from autopar.codegen.stage_shardings import StageShardings
 from autopar.ir.train_state import match_state
 from autopar.passes.stages.divide import Stages
 from autopar.runtime.failures import CALLBACKS
 
 
-def taken_over(places: Places, placement: Sequence[int], donated: Collection[int]) -> tuple[tuple[int, ...], ...]:
-    """For each update, the arguments that it takes over.
+def donated_to_updates(
+    shardings: StageShardings, placement: Sequence[int], donated: Collection[int]
+) -> tuple[tuple[int, ...], ...]:
+    """The arguments that are donated to each update, as values of the graph.
 
     Args:
-        places: the step, and where values lie.
+        shardings: the step and the shardings of its values.
         placement: the rank of every stage.
-        donated: positions of the arguments that the caller gives up.
+        donated: positions of the arguments that the caller donates.
     """
-    stages, updates = places.stages, places.stages.updates
-    given = {stages.split.graph.inputs[i] for i in donated}
+    stages, updates = shardings.stages, shardings.stages.updates
+    donated_values = {stages.split.graph.inputs[i] for i in donated}
     results = {a for a in stages.split.flat.outputs if isinstance(a, int)}
     readers, last, callbacks = _readers(stages), _last(stages), _callbacks(stages)
-    found: dict[int, int] = {}
+    update_of: dict[int, int] = {}
     for new, old in _replaced(stages).items():
-        number, home = updates.computed_in.get(new), updates.owners.get(old)
-        if old not in given - results or number is None or home is None or last.get(old) != number:
+        number, owner = updates.computed_in.get(new), updates.owners.get(old)
+        if old not in donated_values - results or number is None or owner is None or last.get(old) != number:
             continue
         if number < callbacks:
             continue
-        beside = any(placement[s] == placement[home] for s in readers.get(old, set[int]()) - {home})
-        alike = places.result(number, new).is_equivalent_to(
-            places.argument(home, old), stages.split.graph.types[old].rank
+        shared = any(placement[s] == placement[owner] for s in readers.get(old, set[int]()) - {owner})
+        same_sharding = shardings.update_result(number, new).is_equivalent_to(
+            shardings.argument(owner, old), stages.split.graph.types[old].rank
         )
-        if updates.programs[number].stage == home and alike and not beside:
-            found[old] = number
+        if updates.programs[number].stage == owner and same_sharding and not shared:
+            update_of[old] = number
     return tuple(
-        tuple(v for v in update.arguments if found.get(v) == number) for number, update in enumerate(updates.programs)
+        tuple(v for v in update.arguments if update_of.get(v) == number)
+        for number, update in enumerate(updates.programs)
     )
 
 
 def _replaced(stages: Stages) -> Mapping[int, int]:
-    """New value of an argument -> the argument; a new value of several is that of the first."""
+    """New value of an argument -> the argument; the first one if a value is the new value of several."""
     graph, outputs = stages.split.graph, stages.split.flat.outputs
     carried = ((outputs[out], graph.inputs[i]) for out, i in sorted(match_state(graph).items(), reverse=True))
     return {new: old for new, old in carried if isinstance(new, int)}
@@ -64,7 +67,7 @@ def _last(stages: Stages) -> Mapping[int, int]:
 
 
 def _callbacks(stages: Stages) -> int:
-    """How many updates there are up to the last one that calls the host back."""
+    """Number of updates up to and including the last one with a host callback."""
     calling = (
         number + 1
         for number, update in enumerate(stages.updates.programs)
@@ -75,11 +78,11 @@ def _callbacks(stages: Stages) -> int:
 
 def _readers(stages: Stages) -> Mapping[int, set[int]]:
     """Argument -> the stages that read it."""
-    found: dict[int, set[int]] = {}
+    readers: dict[int, set[int]] = {}
     for number, stage in enumerate(stages.stages):
         for v in (*stage.arguments, *(v for one in stage.passes.values() for v in (*one.whole, *one.blocks))):
-            found.setdefault(v, set()).add(number)
+            readers.setdefault(v, set()).add(number)
     for update in stages.updates.programs:
         for v in update.arguments:
-            found.setdefault(v, set()).add(update.stage)
-    return found
+            readers.setdefault(v, set()).add(update.stage)
+    return readers

@@ -1,4 +1,4 @@
-"""A planned step as JAX's ahead-of-time convention has it: lowered, then compiled, then run on arguments."""
+"""A planned step in the ahead-of-time convention of `jax.stages`: lowered, then compiled, then run on arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import Prepared
+from autopar.compile import PlannedStep
 from autopar.errors import ArgumentError
 from autopar.ir import arguments
 from autopar.plans.plan import Plan
-from autopar.runtime.single_program import DISPATCH, OneMesh, Staged
-from autopar.runtime.watch import patience, watched
+from autopar.runtime.single_program import DISPATCH_LOCK, PipelineRunner, SingleMeshRunner
+from autopar.runtime.watch import patience, warn_if_slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Executable:
     programs: Mapping[str, Any]
     _out_tree: Any
     _run: Callable[[Sequence[Any]], Sequence[Any]]
-    _watched_as: str = ""  # what a first run that does not answer is called; empty: it is not watched
+    _watched_as: str = ""  # name of the step in a warning that its first run does not end; empty: no warning
     _ran: threading.Event = field(default_factory=threading.Event)
 
     def as_text(self) -> str:
@@ -42,16 +42,16 @@ class Executable:
         return "\n".join(p.as_text() for p in self.programs.values())
 
     def memory_analysis(self) -> Any:
-        """Memory statistics of XLA, bytes per device; in a pipeline a dict from names of programs."""
+        """Memory statistics of XLA, bytes per device; in a pipeline a dict from program names to statistics."""
         return self._of_each(lambda program: program.memory_analysis())
 
     def cost_analysis(self) -> Any:
-        """Cost statistics of XLA per device; in a pipeline a dict from names of programs."""
+        """Cost statistics of XLA per device; in a pipeline a dict from program names to statistics."""
         return self._of_each(lambda program: program.cost_analysis())
 
     def _of_each(self, ask: Callable[[Any], Any]) -> Any:
-        found = {name: ask(program) for name, program in self.programs.items()}
-        return found if self.plan.pipelined else found["step"]
+        answers = {name: ask(program) for name, program in self.programs.items()}
+        return answers if self.plan.pipelined else answers["step"]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; arguments are those of the function without the static ones."""
@@ -59,13 +59,13 @@ class Executable:
             return self.run(given.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run the step on flat argument leaves, inside `autopar.ir.arguments.as_arrays`."""
+        """Run the step on flat argument leaves, inside `arguments.as_arrays`, and return the results' tree."""
         result = jax.tree.unflatten(self._out_tree, self.flat(leaves))
         return result if self._plain else arguments.to_caller(result, leaves)
 
     def flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run the step on flat argument leaves and return the leaves of the results."""
-        with DISPATCH:
+        with DISPATCH_LOCK:
             return self._run(leaves) if self._ran.is_set() else self._first_run(leaves)
 
     def _first_run(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -73,7 +73,7 @@ class Executable:
         seconds = patience() if self._watched_as else 0.0
         if seconds <= 0:
             return self._run(leaves)
-        return watched(lambda: self._run(leaves), self._watched_as, seconds)
+        return warn_if_slow(lambda: self._run(leaves), self._watched_as, seconds)
 
     @functools.cached_property
     def _plain(self) -> bool:
@@ -91,23 +91,23 @@ class Lowered:
 
     plan: Plan
     jax_lowered: Any
-    _prepared: Prepared
+    _planned: PlannedStep
     _name: str = "the step"
     _shardings: tuple[NamedSharding, ...] = ()
 
     def as_text(self) -> str:
         """The StableHLO; for a pipeline the operations of its stages."""
-        pipeline = self._prepared.pipeline
+        pipeline = self._planned.pipeline
         return self.jax_lowered.as_text() if pipeline is None else str(pipeline.stages)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Executable:
         """Compile for the devices of this process.
 
         Args:
-            compiler_options: option of XLA -> value, as in `jax.stages.Lowered.compile`.
+            compiler_options: XLA option -> value, as in `jax.stages.Lowered.compile`.
 
         Raises:
-            ArgumentError: XLA does not know an option.
+            ArgumentError: XLA has no such option.
         """
         if not isinstance(compiler_options, Mapping | None):
             raise ArgumentError(f"compiler_options={compiler_options!r:.60} must be a dict from options to values")
@@ -119,31 +119,31 @@ class Lowered:
             raise
 
     def _compiled(self, compiler_options: Mapping[str, Any] | None) -> Executable:
-        out_tree, mesh = self._prepared.traced.out_tree, self._prepared.mesh()
+        out_tree, mesh = self._planned.traced.out_tree, self._planned.mesh()
         platform = mesh.devices.flat[0].platform
         watched_as = f"{self._name} on {mesh.size} CPU devices" if platform == "cpu" and mesh.size > 1 else ""
-        if self._prepared.pipeline is not None:
-            step = self._prepared.build(compiler_options)
-            weak = tuple(i for i, aval in enumerate(self._prepared.traced.out_avals) if aval.weak_type)
-            run = Staged(self.plan, step, step.homes, weak)
+        if self._planned.pipeline is not None:
+            step = self._planned.build(compiler_options)
+            weak = tuple(i for i, aval in enumerate(self._planned.traced.out_avals) if aval.weak_type)
+            run = PipelineRunner(self.plan, step, step.argument_shardings, weak)
             return Executable(self.plan, step.programs, out_tree, run, watched_as)
-        needed = codegen.compiler_options(self.plan, self._prepared.traced.graph, platform)
-        options = {**needed, **(compiler_options or {})}
+        required = codegen.compiler_options(self.plan, self._planned.traced.graph, platform)
+        options = {**required, **(compiler_options or {})}
         compiled = jax_compat.compiled(self.jax_lowered, options)
-        run = OneMesh(self.plan, compiled, self._shardings)
+        run = SingleMeshRunner(self.plan, compiled, self._shardings)
         return Executable(self.plan, {"step": compiled}, out_tree, run, watched_as)
 
 
 @jax_compat.automatic_axes()
-def lower(prepared: Prepared, name: str) -> Lowered:
-    """Lower a planned step, which is called so, for the devices at hand."""
-    if prepared.pipeline is not None:
-        return Lowered(prepared.plan, None, prepared, name)
-    mesh = prepared.mesh()
-    built = codegen.program(prepared.traced.graph, prepared.plan, prepared.rules(), mesh)
-    own = prepared.traced.mesh
-    if own is not None and dict(own.shape) == prepared.target.logical.shape:
+def lower(planned: PlannedStep, name: str) -> Lowered:
+    """Lower a planned step for the devices of this process; `name`: of the step, in warnings."""
+    if planned.pipeline is not None:
+        return Lowered(planned.plan, None, planned, name)
+    mesh = planned.mesh()
+    built = codegen.program(planned.traced.graph, planned.plan, planned.rules(), mesh)
+    own = planned.traced.mesh
+    if own is not None and dict(own.shape) == planned.target.logical.shape:
         typed = Mesh(mesh.devices, mesh.axis_names, axis_types=own.axis_types)
         built = replace(built, out_shardings=tuple(s.update(mesh=typed) for s in built.out_shardings))
-    lowered = built.jit().lower(*prepared.traced.in_avals)
-    return Lowered(prepared.plan, lowered, prepared, name, built.in_shardings)
+    lowered = built.jit().lower(*planned.traced.in_avals)
+    return Lowered(planned.plan, lowered, planned, name, built.in_shardings)

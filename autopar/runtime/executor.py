@@ -1,14 +1,14 @@
-"""One step under way: what it holds, and what each kind of instruction does with it.
+"""Execution of one step: its arrays, and what each kind of instruction does with them.
 
-    begin       bring arguments to the submesh, cut the batch, empty sums                            -> Run.begin
-    run         call the compiled pass; what later passes of the stage read stays in the stash       -> Run.run
-    send        copy to the submesh of the reader, into its stash; `recv` is then nothing to do      -> Run.send
-    free        give up the stash                                                                    -> Run.free
+    begin       copy arguments to the submesh, split the batch, zero the accumulators            -> StepExecution.begin
+    run         call the compiled pass; values for later passes of the stage go into the stash   -> StepExecution.run
+    send        copy to the submesh of the reader, into its stash; `recv` then does nothing      -> StepExecution.send
+    free        drop the stash                                                                   -> StepExecution.free
     accumulate  part of the pass
-    update      with the totals of all stages, and what other updates make                           -> Run.update
+    update      from the totals of all stages, and values of other updates                       -> StepExecution.update
 
-An error in a pass leaves all arguments as they were. An update may have taken over state by then: its error says so.
-Where instructions are not waited for (`PipelineStep.blocking`), what fails on a device may show up that late as well.
+An error in a pass leaves all arguments valid. An error in an update says that state may already be donated. Unless each
+instruction is waited for (`PipelineStep.blocking`), an error on a device may also be reported that late.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.errors import StageError
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.divide import Transfer
 from autopar.runtime.failures import failure
-from autopar.runtime.lowered_schedule import Source, Updating
+from autopar.runtime.lowered_schedule import ArgumentSource, LoweredUpdate
 from autopar.schedules.instructions import Instruction, Kind
 
 if TYPE_CHECKING:
@@ -35,193 +35,200 @@ if TYPE_CHECKING:
 
 #: (stage, microbatch) -> arrays by value.
 Stash = Mapping[tuple[int, int], Mapping[int, Any]]
-#: Hears of every pass, send, free and update when it is dispatched, and what the stages hold then.
-Watch = Callable[[Instruction, Stash], None]
+#: Called after each pass, send, free and update is dispatched, with the instruction and the stash.
+Observer = Callable[[Instruction, Stash], None]
 
-LOST = "; state may be used up in part: go on from a saved one"
+STATE_LOST = "; state may be used up in part: go on from a saved one"
 
 
 @dataclass(eq=False)
-class Run:
-    """One step under way.
+class StepExecution:
+    """Execution of one step.
 
     Attributes:
-        whole: per stage, whole values that its passes read.
-        given: per stage and kind of pass, the whole values and the blocks of the batch that it reads.
-        sums: per stage and kind of pass.
-        parts: per stage and kind, what each microbatch gave for totals that are stacked.
-        stash: per stage and microbatch, values that later passes read.
-        sent: values on their way to a stage on another rank.
-        made: results of updates.
+        step: the compiled step.
+        leaves: of the arguments.
+        whole: per stage, value -> array, of the values that are the same for every microbatch.
+        pass_operands: (stage, kind of pass) -> the whole values and the blocks of the batch that it reads.
+        sums: (stage, kind of pass) -> accumulators.
+        parts: (stage, kind of pass) -> microbatch -> its parts of totals that are stacked.
+        stash: (stage, microbatch) -> value -> array, of values that later passes read.
+        in_flight: (transfer, microbatch) -> arrays that a pass has made and no send has copied yet.
+        update_results: value -> array, of the updates so far.
     """
 
     step: PipelineStep
     leaves: list[Any]
     whole: list[dict[int, Any]] = field(default_factory=list)
-    given: dict[tuple[int, Kind], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=dict)
+    pass_operands: dict[tuple[int, Kind], tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=dict)
     sums: dict[tuple[int, Kind], Any] = field(default_factory=dict)
     parts: dict[tuple[int, Kind], dict[int, Any]] = field(default_factory=dict)
     stash: dict[tuple[int, int], dict[int, Any]] = field(default_factory=dict)
-    sent: dict[tuple[Transfer, int], list[Any]] = field(default_factory=dict)
-    made: dict[int, Any] = field(default_factory=dict)
+    in_flight: dict[tuple[Transfer, int], list[Any]] = field(default_factory=dict)
+    update_results: dict[int, Any] = field(default_factory=dict)
 
     def results(self) -> list[Any]:
-        """Run everything."""
-        step, watch = self.step, self.step.watch
-        for stage, found in enumerate(step.stages.stages):
-            with self._guard(stage, "its prologue", found.prologue):
+        """Run all instructions and updates; the leaves of the results."""
+        step, observer = self.step, self.step.observer
+        for stage, program in enumerate(step.stages.stages):
+            with self._guard(stage, "its prologue", program.prologue):
                 self.begin(stage)
-        for i in step.script.order:
+        for i in step.lowered_schedule.order:
             try:
                 _ACTIONS[i.op](self, i)
             except Exception as error:
                 ops = step.stages.stages[i.stage].passes[i.kind].ops if i.op == "run" else ()
                 raise failure(i.stage, str(i), error, step.stages.split.graph, ops) from error
-            if watch is not None:
-                watch(i, self.stash)
+            if observer is not None:
+                observer(i, self.stash)
         self._updates()
         return self._collected()
 
     def _updates(self) -> None:
-        """All updates, in an order in which each finds what it reads."""
-        step, watch, last = self.step, self.step.watch, self.step.stages.split.count - 1
-        lost = LOST if any(step.compiled.taken) else ""
-        for update, ops in zip(step.script.updates, step.stages.updates.programs, strict=True):
+        """Run all updates, each after those whose values it reads."""
+        step, observer, last = self.step, self.step.observer, self.step.stages.split.count - 1
+        lost = STATE_LOST if any(step.compiled.donated) else ""
+        for update, ops in zip(step.lowered_schedule.updates, step.stages.updates.programs, strict=True):
             i = Instruction("update", "", update.stage, last)
             with self._guard(update.stage, str(i), ops.ops, lost):
                 self.update(update)
-            if watch is not None:
-                watch(i, self.stash)
+            if observer is not None:
+                observer(i, self.stash)
 
     def _collected(self) -> list[Any]:
         """The results of the step, from updates and arguments."""
         flat = self.step.stages.split.flat
         arguments = dict(zip(self.step.stages.split.graph.inputs, self.leaves, strict=True))
-        known = {**arguments, **dict(flat.constants), **self.made}
-        found = [known[a] if isinstance(a, int) else jnp.asarray(a.value) for a in flat.outputs]
-        for position, where in self.step.returns.items():
-            found[position] = jax.device_put(found[position], where)
-        return found
+        values = {**arguments, **dict(flat.constants), **self.update_results}
+        results = [values[a] if isinstance(a, int) else jnp.asarray(a.value) for a in flat.outputs]
+        for position, sharding in self.step.result_shardings.items():
+            results[position] = jax.device_put(results[position], sharding)
+        return results
 
     @contextmanager
     def _guard(self, stage: int, what: str, ops: Sequence[PlacedOp], lost: str = "") -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            found = failure(stage, what, error, self.step.stages.split.graph, ops)
-            raise (StageError(f"{found}{lost}") if lost else found) from error
+            stage_error = failure(stage, what, error, self.step.stages.split.graph, ops)
+            raise (StageError(f"{stage_error}{lost}") if lost else stage_error) from error
 
-    def argument(self, stage: int, source: Source) -> Any:
-        """An argument on the submesh of a stage; copied once per step if it is not there."""
-        value, position, wanted = source
-        found = self.whole[stage].get(value)
-        if found is None:
-            array = self.leaves[position]
-            lies = getattr(array, "sharding", None) == wanted
-            found = self.whole[stage][value] = array if lies else jax.device_put(array, wanted)
-        return found
+    def argument(self, stage: int, source: ArgumentSource) -> Any:
+        """An argument on the submesh of a stage; copied once per step unless it already has this sharding."""
+        value, position, sharding = source
+        array = self.whole[stage].get(value)
+        if array is None:
+            leaf = self.leaves[position]
+            in_place = getattr(leaf, "sharding", None) == sharding
+            array = self.whole[stage][value] = leaf if in_place else jax.device_put(leaf, sharding)
+        return array
 
     def begin(self, stage: int) -> None:
-        begin = self.step.script.begins[stage]
+        """Copy arguments to the submesh of a stage, split the batch, zero the accumulators."""
+        begin = self.step.lowered_schedule.begins[stage]
         self.whole.append({})
         reads = {source[0]: self.argument(stage, source) for source in begin.arguments}
-        made, cut, sums = begin.function(*(reads[v] for v in begin.reads))
+        values, block_arrays, sums = begin.function(*(reads[v] for v in begin.reads))
         if self.step.blocking:
-            jax.block_until_ready((made, cut, sums))
-        whole = {**reads, **dict(zip(begin.whole, made, strict=True))}
-        blocks = dict(zip(begin.blocks, cut, strict=True))
+            jax.block_until_ready((values, block_arrays, sums))
+        whole = {**reads, **dict(zip(begin.whole, values, strict=True))}
+        blocks = dict(zip(begin.blocks, block_arrays, strict=True))
         for kind, total in sums.items():
-            one = self.step.script.passes[stage, kind]
+            one = self.step.lowered_schedule.passes[stage, kind]
             self.sums[stage, kind], self.parts[stage, kind] = total, {}
-            self.given[stage, kind] = tuple(whole[v] for v in one.whole), tuple(blocks[v] for v in one.blocks)
+            self.pass_operands[stage, kind] = tuple(whole[v] for v in one.whole), tuple(blocks[v] for v in one.blocks)
 
     # Instructions
 
     def run(self, i: Instruction) -> None:
-        """A pass of one microbatch."""
+        """Run a pass of one microbatch."""
         place: tuple[int, Kind] = (i.stage, i.kind)
         key = (i.stage, i.microbatch)
-        one = self.step.script.passes[place]
+        one = self.step.lowered_schedule.passes[place]
         values = self.stash.setdefault(key, {})
         if one.function is not None:
             reads = tuple([values[v] for v in one.reads])
             index = self.step.indices[i.stage][i.microbatch]
-            sums, parts, written = one.function(self.sums[place], index, *self.given[place], reads)
+            sums, parts, written = one.function(self.sums[place], index, *self.pass_operands[place], reads)
             self.sums[place], self.parts[place][i.microbatch] = sums, parts
             values.update(zip(one.writes, written, strict=True))
             if self.step.blocking:
                 jax.block_until_ready((sums, parts, written))
-        for transfer, same, handed in one.transfers:
-            arrays = [values[v] for v in handed]
-            if same:
-                self._hand_over(transfer.target, i.microbatch, handed, arrays)
+        for transfer, same_rank, numbers in one.transfers:
+            arrays = [values[v] for v in numbers]
+            if same_rank:
+                self._deliver(transfer.target, i.microbatch, numbers, arrays)
             else:
-                self.sent[transfer, i.microbatch] = arrays
+                self.in_flight[transfer, i.microbatch] = arrays
         for v in one.dropped:
             values.pop(v, None)
         if not values:
             del self.stash[key]
 
-    def _hand_over(self, stage: int, microbatch: int, values: Sequence[int], arrays: Sequence[Any]) -> None:
+    def _deliver(self, stage: int, microbatch: int, values: Sequence[int], arrays: Sequence[Any]) -> None:
         self.stash.setdefault((stage, microbatch), {}).update(zip(values, arrays, strict=True))
 
     def send(self, i: Instruction) -> None:
         """Copy to the submesh of the stage that reads."""
         transfer = Transfer(i.kind, i.stage, i.to)
-        found = self.step.script.sends[transfer]
-        arrays = jax.device_put(self.sent.pop((transfer, i.microbatch)), found.places)
+        send = self.step.lowered_schedule.sends[transfer]
+        arrays = jax.device_put(self.in_flight.pop((transfer, i.microbatch)), send.shardings)
         if self.step.blocking:
             jax.block_until_ready(arrays)
-        self._hand_over(i.to, i.microbatch, found.values, arrays)
+        self._deliver(i.to, i.microbatch, send.values, arrays)
 
     def free(self, i: Instruction) -> None:
-        """Nothing is left but what a pass of gradients of weights still reads."""
+        """Drop the stash of a microbatch, unless a pass W (gradients of weights) still reads of it."""
         values = self.stash.get((i.stage, i.microbatch))
-        kept = self.step.script.passes[i.stage, "W"].reads if i.kind == "F" else ()
-        if values is not None and not any(v in values for v in kept):
+        read_by_w = self.step.lowered_schedule.passes[i.stage, "W"].reads if i.kind == "F" else ()
+        if values is not None and not any(v in values for v in read_by_w):
             del self.stash[i.stage, i.microbatch]
 
     # Updates
 
-    def update(self, update: Updating) -> None:
-        """One program of the updates."""
-        made = update.function(
-            tuple([self._own(update.stage, source) for source in update.taken]),
+    def update(self, update: LoweredUpdate) -> None:
+        """Run the program of one update."""
+        results = update.function(
+            tuple([self._donatable(update.stage, source) for source in update.donated]),
             tuple([self.argument(update.stage, source) for source in update.arguments]),
-            tuple([_at(self._total(place, position), where) for place, position, where in update.totals]),
-            tuple([_at(self.made[v], where) for v, where in update.reads]),
+            tuple([_moved(self._total(place, position), where) for place, position, where in update.totals]),
+            tuple([_moved(self.update_results[v], where) for v, where in update.reads]),
         )
         if self.step.blocking:
-            jax.block_until_ready(made)
-        self.made.update(zip(update.writes, made, strict=True))
+            jax.block_until_ready(results)
+        self.update_results.update(zip(update.writes, results, strict=True))
 
-    def _own(self, stage: int, source: Source) -> Any:
-        """An argument to be taken over: the caller's array if it is in its place, and no other argument as well.
+    def _donatable(self, stage: int, source: ArgumentSource) -> Any:
+        """An argument to donate: the caller's array if it has the right sharding and is no other argument; else a copy.
 
-        A copy to another place may share memory with an array that the caller keeps, and so is copied again.
+        `jax.device_put` may return an array that shares memory with one that the caller keeps, so its result is copied.
         """
         array = self.argument(stage, source)
-        alone = array is self.leaves[source[1]] and self.times[id(array)] == 1
-        return array if alone else array.copy()
+        in_place = array is self.leaves[source[1]] and self.occurrences[id(array)] == 1
+        return array if in_place else array.copy()
 
     @cached_property
-    def times(self) -> Mapping[int, int]:
-        """How many arguments an array is, by its id."""
+    def occurrences(self) -> Mapping[int, int]:
+        """id of an array -> number of argument leaves that it is."""
         return Counter(map(id, self.leaves))
 
     def _total(self, place: tuple[int, Kind], position: int) -> Any:
-        """A sum, or the parts of a total that is stacked."""
-        found = self.sums[place][position]
-        if found is not None:
-            return found
+        """The accumulator of a total, or its parts if it is stacked."""
+        accumulator = self.sums[place][position]
+        if accumulator is not None:
+            return accumulator
         parts = self.parts[place]
         return tuple(parts[i][position] for i in range(self.step.stages.split.count))
 
 
-def _at(array: Any, where: Any) -> Any:
-    """An array, or the parts of a total, in their place; None: they are there."""
+def _moved(array: Any, where: Any) -> Any:
+    """An array, or the parts of a total, copied to a sharding; None: unchanged."""
     return array if where is None else jax.device_put(array, where)
 
 
-_ACTIONS: Mapping[str, Callable[[Run, Instruction], None]] = {"run": Run.run, "send": Run.send, "free": Run.free}
-"""What this process does for an instruction; the others come with these."""
+_ACTIONS: Mapping[str, Callable[[StepExecution, Instruction], None]] = {
+    "run": StepExecution.run,
+    "send": StepExecution.send,
+    "free": StepExecution.free,
+}
+"""Instruction -> its action; accumulate comes with run, recv with send, and updates run at the end."""

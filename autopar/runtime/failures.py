@@ -1,6 +1,6 @@
-"""What a failed instruction says: its stage, first and last line of the error, and the user's line where it is known.
+"""Error message of a failed instruction: its stage, first and last line of the error, and a line of the user's code.
 
-a callback failed      the lines of all callbacks of the program: one of them it was
+a callback failed      the lines of all callbacks of the program, since the error does not say which
 out of memory          the line of the program's largest value
 """
 
@@ -26,11 +26,11 @@ def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence
         ops: the operations of the program that failed.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    message = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
     walked = [op for placed in ops for op in placed.op.walk()]
-    known = (find(graph, walked) for word, find in _LINES.items() if word in str(error))
-    at = next((line for line in known if line), "")
-    return StageError(f"stage {stage} failed in {what}: {said}{f' [{at}]' if at else ''}")
+    user_lines = (find(graph, walked) for word, find in _LINES.items() if word in str(error))
+    at = next((line for line in user_lines if line), "")
+    return StageError(f"stage {stage} failed in {what}: {message}{f' [{at}]' if at else ''}")
 
 
 def _callbacks(graph: Graph, ops: Sequence[Op]) -> str:
@@ -39,14 +39,14 @@ def _callbacks(graph: Graph, ops: Sequence[Op]) -> str:
 
 
 def _largest(graph: Graph, ops: Sequence[Op]) -> str:
-    made = [(graph.types[v].nbytes, -op.index, op, v) for op in ops for v in op.outputs if op.source]
-    if not made:
+    results = [(graph.types[v].nbytes, -op.index, op, v) for op in ops for v in op.outputs if op.source]
+    if not results:
         return ""
-    _, _, op, value = max(made, key=lambda entry: entry[:2])
+    _, _, op, value = max(results, key=lambda entry: entry[:2])
     return f"its largest value is {graph.types[value]} of {op.name} at {op.source}"
 
 
-#: Word in an error -> what is known of its place.
+#: Word in an error -> function of the operations that describes where it may have come from.
 _LINES: Mapping[str, Callable[[Graph, Sequence[Op]], str]] = {
     "RESOURCE_EXHAUSTED": _largest,
     "allback": _callbacks,

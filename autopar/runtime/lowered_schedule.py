@@ -1,12 +1,11 @@
-"""What every instruction of a step does, worked out once for all calls.
+"""A schedule lowered to calls of compiled programs: what each instruction does is worked out once, not in every step.
 
-    begin     arguments and their places                                                -> Begin
-    pass      its program, lists of values, what it hands over, what nobody reads later -> Passing
-    send      values and their places on the submesh of the reader                      -> Sending
-    update    its program, and where its operands come from                             -> Updating
+    begin     arguments and their shardings                                            -> LoweredBegin
+    pass      program, operands and results, values to send, values that die           -> LoweredPass
+    send      values and their shardings on the submesh of the reader                  -> LoweredSend
+    update    program, and the sources of its operands                                 -> LoweredUpdate
 
-The order is that of the schedule, with all updates at its end: while anything may still fail in a pass, no update has
-taken over any state.
+The order is that of the schedule, with all updates at the end: no state is donated while a pass may still fail.
 """
 
 from __future__ import annotations
@@ -17,43 +16,43 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from autopar.codegen.stage_shardings import Places
+from autopar.codegen.stage_shardings import StageShardings
 from autopar.passes.stages.divide import PASS_KINDS, Stages, Transfer
-from autopar.runtime.programs import Compiled, left, needed
+from autopar.runtime.programs import CompiledPrograms, begin_interface, not_donated
 from autopar.schedules.instructions import Instruction, Kind
 from autopar.schedules.pipeline import Schedule
 
-#: Where an argument comes from: its value, its position, its place.
-Source = tuple[int, int, NamedSharding]
+#: An argument: its value in the graph, its position among the argument leaves, its sharding.
+ArgumentSource = tuple[int, int, NamedSharding]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begin:
+class LoweredBegin:
     """The first program of a stage.
 
     Attributes:
         function: the program.
         reads: the arguments that it takes.
-        arguments: all that it and passes read, to be brought to the submesh.
-        whole: values that it gives.
-        blocks: arguments that it cuts into microbatches.
+        arguments: all arguments that it or a pass reads, to be copied to the submesh.
+        whole: values that it returns, the same for every microbatch.
+        blocks: arguments that it splits into microbatches.
     """
 
     function: Callable[..., Any]
     reads: tuple[int, ...]
-    arguments: tuple[Source, ...]
+    arguments: tuple[ArgumentSource, ...]
     whole: tuple[int, ...]
     blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passing:
+class LoweredPass:
     """A pass of a stage.
 
     Attributes:
         function: the program; None for a pass with nothing to compute.
         whole, blocks, reads, writes: see `autopar.passes.stages.divide.Pass`.
-        transfers: what it sends: to whom, whether on the same rank, the values.
+        transfers: the values that it sends: the transfer, whether both stages are on one rank, the values.
         dropped: values of the microbatch that no later pass reads.
     """
 
@@ -67,124 +66,141 @@ class Passing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sending:
-    """What is copied from one submesh to another."""
+class LoweredSend:
+    """A copy from one submesh to another.
+
+    Attributes:
+        values: the values that are copied.
+        shardings: their shardings on the submesh of the reader.
+    """
 
     values: tuple[int, ...]
-    places: list[NamedSharding]
+    shardings: list[NamedSharding]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Updating:
+class LoweredUpdate:
     """An update.
 
     Attributes:
         function: the program.
         stage: where it runs.
-        taken, arguments: arguments that it takes over, and others.
-        totals: stage, pass and position of every total, and its place; None where it lies there already.
-        reads: values of other updates and their places; None likewise.
-        writes: what it gives.
+        donated, arguments: arguments that are donated to it, and those that are not.
+        totals: stage, pass and position of every total, and its sharding; None: it has that sharding already.
+        reads: values of other updates and their shardings; None likewise.
+        writes: values that it returns.
     """
 
     function: Callable[..., Any]
     stage: int
-    taken: tuple[Source, ...]
-    arguments: tuple[Source, ...]
+    donated: tuple[ArgumentSource, ...]
+    arguments: tuple[ArgumentSource, ...]
     totals: tuple[tuple[tuple[int, Kind], int, NamedSharding | None], ...]
     reads: tuple[tuple[int, NamedSharding | None], ...]
     writes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Script:
-    """A step: per stage, per stage and pass, per hand, per update; and the instructions before the updates."""
+class LoweredSchedule:
+    """A lowered schedule.
 
-    begins: tuple[Begin, ...]
-    passes: Mapping[tuple[int, Kind], Passing]
-    sends: Mapping[Transfer, Sending]
-    updates: tuple[Updating, ...]
+    Attributes:
+        begins: per stage.
+        passes: by stage and kind.
+        sends: by transfer, between ranks only.
+        updates: in the order in which they run.
+        order: the instructions before the updates.
+    """
+
+    begins: tuple[LoweredBegin, ...]
+    passes: Mapping[tuple[int, Kind], LoweredPass]
+    sends: Mapping[Transfer, LoweredSend]
+    updates: tuple[LoweredUpdate, ...]
     order: tuple[Instruction, ...]
 
 
-def script(places: Places, schedule: Schedule, compiled: Compiled) -> Script:
-    """All that a step does.
+def lower_schedule(shardings: StageShardings, schedule: Schedule, compiled: CompiledPrograms) -> LoweredSchedule:
+    """Lower a schedule to calls of compiled programs.
 
     Args:
-        places: the step in stages, and where its values lie.
-        schedule: the order.
-        compiled: its programs.
+        shardings: the step in stages, and the shardings of its values.
+        schedule: the order of instructions.
+        compiled: the programs.
     """
-    stages, placement = places.stages, schedule.pipeline.placement
+    stages, placement = shardings.stages, schedule.pipeline.placement
     count = len(stages.stages)
     sends = {
-        transfer: Sending(values, [places.value(transfer.target, v) for v in values])
+        transfer: LoweredSend(values, [shardings.value(transfer.target, v) for v in values])
         for transfer, values in stages.transfers.items()
         if placement[transfer.source] != placement[transfer.target]
     }
-    return Script(
-        tuple(_begin(places, compiled, s) for s in range(count)),
-        {(s, kind): _passing(stages, placement, compiled, s, kind) for s in range(count) for kind in PASS_KINDS},
+    return LoweredSchedule(
+        tuple(_lower_begin(shardings, compiled, s) for s in range(count)),
+        {(s, kind): _lower_pass(stages, placement, compiled, s, kind) for s in range(count) for kind in PASS_KINDS},
         sends,
-        tuple(_updating(places, compiled, number) for number in range(len(compiled.updates))),
-        tuple(_order(schedule, sends)),
+        tuple(_lower_update(shardings, compiled, number) for number in range(len(compiled.updates))),
+        tuple(_dispatched(schedule, sends)),
     )
 
 
-def _order(schedule: Schedule, sends: Mapping[Transfer, Sending]) -> Iterator[Instruction]:
-    """Instructions that are something to do here; receives come with sends, sums with passes."""
+def _dispatched(schedule: Schedule, sends: Mapping[Transfer, LoweredSend]) -> Iterator[Instruction]:
+    """Instructions that this process dispatches; receives are part of sends, accumulation is part of passes."""
     for rank, position in schedule.order:
         i = schedule.lists[rank][position]
         if i.op in ("run", "free") or (i.op == "send" and Transfer(i.kind, i.stage, i.to) in sends):
             yield i
 
 
-def _sources(places: Places, stage: int, values: Sequence[int]) -> tuple[Source, ...]:
-    positions = {v: i for i, v in enumerate(places.stages.split.graph.inputs)}
-    return tuple((v, positions[v], places.argument(stage, v)) for v in values)
+def _sources(shardings: StageShardings, stage: int, values: Sequence[int]) -> tuple[ArgumentSource, ...]:
+    positions = {v: i for i, v in enumerate(shardings.stages.split.graph.inputs)}
+    return tuple((v, positions[v], shardings.argument(stage, v)) for v in values)
 
 
-def _begin(places: Places, compiled: Compiled, stage: int) -> Begin:
-    reads, whole, blocks = needed(places.stages, stage)
-    every = tuple(dict.fromkeys((*reads, *places.stages.stages[stage].arguments)))
-    return Begin(compiled.begin[stage], reads, _sources(places, stage, every), whole, blocks)
+def _lower_begin(shardings: StageShardings, compiled: CompiledPrograms, stage: int) -> LoweredBegin:
+    reads, whole, blocks = begin_interface(shardings.stages, stage)
+    every = tuple(dict.fromkeys((*reads, *shardings.stages.stages[stage].arguments)))
+    return LoweredBegin(compiled.begin[stage], reads, _sources(shardings, stage, every), whole, blocks)
 
 
-def _passing(stages: Stages, placement: Sequence[int], compiled: Compiled, stage: int, kind: Kind) -> Passing:
-    found = stages.stages[stage]
-    one, kept = found.passes[kind], found.live_after(kind)
-    before = [found.passes[k] for k in PASS_KINDS[: PASS_KINDS.index(kind) + 1]]
-    known = dict.fromkeys(v for p in before for v in (*p.reads, *p.writes))
+def _lower_pass(
+    stages: Stages, placement: Sequence[int], compiled: CompiledPrograms, stage: int, kind: Kind
+) -> LoweredPass:
+    programs = stages.stages[stage]
+    one, later_reads = programs.passes[kind], programs.live_after(kind)
+    so_far = [programs.passes[k] for k in PASS_KINDS[: PASS_KINDS.index(kind) + 1]]
+    alive = dict.fromkeys(v for p in so_far for v in (*p.reads, *p.writes))
     arrived = [v for transfer, values in stages.transfers.items() if transfer.target == stage for v in values]
     transfers = tuple(
         (transfer, placement[transfer.target] == placement[stage], values)
         for transfer, values in stages.transfers.items()
         if (transfer.kind, transfer.source) == (kind, stage)
     )
-    dropped = tuple(v for v in dict.fromkeys((*known, *(arrived if kind != "F" else ()))) if v not in kept)
-    return Passing(compiled.passes[stage].get(kind), one.whole, one.blocks, one.reads, one.writes, transfers, dropped)
+    dropped = tuple(v for v in dict.fromkeys((*alive, *(arrived if kind != "F" else ()))) if v not in later_reads)
+    return LoweredPass(
+        compiled.passes[stage].get(kind), one.whole, one.blocks, one.reads, one.writes, transfers, dropped
+    )
 
 
-def _updating(places: Places, compiled: Compiled, number: int) -> Updating:
-    updates = places.stages.updates
-    update, taken = updates.programs[number], compiled.taken[number]
+def _lower_update(shardings: StageShardings, compiled: CompiledPrograms, number: int) -> LoweredUpdate:
+    updates = shardings.stages.updates
+    update, donated = updates.programs[number], compiled.donated[number]
     maker = {v: n for n, earlier in enumerate(updates.programs[:number]) for v in earlier.writes}
 
     def moved(have: NamedSharding, want: NamedSharding) -> NamedSharding | None:
         return None if have == want else want
 
     totals = tuple(
-        (place, position, moved(places.total(place[0], t.value), places.ended(number, t.value)))
+        (place, position, moved(shardings.total(place[0], t.value), shardings.update_total(number, t.value)))
         for t in update.totals
-        for place, position in [_total(places.stages, t.value)]
+        for place, position in [_total(shardings.stages, t.value)]
     )
-    return Updating(
+    return LoweredUpdate(
         compiled.updates[number],
         update.stage,
-        _sources(places, update.stage, taken),
-        _sources(places, update.stage, left(update.arguments, taken)),
+        _sources(shardings, update.stage, donated),
+        _sources(shardings, update.stage, not_donated(update.arguments, donated)),
         totals,
-        tuple((v, moved(places.result(maker[v], v), places.read(number, v))) for v in update.reads),
+        tuple((v, moved(shardings.update_result(maker[v], v), shardings.update_read(number, v))) for v in update.reads),
         update.writes,
     )
 

@@ -1,12 +1,12 @@
 """A train step run as a pipeline: one process walks the instruction lists of all ranks and dispatches.
 
     build         stages, a schedule and submeshes become compiled programs               -> programs.py
-    once          what every instruction does is worked out                               -> lowered_schedule.py
-    every step    the instructions are walked                                             -> executor.py
-    at its end    updates take over the state that they replace                           -> donation.py
+    once          the schedule is lowered to calls of these programs                      -> lowered_schedule.py
+    every step    the instructions are dispatched in order                                -> executor.py
+    at its end    updates write new state into the buffers of old state                   -> donation.py
 
-JAX's asynchronous dispatch makes this a pipeline: a call returns before its submesh is done, and submeshes work side by
-side. The state stays where its stage is from step to step; a step called on it again copies nothing.
+JAX's asynchronous dispatch makes this a pipeline: a call returns before its submesh is done, and submeshes run
+concurrently. The state stays on the submesh of its stage from step to step, so the next step copies none of it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.codegen.layouts import Layouts
-from autopar.codegen.planned_programs import placed
-from autopar.codegen.stage_shardings import Places
+from autopar.codegen.planned_programs import programs_of
+from autopar.codegen.stage_shardings import StageShardings
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
-from autopar.runtime.donation import taken_over
-from autopar.runtime.executor import Run, Watch
-from autopar.runtime.lowered_schedule import Script, script
-from autopar.runtime.programs import Compiled, compile_programs
+from autopar.runtime.donation import donated_to_updates
+from autopar.runtime.executor import Observer, StepExecution
+from autopar.runtime.lowered_schedule import LoweredSchedule, lower_schedule
+from autopar.runtime.programs import CompiledPrograms, compile_programs
 from autopar.schedules.complete import complete
 from autopar.schedules.orders import PassId
 from autopar.schedules.pipeline import Pipeline, Schedule
 
-#: How names of programs of a loop that runs first begin.
+#: Prefix of the names of programs of a loop that runs first.
 FIRST_LOOP = "first loop, "
 
 
@@ -46,60 +46,62 @@ class PipelineStep:
     """A step that runs as a pipeline, called as the step is.
 
     Attributes:
-        traced, stages, schedule: what it computes, in which parts, in which order.
-        places: the submesh of every stage, and layouts on it.
+        traced: the step.
+        stages: its stages.
+        schedule: the order of its instructions.
+        shardings: the submesh of every stage, and the shardings on it.
         compiled: its programs.
         indices: per stage, the number of every microbatch, on its devices.
-        blocking: every instruction is waited for, so that an error names the one it comes from and leaves the state as
-            it was until the updates, and times are those of single instructions.
-        first_loop: a loop over the microbatches that runs first; its results are further arguments.
-        watch: hears of every instruction that is dispatched, in order.
+        blocking: wait for every instruction. An error then names its instruction and, before the updates, leaves the
+            state valid; measured times are those of single instructions.
+        before: a loop over the microbatches that runs first; its results are further arguments.
+        observer: called after every instruction that is dispatched, in order.
     """
 
     traced: Traced
     stages: Stages
     schedule: Schedule
-    places: Places
-    compiled: Compiled
+    shardings: StageShardings
+    compiled: CompiledPrograms
     indices: tuple[tuple[Any, ...], ...]
     blocking: bool = False
-    first_loop: PipelineStep | None = None
-    watch: Watch | None = None
+    before: PipelineStep | None = None
+    observer: Observer | None = None
 
     @cached_property
-    def script(self) -> Script:
-        """What every instruction does."""
-        return script(self.places, self.schedule, self.compiled)
+    def lowered_schedule(self) -> LoweredSchedule:
+        """The schedule, lowered to calls of the compiled programs."""
+        return lower_schedule(self.shardings, self.schedule, self.compiled)
 
     @cached_property
-    def homes(self) -> tuple[NamedSharding | None, ...]:
-        """Where every argument is held between steps; None for the batch."""
+    def argument_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """The sharding of every argument between steps; None for the batch."""
         batch, homes = self.stages.split.batch, self.stages.updates.owners
-        return tuple(None if v in batch else self.places.argument(homes[v], v) for v in self.traced.graph.inputs)
+        return tuple(None if v in batch else self.shardings.argument(homes[v], v) for v in self.traced.graph.inputs)
 
     @cached_property
-    def returns(self) -> Mapping[int, NamedSharding]:
-        """Position of a result that is state -> its place, where another stage than the one that holds it makes it."""
+    def result_shardings(self) -> Mapping[int, NamedSharding]:
+        """Position of a result that is state -> its sharding between steps, if another stage makes than stores it."""
         graph, updates = self.stages.split.graph, self.stages.updates
         carried = [(out, self.stages.split.flat.outputs[out], i) for out, i in match_state(graph).items()]
-        made = [
+        new_state = [
             (out, updates.programs[updates.computed_in[v]].stage, i)
             for out, v, i in carried
             if isinstance(v, int) and v in updates.computed_in
         ]
         return {
-            out: where
-            for out, stage, i in made
-            if (where := self.homes[i]) is not None and updates.owners[graph.inputs[i]] != stage
+            out: sharding
+            for out, stage, i in new_state
+            if (sharding := self.argument_shardings[i]) is not None and updates.owners[graph.inputs[i]] != stage
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the step.
 
         Raises:
-            ArgumentError: arguments unlike those that were traced.
-            StageError: something failed in a stage. The arguments are as they were, but for an error in an update,
-                which says that the state may be used up.
+            ArgumentError: the arguments differ from those that were traced.
+            StageError: a stage failed. The arguments are still valid, except after an error in an update, whose message
+                says that the state may be used up.
         """
         flat = self.traced.leaves(*args, **kwargs)
         for path, array, aval in zip(self.traced.graph.input_paths, flat, self.traced.in_avals, strict=True):
@@ -111,23 +113,23 @@ class PipelineStep:
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:
         """Leaves of the results from those of the arguments; StageError as for a call."""
-        further = [] if self.first_loop is None else self.first_loop.results(leaves)
-        return Run(self, [*leaves, *further]).results()
+        first_loop = [] if self.before is None else self.before.results(leaves)
+        return StepExecution(self, [*leaves, *first_loop]).results()
 
     @cached_property
     def programs(self) -> Mapping[str, Any]:
         """Name -> JAX's compiled object: "stage 0 begin", "stage 0 F", "stage 1 update 0", and so on."""
-        found: dict[str, Any] = {}
-        if self.first_loop is not None:
-            found.update((f"{FIRST_LOOP}{name}", program) for name, program in self.first_loop.programs.items())
+        programs: dict[str, Any] = {}
+        if self.before is not None:
+            programs.update((f"{FIRST_LOOP}{name}", program) for name, program in self.before.programs.items())
         for number, begin in enumerate(self.compiled.begin):
-            found[f"stage {number} begin"] = begin
-            found.update((f"stage {number} {kind}", one) for kind, one in self.compiled.passes[number].items())
+            programs[f"stage {number} begin"] = begin
+            programs.update((f"stage {number} {kind}", one) for kind, one in self.compiled.passes[number].items())
         for number, (update, program) in enumerate(
             zip(self.stages.updates.programs, self.compiled.updates, strict=True)
         ):
-            found[f"stage {update.stage} update {number}"] = program
-        return found
+            programs[f"stage {update.stage} update {number}"] = program
+        return programs
 
 
 def build(
@@ -148,48 +150,49 @@ def build(
         stages: its stages.
         schedule: instruction lists for as many stages and microbatches, with the borders of the stages.
         meshes: the submesh of every rank.
-        layouts: how values lie on the submeshes, by a function or planned; None: planned for local devices.
+        layouts: a function that gives the layouts of values on the submeshes, or planned stages; None: planned here for
+            local devices.
         compiler_options: of XLA.
         blocking: wait for every instruction.
-        donated: positions of arguments whose memory updates may take over.
+        donated: positions of arguments whose buffers updates may reuse.
 
     Raises:
-        ArgumentError: a schedule that is not for these stages.
-        MeshError: not one submesh per rank, or submeshes that share a device.
+        ArgumentError: the schedule is not one for these stages.
+        MeshError: there is not one submesh per rank, or submeshes share a device.
     """
     _check(stages, schedule, meshes)
     placement = schedule.pipeline.placement
     before = None
     if stages.first_loop is not None:
-        ahead = forward_only(schedule.pipeline, stages.first_loop.borders)
+        first_schedule = forward_only(schedule.pipeline, stages.first_loop.borders)
         options: Any = {
             "layouts": layouts if callable(layouts) else None,
             "compiler_options": compiler_options,
             "blocking": blocking,
         }
-        before = build(traced, stages.first_loop, ahead, meshes, **options)
+        before = build(traced, stages.first_loop, first_schedule, meshes, **options)
     whole = StepPrograms(stages.split).avals if before else {}
     avals = (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
-    places = placed(stages, tuple(meshes[rank] for rank in placement), avals, layouts)
-    stages = places.stages
-    taken = taken_over(places, placement, donated)
-    compiled = compile_programs(places, places, avals, taken, compiler_options)
+    shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), avals, layouts)
+    stages = shardings.stages
+    donated_values = donated_to_updates(shardings, placement, donated)
+    compiled = compile_programs(shardings, shardings, avals, donated_values, compiler_options)
     indices = tuple(
-        tuple(jax.device_put(np.int32(i), places.everywhere(s)) for i in range(stages.split.count))
+        tuple(jax.device_put(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))
     )
-    return PipelineStep(traced, stages, schedule, places, compiled, indices, blocking, before)
+    return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before)
 
 
 def forward_only(pipeline: Pipeline, borders: Sequence[tuple[int, int]]) -> Schedule:
-    """Forward passes alone on the ranks of another pipeline: microbatch i of stage s at tick s + i."""
-    ahead = Pipeline(pipeline.placement, pipeline.microbatches, tuple(borders), pipeline.microbatches, backward=False)
+    """A schedule of forward passes alone on the ranks of another pipeline: microbatch i of stage s at tick s + i."""
+    forward = Pipeline(pipeline.placement, pipeline.microbatches, tuple(borders), pipeline.microbatches, backward=False)
     stages = range(len(pipeline.placement))
     ticks = sorted((s + i, s, i) for s in stages for i in range(pipeline.microbatches))
     orders: list[tuple[PassId, ...]] = [
         tuple(("F", s, i) for _, s, i in ticks if pipeline.placement[s] == rank) for rank in range(pipeline.ranks)
     ]
-    return Schedule("forward", ahead, complete(ahead, tuple(orders)))
+    return Schedule("forward", forward, complete(forward, tuple(orders)))
 
 
 def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:

@@ -1,15 +1,15 @@
-"""What runs a compiled step on flat argument leaves: on one mesh, or as a pipeline.
+"""Runs a compiled step on flat argument leaves: on one mesh, or as a pipeline.
 
-Arguments that are not in their place are put there, arguments that were donated are refused -> place
+Arguments with another sharding are copied, arguments that were donated before are refused             -> place_argument
 
-    OneMesh     one program; XLA reuses the buffers of donated arguments
-    Staged      a pipeline. Its updates take over the state that they replace (`autopar.runtime.donation`), after all
-                passes, so that arguments are as they were if a pass fails; once all is dispatched, what else was
-                donated is deleted. After an error in an update some of the state is gone
+    SingleMeshRunner  one program; XLA reuses the buffers of donated arguments
+    PipelineRunner    a pipeline. Arguments are donated to its updates (`autopar.runtime.donation`), which run after all
+                      passes, so that arguments stay valid if a pass fails. Once all is dispatched, donated arguments
+                      that no update took are deleted. After an error in an update some of the state is lost
 
-Devices run what they are given in order. Where two threads hand over a step each at the same time, one device may get
-the first step first and another the second, and each then waits in a collective for the other. So threads take turns:
-a step is handed over whole before the next one is                                                       -> DISPATCH
+A device runs programs in the order in which it gets them. If two threads dispatched a step each at the same time, one
+device could get the first step first and another device the second, and both would wait in a collective for ever. So a
+step is dispatched as a whole before the next one                                                       -> DISPATCH_LOCK
 """
 
 from __future__ import annotations
@@ -28,23 +28,29 @@ from autopar.errors import ArgumentError, DonatedError
 from autopar.plans.plan import Plan
 from autopar.runtime import PipelineStep
 
-#: Held while a step is handed to the devices, not while they run it; of the process, as its devices are.
-DISPATCH = threading.RLock()
+#: Locked while a step is dispatched, not while it runs; one per process, since threads share its devices.
+DISPATCH_LOCK = threading.RLock()
 
 
-def place(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
-    """An argument in its place.
+def place_argument(leaf: Any, sharding: NamedSharding, donated: bool, path: str) -> Any:
+    """An argument with the sharding that the step needs.
+
+    Args:
+        leaf: the argument.
+        sharding: what the step needs.
+        donated: the step donates it.
+        path: its name in errors.
 
     Raises:
-        DonatedError: its memory was given to an earlier step.
+        DonatedError: it was donated to an earlier step.
         ArgumentError: it has a shape, but no value.
     """
     if isinstance(leaf, jax.Array):
         _check_alive(leaf, path)
         if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        # A copy, so that donating it cannot take the caller's own buffer away: device_put aliases the shard of the
-        # device that holds the array, whatever may_alias says, when it replicates (seen on 0.10.2).
+        # A copy, so that donation does not delete the caller's own buffer: when device_put replicates an array, the
+        # shard on the array's own device aliases it whatever may_alias says (seen on 0.10.2).
         return jax.device_put(leaf.copy() if donated else leaf, sharding)
     _check_value(leaf, path)
     return jax.device_put(leaf, sharding)
@@ -66,29 +72,29 @@ def _check_value(leaf: Any, path: str) -> None:
 
 
 def unaliased(placed: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
-    """Arguments in their place, an array that is donated and occurs twice copied: no memory can be given up twice.
+    """The arguments, with a copy for every donated array that occurs twice: a buffer can be donated only once.
 
-    A target network that has been set to the model's values is one, or an average before its first step.
+    An array occurs twice, for example, as parameters and as their moving average before the first step.
     """
     if len(set(map(id, placed))) == len(placed):
         return placed
-    found, used = list(placed), Counter(map(id, placed))
+    distinct, uses = list(placed), Counter(map(id, placed))
     for i in donated:
-        if used[id(placed[i])] > 1:
-            used[id(placed[i])] -= 1
-            found[i] = placed[i].copy()
-    return found
+        if uses[id(placed[i])] > 1:
+            uses[id(placed[i])] -= 1
+            distinct[i] = placed[i].copy()
+    return distinct
 
 
 @dataclass(frozen=True, eq=False)
-class OneMesh:
+class SingleMeshRunner:
     """One compiled program.
 
     Attributes:
         plan: its plan.
         program: JAX's compiled object.
         shardings: of the argument leaves.
-        in_place: per leaf the sharding object last seen to be right.
+        in_place: per leaf the sharding object of the last call, which is known to be equivalent.
     """
 
     plan: Plan
@@ -97,28 +103,28 @@ class OneMesh:
     in_place: list[Any] = field(default_factory=list)
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        known = self.in_place or [None] * len(self.shardings)
+        last = self.in_place or [None] * len(self.shardings)
         donated = frozenset(self.plan.donated)
         placed = [
-            # What the last step returned comes with the sharding objects it came with before: most leaves end here.
+            # Results of one step are the arguments of the next, with the same sharding objects: the common case.
             x
             if isinstance(x, jax.Array) and x.sharding is seen and not x.is_deleted()
-            else place(x, self.shardings[i], i in donated, self.plan.input_paths[i])
-            for i, (x, seen) in enumerate(zip(leaves, known, strict=True))
+            else place_argument(x, self.shardings[i], i in donated, self.plan.input_paths[i])
+            for i, (x, seen) in enumerate(zip(leaves, last, strict=True))
         ]
         self.in_place[:] = [x.sharding for x in placed]
         return self.program(*unaliased(placed, self.plan.donated))
 
 
 @dataclass(frozen=True, eq=False)
-class Staged:
+class PipelineRunner:
     """A compiled pipeline.
 
     Attributes:
         plan: its plan.
-        step: what walks the schedule.
-        shardings: of the argument leaves; None for the batch, which every stage that reads it gets a copy of.
-        weak: positions of results that are as Python numbers are; programs of stages do not know.
+        step: runs the schedule.
+        shardings: of the argument leaves; None for the batch, which is copied to every stage that reads it.
+        weak: positions of weakly typed results; the types of stage programs do not record that.
     """
 
     plan: Plan
@@ -129,7 +135,9 @@ class Staged:
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         donated = frozenset(self.plan.donated)
         placed = [
-            self._batch(x, i) if sharding is None else place(x, sharding, i in donated, self.plan.input_paths[i])
+            self._batch(x, i)
+            if sharding is None
+            else place_argument(x, sharding, i in donated, self.plan.input_paths[i])
             for i, (x, sharding) in enumerate(zip(leaves, self.shardings, strict=True))
         ]
         results = self.step.results(unaliased(placed, self.plan.donated))
@@ -147,8 +155,8 @@ class Staged:
         return leaf
 
     def _delete(self, arrays: Sequence[Any], results: Sequence[Any]) -> None:
-        """Give up arrays that were in their place, but for those that the step hands back as they are."""
-        handed = {id(x) for x in results}
+        """Delete donated arrays that were not copied, except those that are results of the step."""
+        returned = {id(x) for x in results}
         for array in arrays:
-            if id(array) not in handed and not array.is_deleted():
+            if id(array) not in returned and not array.is_deleted():
                 array.delete()

@@ -1,8 +1,8 @@
-"""Says which step does not answer, where it would otherwise hang in silence.
+"""Warns of a step on CPU that does not end.
 
-Virtual CPU devices share the threads of one process: a program whose devices wait for each other in more places than
-there are threads never ends. That shows when the program runs for the first time, so that run is watched by a thread of
-its own, which ends as soon as the results are there (-> watched). Later runs cost nothing.
+Virtual CPU devices share the threads of one process: a program deadlocks if its devices wait for each other in more
+places than there are threads. That shows in the first run of a program. A thread watches this run, and ends as soon as
+the results are ready (-> warn_if_slow). Later runs are not watched.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ from autopar.errors import AutoparWarning
 
 #: Environment variable: seconds without an answer after which a first run on CPU is reported; 0 for never.
 VARIABLE = "AUTOPAR_PATIENCE"
-PATIENCE = 60.0  # s; a long time for a step on virtual devices, and before XLA aborts a collective that nobody joins
+PATIENCE = 60.0  # s; long for a step on virtual devices, and before XLA aborts a collective that a device does not join
 
-LONGEST_PAUSE = 1.0  # s between two looks at the results
+LONGEST_PAUSE = 1.0  # s between two checks of the results
 
 
 def patience() -> float:
-    """Seconds that a first run may take before it is reported; 0: for ever."""
+    """Seconds that a first run may take before a warning; 0: no warning."""
     try:
         return float(os.environ.get(VARIABLE) or PATIENCE)
     except ValueError:
         return PATIENCE
 
 
-def watched(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequence[Any]:
-    """What `run` returns; a warning that names the step if that, or the arrays it returns, take longer than this."""
+def warn_if_slow(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequence[Any]:
+    """Call `run`, and warn if it, or the arrays that it returns, are not ready after `seconds`.
+
+    Args:
+        run: runs the step.
+        what: name of the step in the warning.
+        seconds: time until the warning.
+    """
     returned: list[Sequence[Any]] = []
     ended = threading.Event()
 
@@ -60,16 +66,18 @@ def watched(run: Callable[[], Sequence[Any]], what: str, seconds: float) -> Sequ
 
 
 def _smallest(results: Sequence[Any]) -> Sequence[jax.Array]:
-    """The array that costs least to keep: all results of a program are there at the same time. Arrays of random keys
-    cannot say on every JAX whether they are there."""
+    """The smallest result, to keep alive as little memory as possible: all results of a program are ready at once.
+
+    Arrays of random keys lack `is_ready` in some releases of JAX.
+    """
     arrays = [x for x in results if isinstance(x, jax.Array) and hasattr(x, "is_ready")]
     return sorted(arrays, key=lambda x: x.nbytes)[:1]
 
 
 def _watch(returned: Sequence[Sequence[jax.Array]], ended: threading.Event, what: str, seconds: float) -> None:
     deadline, pause = time.monotonic() + seconds, 0.05
-    while (left := deadline - time.monotonic()) > 0:
-        if ended.wait(min(pause, left)) or (returned and all(map(_answered, returned[0]))):
+    while (not_donated := deadline - time.monotonic()) > 0:
+        if ended.wait(min(pause, not_donated)) or (returned and all(map(_answered, returned[0]))):
             return
         pause = min(2 * pause, LONGEST_PAUSE)
     warnings.warn(

@@ -1,7 +1,7 @@
-"""Does the compiled program do what the plan says: collectives, bytes and results, compared with the compiler's output.
+"""Checks that the compiled program does what the plan says: collectives, bytes and results.
 
     in     Plan, and the program as XLA or Shardy has compiled it
-    out    a report: what agrees, what is known to differ and why, what is wrong
+    out    a report: what matches, known deviations and their reasons, mismatches
 
 Read `verify` first, then `lowering`.
 """

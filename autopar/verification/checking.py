@@ -1,17 +1,17 @@
-"""Is the parallel step the step that was written? Both are run on the devices at hand, and compared leaf by leaf.
+"""Checks that the parallel step equals the step as written: both run on the local devices, leaf by leaf.
 
-    theirs    the function as written, under `jax.jit` on one device
-    ours      the same under `autopar.parallelize`, on copies of the arguments
-    moved     the function as written once more, its arguments moved by one unit in the last place
+    reference   the function as written, under `jax.jit` on one device
+    parallel    the same under `autopar.parallelize`, on copies of the arguments
+    perturbed   the function as written once more, its arguments changed by one unit in the last place
 
 A leaf is equal if integers, booleans and random keys are, and floats within
 
-    max(tolerance of the least precise type that the step computes in x magnitude of the leaf, 4 |moved - theirs|):
+    max(tolerance of the least precise type of the step x magnitude of the leaf, 4 |perturbed - reference|).
 
-sums are taken in another order in parallel, and what that does to a leaf is what any change of the last place does.
-Adam makes a step of full length from a gradient that is zero but for rounding, for example.
+In parallel, sums are taken in another order; its effect on a leaf is like that of any change of the last place. Adam,
+for example, makes a step of full length from a gradient that is zero except for rounding.
 
-Where the step does not fit the memory of one device, its batch is cut in halves until it does (`_fitted`).
+If the step does not fit the memory of one device, its batch is halved until it does (`_fit_one_device`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.argnums import batch_positions
-from autopar.compile import name_of, prepare
+from autopar.compile import name_of, plan_step
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
@@ -40,8 +40,8 @@ from autopar.plans.plan import Plan
 from autopar.runtime.executables import lower
 from autopar.verification import differences
 
-TIMES_MOVED = 4.0  # both are maxima of the same kind of noise: seen up to 2 on Adam's first steps
-SHOWN = 20  # leaves that a printed report names
+PERTURBATION_FACTOR = 4.0  # allowed over the effect of a perturbation; ratios up to 2 occur in Adam's first steps
+SHOWN = 20  # number of leaves that a printed report names
 
 
 @dataclass(frozen=True)
@@ -152,35 +152,35 @@ def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Che
     step, args, own = written(fn, args)
     chosen = own if own is not None and not options else settings(options)
     with arguments.as_arrays(args, {}, chosen.static_argnums) as given:
-        leaves, single, notes = _fitted(step, given, chosen)
-        theirs = single(leaves)
-        moved = single([_moved(x, i) for i, x in enumerate(leaves)])
+        leaves, single, notes = _fit_one_device(step, given, chosen)
+        reference = single(leaves)
+        perturbed = single([_perturbed(x, i) for i, x in enumerate(leaves)])
         positional, _ = jax.tree.unflatten(given.tree, leaves)
-        prepared = prepare(
+        planned = plan_step(
             step, arguments.merge_static(given.args, chosen.static_argnums, positional), {}, chosen, True
         )
-        ours = lower(prepared, name_of(step)).compile().flat([_copied(x) for x in leaves])
-    within = differences.tolerance(t.dtype for t in prepared.traced.graph.types)
-    found = map(partial(_leaf, within), prepared.plan.output_paths, ours, theirs, moved)
+        parallel = lower(planned, name_of(step)).compile().flat([_copied(x) for x in leaves])
+    within = differences.tolerance(t.dtype for t in planned.traced.graph.types)
+    found = map(partial(_leaf, within), planned.plan.output_paths, parallel, reference, perturbed)
     by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
-    return Check(name_of(step), tuple(by_excess), prepared.plan, notes)
+    return Check(name_of(step), tuple(by_excess), planned.plan, notes)
 
 
-def _leaf(within: float, path: str, ours: Any, theirs: Any, moved: Any) -> Leaf:
-    apart, size = differences.absolute(ours, theirs), differences.magnitude(theirs)
-    exact = not differences.is_inexact(theirs)
-    allowed = 0.0 if exact else max(within * size, TIMES_MOVED * differences.absolute(moved, theirs))
-    relative = apart / size if size else math.copysign(math.inf, apart) if apart else 0.0
-    return Leaf(path, f"{theirs.dtype}[{','.join(map(str, theirs.shape))}]", apart, relative, allowed)
+def _leaf(within: float, path: str, parallel: Any, reference: Any, perturbed: Any) -> Leaf:
+    difference, size = differences.absolute(parallel, reference), differences.magnitude(reference)
+    exact = not differences.is_inexact(reference)
+    allowed = 0.0 if exact else max(within * size, PERTURBATION_FACTOR * differences.absolute(perturbed, reference))
+    relative = difference / size if size else math.copysign(math.inf, difference) if difference else 0.0
+    return Leaf(path, f"{reference.dtype}[{','.join(map(str, reference.shape))}]", difference, relative, allowed)
 
 
 def _copied(leaf: Any) -> Any:
-    """What the parallel step may use up."""
+    """A copy of an argument for the parallel step, which may donate it."""
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
-def _moved(leaf: Any, seed: int) -> Any:
-    """A leaf whose floats are one unit in the last place larger or smaller."""
+def _perturbed(leaf: Any, seed: int) -> Any:
+    """A leaf whose floats are larger or smaller by one unit in the last place, at random."""
     if not isinstance(leaf, jax.Array | np.ndarray) or not differences.is_inexact(leaf):
         return leaf
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), leaf.shape)
@@ -192,14 +192,20 @@ def _moved(leaf: Any, seed: int) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Single:
-    """The step as written, compiled for one device; `nbytes`: what it needs of its memory."""
+class SingleDevice:
+    """The step as written, compiled for one device.
+
+    Attributes:
+        device: the device.
+        compiled: JAX's compiled object.
+    """
 
     device: Any
     compiled: Any
 
     @property
     def nbytes(self) -> int:
+        """Bytes of device memory that the step needs; 0 if the platform does not report it."""
         found = self.compiled.memory_analysis()
         if found is None:
             return 0
@@ -208,12 +214,12 @@ class Single:
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves of the results."""
         placed = [jax.device_put(x, self.device) for x in leaves]
-        with _alone(self.device):
+        with _one_device_mesh(self.device):
             return jax.tree.leaves(self.compiled(*placed))
 
 
-def _alone(device: Any) -> AbstractContextManager[Any]:
-    """In place of the mesh that is in force, if there is one, a mesh of one device with the same axes."""
+def _one_device_mesh(device: Any) -> AbstractContextManager[Any]:
+    """A context with a mesh of one device, with the axes of the mesh that is set; none if no mesh is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return nullcontext()
@@ -221,7 +227,9 @@ def _alone(device: Any) -> AbstractContextManager[Any]:
     return jax.set_mesh(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
 
 
-def _single(fn: Callable[..., Any], given: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]) -> Single:
+def _compile_single(
+    fn: Callable[..., Any], given: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]
+) -> SingleDevice:
     def flat(*leaves: Any) -> Any:
         pure = jax.tree.unflatten(given.tree, leaves)
         return arguments.call_on_arrays(fn, pure, partial(arguments.merge_static, given.args, static))
@@ -230,23 +238,25 @@ def _single(fn: Callable[..., Any], given: ArrayArguments, leaves: Sequence[Any]
     sharding = jax.sharding.SingleDeviceSharding(device)
     avals = [jax.typeof(x) for x in leaves]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding, weak_type=a.weak_type) for a in avals]
-    with _alone(device):
-        return Single(device, jax.jit(flat).lower(*shapes).compile())
+    with _one_device_mesh(device):
+        return SingleDevice(device, jax.jit(flat).lower(*shapes).compile())
 
 
-def _fitted(fn: Callable[..., Any], given: ArrayArguments, s: Settings) -> tuple[list[Any], Single, tuple[str, ...]]:
-    """Argument leaves that one device has room for, the step compiled for it, and what to say of the batch."""
+def _fit_one_device(
+    fn: Callable[..., Any], given: ArrayArguments, s: Settings
+) -> tuple[list[Any], SingleDevice, tuple[str, ...]]:
+    """Argument leaves that fit one device, the step compiled for it, and a note on the batch if it is smaller."""
     limit = (s.cluster or Cluster.local()).device.memory_bytes
-    single = _single(fn, given, given.leaves, s.static_argnums)
+    single = _compile_single(fn, given, given.leaves, s.static_argnums)
     if single.nbytes <= limit:
         return given.leaves, single, ()
     graph = trace(fn, *given.args, static_argnums=s.static_argnums).graph
     positions = batch_positions(graph, given.args, s)
     extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
-    fewest = single.nbytes / limit  # what is no batch does not get smaller
+    fewest = single.nbytes / limit  # a lower bound: only the batch gets smaller
     for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):
         leaves = [x[: x.shape[0] // parts] if i in positions else x for i, x in enumerate(given.leaves)]
-        single = _single(fn, given, leaves, s.static_argnums)
+        single = _compile_single(fn, given, leaves, s.static_argnums)
         if single.nbytes <= limit:
             examples = ", ".join(f"{n // parts} of {n}" for n in sorted(extents))
             return leaves, single, (f"with a batch of {examples} examples, which one device has room for",)
@@ -257,7 +267,7 @@ def _fitted(fn: Callable[..., Any], given: ArrayArguments, s: Settings) -> tuple
 
 
 def _divisors(extent: int, microbatches: int | str) -> Iterator[int]:
-    """Numbers of parts to take one of, each twice the one before: it divides, and falls into microbatches."""
+    """Numbers of parts into which to split the batch: powers of two that divide it, and leave whole microbatches."""
     count = microbatches if isinstance(microbatches, int) else 1
     parts = 2
     while extent % parts == 0 and (extent // parts) % count == 0:

@@ -1,14 +1,14 @@
-"""What the collectives of a plan move, and for whom: values, their readers, and the layouts between which they travel.
+"""Data movement of a plan: which value a collective transfers, for which readers, between which layouts.
 
-    tag -> operation or value      `Context.summing`, `Context.values`
-    the same way so far            `Context.stops`: of one value, by its layouts since home
-    the same data                  `Context.origin`, `Context.way`: it differs in dimensions of extent 1 alone
-    the same computation           `Context.repeated`: an operation on the same values in the same layouts
-    the same in every iteration    `Context.repeats`
-    one number throughout          `Context.uniform`
-    made the other way round       `Context.made`
+    tag -> operation or value       `Context.reduced_op`, `Context.values`
+    equal steps of reshards         `Context.resharding_steps`: of one value, by its layouts so far
+    equal data                      `Context.origin`, `Context.gather_key`: up to dimensions of extent 1
+    equal computation               `Context.duplicates`: an operation on the same values in the same layouts
+    loop-invariant values           `Context.loop_runs`
+    values of equal elements        `Context.uniform`
+    products with swapped operands  `Context.emitted_value`
 
-Conversions (`autopar.verification.lowering`) and exceptions (`autopar.verification.exceptions`) ask it.
+Conversions (`autopar.verification.lowering`) and exceptions (`autopar.verification.exceptions`) use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 
-from autopar.codegen.fold_transpose import turned
+from autopar.codegen.fold_transpose import folded_transposes
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, route, steps
@@ -29,10 +29,10 @@ from autopar.passes.op_groups.regions import constants_of
 from autopar.plans.plan import Plan
 from autopar.rules import rules_of
 
-#: Operations that may change nothing but dimensions of extent 1.
+#: Operations that may change only dimensions of extent 1.
 SAME_DATA = ("rev", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
-#: Operations that make one number throughout of operands that are.
+#: Operations whose result has equal elements if all operands have.
 UNIFORM = (
     *SAME_DATA,
     *("transpose", "slice", "copy", "convert_element_type", "neg", "add", "add_any", "sub", "mul", "div"),
@@ -41,7 +41,7 @@ UNIFORM = (
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A plan and its graph, asked about its collectives."""
+    """Analyses of a plan and its graph, for its collectives."""
 
     graph: Graph
     plan: Plan
@@ -52,12 +52,12 @@ class Context:
         return self.plan.mesh
 
     def along(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Axes in mesh order."""
+        """Axes in mesh order, each once."""
         return tuple(sorted(set(axes), key=self.plan.mesh_names.index))
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[tuple[Op | None, str], ...]]:
-        """Value -> the operation and site of everything that reads it; None where it leaves a body or the program."""
+        """Value -> operation and site of each of its uses; the operation is None for results of a region or program."""
         found: dict[int, list[tuple[Op | None, str]]] = {}
         for op in self.graph.walk():
             for k, atom in enumerate(op.inputs):
@@ -78,16 +78,16 @@ class Context:
         return {site: value for value, places in self.readers.items() for _, site in places}
 
     def read(self, value: int, site: str) -> Layout:
-        """The layout in which a homed value is read at a site."""
+        """The layout in which a value with a planned layout is read at a site."""
         stage = self.plan.stages[0]
         return stage.uses.get(site, stage.values[value])
 
     @cached_property
-    def repeats(self) -> Mapping[int, int]:
-        """Value that is the same in every iteration of loops around it -> how often these run it, all together."""
+    def loop_runs(self) -> Mapping[int, int]:
+        """Loop-invariant value -> number of iterations of the loops around it, multiplied."""
         found: dict[int, int] = {}
         trips = assumed_trips(self.graph)
-        for op in self.graph.walk():  # an operation before its bodies, and what it reads before both
+        for op in self.graph.walk():  # an operation comes before its regions, and its operands before both
             runs = trips.get(op.tag, op.trips or 1)
             for value, atom in constants_of(op):
                 outside = found.get(atom, 1) if isinstance(atom, int) else 1
@@ -99,59 +99,59 @@ class Context:
         return found
 
     @cached_property
-    def turned(self) -> Mapping[int, Op]:
-        """Products that are made the other way round -> the transposes that read them."""
-        return turned(self.graph, self.plan.stages[0])
+    def folded_transposes(self) -> Mapping[int, Op]:
+        """Products that are emitted with swapped operands -> the transposes that read them."""
+        return folded_transposes(self.graph, self.plan.stages[0])
 
-    def made(self, op: Op) -> int:
-        """The value that an operation makes first: of a product that is made the other way round its transpose."""
-        behind = self.turned.get(op.outputs[0])
-        return op.outputs[0] if behind is None else behind.outputs[0]
+    def emitted_value(self, op: Op) -> int:
+        """The first result of an operation as it is emitted: for a product with swapped operands, its transpose."""
+        transpose = self.folded_transposes.get(op.outputs[0])
+        return op.outputs[0] if transpose is None else transpose.outputs[0]
 
-    def whole(self, value: int) -> Moved:
-        """A value with everything that reads it, in whatever layout."""
-        return Moved(value, tuple(op for op, _ in self.readers.get(value, ())))
+    def all_readers(self, value: int) -> Transfer:
+        """A value with all its readers, in any layout."""
+        return Transfer(value, tuple(op for op, _ in self.readers.get(value, ())))
 
-    def summing(self, c: Collective) -> Op | None:
-        """The operation whose partial sums a collective ends; None if it is a change of layout."""
+    def reduced_op(self, c: Collective) -> Op | None:
+        """The operation whose partial sums a collective reduces; None if the collective is part of a reshard."""
         number = c.op.removeprefix("op")
         return self.graph.by_index[int(number)] if number.isdigit() else None
 
     def summed_factors(self, op: Op) -> Mapping[str, int]:
-        """Mesh axis -> the factor that it cuts and the operation sums over."""
+        """Mesh axis -> the factor that it shards and that the operation reduces over."""
         rule, stage = rules_of(self.graph).get(op.signature), self.plan.stages[0]
         found: dict[str, int] = {}
         if rule is None:
             return found
         for k, (atom, factors) in enumerate(zip(op.inputs, rule.operands, strict=True)):
-            lying = stage.values.get(atom) if isinstance(atom, int) else None
-            for axis, dim in zip(self.plan.mesh_names, stage.uses.get(f"{op.tag}.in{k}", lying) or (), strict=False):
+            layout = stage.values.get(atom) if isinstance(atom, int) else None
+            for axis, dim in zip(self.plan.mesh_names, stage.uses.get(f"{op.tag}.in{k}", layout) or (), strict=False):
                 if dim >= 0 and factors[dim] in rule.reduced:
                     found[axis] = factors[dim]
         return found
 
     @cached_property
-    def same(self) -> Mapping[int, int]:
-        """Value -> the operand that it only differs from in dimensions of extent 1."""
+    def same_data(self) -> Mapping[int, int]:
+        """Value -> the operand from which it differs only in dimensions of extent 1."""
         found: dict[int, int] = {}
         for op in self.graph.walk():
             if op.name in SAME_DATA and isinstance(op.inputs[0], int):
                 before, after = self.graph.types[op.inputs[0]].shape, self.graph.types[op.outputs[0]].shape
-                turned = math.prod(before[d] for d in op.params["dimensions"]) if op.name == "rev" else 1
-                if turned == 1 and [n for n in before if n > 1] == [n for n in after if n > 1]:
+                reversed_extent = math.prod(before[d] for d in op.params["dimensions"]) if op.name == "rev" else 1
+                if reversed_extent == 1 and [n for n in before if n > 1] == [n for n in after if n > 1]:
                     found[op.outputs[0]] = op.inputs[0]
         return found
 
     def origin(self, value: int) -> int:
-        """The value that it is, but for dimensions of extent 1."""
-        while value in self.same:
-            value = self.same[value]
+        """The first value with the same data, up to dimensions of extent 1."""
+        while value in self.same_data:
+            value = self.same_data[value]
         return value
 
-    def stops(self, site: str) -> Sequence[Hashable]:
-        """After each collective that brings a value to a site: the value, and the layouts that it has had since home.
+    def resharding_steps(self, site: str) -> Sequence[Hashable]:
+        """A key per collective of the reshard for a site: the value, and its layouts up to and after that collective.
 
-        Where the value has a copy, the way leads through that.
+        If the value has a shared copy, the reshard goes through its layout.
         """
         stage, value = self.plan.stages[0], self.values.get(site, -1)
         if value not in stage.values:
@@ -160,69 +160,73 @@ class Context:
         copy = stage.copies.get(value, home)
         first, then = (route(*ends, self.plan.mesh_sizes) for ends in ((home, copy), (copy, wanted)))
         way = [layout for layout, _ in groupby((home, *first, copy, *then, wanted))]
-        return [(value, *way[: k + 2], i) for k, ends in enumerate(pairwise(way)) for i in range(self.length(*ends))]
+        return [
+            (value, *way[: k + 2], i)
+            for k, ends in enumerate(pairwise(way))
+            for i in range(self.num_collectives(*ends))
+        ]
 
-    def way(self, value: int, site: str) -> Hashable:
-        """What is gathered for a site: the data, and where from and to, told by its dimensions of extent above 1."""
+    def gather_key(self, value: int, site: str) -> Hashable:
+        """What is gathered for a site: the data, and the layouts before and after on dimensions of extent above 1."""
         stage = self.plan.stages[0]
         real = [d for d, n in enumerate(self.graph.types[value].shape) if n > 1]
         layouts = stage.values.get(value), stage.copies.get(value), stage.uses.get(site)
-        told = [layout and tuple(real.index(d) if d in real else -1 for d in layout) for layout in layouts]
-        return (self.origin(value), *told)
+        compared = [layout and tuple(real.index(d) if d in real else -1 for d in layout) for layout in layouts]
+        return (self.origin(value), *compared)
 
     @cached_property
-    def repeated(self) -> AbstractSet[int]:
-        """Operations (by index) that compute in the same layouts what an earlier one has computed."""
+    def duplicates(self) -> AbstractSet[int]:
+        """Operations (by index) that compute the same as an earlier one, in the same layouts."""
         stage, first, found = self.plan.stages[0], dict[Hashable, int](), set[int]()
-        made: dict[int, tuple[int, int]] = {}  # value -> the operation that computes it first, and its position
+        producer: dict[int, tuple[int, int]] = {}  # value -> the first operation that computes it, and its position
         for op in (op for op in self.graph.walk() if op.outputs and not op.regions):
-            atoms = [made.get(a, a) if isinstance(a, int) else repr(a.value) for a in op.inputs]
+            atoms = [producer.get(a, a) if isinstance(a, int) else repr(a.value) for a in op.inputs]
             uses = [stage.uses.get(f"{op.tag}.in{k}") for k in range(len(atoms))]
-            home = [stage.values.get(v) for v in op.outputs]
-            index = first.setdefault((op.signature, *atoms, *uses, *home), op.index)
-            made.update((v, (index, i)) for i, v in enumerate(op.outputs))
+            layouts = [stage.values.get(v) for v in op.outputs]
+            index = first.setdefault((op.signature, *atoms, *uses, *layouts), op.index)
+            producer.update((v, (index, i)) for i, v in enumerate(op.outputs))
             found.update({op.index} - {index})
         return found
 
     @cached_property
-    def free(self) -> AbstractSet[str]:
-        """Tags of the operations whose results have dimensions but no layout: they are computed where they are read."""
+    def free_ops(self) -> AbstractSet[str]:
+        """Tags of operations whose results have dimensions but no planned layout: they are computed at each use."""
         made = [op for op in self.graph.walk() if op.outputs and not op.regions]
         values, types = self.plan.stages[0].values, self.graph.types
         return {op.tag for op in made if op.outputs[0] not in values and types[op.outputs[0]].rank}
 
     @cached_property
-    def computed_anew(self) -> AbstractSet[str]:
-        """Those of them that are computed in more than one layout."""
+    def recomputed(self) -> AbstractSet[str]:
+        """Tags of those that are computed in more than one layout."""
         stage = self.plan.stages[0]
-        free = {op.tag: op.outputs[0] for op in self.graph.walk() if op.tag in self.free}
+        free = {op.tag: op.outputs[0] for op in self.graph.walk() if op.tag in self.free_ops}
         wanted = {tag: {stage.uses.get(site) for _, site in self.readers.get(v, ())} for tag, v in free.items()}
         return {tag for tag, layouts in wanted.items() if len(layouts) > 1}
 
     @cached_property
     def uniform(self) -> AbstractSet[int]:
-        """Values that are one number throughout, made of constants alone."""
+        """Values whose elements are all equal, computed from constants alone."""
         found: set[int] = set()
         for op in self.graph.walk():
             read = [a for k, a in enumerate(op.inputs) if op.name != "scatter-add" or k != 1]  # not its indices
-            alike = all(a in found if isinstance(a, int) else a.type.rank == 0 for a in read)
-            if alike and (op.name in UNIFORM or (op.name == "scatter-add" and self._scatters_nowhere(op))):
+            equal = all(a in found if isinstance(a, int) else a.type.rank == 0 for a in read)
+            if equal and (op.name in UNIFORM or (op.name == "scatter-add" and self._scatters_nowhere(op))):
                 found.update(op.outputs)
         return found
 
     def _scatters_nowhere(self, op: Op) -> bool:
-        """The dimensions that a scatter chooses places in have a single place."""
+        """Whether the dimensions that a scatter indexes have extent 1."""
         shape = self.graph.type_of(op.inputs[0]).shape
         return all(shape[d] == 1 for d in op.params["dimension_numbers"].scatter_dims_to_operand_dims)
 
-    def length(self, source: Layout, target: Layout) -> int:
-        """Number of collectives that lead from one layout to another."""
+    def num_collectives(self, source: Layout, target: Layout) -> int:
+        """Number of collectives between two layouts."""
         return sum(step.kind != "slice" for step in steps(source, target, self.plan.mesh_sizes) or ())
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """A value that is moved, and the readers that it is moved for; None is the end of a body or of the program."""
+class Transfer:
+    """A value that is moved, and the readers that it is moved for; None is a result of a region or of the program."""
 
     value: int
     readers: tuple[Op | None, ...]

@@ -1,4 +1,4 @@
-"""How far two arrays are apart, and how much of that may be rounding."""
+"""The difference of two arrays, and the share of it that rounding explains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: dtype -> difference over the magnitude of a leaf that sums in another order make.
+#: dtype -> difference, relative to the magnitude of a leaf, that sums in another order may cause.
 TOLERANCES: Mapping[str, float] = {
     "float64": 1e-9,
     "complex128": 1e-9,
@@ -23,7 +23,7 @@ _OF_LESS_PRECISE = 0.25  # float8 and the like: two or three bits of mantissa
 
 
 def host(x: Any) -> np.ndarray:
-    """The values of an array; of random keys, their numbers."""
+    """The values of an array; for random keys, their key data."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         x = jax.random.key_data(x)
     return np.asarray(x)
@@ -35,28 +35,28 @@ def is_inexact(x: Any) -> bool:
 
 
 def magnitude(x: Any) -> float:
-    """The largest finite absolute value; 0 for what is exact."""
+    """The largest finite absolute value; 0 for exact types."""
     if not is_inexact(x):
         return 0.0
     values = np.abs(_wide(host(x)))
     return float(np.max(values, initial=0.0, where=np.isfinite(values)))
 
 
-def absolute(ours: Any, theirs: Any) -> float:
-    """The largest difference of two arrays; infinite where one is nan, or infinite, and the other is not alike."""
-    x, y = host(ours), host(theirs)
+def absolute(first: Any, second: Any) -> float:
+    """The largest absolute difference; infinite if one is nan or infinite where the other is not the same."""
+    x, y = host(first), host(second)
     if x.shape != y.shape:
         return math.inf
     same = (x == y) | ((x != x) & (y != y))  # nan is what differs from itself
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(_wide(x) - _wide(y)))
-    apart = np.nan_to_num(apart, nan=math.inf, posinf=math.inf)
-    least = 0.0 if same.all() or is_inexact(theirs) else 1.0  # large integers may differ by less than a float64 tells
-    return float(np.max(apart, initial=least))
+        difference = np.where(same, 0.0, np.abs(_wide(x) - _wide(y)))
+    difference = np.nan_to_num(difference, nan=math.inf, posinf=math.inf)
+    least = 0.0 if same.all() or is_inexact(second) else 1.0  # large integers may differ by less than a float64 tells
+    return float(np.max(difference, initial=least))
 
 
 def tolerance(dtypes: Iterable[str]) -> float:
-    """Of what is computed in these types: that of the least precise one; 0 if all are exact."""
+    """The tolerance of the least precise of these types; 0 if all are exact."""
     inexact = (name for name in dtypes if name.startswith(("float", "bfloat", "complex")))
     return max((TOLERANCES.get(name, _OF_LESS_PRECISE) for name in inexact), default=0.0)
 

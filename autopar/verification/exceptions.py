@@ -1,14 +1,14 @@
-"""What a compiler is known to do otherwise than planned, where that depends on what only it knows.
+"""Known deviations of compilers from the plan that depend on facts that only the compiler has.
 
-An exception has a name that reports print, and no discount: bytes on the wire stay as they are compared. Each takes
-collectives that are left over from a comparison away, and counts them:
+An exception has a name, which reports print, and changes no bytes on the wire. Each exception removes collectives that
+a comparison has left unmatched, and counts them:
 
-    a kind of collective in place of another, axes and bytes alike       -> _instead
-    a piece of the same operation that counts padding                    -> _padded
-    or runs along other axes                                             -> _among_as_many
-    a gather of data that is gathered for a reader nearby                -> _gathered_already
-    a gather of what the plan computes anew in each layout               -> _computed_once
-    a move of what the plan computes in the layout that is wanted        -> _made_in_one_layout
+    a kind of collective in place of another, with equal axes and bytes   -> _substituted
+    a piece of the same operation that counts padding                     -> _padded
+    or that runs along other axes                                         -> _among_as_many
+    an all-gather of data that is gathered for a reader nearby            -> _drop_shared_gathers
+    an all-gather of a value that the plan recomputes in each layout      -> _drop_recomputed
+    a move of a value that the plan computes in the wanted layout         -> _drop_constant_moves
 """
 
 from __future__ import annotations
@@ -28,65 +28,68 @@ from autopar.verification.dataflow import Context
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What is left of either side of a comparison."""
+class Unmatched:
+    """The collectives that a comparison could not match, on both sides."""
 
     predicted: tuple[Collective, ...]
     emitted: tuple[Collective, ...]
 
 
-Exemption = Callable[[Left, Context, Sequence[Collective]], Left]
-Alike = Callable[[Context, Collective, Collective], bool]
-"""Whether a planned and an emitted collective are the same work."""
+Exemption = Callable[[Unmatched, Context, Sequence[Collective]], Unmatched]
+Matches = Callable[[Context, Collective, Collective], bool]
+"""(context, planned, emitted) -> whether the two collectives do the same work."""
 
 
-def explained(
-    platform: str, found: Comparison, predicted: Sequence[Collective], plan: Plan, graph: Graph
+def apply_exceptions(
+    platform: str, comparison: Comparison, predicted: Sequence[Collective], plan: Plan, graph: Graph
 ) -> tuple[Comparison, Mapping[str, int]]:
-    """A comparison without what `EXCEPTIONS` explains, and how many collectives each exception explains.
+    """Remove the unmatched collectives that `EXCEPTIONS` explains, and count them per exception.
 
     Args:
         platform: "cpu", "gpu", "shardy" or "tpu".
-        found: the comparison of what is predicted with what the platform emits.
-        predicted: the plan's collectives, converted for the platform.
+        comparison: of the predicted collectives with those that the platform emits.
+        predicted: the plan's collectives, lowered for the platform.
         plan, graph: what was compiled.
     """
     context, counts = Context(graph, plan), dict[str, int]()
-    left = Left(_merged(found.predicted_only), _merged(found.emitted_only))
+    unmatched = Unmatched(_merged(comparison.predicted_only), _merged(comparison.emitted_only))
     for name, exempt in EXCEPTIONS.get(platform, {}).items():
-        rest = exempt(left, context, predicted)
-        count = max(_runs(left.predicted) - _runs(rest.predicted), _runs(left.emitted) - _runs(rest.emitted))
+        unexplained = exempt(unmatched, context, predicted)
+        count = max(
+            _total_runs(unmatched.predicted) - _total_runs(unexplained.predicted),
+            _total_runs(unmatched.emitted) - _total_runs(unexplained.emitted),
+        )
         counts.update({name: count} if count else {})
-        left = rest
-    return replace(found, predicted_only=left.predicted, emitted_only=left.emitted), counts
+        unmatched = unexplained
+    return replace(comparison, predicted_only=unmatched.predicted, emitted_only=unmatched.emitted), counts
 
 
 def _merged(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
-    """Equal collectives as one that runs as often: a loop may be unrolled on one side."""
+    """Equal collectives as one with the sum of their counts: a loop may be unrolled on one side."""
     runs: Counter[Collective] = Counter()
     for c in collectives:
         runs[replace(c, count=1)] += c.count
     return tuple(replace(c, count=count) for c, count in runs.items())
 
 
-def _runs(collectives: tuple[Collective, ...]) -> int:
+def _total_runs(collectives: tuple[Collective, ...]) -> int:
     return sum(c.count for c in collectives)
 
 
-def _paired(alike: Alike, left: Left, context: Context, _: Any) -> Left:
-    """What is planned and what is emitted, one by one, where they are alike."""
-    mine, theirs = list(left.predicted), list(left.emitted)
-    for c in left.predicted:
-        other = next((o for o in theirs if alike(context, c, o)), None)
+def _drop_pairs(matches: Matches, unmatched: Unmatched, context: Context, _: Any) -> Unmatched:
+    """Removes planned and emitted collectives that match, pair by pair."""
+    predicted_only, emitted_only = list(unmatched.predicted), list(unmatched.emitted)
+    for c in unmatched.predicted:
+        other = next((o for o in emitted_only if matches(context, c, o)), None)
         if other is not None:
-            mine.remove(c)
-            theirs.remove(other)
-    return Left(tuple(mine), tuple(theirs))
+            predicted_only.remove(c)
+            emitted_only.remove(other)
+    return Unmatched(tuple(predicted_only), tuple(emitted_only))
 
 
-def _instead(planned: str, emitted: str) -> Exemption:
-    """One kind planned, another emitted."""
-    return partial(_paired, lambda _, c, o: (c.kind, o.kind) == (planned, emitted) and _size(c) == _size(o))
+def _substituted(planned: str, emitted: str) -> Exemption:
+    """An exception for one kind planned and another emitted."""
+    return partial(_drop_pairs, lambda _, c, o: (c.kind, o.kind) == (planned, emitted) and _size(c) == _size(o))
 
 
 def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
@@ -94,87 +97,87 @@ def _size(c: Collective) -> tuple[tuple[str, ...], int, int]:
 
 
 def _padded(context: Context, planned: Collective, emitted: Collective) -> bool:
-    """Whether one side counts the padding of uneven pieces, less than half of them, and the other does not."""
-    summing = context.summing(planned)
+    """Whether one side counts the padding of uneven pieces, less than the data, and the other does not."""
+    summing = context.reduced_op(planned)
     value = context.values.get(planned.op) if summing is None else summing.outputs[0]
     extents = context.graph.types[value].shape if value is not None else ()
     uneven = any(extent % size for extent in extents for size in context.sizes.values())
-    same = _of_one_operation(planned, emitted) and planned.axes == emitted.axes
+    same = _same_operation(planned, emitted) and planned.axes == emitted.axes
     less, more = sorted((planned.bytes, emitted.bytes))
     return uneven and same and less < more < 2 * less
 
 
 def _among_as_many(context: Context, planned: Collective, emitted: Collective) -> bool:
-    """Whether two collectives run among equally many devices, along different axes or parts of them."""
+    """Whether two collectives of one operation run among equally many devices, along other axes or parts of axes."""
     sizes = (group_size(c.axes, context.sizes) for c in (planned, emitted))
-    return _of_one_operation(planned, emitted) and planned.bytes == emitted.bytes and len(set(sizes)) == 1
+    return _same_operation(planned, emitted) and planned.bytes == emitted.bytes and len(set(sizes)) == 1
 
 
-def _of_one_operation(planned: Collective, emitted: Collective) -> bool:
+def _same_operation(planned: Collective, emitted: Collective) -> bool:
     return (planned.kind, planned.op, planned.count) == (emitted.kind, emitted.op, emitted.count)
 
 
-def _gathered_already(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
-    """Gathers of what an earlier one gathers too, but for dimensions of extent 1: a kernel of 1 x 1 and its reverse.
+def _drop_shared_gathers(unmatched: Unmatched, context: Context, predicted: Sequence[Collective]) -> Unmatched:
+    """Removes all-gathers of data that an earlier one gathers, up to dimensions of extent 1, as in a reversed kernel.
 
-    XLA's pass schedule-aware-collective-cse shares them where their readers are near in the compiled program.
+    XLA's pass schedule-aware-collective-cse merges them if their readers are near in the compiled program.
     """
-    shared = Counter(_size(c) for c in _again(predicted, context))
-    kept: list[Collective] = []
-    for c in left.predicted:
-        gone = c.kind == "all-gather" and shared[_size(c)] > 0
-        shared.subtract({_size(c): gone})
-        kept += [] if gone else [c]
-    return replace(left, predicted=tuple(kept))
+    shared = Counter(_size(c) for c in _repeated_gathers(predicted, context))
+    remaining: list[Collective] = []
+    for c in unmatched.predicted:
+        shared_already = c.kind == "all-gather" and shared[_size(c)] > 0
+        shared.subtract({_size(c): shared_already})
+        remaining += [] if shared_already else [c]
+    return replace(unmatched, predicted=tuple(remaining))
 
 
-def _again(predicted: Sequence[Collective], context: Context) -> Iterator[Collective]:
-    """Gathers of data that an earlier one gathers too."""
+def _repeated_gathers(predicted: Sequence[Collective], context: Context) -> Iterator[Collective]:
+    """All-gathers of data that an earlier one gathers too."""
     seen: set[Hashable] = set()
     for c in predicted:
         value = context.values.get(c.op, -1)
         if c.kind == "all-gather" and value >= 0:
-            key = context.way(value, c.op), _size(c)
+            key = context.gather_key(value, c.op), _size(c)
             if key in seen:
                 yield c
             seen.add(key)
 
 
-def _computed_once(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
-    """Gathers of a broadcast that is wanted in several layouts: equal operations are one before XLA partitions them."""
-    kept = tuple(c for c in left.emitted if c.kind != "all-gather" or c.op not in context.computed_anew)
-    return replace(left, emitted=kept)
+def _drop_recomputed(unmatched: Unmatched, context: Context, predicted: Sequence[Collective]) -> Unmatched:
+    """Removes all-gathers of a broadcast read in several layouts: XLA merges equal operations before it partitions."""
+    remaining = tuple(c for c in unmatched.emitted if c.kind != "all-gather" or c.op not in context.recomputed)
+    return replace(unmatched, emitted=remaining)
 
 
-def _made_in_one_layout(left: Left, context: Context, predicted: Sequence[Collective]) -> Left:
-    """Moves of what is made of constants alone, of which the plan has every device make its own piece."""
+def _drop_constant_moves(unmatched: Unmatched, context: Context, predicted: Sequence[Collective]) -> Unmatched:
+    """Removes moves of values computed from constants alone: in the plan every device computes its own piece."""
     moves = ("all-gather", "all-to-all", "collective-permute")
-    kept = tuple(c for c in left.emitted if c.kind not in moves or c.op not in context.free)
-    return replace(left, emitted=kept)
+    remaining = tuple(c for c in unmatched.emitted if c.kind not in moves or c.op not in context.free_ops)
+    return replace(unmatched, emitted=remaining)
 
 
-#: Platform -> name -> what it takes away, in this order.
+#: Platform -> name -> exception, in the order in which they apply.
 EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
     {
         # Shardy scatters a sum exactly where one slice follows it; XLA goes by the operation
         # (-> autopar.passes.op_groups.reduction_lowering).
         "shardy": {
-            "sum scattered that XLA leaves whole and slices": _instead("all-reduce", "reduce-scatter"),
-            "sum left whole that XLA scatters, its slices being in two places": _instead(
+            "sum scattered that XLA leaves whole and slices": _substituted("all-reduce", "reduce-scatter"),
+            "sum left whole that XLA scatters, its slices being in two places": _substituted(
                 "reduce-scatter", "all-reduce"
             ),
-            "padding of uneven pieces, which Shardy leaves to XLA": partial(_paired, _padded),
-            "exchange along other axes of as many devices": partial(_paired, _among_as_many),
-            "value made of constants in one layout and moved to another": _made_in_one_layout,
+            "padding of uneven pieces, which Shardy leaves to XLA": partial(_drop_pairs, _padded),
+            "exchange along other axes of as many devices": partial(_drop_pairs, _among_as_many),
+            "value made of constants in one layout and moved to another": _drop_constant_moves,
         },
         "tpu": {
-            "gather of equal data shared, as the readers are near": _gathered_already,
-            "broadcast made in one layout and gathered for another": _computed_once,
-            "sum left whole, its pieces being no whole tiles in libtpu's layout": _instead(
+            "gather of equal data shared, as the readers are near": _drop_shared_gathers,
+            "broadcast made in one layout and gathered for another": _drop_recomputed,
+            "sum left whole, its pieces being no whole tiles in libtpu's layout": _substituted(
                 "reduce-scatter", "all-reduce"
             ),
-            "sum scattered although its pieces have few rows": _instead("all-reduce", "reduce-scatter"),
-            "small gather done as a sum of pieces in buffers of zeros": _instead("all-gather", "all-reduce"),
+            "sum scattered although its pieces have few rows": _substituted("all-reduce", "reduce-scatter"),
+            "small gather done as a sum of pieces in buffers of zeros": _substituted("all-gather", "all-reduce"),
         },
     }
 )

@@ -1,21 +1,24 @@
-"""Bytes that each device reads and writes in its memory under a plan: every kernel's operands and results, once.
+"""HBM traffic: bytes that each device reads and writes in its memory under a plan; per kernel, operands and results.
 
-Compilers fuse what computes element by element into its neighbours. A value is in memory if                -> _stored
+Compilers fuse elementwise operations with their neighbours. A value is in memory if                         -> _stored
 
     it is an argument, a result, a constant, or enters or leaves a loop's body
-    a collective moves it or sums it
-    a reduction makes it, or a kernel that nothing is fused into makes or reads it                      -> KERNELS
-    a product makes it, and not all that reads it is one fused loop, or several products read it
+    a collective moves or reduces it
+    a reduction computes it, or a kernel that nothing is fused into computes or reads it                     -> KERNELS
+    a product computes it, unless all its readers are in one fused loop; also if several products read it
 
-and everything else exists inside fused loops alone, the operand of a single product included. Of values in memory
+All other values exist only inside fused loops, including the operand of a single product. Of the values in memory
 
-    those that are computed from something in common, none from another, come out of one loop           -> _loops
-    reductions run in the loop that makes what they read, if all else they read is there before         -> _merged
+    those that share an operation they are computed from, and none is computed from another, are results of one loop
+                                                                                                             -> _loops
+    reductions run in the loop that computes their operand, if their other operands are complete before
+                                                                                                  -> _merge_reductions
 
-and a loop reads what it is computed from once, and nothing that it makes. Arrays are padded to whole tiles -> _tiled
+and a loop reads each value that it is computed from once, and none that it computes. Arrays are padded to whole tiles
+                                                                                                             -> _tiled
 
-A collective reads its operand and writes its result, an exchange that cuts or joins columns more: its pieces are put
-together in tiles of their own                                                                          -> _Moves
+A collective reads its operand and writes its result. An all-to-all that splits or joins columns moves more: its pieces
+are arranged in tiles of their own                                                                           -> _Moves
 
 XLA's cost analysis calls the sum "bytes accessed".
 """
@@ -40,21 +43,28 @@ from autopar.ir.layout import Layout, local_shape
 from autopar.ir.op_sets import PRODUCTS, RAGGED_PRODUCTS
 from autopar.plans.plan import Stage
 
-#: Operations that no loop is fused through: each reads its operands from memory and writes its results.
+#: Operations that are not fused: each reads its operands from memory and writes its results.
 KERNELS = (
     *(*RAGGED_PRODUCTS, "sort", "cumsum", "custom_call", "gather", "scatter", "scatter-add"),
     *("rng_bit_generator", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "select_and_gather_add"),
 )
-#: Operations that read much and write little: a fused loop ends there, and what comes after starts anew.
+#: Operations that read much and write little: a fused loop ends complete, and what comes after starts anew.
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "reduce_and", "reduce_or")
-#: Arrays that one fused loop reads at most: compilers end a fusion somewhere, so that chains of residuals are written.
-#: Settled on three toys of 2 to 48 layers compiled for TPU v5e, where 8 to 24 keep within a third of XLA's figure.
-MOST_READ = 16
+#: Largest number of arrays that one fused loop reads: compilers limit fusion, so that chains of residuals are written.
+#: Chosen on three small models of 2 to 48 layers compiled for TPU v5e: 8 to 24 are within a third of XLA's figure.
+MAX_FUSED_INPUTS = 16
 _WRITING = frozenset((*REDUCTIONS, *PRODUCTS))
 
 
 def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective], device: Device) -> float:
-    """Bytes that each device, which is like `device`, reads and writes in its memory per step."""
+    """Bytes that each device reads and writes in its memory per step.
+
+    Args:
+        graph: the program.
+        stage: its layouts.
+        collectives: of the plan.
+        device: cost model of the devices.
+    """
     counter = _Counter(graph, stage, frozenset(c.op for c in collectives), device)
     moves = _Moves(graph, stage, device)
     moved = sum(c.count * moves.bytes(c) for c in collectives)
@@ -63,11 +73,12 @@ def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective]
 
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """Bytes that collectives read and write: an operand and a result, of which one is a piece to gather and scatter.
+    """Bytes that collectives read and write: an operand and a result; for gather and scatter one of them is a shard.
 
-    What a product rounds is rounded before it is moved. On devices with tiles, exchanges that cut the last dimension d
-    into n write the n pieces of d / n columns, padded to tiles, and once more with the pieces in front; those that join
-    it put them back. Where that pads, they are made dense on both sides of the wire. So seen in compiled programs.
+    Operands that a product rounds are rounded before they are moved. On devices with tiles, an all-to-all that splits
+    the last dimension d by n writes n pieces of d / n columns, padded to tiles, and once more with the pieces as the
+    leading dimension; one that joins it does the reverse. If this pads, the pieces are made dense on both sides of the
+    wire. These are observations of compiled programs.
     """
 
     graph: Graph
@@ -76,7 +87,7 @@ class _Moves:
 
     @cached_property
     def read(self) -> Mapping[str, tuple[int, Op | None]]:
-        """Site -> the value that is read there, and the operation that reads it, if one does."""
+        """Site -> the value that is read there, and the operation that reads it; None for results."""
         ops = {f"{op.tag}.in{k}": (atom, op) for op in self.graph.walk() for k, atom in enumerate(op.inputs)}
         outs = {f"out{k}": (atom, None) for k, atom in enumerate(self.graph.outputs)}
         return {site: (atom, op) for site, (atom, op) in {**ops, **outs}.items() if isinstance(atom, int)}
@@ -89,7 +100,7 @@ class _Moves:
         return 2 * nbytes + (self._retiled(c, nbytes) if c.kind == "all-to-all" else 0.0)
 
     def _sent(self, c: Collective) -> float:
-        """Bytes of its larger buffer, as it is moved."""
+        """Bytes of the larger buffer of a collective, as it is moved."""
         value, op = self.read.get(c.op, (-1, None))
         if op is None or not self.device.rounds_operands or not rounds(op, self.graph.types[value]):
             return c.bytes
@@ -97,7 +108,7 @@ class _Moves:
         return c.bytes * rounded(type_).itemsize / type_.itemsize
 
     def _retiled(self, c: Collective, nbytes: float) -> float:
-        """Bytes that an exchange of columns moves besides its operand and its result."""
+        """Bytes that an all-to-all of columns moves besides its operand and its result."""
         value, _ = self.read.get(c.op, (-1, None))
         before, target = self.stage.values.get(value), self.stage.uses.get(c.op)
         if self.device.tile == (1, 1) or before is None or target is None:
@@ -108,9 +119,9 @@ class _Moves:
         cuts, joins = any(target[i] == last for i in axes), any(before[i] == last for i in axes)
         if cuts == joins:
             return 0.0
-        # as it lies, cut further by the axes of the exchange: one of the pieces that are sent
+        # the operand's shard, sharded further by the axes of the all-to-all: one of the pieces that are sent
         further = tuple(d if i in axes else -1 for i, d in enumerate(target))
-        piece = _held(further, _held(before, shape, self.stage.submesh), self.stage.submesh)
+        piece = _piece_shape(further, _piece_shape(before, shape, self.stage.submesh), self.stage.submesh)
         pieces = (*piece, math.prod(self.stage.submesh[a] for a in c.axes))
         padded = nbytes * max(1.0, _tiled(pieces, self.device.tile) / math.prod(pieces))
         dense = 4 * (nbytes + padded) if padded > nbytes else nbytes + padded if cuts else 0.0
@@ -118,57 +129,67 @@ class _Moves:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cone:
+class _FusedInputs:
     """What one value in memory is computed from.
 
     Attributes:
-        ops: the first operations on arrays that are fused with it. Values that have any operation in common have all in
-            common that it is computed from, and so one of these.
+        ops: the first array operations that are fused with it. Values that share any operation share all operations
+            that the shared one is computed from, and so one of these.
         sources: values in memory -> bytes read.
     """
 
     ops: frozenset[int]
     sources: Mapping[int, int]
 
-    def of(self, op: int) -> _Cone:
-        """The same with the operation that makes the value, even if that is one number."""
-        return self if op in self.ops else _Cone(self.ops | {op}, self.sources)
+    def of(self, op: int) -> _FusedInputs:
+        """The same with the operation that computes the value, even if its result is a scalar."""
+        return self if op in self.ops else _FusedInputs(self.ops | {op}, self.sources)
 
 
 @dataclass(eq=False)
 class _Counter:
-    """Counts the bytes of bodies; `moving`: tags of all collectives."""
+    """Counts the bytes of region bodies.
+
+    Attributes:
+        graph: the program.
+        stage: its layouts.
+        moving: tags of all collectives.
+        device: cost model of the devices.
+        piece_bytes: (layout, shape, itemsize) -> bytes of a shard.
+        stored_bytes: value -> bytes of a shard in its planned layout.
+        read_by: operation (by index) -> the values that it reads, with bytes.
+    """
 
     graph: Graph
     stage: Stage
     moving: AbstractSet[str]
     device: Device
-    known: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)  # bytes of a piece
-    at_home: dict[int, int] = field(default_factory=dict)  # by value, as it lies
-    read_by: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)  # by operation
+    piece_bytes: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)
+    stored_bytes: dict[int, int] = field(default_factory=dict)
+    read_by: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
     def local(self, value: int, site: str = "") -> int:
-        """Bytes that a device holds of a value, as it lies or as it is read at a site."""
+        """Bytes of a value on one device, in its planned layout or as it is read at a site."""
         layout = (self.stage.uses.get(site) if site else None) or self.stage.values.get(value)
         type_ = self.graph.types[value]
         key = (layout, type_.shape, type_.itemsize)
-        found = self.known.get(key)
+        found = self.piece_bytes.get(key)
         if found is None:
-            shape = _held(layout, type_.shape, self.stage.submesh)
-            found = self.known[key] = _tiled(shape, self.device.tile) * type_.itemsize
+            shape = _piece_shape(layout, type_.shape, self.stage.submesh)
+            found = self.piece_bytes[key] = _tiled(shape, self.device.tile) * type_.itemsize
         return found
 
-    def lying(self, value: int) -> int:
-        """Bytes that a device holds of a value as it lies."""
-        found = self.at_home.get(value)
+    def local_stored(self, value: int) -> int:
+        """Bytes of a value on one device in its planned layout."""
+        found = self.stored_bytes.get(value)
         if found is None:
-            found = self.at_home[value] = self.local(value)
+            found = self.stored_bytes[value] = self.local(value)
         return found
 
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
-        site = f"{op.tag}.in{k}" if op.index in self.rereading else ""
-        nbytes = self.local(value, site) if site in self.stage.uses else self.lying(value)
+        site = f"{op.tag}.in{k}" if op.index in self.resharding_ops else ""
+        nbytes = self.local(value, site) if site in self.stage.uses else self.local_stored(value)
         if not self.device.rounds_operands:
             return nbytes
         moved = site in self.stage.uses and rounds(op, self.graph.types[value])
@@ -178,16 +199,16 @@ class _Counter:
         """The values that an operation reads, operand by operand, and bytes of each."""
         found = self.read_by.get(op.index)
         if found is None:
-            if self.device.rounds_operands or op.index in self.rereading:
+            if self.device.rounds_operands or op.index in self.resharding_ops:
                 found = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
             else:
-                found = [(atom, self.lying(atom)) for atom in op.inputs if isinstance(atom, int)]
+                found = [(atom, self.local_stored(atom)) for atom in op.inputs if isinstance(atom, int)]
             self.read_by[op.index] = found
         return found
 
     def written(self, value: int) -> int:
         """Bytes that are written of a value."""
-        nbytes = self.lying(value)
+        nbytes = self.local_stored(value)
         return self._narrow(value, nbytes, rounding=value in self.rounded) if self.device.rounds_operands else nbytes
 
     def _narrow(self, value: int, nbytes: int, *, rounding: bool) -> int:
@@ -195,18 +216,18 @@ class _Counter:
         return nbytes * rounded(type_).itemsize // type_.itemsize if rounding else nbytes
 
     @cached_property
-    def rereading(self) -> AbstractSet[int]:
-        """Operations (by index) that read some operand in another layout than it lies in."""
+    def resharding_ops(self) -> AbstractSet[int]:
+        """Operations (by index) that read an operand in another layout than its planned one."""
         return _operations(self.stage.uses)
 
     @cached_property
-    def fetching(self) -> AbstractSet[int]:
-        """Operations (by index) an operand of which is moved."""
+    def gathering_ops(self) -> AbstractSet[int]:
+        """Operations (by index) with an operand that a collective moves."""
         return _operations(site for site in self.moving if "." in site)
 
     @cached_property
     def summing(self) -> AbstractSet[int]:
-        """Operations (by index) whose results are moved."""
+        """Operations (by index) whose results a collective reduces."""
         return _operations(site for site in self.moving if "." not in site)
 
     @cached_property
@@ -216,7 +237,7 @@ class _Counter:
 
     @cached_property
     def rounded(self) -> AbstractSet[int]:
-        """Values that nothing reads but products that round them, and that no argument is."""
+        """Values that only products read, all of which round them; no arguments or results."""
         found: dict[int, bool] = {}
         for op in self.graph.walk():
             for atom in op.inputs:
@@ -232,34 +253,41 @@ class _Counter:
             runs = weight * (op.trips or UNKNOWN_TRIPS)
             total += sum(self.body(r.ops, r.inputs, r.outputs, runs) for r in op.regions)
         made = {v: op for op in ops if not op.regions for v in op.outputs}
-        cones, stored = self._cones(ops, made, self._stored(ops, inputs, outputs))
-        products = frozenset(v for v in cones if made[v].name in PRODUCTS)
-        within = _within_one_loop(products, cones, _loops(cones, products, _depths(cones)), made)
+        fused_inputs, stored = self._fused_inputs(ops, made, self._stored(ops, inputs, outputs))
+        products = frozenset(v for v in fused_inputs if made[v].name in PRODUCTS)
+        within = _within_one_loop(products, fused_inputs, _loops(fused_inputs, products, _depths(fused_inputs)), made)
         fixed = {*inputs, *outputs}
         fused = {v for v in within if v not in fixed and made[v].index not in self.summing}
-        cones = self._cones(ops, made, stored - fused)[0] if fused else cones
-        depths = _depths(cones)
-        loops = _loops(cones, products, depths)
-        reductions = frozenset(v for v in cones if made[v].name in REDUCTIONS and made[v].index not in self.summing)
-        there = {v for v in cones if made[v].index not in self.summing}
-        merged = _joined(cones, _merged(cones, loops, depths, reductions, there), depths, self._light(cones, made))
-        return total + weight * self._bytes(cones, merged)
+        fused_inputs = self._fused_inputs(ops, made, stored - fused)[0] if fused else fused_inputs
+        depths = _depths(fused_inputs)
+        loops = _loops(fused_inputs, products, depths)
+        reductions = frozenset(
+            v for v in fused_inputs if made[v].name in REDUCTIONS and made[v].index not in self.summing
+        )
+        complete = {v for v in fused_inputs if made[v].index not in self.summing}
+        merged = _merge_elementwise(
+            fused_inputs,
+            _merge_reductions(fused_inputs, loops, depths, reductions, complete),
+            depths,
+            self._light(fused_inputs, made),
+        )
+        return total + weight * self._bytes(fused_inputs, merged)
 
-    def _light(self, cones: Mapping[int, _Cone], made: Mapping[int, Op]) -> Mapping[int, tuple[int, ...]]:
-        """Values in memory that are computed element by element, and nothing moves or sums -> their shapes."""
+    def _light(self, fused_inputs: Mapping[int, _FusedInputs], made: Mapping[int, Op]) -> Mapping[int, tuple[int, ...]]:
+        """Values in memory that elementwise operations compute and no collective moves or reduces -> their shapes."""
         heavy = (*_WRITING, *KERNELS)
         return {
             v: self.graph.types[v].shape
-            for v in cones
+            for v in fused_inputs
             if made[v].name not in heavy and made[v].index not in self.summing and not self._retiles(made[v])
         }
 
     def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
-        """The values that are in memory if every product's result is."""
+        """The values that are in memory if the results of all products are."""
         found = {*inputs, *(a for a in outputs if isinstance(a, int))}
         for op in ops:
             whole = op.name in KERNELS or bool(op.regions) or self._retiles(op)
-            if whole or op.index in self.fetching:
+            if whole or op.index in self.gathering_ops:
                 read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
                 found.update(a for a in read if isinstance(a, int))
             if whole or op.name in _WRITING or op.index in self.summing:
@@ -269,32 +297,34 @@ class _Counter:
         return frozenset(found.difference(free))
 
     def _retiles(self, op: Op) -> bool:
-        """Whether a reshape copies, since it splits or merges the dimension that lies along the columns of tiles."""
+        """Whether a reshape copies, because it splits or merges the dimension along the columns of tiles."""
         if op.name != "reshape" or self.device.tile == (1, 1):
             return False
         before, after = ([n for n in self.graph.type_of(a).shape if n > 1][-1:] for a in (op.inputs[0], op.outputs[0]))
         return before != after
 
-    def _cones(
+    def _fused_inputs(
         self, ops: Sequence[Op], made: Mapping[int, Op], stored: AbstractSet[int]
-    ) -> tuple[dict[int, _Cone], frozenset[int]]:
-        """What every value in memory that is made here is computed with, and which these are; see `_Cone`.
+    ) -> tuple[dict[int, _FusedInputs], frozenset[int]]:
+        """The fused inputs of every value in memory that is computed here, and the set of values in memory.
 
-        Those of `stored`, and results of operations that would be computed from more than `MOST_READ` others.
+        In memory are the values in `stored`, and results of operations with more than `MAX_FUSED_INPUTS` sources.
         """
-        known: dict[int, _Cone] = {}  # operation -> its cone, where it is more than one number with itself
+        by_op: dict[int, _FusedInputs] = {}  # by the operation's index
         found = set(stored)
         for op in ops:
-            if op.index not in known and any(made.get(v) is op for v in op.outputs):
-                cone = known[op.index] = self._cone(op, known, made, found)
-                if len(cone.sources) > MOST_READ:
+            if op.index not in by_op and any(made.get(v) is op for v in op.outputs):
+                inputs_of_value = by_op[op.index] = self._inputs_of(op, by_op, made, found)
+                if len(inputs_of_value.sources) > MAX_FUSED_INPUTS:
                     found.update(v for v in op.outputs if v in self.stage.values)
-        return {v: known[op.index].of(op.index) for v, op in made.items() if v in found}, frozenset(found)
+        return {v: by_op[op.index].of(op.index) for v, op in made.items() if v in found}, frozenset(found)
 
-    def _cone(self, op: Op, known: Mapping[int, _Cone], made: Mapping[int, Op], stored: AbstractSet[int]) -> _Cone:
-        """What is one number is made wherever it is read, so that no loops are shared by it."""
+    def _inputs_of(
+        self, op: Op, by_op: Mapping[int, _FusedInputs], made: Mapping[int, Op], stored: AbstractSet[int]
+    ) -> _FusedInputs:
+        """The fused inputs of an operation. Scalars are computed at each use, so that loops do not share them."""
         memory, fused = self._links(op, made, stored)
-        makers = [known[maker.index] for maker in fused]
+        makers = [by_op[maker.index] for maker in fused]
         first = frozenset[int]().union(*(maker.ops for maker in makers))
         if not first and self._is_array(op):
             first = frozenset([op.index])
@@ -302,7 +332,7 @@ class _Counter:
         for atom, size in itertools.chain(memory, *(maker.sources.items() for maker in makers)):
             if size > sources.get(atom, -1):
                 sources[atom] = size
-        return _Cone(first, sources)
+        return _FusedInputs(first, sources)
 
     def _is_array(self, op: Op) -> bool:
         return any(self.graph.types[v].rank for v in op.outputs)
@@ -310,7 +340,7 @@ class _Counter:
     def _links(
         self, op: Op, made: Mapping[int, Op], stored: AbstractSet[int]
     ) -> tuple[Sequence[tuple[int, int]], Sequence[Op]]:
-        """What an operation reads from memory, with bytes, and the operations fused with it that make the rest."""
+        """Values that an operation reads from memory, with bytes, and the fused operations that compute the rest."""
         memory: list[tuple[int, int]] = []
         fused: list[Op] = []
         for atom, size in self.reads(op):
@@ -321,14 +351,14 @@ class _Counter:
                 fused.append(maker)
         return memory, fused
 
-    def _bytes(self, cones: Mapping[int, _Cone], loops: Mapping[int, int]) -> float:
+    def _bytes(self, fused_inputs: Mapping[int, _FusedInputs], loops: Mapping[int, int]) -> float:
         read: dict[int, dict[int, int]] = {}  # loop -> value -> bytes
-        for value, cone in cones.items():
+        for value, inputs_of_value in fused_inputs.items():
             mine = read.setdefault(loops[value], {})
-            for source, size in cone.sources.items():
+            for source, size in inputs_of_value.sources.items():
                 if size > mine.get(source, 0) and loops.get(source) != loops[value]:
                     mine[source] = size
-        return sum(sum(mine.values()) for mine in read.values()) + sum(map(self.written, cones))
+        return sum(sum(mine.values()) for mine in read.values()) + sum(map(self.written, fused_inputs))
 
 
 def _operations(sites: Iterable[str]) -> AbstractSet[int]:
@@ -337,62 +367,70 @@ def _operations(sites: Iterable[str]) -> AbstractSet[int]:
     return {int(tag.removeprefix("op")) for tag in tags if tag.startswith("op")}
 
 
-def _depths(cones: Mapping[int, _Cone]) -> Mapping[int, int]:
-    """Value -> how many values in memory are computed one after the other up to it; arguments have 0."""
+def _depths(fused_inputs: Mapping[int, _FusedInputs]) -> Mapping[int, int]:
+    """Value -> length of the longest chain of values in memory up to it; 0 for arguments."""
     depths: dict[int, int] = {}
-    for value, cone in cones.items():  # in program order: sources come first
-        depths[value] = 1 + max([depths.get(source, 0) for source in cone.sources], default=0)
+    for value, inputs_of_value in fused_inputs.items():  # in program order: sources come first
+        depths[value] = 1 + max([depths.get(source, 0) for source in inputs_of_value.sources], default=0)
     return depths
 
 
-def _loops(cones: Mapping[int, _Cone], products: AbstractSet[int], depths: Mapping[int, int]) -> Mapping[int, int]:
-    """Value -> the number of the loop that it comes out of.
+def _loops(
+    fused_inputs: Mapping[int, _FusedInputs], products: AbstractSet[int], depths: Mapping[int, int]
+) -> Mapping[int, int]:
+    """Value -> the number of the loop that computes it.
 
-    Equal for values of one depth that have an operation in common; each of the products has a loop of its own.
+    Equal for values of one depth that share an operation; each product has a loop of its own.
     """
     owners: dict[int, dict[int, int]] = {}  # depth -> operation -> a value that is computed with it
-    joined: UnionFind[int] = UnionFind(cones)
-    for value, cone in cones.items():
+    joined: UnionFind[int] = UnionFind(fused_inputs)
+    for value, inputs_of_value in fused_inputs.items():
         owner = owners.setdefault(depths[value], {})
-        others = {owner.setdefault(op, value) for op in (() if value in products else cone.ops)}
+        others = {owner.setdefault(op, value) for op in (() if value in products else inputs_of_value.ops)}
         joined.union(value, *sorted(others))
-    return {value: joined[value] for value in cones}
+    return {value: joined[value] for value in fused_inputs}
 
 
-def _merged(
-    cones: Mapping[int, _Cone],
+def _merge_reductions(
+    fused_inputs: Mapping[int, _FusedInputs],
     loops: Mapping[int, int],
     depths: Mapping[int, int],
     reductions: frozenset[int],
-    there: AbstractSet[int],
+    complete: AbstractSet[int],
 ) -> Mapping[int, int]:
-    """The loops once those of reductions alone run in the loop that makes what they read; `there`: made in place."""
+    """The loops, with loops of reductions alone merged into the loop that computes their operand.
+
+    Args:
+        fused_inputs, loops, depths: by value.
+        reductions: values that reductions compute.
+        complete: values that no collective reduces.
+    """
     merged = dict(loops)
     for values in _values(loops).values():
         if not reductions.issuperset(values):
             continue
-        last = _read_last(values, cones, depths)
+        last = _read_last(values, fused_inputs, depths)
         makers = dict.fromkeys(merged[s] for s in last)
-        if len(makers) == 1 and there >= last:
+        if len(makers) == 1 and complete >= last:
             merged.update(dict.fromkeys(values, next(iter(makers))))
     return merged
 
 
-def _joined(
-    cones: Mapping[int, _Cone],
+def _merge_elementwise(
+    fused_inputs: Mapping[int, _FusedInputs],
     loops: Mapping[int, int],
     depths: Mapping[int, int],
     light: Mapping[int, tuple[int, ...]],
 ) -> Mapping[int, int]:
-    """The loops once those of `light` values are one with all that make what they read last, in one shape.
+    """The loops, with loops of `light` values merged with all loops that compute their last operands, in one shape.
 
-    So moments and the parameter that is computed from them come out of one loop.
+    Optimizer moments and the parameter that is computed from them are results of one loop, for example.
     """
     groups = _values(loops)
     joined: UnionFind[int] = UnionFind(groups)
     for loop, values in groups.items():
         shapes = {light.get(v) for v in values}
-        makers = {loops[s] for s in _read_last(values, cones, depths)}
+        makers = {loops[s] for s in _read_last(values, fused_inputs, depths)}
         made = {light.get(v) for maker in makers for v in groups[maker]}
         if None not in shapes and len(shapes) == 1 and shapes == made:
             joined.union(loop, *sorted(makers))
@@ -400,31 +438,33 @@ def _joined(
 
 
 def _values(loops: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
-    """Loop -> what comes out of it."""
+    """Loop -> the values that it computes."""
     found: dict[int, list[int]] = {}
     for value, loop in loops.items():
         found.setdefault(loop, []).append(value)
     return found
 
 
-def _read_last(values: Sequence[int], cones: Mapping[int, _Cone], depths: Mapping[int, int]) -> AbstractSet[int]:
-    """What is made right before these values of one depth, and read for them."""
+def _read_last(
+    values: Sequence[int], fused_inputs: Mapping[int, _FusedInputs], depths: Mapping[int, int]
+) -> AbstractSet[int]:
+    """The values of the depth just below these values (of one depth) from which they are computed."""
     before = depths[values[0]] - 1
-    return {s for v in values for s in cones[v].sources if depths.get(s, 0) == before > 0}
+    return {s for v in values for s in fused_inputs[v].sources if depths.get(s, 0) == before > 0}
 
 
-def _held(layout: Layout | None, shape: tuple[int, ...], submesh: Mapping[str, int]) -> tuple[int, ...]:
-    """The extents of a device's piece; None: of all."""
+def _piece_shape(layout: Layout | None, shape: tuple[int, ...], submesh: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a device's shard; the whole shape if there is no layout."""
     return local_shape(tuple(max(d, -1) for d in layout), shape, tuple(submesh.values())) if layout else shape
 
 
 def _longer(extent: int, to: int) -> float:
-    """How many times longer a dimension is in tiles."""
+    """The factor by which tiles lengthen a dimension."""
     return math.ceil(extent / to) * to / extent if extent else 0.0
 
 
 def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
-    """Elements that an array takes in tiles, its dimensions in the order that pads it least."""
+    """Elements that an array takes in tiles, with its dimensions in the order that pads least."""
     rows, columns = tile
     longer = [(_longer(n, rows), _longer(n, columns)) for n in shape]
     pairs = [a[0] * b[1] for i, a in enumerate(longer) for j, b in enumerate(longer) if i != j]
@@ -432,12 +472,12 @@ def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
 
 
 def _within_one_loop(
-    products: frozenset[int], cones: Mapping[int, _Cone], loops: Mapping[int, int], made: Mapping[int, Op]
+    products: frozenset[int], fused_inputs: Mapping[int, _FusedInputs], loops: Mapping[int, int], made: Mapping[int, Op]
 ) -> list[int]:
-    """Results of products that one loop alone reads, no product or reduction."""
+    """Results of products that only one loop reads, and no product, reduction or kernel."""
     readers: dict[int, set[int]] = {}
-    for value, cone in cones.items():
-        for source in products.intersection(cone.sources):
+    for value, inputs_of_value in fused_inputs.items():
+        for source in products.intersection(inputs_of_value.sources):
             readers.setdefault(source, set()).add(value)
     return [
         product

@@ -1,7 +1,7 @@
-"""Reads the collectives that XLA emitted out of its HLO text.
+"""Reads the collectives that XLA emitted from HLO text.
 
-The text of a compiled program is a list of computations. A walk from the entry through every called computation meets
-each communication instruction in the place where it runs; a while loop multiplies by its trip count:
+The text of a compiled program is a list of computations. A walk from the entry through every called computation visits
+each communication instruction where it runs; a while loop multiplies by its trip count:
 
     runs(entry) = 1,    runs(body of a while) = runs(its caller) * trips,    runs(any other callee) = runs(its caller)
 
@@ -10,8 +10,8 @@ each communication instruction in the place where it runs; a while loop multipli
     replica_groups -> mesh axes                 `autopar.verification.replica_groups`
     result type -> bytes of each piece          `_piece_bytes`, by the convention of `autopar.ir.collective`
 
-A branch of a conditional counts as if it ran every time: an upper bound. What is one instruction in HLO may be several
-pieces: XLA's combiner puts many all-reduces in one tuple, and each of them is a `Collective` here.
+A branch of a conditional counts as if it ran every time: an upper bound. One instruction in HLO may have several
+pieces: XLA's combiner merges many all-reduces into one tuple, and each of them is a `Collective` here.
 
 The syntax is that of XLA's HloModule::ToString (openxla/xla, xla/hlo/ir).
 """
@@ -33,8 +33,8 @@ from autopar.verification.replica_groups import communicating_axes
 
 __all__ = ["Comparison", "collectives", "compare", "group", "group_size", "last_tag", "unknown_trip_counts"]
 
-# A broadcast costs a device what a permute does: the buffer, once. XLA has ragged exchanges only as all-to-all.
-KINDS: Mapping[str, str] = MappingProxyType(
+# A broadcast costs a device as much as a permute: the buffer, once. XLA's only ragged exchange is the all-to-all.
+PASS_KINDS: Mapping[str, str] = MappingProxyType(
     {
         "all-reduce": "all-reduce",
         "all-gather": "all-gather",
@@ -68,7 +68,7 @@ def last_tag(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Instruction:
-    """One instruction that communicates or calls: its result type, opcode and everything after the opening bracket."""
+    """One instruction that communicates or calls: its result type, opcode, and the text after the opening bracket."""
 
     name: str
     type: str
@@ -77,7 +77,7 @@ class _Instruction:
 
     @property
     def kind(self) -> str:
-        return KINDS.get(self.opcode.removesuffix("-start"), "")
+        return PASS_KINDS.get(self.opcode.removesuffix("-start"), "")
 
     @property
     def callees(self) -> tuple[str, ...]:

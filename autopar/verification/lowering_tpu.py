@@ -1,11 +1,12 @@
-"""What libtpu makes of planned collectives: known, measured conversions, one function each.
+"""How libtpu lowers planned collectives: known, measured conversions, one function each.
 
-    what only products of default precision read travels as bfloat16                 -> narrowed
-    equal sums are one                                                               -> equal_sums_once
-    small sums are not scattered                                                     -> small_sums_whole
-    a vector is not gathered but summed, each device's piece in a buffer of zeros    -> small_gathers_summed
+    what only products of default precision read travels as bfloat16                -> narrow_types
+    equal reductions are merged                                                     -> merge_equal_reductions
+    small reductions are not scattered                                              -> replace_small_reduce_scatters
+    a vector is not gathered but summed: each device's piece in a buffer of zeros   -> replace_small_gathers
 
-Measurements: docs/design.md, "Compile-only checks". What cannot be predicted: `autopar.verification.exceptions`.
+Measurements: docs/design.md, "Compile-only checks". Deviations that cannot be predicted:
+`autopar.verification.exceptions`.
 """
 
 from __future__ import annotations
@@ -19,43 +20,45 @@ from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Op, Region
 from autopar.ir.layout import local_shape
-from autopar.verification.dataflow import Context, Moved
+from autopar.verification.dataflow import Context, Transfer
 
 #: TPU keeps arrays of 32-bit elements in tiles of 8 x 128 (XLA's documentation, "Tiled layout").
 TILE_ROWS, TILE_COLUMNS = 8, 128
 
-#: Operations that a change of their first operand's type moves through.
+#: Operations through which XLA moves a conversion of their first operand's type.
 REARRANGING = ("transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "gather", "slice", "dynamic_slice")
 
-Planned = Sequence[Collective]
+Collectives = Sequence[Collective]
 
 
-def narrowed(planned: Planned, context: Context) -> tuple[Collective, ...]:
-    """Default precision rounds the float32 operands of products to bfloat16, and libtpu rounds before it moves them.
+def narrow_types(planned: Collectives, context: Context) -> tuple[Collective, ...]:
+    """Default precision rounds float32 operands of products to bfloat16, and libtpu rounds before it communicates.
 
-    So it does with what is only read converted to a narrower type, through transposes and reshapes, and with a dot's
-    all-reduce, though not with its reduce-scatter.
+    The same holds for values that are only read converted to a narrower type, through transposes and reshapes, and for
+    the all-reduce of a dot's result, but not for its reduce-scatter.
     """
     return tuple(
-        c if c.kind == "reduce-scatter" else replace(c, bytes=_narrow(c, _moved(c, planned[i + 1 :], context), context))
+        c
+        if c.kind == "reduce-scatter"
+        else replace(c, bytes=_narrowed_bytes(c, _transfer_of(c, planned[i + 1 :], context), context))
         for i, c in enumerate(planned)
     )
 
 
-def _narrow(c: Collective, moved: Moved | None, context: Context) -> int:
-    if moved is None:
+def _narrowed_bytes(c: Collective, transfer: Transfer | None, context: Context) -> int:
+    if transfer is None:
         return c.bytes
-    itemsize = context.graph.types[moved.value].itemsize
-    return c.bytes * _width(moved, context) // itemsize
+    itemsize = context.graph.types[transfer.value].itemsize
+    return c.bytes * _width(transfer, context) // itemsize
 
 
-def _width(moved: Moved, context: Context) -> int:
-    """Bytes per element of a value that its readers need."""
-    needs = (_need(op, moved.value, context) for op in moved.readers)
-    return max(needs, default=context.graph.types[moved.value].itemsize)
+def _width(transfer: Transfer, context: Context) -> int:
+    """Bytes per element that the readers of a transfer need."""
+    needs = (_needed_width(op, transfer.value, context) for op in transfer.readers)
+    return max(needs, default=context.graph.types[transfer.value].itemsize)
 
 
-def _need(op: Op | None, value: int, context: Context) -> int:
+def _needed_width(op: Op | None, value: int, context: Context) -> int:
     """Bytes per element of a value that one reader needs."""
     type_ = context.graph.types[value]
     if op is None:
@@ -66,14 +69,14 @@ def _need(op: Op | None, value: int, context: Context) -> int:
         to = context.graph.types[op.outputs[0]]
         return min(type_.itemsize, to.itemsize) if "float" in to.dtype else type_.itemsize
     if op.name in REARRANGING and op.inputs[0] == value:
-        return min(type_.itemsize, _width(context.whole(op.outputs[0]), context))
+        return min(type_.itemsize, _width(context.all_readers(op.outputs[0]), context))
     inside = [inner for region in op.regions for inner in _entering(op, region, value)]
     full = not inside or -1 in inside
-    return type_.itemsize if full else max(_width(context.whole(v), context) for v in inside)
+    return type_.itemsize if full else max(_width(context.all_readers(v), context) for v in inside)
 
 
 def _entering(op: Op, region: Region, value: int) -> Iterator[int]:
-    """Inputs of a body that a value becomes; -1 for what a loop carries on, which others write too."""
+    """Inputs of a region that a value becomes; -1 for a loop's carry, which the loop body writes too."""
     first, count = jax_compat.scan_counts(op.params) if op.name == "scan" else (0, 0)
     carried = range(first, first + count) if op.name == "scan" else range(len(op.inputs) if op.name == "while" else 0)
     offset = len(op.inputs) - len(region.inputs)
@@ -82,48 +85,47 @@ def _entering(op: Op, region: Region, value: int) -> Iterator[int]:
             yield -1 if i in carried else inner
 
 
-def _moved(c: Collective, later: Planned, context: Context) -> Moved | None:
-    """What a collective moves and for whom; None where that cannot be told from its tag.
+def _transfer_of(c: Collective, later: Collectives, context: Context) -> Transfer | None:
+    """What a collective transfers and for which readers; None if its tag does not tell.
 
     Args:
         c: a planned collective.
-        later: those that are planned after it.
+        later: the collectives that are planned after it.
         context: the program.
     """
-    op = context.summing(c)
+    op = context.reduced_op(c)
     if op is not None:
-        return context.whole(op.outputs[0]) if op.name == "dot_general" else None
+        return context.all_readers(op.outputs[0]) if op.name == "dot_general" else None
     stage, value = context.plan.stages[0], context.values.get(c.op, -1)
     if value not in stage.values:
         return None
-    wanted, home, copy = context.read(value, c.op), stage.values[value], stage.copies.get(value)
+    wanted, stored, copy = context.read(value, c.op), stage.values[value], stage.copies.get(value)
     places = [(op, context.read(value, site)) for op, site in context.readers[value]]
-    if copy is not None and sum(other.op == c.op for other in later) >= context.length(copy, wanted):
-        return Moved(value, tuple(op for op, layout in places if layout != home))  # to the copy that readers share
-    return Moved(value, tuple(op for op, layout in places if layout == wanted))
+    if copy is not None and sum(other.op == c.op for other in later) >= context.num_collectives(copy, wanted):
+        return Transfer(value, tuple(op for op, layout in places if layout != stored))  # to the copy that readers share
+    return Transfer(value, tuple(op for op, layout in places if layout == wanted))
 
 
-def equal_sums_once(planned: Planned, context: Context) -> tuple[Collective, ...]:
-    """libtpu adds up once what two operations compute alike, such as the gradients of two biases of one sum."""
-    return tuple(c for c in planned if (op := context.summing(c)) is None or op.index not in context.repeated)
+def merge_equal_reductions(planned: Collectives, context: Context) -> tuple[Collective, ...]:
+    """libtpu reduces once what two operations compute equally, such as the gradients of two biases of one sum."""
+    return tuple(c for c in planned if (op := context.reduced_op(c)) is None or op.index not in context.duplicates)
 
 
-def small_sums_whole(planned: Planned, context: Context) -> tuple[Collective, ...]:
-    """libtpu all-reduces and slices where the pieces are no whole tiles of 8 x 128.
+def replace_small_reduce_scatters(planned: Collectives, context: Context) -> tuple[Collective, ...]:
+    """libtpu uses all-reduce and slice where the pieces are not whole tiles of 8 x 128.
 
     That is known for pieces of a single tile, for less than 8 rows or columns of a matrix, and for less than 128 along
-    the last of several dimensions of a dot where no other is long enough for a tile's row.
-
-    For others it depends on the order of dimensions that libtpu chooses: `autopar.verification.exceptions`.
+    the last of several dimensions of a dot if no other dimension is as long as a tile's row. For others it depends on
+    the order of dimensions that libtpu chooses: `autopar.verification.exceptions`.
     """
     return tuple(replace(c, kind="all-reduce") if _below_a_tile(c, context) else c for c in planned)
 
 
 def _below_a_tile(c: Collective, context: Context) -> bool:
-    op = context.summing(c)
+    op = context.reduced_op(c)
     if c.kind != "reduce-scatter" or op is None:
         return False
-    value = context.made(op)
+    value = context.emitted_value(op)
     shape, layout = context.graph.types[value].shape, context.plan.stages[0].values.get(value)
     if layout is None:
         return False
@@ -137,8 +139,8 @@ def _below_a_tile(c: Collective, context: Context) -> bool:
     return last and max(shape[:-1]) < TILE_COLUMNS
 
 
-def small_gathers_summed(planned: Planned, context: Context) -> tuple[Collective, ...]:
-    """libtpu gathers a vector in pieces of less than a tile's row as a sum: each piece in a buffer of zeros."""
+def replace_small_gathers(planned: Collectives, context: Context) -> tuple[Collective, ...]:
+    """libtpu gathers a vector in pieces of less than a tile's row by an all-reduce: each piece in a buffer of zeros."""
     return tuple(replace(c, kind="all-reduce") if _below_a_row(c, context) else c for c in planned)
 
 

@@ -1,7 +1,7 @@
-"""Which mesh axes the devices of a communication group differ in, from XLA's spelling of the groups.
+"""The mesh axes over which a collective communicates, from the device groups in HLO text.
 
-HLO has three spellings of one thing, and each of XLA's passes has its favourite. All three become plain device ids
-first; device i of a program has the row-major coordinates i in the mesh, so the ids tell the axes.
+HLO has three syntaxes for groups, and XLA's passes use all of them. Each is first expanded to device ids. Device i of a
+program has the row-major coordinates i in the mesh, so the ids determine the axes.
 
     {{0,1},{2,3}}                                      `_listed_groups`
     [4,2]<=[2,4]T(1,0)                                 `_iota_groups`
@@ -28,12 +28,12 @@ from autopar.errors import MeshError
 
 
 def communicating_axes(attributes: str, names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
-    """Mesh axes that a collective runs over, () when each device keeps to itself.
+    """Mesh axes that a collective runs over; () if each device is a group of its own.
 
     Args:
         attributes: text of the HLO instruction with its replica_groups or source_target_pairs.
         names: mesh axes, major to minor.
-        sizes: devices along each.
+        sizes: number of devices along each.
 
     Raises:
         MeshError: a device outside the mesh takes part.
@@ -59,7 +59,7 @@ def _permuted_axes(flat_pairs: Sequence[int], names: Sequence[str], sizes: Seque
 
 
 def _group_axes(group: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
-    """Axes along which the devices of one group differ. A group that is no box in the mesh gets whole axes."""
+    """Axes along which the devices of one group differ. A group that is not a box in the mesh gets whole axes."""
     values = [np.unique(column) for column in _coordinates(group, sizes).T]
     box = math.prod(len(v) for v in values) == len(group)
     pairs = ((v, name, size) for v, name, size in zip(values, names, sizes, strict=True) if len(v) > 1)
@@ -67,14 +67,14 @@ def _group_axes(group: Sequence[int], names: Sequence[str], sizes: Sequence[int]
 
 
 def _axis(values: np.ndarray, name: str, size: int) -> str:
-    """The axis, or the part of it that evenly spaced coordinates span: {0, 2} of 8 is "y:(2)2"."""
+    """The axis, or its part that evenly spaced coordinates span: {0, 2} of 8 is "y:(2)2"."""
     step = int(values[1] - values[0])
     even = bool((np.diff(values) == step).all()) and size % (step * len(values)) == 0
     return name if len(values) == size or not even else f"{name}:({size // (step * len(values))}){len(values)}"
 
 
 def _replica_group(text: str, devices: int) -> tuple[int, ...]:
-    """Device ids of the first group that has more than one member, else ()."""
+    """Device ids of the first group with more than one member; () if there is none."""
     for pattern, read in _GROUP_SYNTAXES:
         if match := re.search(pattern, text):
             return next((tuple(g) for g in read(match, devices) if len(g) > 1), ())
@@ -104,7 +104,7 @@ def _mesh_groups(match: re.Match[str], devices: int) -> list[list[int]]:
     shape, inner = list[int](), list[int]()
     for name, size in re.findall(r"'([^']+)'=(\d+)", match[1]):
         spans = used.get(name, [])
-        # cut the axis wherever a part in use begins or ends; a span counts positions from the major end
+        # split the axis where a part in use begins or ends; a span counts positions from the major end
         edges = sorted({1, int(size), *(min(edge, int(size)) for span in spans for edge in span)})
         for begin, end in pairwise(edges):
             inner += [len(shape)] if any(low <= begin and end <= high for low, high in spans) else []

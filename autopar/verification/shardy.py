@@ -1,7 +1,7 @@
-"""What a program will communicate, read from Shardy without a device and without compiling.
+"""The collectives of a program, from Shardy: without a device and without compilation.
 
-A step lowered for an `AbstractMesh` is StableHLO with shardings. Shardy's passes, which jaxlib carries, spread the
-shardings over all values and turn every change of layout into a collective; the result is read here as `Collective`s.
+A step lowered for an `AbstractMesh` is StableHLO with shardings. Shardy's passes, which jaxlib contains, propagate the
+shardings to all values and turn every reshard into a collective. The result is read here as `Collective`s.
 
     propagate, reshard, collectives      `partition`, the passes of `PASSES`
     sdy.* operations -> Collective       `collectives`: calls are followed, while loops multiply by their trip count
@@ -9,9 +9,9 @@ shardings over all values and turn every change of layout into a collective; the
     axes of a permute                    `_moved_axes`: those with another place in the operand's sharding
     (bound - start) / step of a loop     `_trips`
 
-The last pass, canonicalize, makes an all-reduce and the slice after it one reduce-scatter. What XLA's partitioner does
-on top is not seen here: the order of the steps of a gather over two axes, its own ways for gather and scatter, gathers
-in bf16 on TPU, small reduce-scatters left as all-reduces, and that CPU has no reduce-scatter at all.
+The last pass, canonicalize, turns an all-reduce and the slice after it into one reduce-scatter. What XLA's partitioner
+does later is not visible here: the order of the steps of a gather over two axes, its own lowering of gather and
+scatter, gathers in bf16 on TPU, small reduce-scatters replaced by all-reduces, and that CPU has no reduce-scatter.
 
 Source: Shardy's sdy dialect and its export pipeline (github.com/openxla/shardy, docs).
 """
@@ -56,11 +56,11 @@ _CONSTANTS = ("sdy.constant", "stablehlo.constant")
 
 
 def partition(lowered: Lowered | ir.Module) -> ir.Module:
-    """A copy of a lowered program in which Shardy has placed every collective; the program itself stays as it was.
+    """A copy of a lowered program in which Shardy has inserted every collective.
 
     Args:
         lowered: `jax.jit(f, ...).trace(...).lower(lowering_platforms=("cpu",))` with shardings over an `AbstractMesh`
-            (or, with devices, `.lower()`), or its StableHLO module.
+            (or, with devices, `.lower()`), or its StableHLO module; it is not changed.
 
     Raises:
         TraceError: Shardy rejects the program.
@@ -79,7 +79,7 @@ def partition(lowered: Lowered | ir.Module) -> ir.Module:
 
 
 def _drop_reshards_from_one_device(parent: ir.Operation) -> None:
-    """Remove reshards of what a single device has, as the results of callbacks: the next pass rejects them.
+    """Remove reshards of values that one device has, such as results of callbacks: the next pass rejects them.
 
     XLA sends such results to the other devices, whatever the plan.
     """
@@ -97,11 +97,11 @@ def _drop_reshards_from_one_device(parent: ir.Operation) -> None:
 def collectives(module: ir.Module, assumed: Mapping[str, int] = MappingProxyType({})) -> tuple[Collective, ...]:
     """Every collective of a module that `partition` returned, in program order.
 
-    Bytes are per device. `count` is the product of the trip counts of the loops around it: what `assumed` has under the
-    tag of a loop's operation, else what the text says, 1 for a bound that is no constant. A branch counts as if it
-    always ran. A gather over several axes is one `Collective` with all of them; part of an axis is named as Shardy
-    does, "y:(2)2". One that Shardy put at a place without a tag or a source line takes those of the call or loop around
-    it.
+    Bytes are per device. `count` is the product of the trip counts of the loops around it. The trip count of a loop is
+    that in `assumed` under the tag of its operation, otherwise the one in the text, and 1 if the bound is not
+    constant. A branch counts as if it always ran. A gather over several axes is one `Collective` with all of them; part
+    of an axis has Shardy's name, "y:(2)2". A collective without a tag or source line gets those of the call or loop
+    around it.
     """
     with module.context:
         ops = [op.operation for op in module.body.operations]
@@ -121,7 +121,7 @@ class _Program:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the walk stands: executions per step, and what the innermost enclosing operation was called."""
+    """Context of the walk: executions per step, and tag and source line of the innermost enclosing operation."""
 
     count: int = 1
     op: str = ""
@@ -189,13 +189,13 @@ def _local_bytes(op: ir.Operation, axis_sizes: Mapping[str, int]) -> int:
 
 
 def _item_bytes(element: ir.Type) -> int:
-    """Bytes of one number as XLA stores it: a bool or a 4-bit number has a byte of its own."""
+    """Bytes of one element as XLA stores it: a bool or a 4-bit number takes a byte."""
     bits = [int(n) for n in re.findall(r"^\D*(\d+)", str(element).removeprefix("complex<"))]
     return max(1, bits[0] // 8) * (2 if str(element).startswith("complex<") else 1)
 
 
 def _moved_axes(op: ir.Operation, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Whole axes along which a device's shard travels in a permute: those that stand for other shards after it."""
+    """Whole axes along which a permute moves a device's shard: those that index other shards after it."""
     after = _strides(_dims(op.attributes["out_sharding"]), axis_sizes)
     sharding = _sharding(op.operands[0])
     before = _strides(_dims(sharding), axis_sizes) if sharding is not None else {}
@@ -213,7 +213,7 @@ def _strides(dims: _Dims, axis_sizes: Mapping[str, int]) -> dict[str, dict[str, 
 
 
 def _sharding(value: ir.Value[Any]) -> ir.Attribute | None:
-    """The sharding that Shardy wrote down for a value: at its operation, its loop, or its function's argument."""
+    """The sharding that Shardy has recorded for a value: at its operation, its loop, or its function's argument."""
     if isinstance(value, ir.BlockArgument):
         owner, index = value.owner.owner.operation, value.arg_number
     else:

@@ -1,4 +1,4 @@
-"""Does the compiler emit what the plan predicts?
+"""Checks that a compiler emits the collectives that a plan predicts.
 
     target "shardy"  the program is lowered on a mesh without devices and partitioned by Shardy alone: any mesh size,
                      well under a second; collectives must be equal piece by piece
@@ -6,12 +6,12 @@
     target "tpu:..." compiled by libtpu for a topology such as "tpu:v5e:2x4", no TPU needed
     target "gpu:..." compiled by XLA for devices such as "gpu:h100:8", no GPU needed
 
-The programs of a pipeline are compiled for "cpu" alone, and compared stage by stage
+The programs of a pipeline are compiled for "cpu" only, and compared stage by stage
 (`autopar.verification.verify_stages`).
 
-Planned collectives are compared as the compiler of the target is known to convert them
-(`autopar.verification.lowering`). A check passes when the bytes on the wire are within `TOLERANCE` of the plan's; on
-"shardy", when all pieces are equal.
+Planned collectives are first lowered in the way that the compiler of the target is known to lower them
+(`autopar.verification.lowering`). A check passes if the bytes on the wire are within `TOLERANCE` of the plan's; on
+"shardy", if all pieces are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import carried_out, executed
+from autopar.compile import apply_loaded_plan, apply_rewrites
 from autopar.errors import ArgumentError, MeshError
 from autopar.hardware import gpu_topology, tpu_topology
 from autopar.ir.arguments import as_arrays
@@ -44,7 +44,7 @@ from autopar.rules.registry import registered_rules
 from autopar.verification import exceptions as known_exceptions
 from autopar.verification import hlo, lowering, shardy, verify_stages
 
-#: Emitted over predicted wire bytes up to which a plan counts as honoured.
+#: Largest ratio of emitted to predicted wire bytes, or its inverse, at which a check passes.
 TOLERANCE = 1.10
 
 TARGETS = ("cpu", "shardy", "tpu:TOPOLOGY (tpu:v5e:2x4)", "gpu:DEVICES (gpu:h100:8)")
@@ -138,18 +138,18 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
-            return _of_stages(plan, fn, given.args, given.kwargs, static, target)
-    traced = carried_out(traced, plan, registered_rules())
+            return _verify_stages(plan, fn, given.args, given.kwargs, static, target)
+    traced = apply_loaded_plan(traced, plan, registered_rules())
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
         mesh = backend.mesh(plan, traced.graph, topology)
         built = codegen.program(traced.graph, plan, rules_of(traced.graph), mesh)
         found = backend.emit(built, traced, plan)
-    return _judged(plan, traced.graph, found, target)
+    return _report(plan, traced.graph, found, target)
 
 
-class Compiled(Protocol):
-    """What `verify_compiled` reads of an `autopar.runtime.executables.Executable`."""
+class CompiledStep(Protocol):
+    """The attributes of an `autopar.runtime.executables.Executable` that `verify_compiled` reads."""
 
     @property
     def plan(self) -> Plan: ...
@@ -157,27 +157,27 @@ class Compiled(Protocol):
     def programs(self) -> Mapping[str, Any]: ...
 
 
-def verify_compiled(step: Compiled, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """`verify` for "cpu" of a step without stages that is compiled already, as it runs.
+def verify_compiled(step: CompiledStep, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """`verify` with target "cpu" for a step without stages that is already compiled.
 
-    It sends the same bytes. Sums that the compiler combined have one source line for all of them, so that fewer pieces
-    are matched by name.
+    It sends the same bytes. All-reduces that the compiler has combined share one source line, so that fewer pieces are
+    matched by name.
     """
     fn, args, chosen = written(fn, args)
     static = chosen.static_argnums if chosen else ()
     with as_arrays(args, kwargs, static) as given:
-        traced = executed(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
-    return _judged(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
+        traced = apply_rewrites(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
+    return _report(step.plan, traced.graph, _read(step.programs["step"], traced.graph, step.plan), "cpu")
 
 
-def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
+def _report(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     platform = target.partition(":")[0]
-    predicted, _ = _apart(graph, lowering.converted(platform, plan, graph))
-    emitted, uncounted = _apart(graph, [_sourced(c, graph) for c in found.collectives])
+    predicted, _ = _split_counted(graph, lowering.lower_collectives(platform, plan, graph))
+    emitted, uncounted = _split_counted(graph, [_sourced(c, graph) for c in found.collectives])
     compared = comparison.compare(predicted, emitted, plan.mesh)
-    compared, exceptions = known_exceptions.explained(platform, compared, predicted, plan, graph)
+    compared, exceptions = known_exceptions.apply_exceptions(platform, compared, predicted, plan, graph)
     return Report(
-        _holds(compared, target),
+        _within_tolerance(compared, target),
         target,
         emitted,
         compared,
@@ -191,8 +191,8 @@ def _judged(plan: Plan, graph: Graph, found: Emitted, target: str) -> Report:
     )
 
 
-def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of the results of callbacks."""
+def _split_counted(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of results of callbacks."""
 
     def is_other(c: Collective) -> bool:
         op = _operation(c, graph)
@@ -204,23 +204,23 @@ def _apart(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective,
 
 
 def _sourced(c: Collective, graph: Graph) -> Collective:
-    """A collective with the line of the operation that it is tagged with, where the target names none."""
+    """A collective with the line of the operation that it is tagged with, if the target names no line."""
     op = None if c.source else _operation(c, graph)
     return c if op is None else replace(c, source=op.source)
 
 
 def _operation(c: Collective, graph: Graph) -> Op | None:
-    """The operation that a collective is tagged with, in a body as well; None for results and for what has no tag."""
+    """The operation that a collective is tagged with, also inside a region; None for results and without a tag."""
     number = re.match(r"op(\d+)\b", c.op)
     return graph.by_index.get(int(number[1])) if number else None
 
 
-def _of_stages(
+def _verify_stages(
     plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], static: tuple[int, ...], target: str
 ) -> Report:
     found = verify_stages.emitted(plan, fn, args, kwargs, static, target, _ON_CPU)
     return Report(
-        all(_holds(c, target) for c in found.comparisons),
+        all(_within_tolerance(c, target) for c in found.comparisons),
         target,
         found.collectives,
         found.comparison,
@@ -233,14 +233,14 @@ def _of_stages(
     )
 
 
-def _holds(c: comparison.Comparison, target: str) -> bool:
+def _within_tolerance(c: comparison.Comparison, target: str) -> bool:
     if target == "shardy":
         return not c.predicted_only and not c.emitted_only
     return 1 / TOLERANCE <= c.ratio <= TOLERANCE
 
 
 def _abstract(plan: Plan, graph: Graph, topology: str) -> Any:
-    """No devices, unless an operation cannot be lowered without: a callback to Python."""
+    """A mesh without devices; of local devices if an operation, such as a callback, is lowered only for devices."""
     bound = next((op for op in graph.walk() if op.name in jax_compat.LOWERED_FOR_DEVICES), None)
     if bound is None:
         return jax_compat.auto_abstract_mesh(plan.mesh_sizes, plan.mesh_names)
@@ -268,7 +268,7 @@ def _gpu(plan: Plan, graph: Graph, topology: str) -> Any:
 
 @dataclass(frozen=True)
 class Emitted:
-    """What a target makes of a program; fields as in `Report`."""
+    """Collectives and statistics of a program on a target; fields as in `Report`."""
 
     collectives: tuple[Collective, ...]
     memory: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -285,7 +285,7 @@ def _compiled(built: codegen.Program, traced: Traced, plan: Plan, platform: str,
     lowered = built.jit().trace(*traced.in_avals).lower(lowering_platforms=(platform,))
     needed = codegen.compiler_options(plan, traced.graph, platform)
     with jax_compat.own_source_lines():
-        compiled = lowered.compile(compiler_options=_joined(options, needed))
+        compiled = lowered.compile(compiler_options=_merged_options(options, needed))
     return _read(compiled, traced.graph, plan)
 
 
@@ -303,19 +303,19 @@ def _read(compiled: Any, graph: Graph, plan: Plan) -> Emitted:
     return Emitted(found, memory, float(costs.get("flops", 0.0)), float(costs.get("bytes accessed", 0.0)))
 
 
-def _joined(*options: Mapping[str, str]) -> dict[str, str]:
-    """Compiler options together, lists one behind the other."""
+def _merged_options(*options: Mapping[str, str]) -> dict[str, str]:
+    """Compiler options together, with their lists concatenated."""
     names = dict.fromkeys(name for some in options for name in some)
     return {name: ",".join(some[name] for some in options if name in some) for name in names}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """How one kind of target is compiled for.
+    """How to compile for one kind of target.
 
     Attributes:
         mesh: (plan, program, topology) -> the mesh to compile for.
-        emit: what it makes of a program.
+        emit: (program, trace, plan) -> what the target emits.
     """
 
     mesh: Callable[[Plan, Graph, str], Any]
@@ -323,17 +323,17 @@ class Backend:
 
 
 def _without(*passes: str) -> Mapping[str, str]:
-    """Compiler options that leave these passes out.
+    """Compiler options that disable these passes.
 
-    Combining only changes how many pieces one instruction carries; undone, the pieces keep their own tags.
+    Combining only changes the number of pieces in one instruction; without it, the pieces keep their own tags.
     """
     return {"xla_disable_hlo_passes": ",".join(passes)}
 
 
 _ON_CPU = _without("cpu-all-reduce-combiner")
 _ON_GPU = _without("gpu-all-reduce-combiner", "gpu-reduce-scatter-combiner", "gpu-all-gather-combiner")
-# libtpu stages buffers through on-chip memory, and hands those of a collective through all loops that run beside it;
-# its cost analysis counts either as traffic: left out as well
+# libtpu also stages buffers through on-chip memory, and passes those of a collective through all loops that overlap
+# with it. Its cost analysis counts both as traffic, so both are disabled.
 _ON_TPU = {
     **_without("all-reduce-combiner"),
     "xla_vf_vmem_memory_space_assignment": "false",
@@ -347,5 +347,5 @@ BACKENDS: Mapping[str, Backend] = {
     "gpu": Backend(_gpu, partial(_compiled, platform="cuda", options=_ON_GPU)),
 }
 
-#: Platforms whose devices are only described: the target names them.
+#: Platforms whose devices need not be present: the target names a topology.
 DESCRIBED = ("tpu", "gpu")

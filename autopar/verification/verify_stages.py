@@ -1,8 +1,8 @@
-"""Does the compiler emit what the plans of pipeline stages predict? Every program compiled for virtual CPU devices.
+"""Checks that the compiler emits what the plans of pipeline stages predict, for virtual CPU devices.
 
-A stage's passes run once per microbatch, its other programs once per step. What they emit together is compared with the
-stage's collectives as `autopar.verification.verify` does it for one program; what is handed over between stages are
-copies, no collectives. The programs of a loop that runs first have no prediction: they are compiled, and counted.
+A stage's passes run once per microbatch, its other programs once per step. The collectives of all of them are compared
+with those of the stage's plan, as `autopar.verification.verify` does for one program. Transfers between stages are
+copies, not collectives. The programs of a loop that runs first have no prediction: they are compiled, and counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.compile import Prepared, prepare
+from autopar.compile import PlannedStep, plan_step
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
 from autopar.options import Settings
@@ -29,17 +29,17 @@ _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
 @dataclass(frozen=True)
-class Stagewise:
-    """What the programs of all stages emit.
+class EmittedByStages:
+    """Collectives and statistics of the programs of all stages.
 
     Attributes:
-        collectives: of every stage, executions per step.
-        comparisons: of every stage.
-        memory: bytes per device by kind, of the program that takes most of each.
-        flops: floating-point operations per device and step, of the stage that has most.
-        accessed: bytes that a device reads and writes per step, likewise.
-        exceptions: what is not compared, or known to be done otherwise -> how often.
-        predicted: what the plan predicts of every stage, as the compiler is known to convert it.
+        collectives: of every stage, with their executions per step.
+        comparisons: per stage.
+        memory: kind of memory -> bytes per device, of the program that needs most of it.
+        flops: floating-point operations per device and step, of the stage with most.
+        accessed: bytes that a device reads and writes per step, of the stage with most.
+        exceptions: programs that are not compared, and known deviations of the compiler -> their number.
+        predicted: collectives that the plan predicts for every stage, as the compiler is known to lower them.
     """
 
     collectives: tuple[Collective, ...]
@@ -52,7 +52,7 @@ class Stagewise:
 
     @property
     def comparison(self) -> comparison.Comparison:
-        """Of all stages together."""
+        """The comparison of all stages together."""
         found = self.comparisons
         return comparison.Comparison(
             sum(c.matched for c in found),
@@ -72,12 +72,12 @@ def emitted(
     static: tuple[int, ...],
     target: str,
     options: Any,
-) -> Stagewise:
-    """Compile the programs of a plan's stages and read what they communicate.
+) -> EmittedByStages:
+    """Compile the programs of a plan's stages and read their collectives.
 
     Args:
         plan: the plan of a pipeline.
-        fn, args, kwargs: what it is of; `static`: positions that are not traced.
+        fn, args, kwargs: the step; `static`: positions that are not traced.
         target: must be "cpu".
         options: of the compiler.
 
@@ -87,13 +87,13 @@ def emitted(
     """
     if target != "cpu":
         raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
-    prepared = prepare(fn, args, kwargs, Settings(plan=plan, static_argnums=static), local=True)
-    programs = prepared.build(options).programs
-    stages = [_stage(prepared, programs, number) for number in range(len(plan.stages))]
+    planned = plan_step(fn, args, kwargs, Settings(plan=plan, static_argnums=static), local=True)
+    programs = planned.build(options).programs
+    stages = [_stage(planned, programs, number) for number in range(len(plan.stages))]
     first = sum(name.startswith(FIRST_LOOP) for name in programs)
     names = dict.fromkeys(name for stage in stages for name in stage.exceptions)
     exceptions = {name: sum(stage.exceptions.get(name, 0) for stage in stages) for name in names}
-    return Stagewise(
+    return EmittedByStages(
         tuple(c for stage in stages for c in stage.collectives),
         tuple(stage.comparison for stage in stages),
         _memory(programs.values()),
@@ -106,7 +106,7 @@ def emitted(
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the programs of one stage emit."""
+    """Collectives and costs of the programs of one stage."""
 
     predicted: tuple[Collective, ...]
     collectives: tuple[Collective, ...]
@@ -115,8 +115,8 @@ class _Stage:
     costs: Mapping[str, float]
 
 
-def _stage(prepared: Prepared, programs: Mapping[str, Any], number: int) -> _Stage:
-    plan, layouts = prepared.plan, prepared.layouts
+def _stage(planned: PlannedStep, programs: Mapping[str, Any], number: int) -> _Stage:
+    plan, layouts = planned.plan, planned.layouts
     assert layouts is not None
     stage, graph = plan.stages[number], layouts.plans[number].graph.graph
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
@@ -131,9 +131,9 @@ def _stage(prepared: Prepared, programs: Mapping[str, Any], number: int) -> _Sta
             known = program.cost_analysis() or {}
             costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
     one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
-    predicted = lowering.converted("cpu", one, graph)
+    predicted = lowering.lower_collectives("cpu", one, graph)
     compared = comparison.compare(predicted, found, stage.submesh)
-    compared, exceptions = known_exceptions.explained("cpu", compared, predicted, one, graph)
+    compared, exceptions = known_exceptions.apply_exceptions("cpu", compared, predicted, one, graph)
     return _Stage(predicted, tuple(found), compared, exceptions, costs)
 
 

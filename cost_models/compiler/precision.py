@@ -2,7 +2,7 @@
 
 A matrix unit for bfloat16 rounds float32 operands unless a product asks for more (`jax.lax.Precision`). A compiler that
 rounds them before it moves them moves half the bytes: `Device.rounds_operands` prices that, and
-`autopar.verification.lowering.narrowed` expects it.
+`autopar.verification.lowering.narrow_types` expects it.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class InterOpSearch:
         best, limit = None, space.limit
         group = falling[start : start + parallel_map.WORKERS]
         while group:
-            some = parallel_map.in_step([partial(self.at, count, space, limit) for count in group])
+            some = parallel_map.with_barrier([partial(self.at, count, space, limit) for count in group])
             results.update(zip(group, some, strict=True))
             best = min((one.best for one in results.values() if one.best is not None), key=rank, default=None)
             limit = space.limit if best is None else min(space.limit, (1 + SLACK) * best.formula)
@@ -349,7 +349,7 @@ class InterOpSearch:
     ) -> Generator[float, Sequence[float], CountResult]:
         """The fastest pipeline with this number of microbatches below a step time of `limit` seconds.
 
-        A task of `parallel_map.in_step`, which runs beside those of other numbers. It yields where `divisions` does.
+        A task of `parallel_map.with_barrier`, beside those of other numbers. It yields where `divisions` does.
         """
         question, divisions = yield from self.divisions(count, space, limit)
         best: FoundPipeline | None = None
@@ -407,7 +407,7 @@ class InterOpSearch:
             found = (*better, *found)
             limit = min(limit, _seconds(found))
         if space.reserve and math.isinf(limit):
-            return parallel_map.here([partial(self.divisions, count, replace(space, reserve=0.0))])[0]
+            return parallel_map.in_this_process([partial(self.divisions, count, replace(space, reserve=0.0))])[0]
         return question, found
 
     def _may_improve(

@@ -114,7 +114,7 @@ class _Builder:
 
 def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
     """The problem whose solutions are the plans of `graph` on `mesh`."""
-    b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.behind_computation()))
+    b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.with_overlap()))
     nodes = [_node(b, c) for c in grouping.groups]
     edges = _Edges(b, grouping)
     readers = _readers(graph, grouping, mesh.device.rounds_operands)

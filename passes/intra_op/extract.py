@@ -91,7 +91,7 @@ def collectives(
 
 def hidden_seconds(graph: Graph, model: Model, planned: Sequence[Collective], mesh: LogicalMesh) -> float:
     """Seconds per step of these collectives that the cost of the plan excludes, as computation hides them."""
-    overlap, behind = model.grouping.overlap, mesh.behind_computation()
+    overlap, behind = model.grouping.overlap, mesh.with_overlap()
     reads = {use.site: use for use in model.grouping.uses}
     total = 0.0
     for c in planned:

@@ -615,7 +615,7 @@ def _export(
         memory=memory.kinds,
         host_memory_bytes=round(host_bytes),
     )
-    account = imbalance.account(graph, model.grouping.rules, stage)
+    account = imbalance.measure(graph, model.grouping.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
     return Plan(
         graph_hash=graph_hash(original),
@@ -706,7 +706,7 @@ def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[
 
 
 def _notes(
-    graph: Graph, grouping: Grouping, account: imbalance.Account, inputs: tuple[Layout, ...], mesh: LogicalMesh
+    graph: Graph, grouping: Grouping, account: imbalance.Imbalance, inputs: tuple[Layout, ...], mesh: LogicalMesh
 ) -> tuple[str, ...]:
     """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
     notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]

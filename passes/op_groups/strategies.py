@@ -308,7 +308,7 @@ def _sum_cost(
     if not (after > NOTHING).any():
         return cost
     after = emitted(after, assigned, result, mesh.sizes, dot=work.dot)
-    mesh = mesh.behind_computation() if work.behind else mesh
+    mesh = mesh.with_overlap() if work.behind else mesh
     each = shares(assigned, rule.sizes, mesh.sizes)
     piece_bytes = np.zeros(len(assigned))
     for type_, dims in zip(work.results, rule.results, strict=True):

@@ -171,7 +171,7 @@ def _first_readers(plan: StagePlan) -> Mapping[int, str]:
 def _reshards(plan: StagePlan, *, in_update: bool) -> Iterator[tuple[str, float]]:
     """Collectives between operations; `in_update`: only those of updates, otherwise only the others."""
     mesh, overlap = plan.mesh, plan.model.grouping.overlap
-    overlapped, uses = mesh.behind_computation(), {use.site: use for use in plan.model.grouping.uses}
+    overlapped, uses = mesh.with_overlap(), {use.site: use for use in plan.model.grouping.uses}
     for c in plan.collectives:
         use = uses.get(c.op)
         if use is None:

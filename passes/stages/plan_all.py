@@ -117,7 +117,7 @@ def plan_stages(
     """
     planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), tuple(limits))
     runs = planning_runs(stages, meshes)
-    if parallel_map.apart(len(runs)):
+    if parallel_map.runs_in_processes(len(runs)):
         results = parallel_map.results([partial(_results, planner, run) for run in runs])
         planned = {n: planner.recorded(n, result) for run in results for n, result in run.items()}
     else:

@@ -162,7 +162,7 @@ def test_rows_without_reasons_are_run_again(tmp_path):
 
 def account(ratio, *excesses):
     found = tuple(imbalance.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
-    return imbalance.Account(ratio, found)
+    return imbalance.Imbalance(ratio, found)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_what_is_handed_over_lies_alike_on_both_ends() -> None:
     step, plans = planned(wide, args, ((2, 2), (2, 2)))
     for transfer, values in plans.stages.transfers.items():
         for v in values:
-            assert step.places.value(transfer.source, v).spec == step.places.value(transfer.target, v).spec
+            assert step.shardings.value(transfer.source, v).spec == step.shardings.value(transfer.target, v).spec
 
 
 def one_stage_per_layer() -> tuple[Any, Any]:

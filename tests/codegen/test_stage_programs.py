@@ -1,4 +1,4 @@
-"""Programs of a planned stage: between them arrays lie in even pieces, and each takes only what is there."""
+"""StepPrograms of a planned stage: between them arrays lie in even pieces, and each takes only what is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar import jax_compat
-from autopar.codegen.stage_programs import Emitter, cut, even
+from autopar.codegen.stage_programs import StageEmitter, even, program_interfaces
 from autopar.ir.layout import cuts, divides
 from autopar.passes.stages.divide import PASS_KINDS
 from tests.passes.stages.test_cost import mesh, plans_of
@@ -30,25 +30,25 @@ def test_what_programs_take_is_given_before() -> None:
     """In the order in which they run; what passes take whole is there before all of them."""
     on = mesh((2, 2), beta=1e-10)
     for plan in plans_of("gpt-toy", on, weights=True).plans:
-        emitter = Emitter(plan, jax_compat.auto_abstract_mesh(on.sizes, on.names))
+        emitter = StageEmitter(plan, jax_compat.auto_abstract_mesh(on.sizes, on.names))
         names = list(plan.graph.programs)
         atoms = [a for v in plan.graph.summed_in if isinstance(a := plan.graph.local[v], int)]
         totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in PASS_KINDS}
-        found = cut(emitter, {}, totals)
+        found = program_interfaces(emitter, {}, totals)
         arguments = {(v, None) for v in plan.graph.graph.inputs}
         for i, name in enumerate(names):
-            earlier = {key for other in names[:i] for key in found.gives[other]}
+            earlier = {key for other in names[:i] for key in found.writes[other]}
             assert {*found.reads[name]} <= arguments | earlier
             for value, copy in found.reads[name]:
                 shape = plan.graph.graph.types[value].shape
                 assert divides(emitter.layout((value, copy)), shape, on.sizes)
-        assert found.gives["F"]
+        assert found.writes["F"]
 
 
 def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:
     plans = plans_of("mlp-toy", mesh((4,), beta=1e-9))
     for plan in plans.plans:
-        emitter = Emitter(plan, jax_compat.auto_abstract_mesh((4,), ("x",)))
+        emitter = StageEmitter(plan, jax_compat.auto_abstract_mesh((4,), ("x",)))
         for v in plan.graph.summed_in:
             key = (plan.graph.local[v], None)
             if -2 in (plan.layout(key[0]) or ()):  # pyright: ignore[reportArgumentType]

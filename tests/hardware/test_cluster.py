@@ -17,7 +17,7 @@ from autopar.cost_models.collectives import linear_coefficients
 from autopar.errors import ClusterError, MeshError
 from autopar.hardware.cluster import Cluster, Device, Level, Link, LogicalMesh
 from autopar.hardware.host import HOST
-from autopar.hardware.links import Stretch, stretch
+from autopar.hardware.links import Segment, segment_level
 
 INTRA, INTER = Link(1e-6, 1e-11), Link(5e-6, 1e-10)
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 2**30)
@@ -133,7 +133,7 @@ def test_peak_of_an_unlisted_dtype_is_the_slowest() -> None:
 
 @pytest.mark.parametrize(("n", "network"), [(8, "ring"), (8, "line"), (12, "ring"), (16, "ring")])
 def test_shared_links_by_routing_every_message(n: int, network: str) -> None:
-    """Groups along one dimension pass a byte to the next: the busiest directed link is what `stretch` says.
+    """Groups along one dimension pass a byte to the next: the busiest directed link is what `segment_level` says.
 
     Neighbours send half each way round where their group closes to a ring, else along the line and back.
     """
@@ -152,7 +152,7 @@ def test_shared_links_by_routing_every_message(n: int, network: str) -> None:
                 low, high = sorted((first, target))
                 load.update({(h, -1 if last else 1): Fraction(1) for h in range(low, high)})
         link = Link(1e-6, 0.5 if network == "ring" else 1.0, network)  # one direction carries 1 byte/s
-        level = stretch(size, Stretch(0, n, link, stride))
+        level = segment_level(size, Segment(0, n, link, stride))
         assert level.link.beta == max(load.values())
         assert level.link.network == ("ring" if closed else "line")
         assert level.link.alpha == pytest.approx(stride * 1e-6)

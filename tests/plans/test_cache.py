@@ -326,7 +326,7 @@ def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def there() -> list[int]:
         return [i for i, place in enumerate(places) if place.exists()]
 
-    monkeypatch.setattr(plan_cache, "MOST_FILES", 3)
+    monkeypatch.setattr(plan_cache, "MAX_FILES", 3)
     for i in range(4):
         plan_cache.write(asked[i], plan, 60.0)
         used(*there())
@@ -335,8 +335,8 @@ def test_the_oldest_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_cache.write(asked[4], plan, 60.0)
     assert there() == [1, 3, 4]
     used(3, 1, 4)
-    monkeypatch.setattr(plan_cache, "MOST_FILES", 256)
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", 2 * len(plan.to_json()))
+    monkeypatch.setattr(plan_cache, "MAX_FILES", 256)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 2 * len(plan.to_json()))
     plan_cache.write(asked[5], plan, 60.0)
     assert there() == [4, 5]
     assert (folder / "mine.json").exists()

@@ -36,7 +36,7 @@ RULES = rules_of(PRODUCT)
 
 def of_product(sizes, left, right, result):
     (a, b), (c,) = PRODUCT.inputs, PRODUCT.outputs
-    return imbalance.account(PRODUCT, RULES, stage(sizes, {a: left, b: right, c: result}))
+    return imbalance.measure(PRODUCT, RULES, stage(sizes, {a: left, b: right, c: result}))
 
 
 @given(st.data())
@@ -94,7 +94,7 @@ def test_uses_take_the_place_of_values():
     (a, b), (c,) = PRODUCT.inputs, PRODUCT.outputs
     whole = {a: (-1,), b: (-1,), c: (-1,)}
     (op,) = (o for o in PRODUCT.walk() if o.name == "dot_general")
-    found = imbalance.account(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}))
+    found = imbalance.measure(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}))
     assert found.ratio == pytest.approx(1.0)
 
 
@@ -106,17 +106,17 @@ def test_loops_count_as_often_as_they_run_and_moves_not_at_all():
     graph = traced(fn, (4, 6))
     cos = next(o for o in graph.walk() if o.name == "cos")
     whole = {v: (-1,) for op in graph.walk() for v in op.outputs}
-    found = imbalance.account(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}))
+    found = imbalance.measure(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}))
     (excess,) = found.excesses
     assert (excess.ops, excess.part) == (("sin",), pytest.approx(0.9))
 
 
 def test_many_reasons_become_one_line_and_small_choices_none():
     one = imbalance.Excess("padded", "p", 0.1, 0.5, ("mul",), (), "")
-    many = imbalance.Account(2.0, tuple(replace(one, why=f"p{i}") for i in range(imbalance.SHOWN + 2)))
+    many = imbalance.Imbalance(2.0, tuple(replace(one, why=f"p{i}") for i in range(imbalance.SHOWN + 2)))
     assert many.lines()[-1] == "2 other reasons: +0.20"
     assert len(many.lines()) == imbalance.SHOWN + 1
-    assert imbalance.Account(1.0, (replace(one, kind="chosen", ratio=0.01),)).lines() == ()
+    assert imbalance.Imbalance(1.0, (replace(one, kind="chosen", ratio=0.01),)).lines() == ()
 
 
 @pytest.mark.parametrize("target", ["mlp-toy", "gpt-toy", "llama3-toy", "rnn-toy"])
@@ -125,7 +125,7 @@ def test_powers_of_two_on_six_devices_are_padded_not_repeated(target):
     model = zoo.build(target)
     mesh = dear((6,)).logical_mesh((6,))
     planned = make_plan(trace(model.step, *model.abstract_args()), mesh, "dear", Options())
-    found = imbalance.account(planned.graph, planned.rules, planned.plan.stages[0])
+    found = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0])
     assert found.ratio <= 1.25
     assert found.excesses[0].kind == "padded"
     assert planned.plan.notes[-1].startswith("more than an even share per device: ")

@@ -15,7 +15,7 @@ from autopar.ir.collective import Collective
 from autopar.ir.text import WIDTH, seconds, size
 from autopar.ir.trace import trace
 from autopar.plans.plan import from_json
-from autopar.plans.reasons import Reasons, placed
+from autopar.plans.reasons import Reasons, layout_text
 from autopar.plans.summary import ACTIVATIONS, COLLECTIVES, activation_rows, argument_rows, collective_rows, sections
 
 
@@ -52,7 +52,7 @@ def rows(plan, title, reasons=None):
     ],
 )
 def test_a_layout_says_what_it_does(base, layout, shape, text):
-    assert placed(layout, shape, base) == text
+    assert layout_text(layout, shape, base) == text
 
 
 def test_equal_layers_share_a_row_and_others_do_not(base):

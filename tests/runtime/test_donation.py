@@ -38,7 +38,9 @@ def donating() -> tuple[PipelineStep, Any, Any, Any]:
 def in_place(step: PipelineStep, state: Any) -> Any:
     """A copy of a state where the step holds it."""
     leaves, tree = jax.tree.flatten(state)
-    return jax.tree.unflatten(tree, [jax.device_put(x.copy(), w) for x, w in zip(leaves, step.homes, strict=False)])
+    return jax.tree.unflatten(
+        tree, [jax.device_put(x.copy(), w) for x, w in zip(leaves, step.argument_shardings, strict=False)]
+    )
 
 
 def addresses(tree: Any) -> list[int]:
@@ -98,7 +100,7 @@ def test_steps_that_take_over_their_state_are_those_of_one_device(
     model, state, batch = arguments(name)
     count = len(jax.tree.leaves(state))
     step = pipeline(model.step, (state, batch), sizes, schedule, 4, borders, donated=range(count))
-    taken = sum(map(len, step.compiled.taken))
+    taken = sum(map(len, step.compiled.donated))
     assert count // 2 < taken <= count
     undivided = jax.jit(model.step, compiler_options=QUICK)
     got, expected = (in_place(step, state), {}), (state, {})
@@ -144,7 +146,7 @@ def test_updates_that_call_the_host_take_nothing_over() -> None:
     step = pipeline(checked, (state, batch), (1, 1), count=2, donated=range(2))
     calling = [any(p.op.name == "pure_callback" for p in u.ops) for u in step.stages.updates.programs]
     last = len(calling) - calling[::-1].index(True)
-    assert not any(step.compiled.taken[:last])
+    assert not any(step.compiled.donated[:last])
 
 
 def test_an_error_in_an_update_says_that_state_may_be_gone(donating: tuple[PipelineStep, Any, Any, Any]) -> None:

@@ -22,7 +22,7 @@ RANKS, MICROBATCHES = 2, 8
 def watched(step: PipelineStep, *args: Any) -> list[tuple[Instruction, Stash]]:
     """The instructions of a step in order, and what its stages hold after each."""
     log: list[tuple[Instruction, Stash]] = []
-    replace(step, watch=lambda i, stash: log.append((i, {key: dict(v) for key, v in stash.items()})))(*args)
+    replace(step, observer=lambda i, stash: log.append((i, {key: dict(v) for key, v in stash.items()})))(*args)
     return log
 
 

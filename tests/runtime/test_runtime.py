@@ -176,7 +176,7 @@ def test_state_lives_where_its_stage_is(small: tuple[PipelineStep, Any, Any]) ->
     graph = step.traced.graph
     for value, path, leaf in zip(graph.inputs, graph.input_paths, jax.tree.leaves(new), strict=False):
         stage = step.stages.updates.owners[value]
-        assert leaf.sharding == step.places.argument(stage, value), path
+        assert leaf.sharding == step.shardings.argument(stage, value), path
     again, _ = step(new, batch)
     assert [a.sharding for a in jax.tree.leaves(again)] == [a.sharding for a in jax.tree.leaves(new)]
 

@@ -17,7 +17,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
 from autopar.runtime import executables
-from autopar.runtime.watch import PATIENCE, VARIABLE, patience, watched
+from autopar.runtime.watch import PATIENCE, VARIABLE, patience, warn_if_slow
 from tests.real_programs import array
 
 pytestmark = pytest.mark.core
@@ -63,7 +63,7 @@ def test_a_step_that_does_not_answer_is_named(where: str, said: list[str], monke
             time.sleep(0.3)
         return (Stuck(),) if where == "in its results" else ()
 
-    watched(hangs, "train_step on 8 CPU devices", 0.1)
+    warn_if_slow(hangs, "train_step on 8 CPU devices", 0.1)
     assert ended()
     assert len(said) == 1
     assert said[0].startswith(f"{AutoparWarning.__name__}: train_step on 8 CPU devices has not answered for 0.1 s")
@@ -71,13 +71,13 @@ def test_a_step_that_does_not_answer_is_named(where: str, said: list[str], monke
 
 
 def test_what_answers_or_fails_ends_its_watch(said: list[str]) -> None:
-    assert watched(lambda: (jnp.ones(3), 2), "step", 5.0)[1] == 2
+    assert warn_if_slow(lambda: (jnp.ones(3), 2), "step", 5.0)[1] == 2
 
     def fails() -> Sequence[Any]:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        watched(fails, "step", 5.0)
+        warn_if_slow(fails, "step", 5.0)
     assert ended()
     assert not said
 
@@ -89,7 +89,7 @@ def test_only_a_first_run_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((what, seconds))
         return run()
 
-    monkeypatch.setattr(executables, "watched", counted)
+    monkeypatch.setattr(executables, "warn_if_slow", counted)
 
     def doubled(x: jax.Array) -> jax.Array:
         return 2 * x
@@ -115,7 +115,7 @@ atexit.register(lambda: print([t.name for t in threading.enumerate() if "watch" 
 from autopar.runtime import watch
 watch._answered = lambda array: False
 import jax.numpy as jnp
-watch.watched(lambda: [jnp.ones(3)], "step", 60.0)
+watch.warn_if_slow(lambda: [jnp.ones(3)], "step", 60.0)
 print([t.name for t in threading.enumerate() if "watch" in t.name])
 """
 

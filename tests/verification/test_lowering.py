@@ -72,10 +72,10 @@ def converted(
 ) -> list[str]:
     """What a platform makes of these lines; `given` layouts as in `with_layouts`."""
     plan, graph = with_layouts(fn, args, lines, **given)
-    return text(lowering.converted(platform, plan, graph))
+    return text(lowering.lower_collectives(platform, plan, graph))
 
 
-# --- TPU: narrowed ----------------------------------------------------------------------------------------------------
+# --- TPU: narrow_types ----------------------------------------------------------------------------------------
 
 GATHER = ["all-gather y 1048576 op0.in1"]
 
@@ -322,7 +322,7 @@ def explained(
     """What no exception explains of either side, and how many collectives each exception explains."""
     plan, graph = with_layouts(fn, args, mine, **given)
     found = compare(plan.collectives, planned(theirs), dict(zip("xy", MESH, strict=True)))
-    left, names = known_exceptions.explained(platform, found, plan.collectives, plan, graph)
+    left, names = known_exceptions.apply_exceptions(platform, found, plan.collectives, plan, graph)
     assert left.ratio == found.ratio
     return text(left.predicted_only), text(left.emitted_only), list(names.items())
 

@@ -1,4 +1,4 @@
-"""Programs for abstract meshes in, collectives out; and the same programs compiled on eight CPU devices."""
+"""StepPrograms for abstract meshes in, collectives out; and the same programs compiled on eight CPU devices."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from autopar.bench.corpus.program import Program
 from autopar.bench.corpus.run import DEVICES, FAILED, OK, REFUSED
 from autopar.bench.equal import case as equal_case
 from autopar.bench.worker import cpu_devices, serve
-from autopar.compile import executed
+from autopar.compile import apply_rewrites
 from autopar.errors import AutoparError
 from autopar.ir.arguments import as_arrays, merge_static
 from autopar.ir.trace import trace
@@ -282,8 +282,8 @@ def replicated(one: Subject) -> Outcome:
     """The part of the FLOPs that every device does for itself, and the reasons."""
     plan = one.whole.plan
     with as_arrays(one.built[1], {}, _static(one)) as given:
-        traced = executed(trace(one.step, *given.args, static_argnums=_static(one)), plan)
-    account = imbalance.account(traced.graph, rules_of(traced.graph), plan.stages[0])
+        traced = apply_rewrites(trace(one.step, *given.args, static_argnums=_static(one)), plan)
+    account = imbalance.measure(traced.graph, rules_of(traced.graph), plan.stages[0])
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
     part = sum(excess.part for excess in whole)
     uncut = sum(excess.part for excess in whole if excess.kind == "uncuttable")

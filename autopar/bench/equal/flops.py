@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import executed
+from autopar.compile import apply_rewrites
 from autopar.ir.trace import trace
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan
@@ -38,12 +38,12 @@ class Reasons:
 
 def explain(step: Callable[..., Any], args: Sequence[Any], plan: Plan, ratio: float) -> Reasons:
     """Reasons for the compiled ratio of a step under a plan on the local devices."""
-    traced = executed(trace(step, *args), plan)
+    traced = apply_rewrites(trace(step, *args), plan)
     rules = rules_of(traced.graph)
     devices = math.prod(plan.mesh_sizes)
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:devices]).reshape(plan.mesh_sizes), plan.mesh_names)
     each = _unfused(codegen.program(traced.graph, plan, rules, mesh).jit(), traced.in_avals)
-    account = imbalance.account(traced.graph, rules, plan.stages[0])
+    account = imbalance.measure(traced.graph, rules, plan.stages[0])
     return reasons(account, ratio, each * devices / _unfused(jax.jit(step), args))
 
 
@@ -53,7 +53,7 @@ def _unfused(function: Any, args: Sequence[Any]) -> float:
     return float((compiled.cost_analysis() or {})["flops"])
 
 
-def reasons(account: imbalance.Account, ratio: float, unfused: float) -> Reasons:
+def reasons(account: imbalance.Imbalance, ratio: float, unfused: float) -> Reasons:
     """Reasons for a ratio: those of the plan, then the compiler's.
 
     Args:
@@ -62,7 +62,7 @@ def reasons(account: imbalance.Account, ratio: float, unfused: float) -> Reasons
         unfused: of the program compiled without fusion.
     """
     compiler = {"computed again in fused loops": ratio - unfused, "added by the compiler": unfused - account.ratio}
-    lines = [f"{what}: +{more:.2f}" for what, more in compiler.items() if more >= imbalance.LEAST]
+    lines = [f"{what}: +{more:.2f}" for what, more in compiler.items() if more >= imbalance.MIN_SHOWN]
     avoidable = 1.0 + account.avoidable + max(unfused - account.ratio, 0.0)
     failure = f"{avoidable:.2f} of an even share of the FLOPs although an even cut exists"
     return Reasons((*account.lines(), *lines), (failure,) if avoidable > FLAG else ())

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import zoo
-from autopar.compile import prepare
+from autopar.compile import plan_step
 from autopar.cost_models.memory.lower_bound import written_bytes
 from autopar.errors import (
     ArgumentError,
@@ -150,8 +150,8 @@ def test_a_loaded_plan_runs_the_same_stages(model: zoo.Model, inputs: tuple[Any,
     plan = autopar.plan(model.step, *inputs, stages=2, mesh=(4,), schedule="zb-h1", num_microbatches=2)
     plan.save(tmp_path / "plan.json")
     options = settings({"plan": tmp_path / "plan.json"})
-    again = prepare(model.step, inputs, {}, options, local=True)
-    first = prepare(model.step, inputs, {}, settings({"stages": 2, "mesh": (4,), "schedule": "zb-h1",
+    again = plan_step(model.step, inputs, {}, options, local=True)
+    first = plan_step(model.step, inputs, {}, settings({"stages": 2, "mesh": (4,), "schedule": "zb-h1",
                                                       "num_microbatches": 2}), local=True)  # fmt: skip
     assert again.pipeline is not None
     assert first.pipeline is not None

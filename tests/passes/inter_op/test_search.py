@@ -286,7 +286,7 @@ def fresh(searcher: InterOpSearch) -> InterOpSearch:
 
 def alone(task: Generator[float, Sequence[float], Any]) -> Any:
     """What one number of microbatches finds without others beside it."""
-    return parallel_map.here([lambda: task])[0]
+    return parallel_map.in_this_process([lambda: task])[0]
 
 
 @pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])

@@ -146,7 +146,7 @@ def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(promised: float, m
     found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     assert len(found.stages) == 2
     monkeypatch.setattr(MeshSearch, "expected", lambda self: (promised, False))
-    with plan_cache.kept_in(None):
+    with plan_cache.use_folder(None):
         again = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     assert (again.step_time_s, [one.submesh for one in again.stages]) == (
         found.step_time_s,
@@ -164,7 +164,7 @@ def test_what_one_mesh_refuses_that_was_expected_to_fit_hides_no_pipeline(monkey
     cluster = Cluster.custom(
         (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e6
     )
-    with plan_cache.kept_in(None):
+    with plan_cache.use_folder(None):
         assert len(autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search").stages) == 2
         with pytest.raises(MemoryBudgetError, match="nothing fits"):
             autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", num_microbatches=1)
@@ -181,7 +181,7 @@ def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Planner, "plan", recorded)
     built = zoo.build("gpt-toy")
-    with plan_cache.kept_in(None), pytest.warns(AutoparWarning, match="the time limit was reached"):
+    with plan_cache.use_folder(None), pytest.warns(AutoparWarning, match="the time limit was reached"):
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=CLUSTER, gap=0.0, time_limit=1e-3)
     assert planned == [plan.mesh_sizes]
     assert plan.lower_bound_s <= min(one.step_time_s for one in alone("gpt-toy").values()) * (1 + 1e-9)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import Cluster, zoo
-from autopar.codegen.accumulate import accumulated
+from autopar.codegen.accumulate import accumulate_gradients
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.graph import Graph
@@ -75,7 +75,7 @@ def test_forecasts_are_right_with_microbatches(name: str) -> None:
     batch = batch_leaves(traced.graph, 4)
 
     def split(step: Traced) -> Traced:
-        return accumulated(step, 4, batch, MESH.size)
+        return accumulate_gradients(step, 4, batch, MESH.size)
 
     written = split(traced)
     layered = one_microbatch(written.graph)
