@@ -209,7 +209,7 @@ class ParallelFunction:
         return self.__wrapped__(*map(arguments.unwrap, args), **kwargs)
 
     def _run(self, given: ArrayArguments) -> Any:
-        # A loop hands back what the last step returned: comparing type objects is quicker than hashing shapes.
+        # A loop passes in the results of the last step: comparing type objects is quicker than hashing shapes.
         avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
         now = (given.tree, self._fixed(given.args), jax_compat.trace_context(), avals)
         last = self._last
@@ -275,25 +275,27 @@ class ParallelFunction:
     def _created(self, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         shapes = jax.eval_shape(init_fn, *args)
         parts = (shapes.updates, shapes.out) if isinstance(shapes, arguments.Returned) else (shapes,)
-        homes = [home for part in parts for home in self._homes(part)]
+        shardings = [sharding for part in parts for sharding in self._shardings(part)]
         made: dict[int, Any] = {}
-        for mesh in dict.fromkeys(home.mesh for home in homes):  # one program reaches the devices of one mesh
-            mine = [i for i, home in enumerate(homes) if home.mesh == mesh]
-            where = tuple(homes[i] for i in mine)
+        for mesh in dict.fromkeys(
+            sharding.mesh for sharding in shardings
+        ):  # one program reaches the devices of one mesh
+            mine = [i for i, sharding in enumerate(shardings) if sharding.mesh == mesh]
+            where = tuple(shardings[i] for i in mine)
             some = jax.jit(lambda *given, mine=mine: _some(init_fn(*given), mine), out_shardings=where)
             whole = NamedSharding(mesh, PartitionSpec())
             made.update(zip(mine, some(*(_reached(x, whole) for x in args)), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(homes))])
+        return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(shardings))])
 
-    def _homes(self, shapes: Any) -> Sequence[NamedSharding]:
-        """Where the leaves of a tree of this structure are to be held."""
+    def _shardings(self, shapes: Any) -> Sequence[NamedSharding]:
+        """The shardings of the leaves of a tree of this structure."""
         for planned in reversed(self._planned_steps.values()):
             try:
                 positions = planned.plan.positions(shapes)
             except ArgumentError:
                 continue
-            homes = planned.argument_shardings()
-            return [homes[i] for i in positions]
+            shardings = planned.argument_shardings()
+            return [shardings[i] for i in positions]
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
@@ -378,16 +380,16 @@ class BoundFunction:
         return self.__func__.init(init_fn, *args)
 
 
-#: Structure of the arguments, and how each leaf lies on an Explicit mesh.
+#: Structure of the arguments, and the sharding of each leaf on an Explicit mesh.
 _Key = tuple[Any, tuple[Pin | None, ...]]
 
 
 def _check_hashable(name: str, position: int, value: Any) -> None:
-    held = arguments.describe_arrays(value)
-    if held is not None:
+    described = arguments.describe_arrays(value)
+    if described is not None:
         raise ArgumentError(
-            f"static argument {position} of {name} is {held}: its arrays would be constants of the program. Leave it "
-            "out of static_argnums; what is no array in it is structure anyway."
+            f"static argument {position} of {name} is {described}: its arrays would be constants of the program. "
+            "Leave it out of static_argnums; what is no array in it is structure anyway."
         )
     try:
         hash(value)

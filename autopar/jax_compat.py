@@ -67,7 +67,7 @@ def callee(equation: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
 
 
 def _expanded(equation: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """What an operation that JAX expands before it lowers stands for, such as `jnp.searchsorted`; at its line.
+    """The operation that JAX expands before lowering, such as `jnp.searchsorted`; at its line.
 
     Tried on 0.12.0; 0.10.2 has no such operations.
     """
@@ -221,7 +221,7 @@ def reduce_sum(array: Any, dims: Sequence[int]) -> Any:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """The same array as one that a Python number has made, where it lies. Tried on 0.10.2 and 0.12.0."""
+    """The same array as one that a Python number has made, on the same devices. Tried on 0.10.2 and 0.12.0."""
     return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
@@ -406,7 +406,7 @@ def explicit_mesh() -> Mesh | AbstractMesh | None:
 
 
 def explicit_sharding(aval: Any) -> NamedSharding | None:
-    """The sharding that a type carries, if it lies on an Explicit mesh. Tried on 0.10.2 and 0.12.0."""
+    """The sharding that a type carries, if it is on an Explicit mesh. Tried on 0.10.2 and 0.12.0."""
     sharding = getattr(aval, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) and is_explicit(sharding.mesh) else None
 

@@ -27,7 +27,7 @@ TERMS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("hope", "hopes", "hoped"), "lower bound, estimate"),
     **dict.fromkeys(("plays", "played", "playing"), "simulate"),
     **dict.fromkeys(("accounts", "accounted"), "summary"),
-    **dict.fromkeys(("loose", "apart"), "not propagated, separate"),
+    **dict.fromkeys(("loose",), "not propagated"),
     **dict.fromkeys(("handed", "hands"), "sent, received, passed"),
     **dict.fromkeys(("turned",), "transposed"),
     **dict.fromkeys(("held",), "live, kept, stored"),
@@ -37,6 +37,9 @@ TERMS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("ledger", "swapper", "untie", "twin", "twins"), "see docs/glossary.md"),
     **dict.fromkeys(("offered", "offers", "learnt", "judged", "judges"), "submit, add, evaluate"),
 })  # fmt: skip
+
+#: Word -> the term to use in names; texts may say how far apart two things are.
+NAMES: Mapping[str, str] = MappingProxyType({**TERMS, "apart": "separate"})
 
 #: Phrases of texts -> the term to use.
 PHRASES: Mapping[str, str] = MappingProxyType({
@@ -81,10 +84,10 @@ def found(root: Path = ROOT) -> list[tuple[str, int, str]]:
     for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
         source = path.read_text()
         tree, file = ast.parse(source), str(path.relative_to(root))
-        here = [(line, word) for line, name in names(tree) for word in parts(name) if word in TERMS]
+        here = [(line, word) for line, name in names(tree) for word in parts(name) if word in NAMES]
         for first, text in texts(source, tree):
             for offset, line in enumerate(text.lower().splitlines()):
-                words = [word for word in re.findall(r"[a-z]+", line) if word in TERMS]
+                words = [word for word in re.findall(r"(?<!\w)[a-z]+(?!\w)", line) if word in TERMS]
                 here += [(first + offset, word) for word in (*words, *(p for p in PHRASES if p in line))]
         places += [(file, line, word) for line, word in sorted(here)]
     return places
@@ -93,7 +96,7 @@ def found(root: Path = ROOT) -> list[tuple[str, int, str]]:
 def main() -> int:
     places = found()
     for file, line, word in places:
-        print(f"{file}:{line}: {word} ({TERMS.get(word) or PHRASES[word]})")
+        print(f"{file}:{line}: {word} ({NAMES.get(word) or PHRASES[word]})")
     counts = Counter(word for _, _, word in places)
     print(f"{len(places)} in all:", ", ".join(f"{word} {n}" for word, n in counts.most_common()))
     return bool(places)

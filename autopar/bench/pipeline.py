@@ -184,15 +184,15 @@ def placed(step: PipelineStep, model: zoo.Model) -> list[Any]:
     args = model.init(jax.random.key(0)), model.make_batch(jax.random.key(1))
     leaves = jax.tree.leaves(args)
     return [
-        x if home is None else jax.device_put(x.copy(), home)
-        for x, home in zip(leaves, step.argument_shardings, strict=True)
+        x if sharding is None else jax.device_put(x.copy(), sharding)
+        for x, sharding in zip(leaves, step.argument_shardings, strict=True)
     ]
 
 
 def advance(step: PipelineStep, leaves: Sequence[Any]) -> list[Any]:
     """The arguments of the next step: the new state, the same batch."""
     results = jax.block_until_ready(step.results(leaves))
-    state = sum(home is not None for home in step.argument_shardings)
+    state = sum(sharding is not None for sharding in step.argument_shardings)
     return [*results[:state], *leaves[state:]]
 
 

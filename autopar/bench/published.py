@@ -12,9 +12,9 @@ the product of the second feed-forward matrix, 8 B S H^2 (row `left out`).
 The stage is one of the two of Alpa's plan for GPT-2.6B on eight V100 (dp2 x op2 x pp2, batch 32 in four microbatches,
 recomputation: 2.464 s per step, 37.01 TFLOP/s and 8.745 GB per device): half of the layers on four devices, one
 microbatch, batch cut over the first axis and Megatron's layouts of the parameters over the second as pins; where the
-optimizer state lies is searched. It keeps embedding and output layer, which the two stages share in the plan.
+optimizer state is stored is searched. It keeps embedding and output layer, which the two stages share in the plan.
 
-The step is the whole of that plan: two stages of 2 x 2 devices, each with half of the FLOPs, 1F1B. What lies between
+The step is the whole of that plan: two stages of 2 x 2 devices, each with half of the FLOPs, 1F1B. What is between
 the products of a block is constrained by the model's author as Megatron has it (Shoeybi et al., 2019), batch over one
 axis, heads and the hidden layer over the other, so that the planner has no say in it. Gradients are added up in float32
 here; Alpa added them up in float16, so that the peak to compare has half of these bytes.

@@ -101,7 +101,7 @@ def plan(
 
 @app.command()
 def rules(target: Target, layers: Layers = None, batch: Batch = None, seq: Seq = None, as_json: Json = False) -> None:
-    """List each distinct operation of TARGET: how often it stands there, name, operands, rule, and whose rule it is."""
+    """List each distinct operation of TARGET: how often it occurs, name, operands, rule, and whose rule it is."""
     from autopar.zoo import targets
 
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)

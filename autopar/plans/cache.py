@@ -45,7 +45,7 @@ MAX_TIME_SHARE = 0.9  # share of the time limit below which the limit had no say
 
 
 def folder() -> Path | None:
-    """The cache folder; None if the cache is off, or there is no home directory."""
+    """The cache folder; None if the cache is off, or the user has no directory."""
     chosen = os.environ.get(VARIABLE)
     if chosen is not None:
         return Path(chosen) if chosen else None

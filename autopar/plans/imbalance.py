@@ -176,9 +176,9 @@ def _leaves(ops: Sequence[Op], weight: float) -> Iterator[tuple[Op, float]]:
 
 def _read(op: Op, stage: Stage) -> _Layouts:
     """The layouts of the operands as they are read; None for those that are computed for this reader."""
-    home, uses = stage.values, stage.uses
+    layouts, uses = stage.values, stage.uses
     return tuple(
-        [uses.get(f"{op.tag}.in{k}", home.get(a)) if isinstance(a, int) else None for k, a in enumerate(op.inputs)]
+        [uses.get(f"{op.tag}.in{k}", layouts.get(a)) if isinstance(a, int) else None for k, a in enumerate(op.inputs)]
     )
 
 

@@ -1,7 +1,7 @@
 """Whether the layouts of a plan fit a program: every one names a value that is there, in a way that it can be cut.
 
     values      have a layout of their own unless they are scalars or made where they are read (`autopar.codegen.emit`);
-                cut dimensions are padded no further than planning allows                          -> _values, _homes
+                cut dimensions are padded no further than planning allows                          -> _values, _padding
     uses        sites that read such a value                                                       -> _uses
     copies      of values, whole                                                                   -> _copies
     sums        a value is partial along an axis only where an operation leaves it so, and what reads it is linear in
@@ -43,7 +43,7 @@ def check_layouts(
     """
     program = _Program(graph, plan.stages[number], tuple(sizes), registered)
     try:
-        for check in (_values, _homes, _uses, _copies, _sums):
+        for check in (_values, _padding, _uses, _copies, _sums):
             check_all(check(program))
     except FieldError as error:
         raise error.within(f"stages[{number}].") from None
@@ -100,8 +100,8 @@ class _Program:
 
     def at(self, atom: Atom, site: str) -> Layout:
         """The layout of an operand at a site; whole where the plan gives none."""
-        home = self.stage.values.get(atom) if isinstance(atom, int) else None
-        return self.stage.uses.get(site, replicated(len(self.sizes)) if home is None else home)
+        layout = self.stage.values.get(atom) if isinstance(atom, int) else None
+        return self.stage.uses.get(site, replicated(len(self.sizes)) if layout is None else layout)
 
     def misfit(self, layout: Layout, value: int) -> str:
         return misfit(layout, self.graph.types[value].shape, self.sizes, MOST_PADDING)
@@ -122,7 +122,7 @@ def _values(p: _Program) -> Complaints:
             yield _complaint("values", value, layout, expected)
 
 
-def _homes(p: _Program) -> Complaints:
+def _padding(p: _Program) -> Complaints:
     """Values without a layout of their own are made where they are read."""
     values, types = p.stage.values, p.graph.types
     for value, op in p.makers.items():
@@ -138,8 +138,8 @@ def _may_be_free(p: _Program, op: Op) -> bool:
 
     It broadcasts, or all that it reads, or all but what is broadcast and scalars, is made so too.
     """
-    homed = any(isinstance(a, int) and p.graph.types[a].rank and a in p.stage.values for a in op.inputs)
-    return not op.equation.effects and (op.name == "broadcast_in_dim" or not homed)
+    has_layout = any(isinstance(a, int) and p.graph.types[a].rank and a in p.stage.values for a in op.inputs)
+    return not op.equation.effects and (op.name == "broadcast_in_dim" or not has_layout)
 
 
 def _uses(p: _Program) -> Complaints:
@@ -170,13 +170,13 @@ def _sums(p: _Program) -> Complaints:
     if not any(PARTIAL in layout for layout in p.stage.values.values()):
         return
     for value, op in p.makers.items():
-        if op is None and partial_axes(p.stage.values.get(value, ())) and value not in _handed_out(p):
+        if op is None and partial_axes(p.stage.values.get(value, ())) and value not in _returned(p):
             yield _complaint("values", value, p.stage.values[value], "a layout without sums")
     for op in p.graph.walk():
         yield from _region_sums(p, op) if op.regions else _leaf_sums(p, op)
 
 
-def _handed_out(p: _Program) -> frozenset[int]:
+def _returned(p: _Program) -> frozenset[int]:
     """What bodies hand out, checked in `_region_sums`."""
     return frozenset(v for op in p.graph.walk() if op.regions for v in op.outputs)
 

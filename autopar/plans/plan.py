@@ -1,7 +1,7 @@
 """The plan: a small, portable artefact that codegen, verification and people read; JSON, never pickle.
 
 It names values by their number in the graph, and says with a hash for which graph. It holds the layout of every value
-that has a home, of every use that differs, and of shared copies; what it costs and why; and what was proven about it.
+that has a layout, of every use that differs, and of shared copies; what it costs and why; and what was proven about it.
 """
 
 from __future__ import annotations

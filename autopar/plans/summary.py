@@ -1,4 +1,4 @@
-"""The plan as tables for a terminal: what lies where and why, what a step takes, what is sent, what was proven.
+"""The plan as tables for a terminal: layouts and their reasons, what a step takes, what is sent, what was proven.
 
     stages          of a pipeline: layers, devices, seconds per pass, memory               `stage_rows`
     arguments       one row per group of equal layers: "state/params/blocks/*/wq x4"       `argument_rows`
@@ -109,13 +109,13 @@ def _title(state: bool, optimizer: bool) -> str:
 
 def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
     """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
-    likeness = _like_parameters(plan, members)
+    parameter = _like_parameters(plan, members)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in members:
         path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
         hosted = _host(plan, i)
         same = path, plan.input_types[i], str(plan.inputs[i]), _holder(plan, i), hosted
-        groups.setdefault((likeness[i], hosted) if i in likeness else same, []).append(i)
+        groups.setdefault((parameter[i], hosted) if i in parameter else same, []).append(i)
     return [_argument(plan, key, group, reasons) for key, group in groups.items()]
 
 

@@ -67,7 +67,7 @@ def _dims(dims: Dims) -> str:
 def parse(text: str, operand_shapes: Sequence[Dims], result_shapes: Sequence[Dims], origin: str = "user") -> Rule:
     """The rule that `text` states, for operands and results of these shapes.
 
-    A name that only operands have is reduced. `keep` lists names that need replication; `1` stands for a dimension that
+    A name that only operands have is reduced. `keep` lists names that need replication; `1` is a dimension that
     is never sharded.
 
     Raises:

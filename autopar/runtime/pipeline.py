@@ -76,8 +76,8 @@ class PipelineStep:
     @cached_property
     def argument_shardings(self) -> tuple[NamedSharding | None, ...]:
         """The sharding of every argument between steps; None for the batch."""
-        batch, homes = self.stages.split.batch, self.stages.updates.owners
-        return tuple(None if v in batch else self.shardings.argument(homes[v], v) for v in self.traced.graph.inputs)
+        batch, owners = self.stages.split.batch, self.stages.updates.owners
+        return tuple(None if v in batch else self.shardings.argument(owners[v], v) for v in self.traced.graph.inputs)
 
     @cached_property
     def result_shardings(self) -> Mapping[int, NamedSharding]:

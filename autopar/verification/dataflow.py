@@ -156,10 +156,10 @@ class Context:
         stage, value = self.plan.stages[0], self.values.get(site, -1)
         if value not in stage.values:
             return ()
-        home, wanted = stage.values[value], self.read(value, site)
-        copy = stage.copies.get(value, home)
-        first, then = (route(*ends, self.plan.mesh_sizes) for ends in ((home, copy), (copy, wanted)))
-        way = [layout for layout, _ in groupby((home, *first, copy, *then, wanted))]
+        layout, wanted = stage.values[value], self.read(value, site)
+        copy = stage.copies.get(value, layout)
+        first, then = (route(*ends, self.plan.mesh_sizes) for ends in ((layout, copy), (copy, wanted)))
+        way = [layout for layout, _ in groupby((layout, *first, copy, *then, wanted))]
         return [
             (value, *way[: k + 2], i)
             for k, ends in enumerate(pairwise(way))

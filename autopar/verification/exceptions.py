@@ -159,7 +159,7 @@ def _drop_constant_moves(unmatched: Unmatched, context: Context, predicted: Sequ
 #: Platform -> name -> exception, in the order in which they apply.
 EXCEPTIONS: Mapping[str, Mapping[str, Exemption]] = MappingProxyType(
     {
-        # Shardy scatters a sum exactly where one slice follows it; XLA goes by the operation
+        # Shardy scatters a sum exactly where one slice follows it; XLA decides by the operation
         # (-> autopar.passes.op_groups.reduction_lowering).
         "shardy": {
             "sum scattered that XLA leaves whole and slices": _substituted("all-reduce", "reduce-scatter"),

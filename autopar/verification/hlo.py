@@ -238,7 +238,7 @@ def _quoted(key: str, text: str) -> str:
 
 
 def _frames(text: str) -> Mapping[int, str]:
-    """Stack frame id -> "file.py:line", from the tables that stand before the first computation."""
+    """Stack frame id -> "file.py:line", from the tables before the first computation."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}
     for line in text.splitlines():
@@ -313,7 +313,7 @@ def _result_type(instruction: _Instruction) -> str:
     if not instruction.opcode.endswith("-start"):
         return instruction.type
     parts = _elements(instruction.type)
-    # an all-reduce-start returns its results alone, unless it stands for a wrapped computation
+    # an all-reduce-start returns its results alone, unless it wraps a computation
     plain = instruction.kind == "all-reduce" and not parts[0].startswith("(")
     return instruction.type if plain or len(parts) < 2 else parts[1]
 

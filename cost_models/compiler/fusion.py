@@ -282,7 +282,7 @@ class _Fusion:
         several = [s.outputs[0] for s in light if len(self.readers.get(s.outputs[0], ())) > 1]
         bit = {v: 1 << i for i, v in enumerate(several)}
         ahead: dict[int, int] = {}  # value -> those of them that it is made of
-        apart: dict[int, int] = {}  # value -> those of them that it is made of by way of memory
+        by_memory: dict[int, int] = {}  # value -> those of them that it is made of by way of memory
         found = 0
         for step in self.steps if bit else ():
             fused = step.kind == LIGHT and id(step) not in self.library
@@ -290,11 +290,11 @@ class _Fusion:
             before = detours = 0
             for v in inputs:
                 before |= ahead.get(v, 0) | bit.get(v, 0)
-                detours |= apart.get(v, 0) | (ahead.get(v, 0) if self._is_unfused(v) else 0)
+                detours |= by_memory.get(v, 0) | (ahead.get(v, 0) if self._is_unfused(v) else 0)
             if fused:
                 found |= detours & sum(bit.get(v, 0) for v in {*inputs})
             for v in step.outputs if before else ():
-                ahead[v], apart[v] = before, detours if fused else before
+                ahead[v], by_memory[v] = before, detours if fused else before
         return {v for v in several if bit[v] & found}
 
     def _is_unfused(self, value: int) -> bool:

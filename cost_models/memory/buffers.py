@@ -188,7 +188,7 @@ class _Values:
             return
         group, dims, assigned = placed
         s = b.model.grouping.groups[group].strategies
-        at = b.at((s.index, dims, kind, assigned), lambda: b.held(s, dims, kind, assigned), fixed)
+        at = b.at((s.index, dims, kind, assigned), lambda: b.piece_bytes(s, dims, kind, assigned), fixed)
         b.add(what, v, birth, death, at, node=group)
 
     def _placed(self, v: int) -> Place | None:
@@ -251,7 +251,7 @@ class _Values:
         s, kind = group.strategies, b.kind(v)
         if group.op == step.op.index and s.after.any():
             key = ("unsummed", s.index, binding.dims, kind, written)
-            at = b.at(key, lambda: self._wholes(s, written) * b.held(s, binding.dims, kind, assigned=True))
+            at = b.at(key, lambda: self._wholes(s, written) * b.piece_bytes(s, binding.dims, kind, assigned=True))
             b.add("unsummed", v, moment, moment, at, node=binding.group)
 
     def _wholes(self, s: StrategySet, written: bool) -> Floats:

@@ -1,6 +1,6 @@
 """Sizes of buffers under every choice of layouts.
 
-    bytes(buffer, strategy)  =  itemsize * prod_d ceil(extent_d / parts_d(strategy)) * padding to tiles    -> Sizes.held
+    bytes(buffer, strategy)  =  itemsize * prod_d ceil(extent_d / parts_d(strategy)) * padding to tiles   -> piece_bytes
                              =  0 where it stays in on-chip memory                                        -> Sizes._near
 
 All buffers of one kind (layout classes, shape) share one run of numbers; a buffer points to where its run starts.
@@ -148,7 +148,7 @@ class Sizes:
         self.filled += len(run)
         return self.filled - len(run)
 
-    def held(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
+    def piece_bytes(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
         factors = strategies.assigned if assigned else strategies.result
         each = shares(factors, strategies.sizes, self.mesh.sizes)

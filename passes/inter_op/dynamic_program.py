@@ -12,7 +12,7 @@ rest is a sum, and the best suffixes of s stages that begin with layer k on devi
 
     F(s, k, d) = min over layers j > k and placements d .. e of  t(k, j, d .. e) + x(j, e) + F(s - 1, j, e)
     t(k, j, d .. e) = min over the options of layers k .. j there that are no slower than t_max and fit:
-                      max(held + in_flight(s) stash, apart) <= memory
+                      max(fixed + in_flight(s) stash, without_microbatches) <= memory
 
 A stage followed by s - 1 stages has in_flight(s) microbatches in flight under the schedule. Not every value of t has to
 be tried as a bound: S(t_max) = F at the best number of stages only grows as t_max falls, so
@@ -60,16 +60,16 @@ class Options:
     Attributes:
         seconds: per microbatch, both passes.
         once: seconds per step (sums of gradients, updates).
-        held: bytes per device regardless of the microbatches in flight.
+        fixed: bytes per device regardless of the microbatches in flight.
         stash: bytes per device for each microbatch in flight.
-        apart: bytes per device with no microbatch in flight; None: no more than `held`.
+        without_microbatches: bytes per device with no microbatch in flight; None: no more than `fixed`.
     """
 
     seconds: Floats
     once: Floats
-    held: Floats
+    fixed: Floats
     stash: Floats
-    apart: Floats | None = None
+    without_microbatches: Floats | None = None
 
     def times(self, microbatches: int) -> Floats:
         """Seconds per microbatch, including seconds per step divided by the microbatches."""
@@ -77,8 +77,8 @@ class Options:
 
     def peaks(self, in_flight: int) -> Floats:
         """Peak bytes per device with `in_flight` microbatches."""
-        most = self.held + in_flight * self.stash
-        return most if self.apart is None else np.maximum(most, self.apart)
+        most = self.fixed + in_flight * self.stash
+        return most if self.without_microbatches is None else np.maximum(most, self.without_microbatches)
 
 
 @dataclass(frozen=True, eq=False)

@@ -96,7 +96,7 @@ class LayerClasses:
         programs, types = StepPrograms(split), split.graph.types
         found: dict[int, float] = {}
         for kind, s in self.stage.items():
-            state = sum(types[v].nbytes for v, home in updates.owners.items() if home == s)
+            state = sum(types[v].nbytes for v, owner in updates.owners.items() if owner == s)
             read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
             totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
             sums = [types[t.value] for t in totals if not programs.accumulator(t).is_stacked]

@@ -192,19 +192,19 @@ def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs
 
 def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
     """Positions of the argument leaves that a stage stores between steps."""
-    homes = found.stages.updates.owners
-    return tuple(i for i, v in enumerate(found.layers.graph.inputs) if homes.get(v) == number)
+    owners = found.stages.updates.owners
+    return tuple(i for i, v in enumerate(found.layers.graph.inputs) if owners.get(v) == number)
 
 
 def _inputs(
     graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
 ) -> tuple[Layout, ...]:
     """Layouts of the argument leaves on the submesh of the stage that stores them; `layouts`: in every stage."""
-    homes = found.stages.updates.owners
+    owners = found.stages.updates.owners
 
     def of(value: int) -> Layout:
-        layout = layouts[homes[value]].get(value) if value in homes else None
-        sizes = found.mesh(homes[value]).sizes if value in homes else ()
+        layout = layouts[owners[value]].get(value) if value in owners else None
+        sizes = found.mesh(owners[value]).sizes if value in owners else ()
         return replicated(axes) if layout is None else even(layout, graph.types[value].shape, sizes)
 
     return tuple(of(value) for value in graph.inputs)

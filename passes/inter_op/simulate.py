@@ -185,9 +185,9 @@ def least_seconds(prices: Prices, microbatches: int, in_flight: Sequence[int]) -
     passes = [f + b for f, b in zip(prices.forward, prices.backward, strict=True)]
     links = [prices.transfer.get((s, s + 1), 0.0) + prices.transfer.get((s + 1, s), 0.0) for s in range(len(passes))]
     bounds: list[float] = []
-    for s, held in enumerate(in_flight):
+    for s, count in enumerate(in_flight):
         there, trip = sum(passes[:s]) + sum(links[:s]), sum(passes[s:]) + sum(links[s:])
-        bounds.append(there + max(microbatches * passes[s], math.ceil(microbatches / held) * trip))
+        bounds.append(there + max(microbatches * passes[s], math.ceil(microbatches / count) * trip))
     return max(bounds) + (prices.update[0] if prices.update else 0.0)
 
 

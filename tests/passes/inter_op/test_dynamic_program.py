@@ -37,7 +37,8 @@ def priced(q: Question, parts: tuple[Part, ...]) -> float:
     for s, part in enumerate(parts):
         o, at = q.prices[part.placement.submesh], (part.option, part.first, part.last)
         most = max(
-            o.held[at] + q.in_flight(len(parts) - s) * o.stash[at], o.held[at] if o.apart is None else o.apart[at]
+            o.fixed[at] + q.in_flight(len(parts) - s) * o.stash[at],
+            o.fixed[at] if o.without_microbatches is None else o.without_microbatches[at],
         )
         if most > q.memory[part.placement.submesh]:
             return math.inf

@@ -134,7 +134,7 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None
         assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
         most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
         fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in one[2:4])
-        assert found.held[option, 2, 4] == pytest.approx(most + fixed)
+        assert found.fixed[option, 2, 4] == pytest.approx(most + fixed)
 
 
 def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(searcher: InterOpSearch) -> None:
