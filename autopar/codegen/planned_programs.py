@@ -1,4 +1,4 @@
-"""StepPrograms of planned stages: every value constrained to its planned layout, gradients unreduced until the update.
+"""Programs of planned stages: every value constrained to its planned layout, gradients unreduced until the update.
 
 `autopar.codegen.stage_programs` emits the programs of a planned stage, with a key per array. The runtime calls programs
 with numbered arrays: here each key gets the number of the step in stages, or an unused one where that has none, and the

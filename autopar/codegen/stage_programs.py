@@ -129,7 +129,7 @@ class StageEmitter:
                     emitter.lazy.update((value, (op, k)) for k, value in enumerate(op.outputs))
 
     def earlier_programs(self, name: str) -> tuple[str, ...]:
-        """StepPrograms whose values a program may read, in order."""
+        """Programs whose values a program may read, in order."""
         names = [*self.plan.graph.programs]
         earlier = names[: names.index(name)]
         in_loop = name in (BEGIN, *PASS_KINDS)

@@ -1,4 +1,4 @@
-"""StepPrograms of stages without a plan: a function gives the layouts of inputs and outputs, and none are set inside.
+"""Programs of stages without a plan: a function gives the layouts of inputs and outputs, and none are set inside.
 
 XLA propagates the layouts of inputs and outputs, and reduces gradients over devices in every microbatch.
 """

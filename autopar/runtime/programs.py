@@ -9,7 +9,7 @@
 `autopar.codegen.stage_shardings` gives their functions and shardings. Whole values are the same for every microbatch.
 Accumulators are donated from pass to pass, so that accumulation is part of the pass that makes a gradient. Arguments of
 the caller are donated to updates alone (donation.py): the state is valid while passes run. All operands are tuples of
-arrays in the order of the lists of values in `autopar.passes.stages.divide`. StepPrograms are traced one after another,
+arrays in the order of the lists of values in `autopar.passes.stages.divide`. Programs are traced one after another,
 since the types of operands are those of earlier results, and then compiled in parallel.
 """
 
