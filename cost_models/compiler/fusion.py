@@ -245,13 +245,19 @@ class _Fusion:
     def _is_repeated(self, step: Step) -> bool:
         """A light step that its light readers repeat, though its result is written for others.
 
-        It is cheap, and reads one array of its rank beside broadcasts.
+        It is cheap, and reads one array of its rank beside broadcasts. No reader repeats a value from behind a barrier.
         (openxla/xla, xla/service/instruction_fusion.cc: `ComputeGloballyUnfusible`, `EffectivelyAtMostUnary`.)
         """
         b = self.p.backend
         if step.kind != LIGHT or not (b.has_library and b.cheap_repeats) or self._is_dear(step):
             return False
-        return step.outputs[0] not in self.thin and self._is_unary(step)
+        v = step.outputs[0]
+        return v not in self.thin and v not in self.barred and self._is_unary(step)
+
+    @cached_property
+    def barred(self) -> frozenset[int]:
+        """Values that a barrier keeps in memory for the readers behind it."""
+        return frozenset(self.p.behind(v) for barrier in self.p.barriers for v in barrier)
 
     def _is_same_array(self, step: Step) -> bool:
         """A step that reshapes an array which is written for others and not repeated."""
