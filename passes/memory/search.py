@@ -17,7 +17,8 @@ changes of multipliers and in tree nodes, never in seconds. Only the deadline ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,30 @@ FEWEST = 10  # tree nodes that a search tree may visit whatever `WORK` says
 LONG: Mapping[str, Any] = {"changes": 150, "patience": 25, "enough": 0.05, "adapt": True, "scan": False}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxation:
+    """A presolved problem with the last dual ascent on it.
+
+    Attributes:
+        presolved: the problem.
+        rows: its memory rows, in the order of the multipliers.
+        pool: its plans met so far; grows.
+        messages: of the dual ascent, at `dual`.
+        dual: the lower bound (s, without `presolved.constant`) and the multipliers where it was reached.
+    """
+
+    presolved: PresolvedProblem
+    rows: Sequence[Row]
+    pool: Pool
+    messages: Messages
+    dual: Dual
+
+    def record(self, state: SearchState) -> None:
+        """Record the bound, unless it is valid only for plans with equal strategies for equal layers."""
+        if not self.presolved.symmetric:
+            state.bound(self.dual.lower + self.presolved.constant, self.rows, self.dual.multipliers.tolist())
+
+
 def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool) -> None:
     """Run one round of all steps of the module docstring, from the rows added so far.
 
@@ -55,67 +80,51 @@ def search(state: SearchState, how: SymmetryReduction, few: bool, *, full: bool)
         few: the program has so few equal layers that the last steps give each its own strategies.
         full: eliminate dominated strategies as well, not only infeasible ones.
     """
-    presolved, pool, dual, messages = _symmetric(state, how, full=full)
-    rows, individual = state.rows[: len(dual.multipliers)], not presolved.symmetric
-    if individual:
-        state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    first = relaxation = _symmetric(state, how, full=full)
+    first.record(state)
+    individual = not first.presolved.symmetric
     if state.done:
         return
-    symmetric = presolved, pool, dual, messages
     if not individual:
-        presolved, pool, dual, messages, rows = _bound(state, rows, dual, "bound", full=full)
-        mix(state, presolved, pool, rows, dual.multipliers)
+        relaxation = _bound(state, first, "bound", full=full)
+        mix(state, relaxation.presolved, relaxation.pool, relaxation.rows, relaxation.dual.multipliers)
     if state.done:
         return
     if few:
         if not individual:
-            _explore(state, *symmetric)
-        presolved, pool, dual, messages, rows = _bound(state, rows, dual, "none", full=full, patient=True)
+            _explore(state, first)
+        relaxation = _bound(state, relaxation, "none", full=full, patient=True)
     else:
-        dual = _deepen(state, presolved, pool, dual, messages, rows)
-        presolved, pool, dual, messages = _fix_by_bounds(state, presolved, pool, dual, messages, rows)
+        relaxation = _fix_by_bounds(state, _deepen(state, relaxation))
     if not state.done:
-        _branch_and_mix(state, presolved, pool, dual, messages, rows, individual or few)
+        _branch_and_mix(state, relaxation, individual or few)
 
 
-def _branch_and_mix(
-    state: SearchState,
-    presolved: PresolvedProblem,
-    pool: Pool,
-    dual: Dual,
-    messages: Messages,
-    rows: list[Row],
-    individual: bool,
-) -> None:
+def _branch_and_mix(state: SearchState, relaxation: _Relaxation, individual: bool) -> None:
     """Branch on nodes whose symmetry class has one member, then mix the plans that the tree met, then polish.
 
     With `individual`, every class of one member may be branched on. Otherwise only hubs may be, whose class has one
     member even before memory rows split the classes.
     """
+    presolved, rows, multipliers = relaxation.presolved, relaxation.rows, relaxation.dual.multipliers
     branchable = presolved.counts == 1 if individual else (presolved.counts == 1) & hubs(state.problem)[presolved.first]
-    lower, pairs = _branch(state, presolved, pool, dual, messages, branchable)
-    state.bound(lower + presolved.constant, rows, dual.multipliers.tolist())
+    lower, pairs = _branch(state, relaxation, branchable)
+    state.bound(lower + presolved.constant, rows, multipliers.tolist())
     if not state.done:
-        mix(state, presolved, pool, rows, dual.multipliers, pairs)
+        mix(state, presolved, relaxation.pool, rows, multipliers, pairs)
     if not state.done:
         polish(state)
 
 
-def _explore(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual, messages: Messages) -> None:
+def _explore(state: SearchState, relaxation: _Relaxation) -> None:
     """Branch and bound over plans with equal strategies for equal layers. Its bound holds only for these plans."""
-    dual = _deepen(state, presolved, pool, dual, messages)
+    deeper = _deepen(state, relaxation)
     if not state.late:
-        _branch(state, presolved, pool, dual, messages, presolved.counts > 0, EXPLORED)
+        _branch(state, deeper, deeper.presolved.counts > 0, EXPLORED)
 
 
 def _branch(
-    state: SearchState,
-    presolved: PresolvedProblem,
-    pool: Pool,
-    dual: Dual,
-    messages: Messages,
-    branchable: NDArray[np.bool_],
-    most: int = MOST,
+    state: SearchState, relaxation: _Relaxation, branchable: NDArray[np.bool_], most: int = MOST
 ) -> tuple[float, list[tuple[Ints, Ints]]]:
     """Run a search tree and submit the plans that fit.
 
@@ -126,12 +135,13 @@ def _branch(
     Returns:
         The lower bound of the tree (s, without `presolved.constant`), and the pairs of plans that it met.
     """
-    problem = presolved.constrained.problem
+    presolved, problem = relaxation.presolved, relaxation.presolved.constrained.problem
     able = WORK // (problem.variables + PER_NODE * len(problem.nodes))
     most = min(most, max(FEWEST, able))
-    tree = Tree(messages, pool, state.budget, branchable)
-    lower = tree.run(dual, state.seconds - presolved.constant, state.target / 2, state.deadline, most)
-    _submit(state, presolved, pool)
+    tree = Tree(relaxation.messages, relaxation.pool, state.budget, branchable)
+    upper = state.seconds - presolved.constant
+    lower = tree.run(relaxation.dual, upper, state.target / 2, state.deadline, most)
+    _submit(state, presolved, relaxation.pool)
     return lower, tree.pairs
 
 
@@ -143,120 +153,101 @@ def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
     return pool
 
 
-def _symmetric(
-    state: SearchState, how: SymmetryReduction, *, full: bool
-) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
+def _symmetric(state: SearchState, how: SymmetryReduction, *, full: bool) -> _Relaxation:
     """Presolve, dual ascent, local search and exact evaluation, repeated until no row is added."""
     rounds = 0
     while True:
-        presolved = presolve(state.problem, state.rows, how, full=full)
-        pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
-        objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-        dual = _ascend(state, messages, pool, objective)
-        _descend(state, presolved, pool, dual)
-        rows_before = len(state.rows)
-        _submit(state, presolved, pool)
+        rows = tuple(state.rows)
+        relaxation = _relax(state, presolve(state.problem, rows, how, full=full), rows)
         rounds += 1
-        if len(state.rows) == rows_before or state.late or rounds == ROUNDS:
-            return presolved, pool, dual, messages
+        if len(state.rows) == len(rows) or state.late or rounds == ROUNDS:
+            return relaxation
 
 
 def _bound(
-    state: SearchState, rows: list[Row], dual: Dual, how: SymmetryReduction, *, full: bool, patient: bool = False
-) -> tuple[PresolvedProblem, Pool, Dual, Messages, list[Row]]:
+    state: SearchState, last: _Relaxation, how: SymmetryReduction, *, full: bool, patient: bool = False
+) -> _Relaxation:
     """A dual ascent whose bound is valid for all plans, on the rows with a positive multiplier only.
 
     Fewer rows leave larger symmetry classes. A relaxation with fewer rows still bounds every plan.
 
     Args:
-        rows: the rows of `dual.multipliers`, in the same order.
-        dual: gives the multipliers to start from.
+        last: gives the rows, and the multipliers to start from.
         how: "bound" or "none", the symmetry reductions with valid bounds.
         patient: run long ascents.
-
-    Returns:
-        The presolved problem, its pool, the bound, the messages, and the rows used.
     """
-    priced = [r for r in range(len(dual.multipliers)) if dual.multipliers[r] > 0] or [0]
-    rows, multipliers = [rows[r] for r in priced], dual.multipliers[priced]
+    multipliers = last.dual.multipliers
+    priced = [r for r in range(len(multipliers)) if multipliers[r] > 0] or [0]
+    rows = [last.rows[r] for r in priced]
     presolved = presolve(state.problem, rows, how, full=full)
-    return *_fix_by_bounds(state, *_ascended(state, presolved, multipliers, rows, patient), rows, patient), rows
+    relaxation = _relax(state, presolved, rows, multipliers[priced], patient)
+    relaxation.record(state)
+    return _fix_by_bounds(state, relaxation, patient)
 
 
-def _fix_by_bounds(
-    state: SearchState,
-    presolved: PresolvedProblem,
-    pool: Pool,
-    dual: Dual,
-    messages: Messages,
-    rows: list[Row],
-    patient: bool = False,
-) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
+def _fix_by_bounds(state: SearchState, relaxation: _Relaxation, patient: bool = False) -> _Relaxation:
     """Remove strategies whose lower bound exceeds the incumbent and ascend again, while that removes many of them."""
     while not state.done:
-        keep = _within_bound(state, presolved, dual, messages)
-        if sum(map(len, keep)) > KEPT * presolved.constrained.problem.variables:
+        keep = _within_bound(state, relaxation)
+        if sum(map(len, keep)) > KEPT * relaxation.presolved.constrained.problem.variables:
             break
-        presolved = fixed_by_bounds(presolved, messages.pairs, keep)
-        presolved, pool, dual, messages = _ascended(state, presolved, dual.multipliers, rows, patient)
-    return presolved, pool, dual, messages
+        smaller = fixed_by_bounds(relaxation.presolved, relaxation.messages.pairs, keep)
+        relaxation = _relax(state, smaller, relaxation.rows, relaxation.dual.multipliers, patient)
+        relaxation.record(state)
+    return relaxation
 
 
-def _ascended(
-    state: SearchState, presolved: PresolvedProblem, multipliers: Floats, rows: list[Row], patient: bool = False
-) -> tuple[PresolvedProblem, Pool, Dual, Messages]:
-    """Dual ascent from these multipliers, local search, and exact evaluation. The bound is recorded."""
-    pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
-    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    dual = _ascend(state, messages, pool, objective, multipliers, patient)
-    state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
-    _descend(state, presolved, pool, dual)
-    _submit(state, presolved, pool)
-    return presolved, pool, dual, messages
-
-
-def _deepen(
+def _relax(
     state: SearchState,
     presolved: PresolvedProblem,
-    pool: Pool,
-    dual: Dual,
-    messages: Messages,
-    rows: list[Row] | None = None,
-) -> Dual:
-    """The better of `dual` and a long ascent from it, then local search. With `rows`, the bound is recorded."""
-    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    longer = _ascend(state, messages, pool, objective, dual.multipliers, True)
-    dual = longer if longer.lower > dual.lower else dual
-    if rows is not None:
-        state.bound(dual.lower + presolved.constant, rows, dual.multipliers.tolist())
+    rows: Sequence[Row],
+    multipliers: Floats | None = None,
+    patient: bool = False,
+) -> _Relaxation:
+    """Dual ascent from these multipliers, local search, and exact evaluation."""
+    pool, messages = _start(state, presolved), Messages(presolved.constrained, presolved.counts)
+    dual = _ascend(state, presolved, pool, messages, multipliers, patient)
     _descend(state, presolved, pool, dual)
     _submit(state, presolved, pool)
-    return dual
+    return _Relaxation(presolved, rows, pool, messages, dual)
+
+
+def _deepen(state: SearchState, relaxation: _Relaxation) -> _Relaxation:
+    """The better of the last ascent and a long one from it, then local search. The bound is recorded."""
+    presolved, pool, dual = relaxation.presolved, relaxation.pool, relaxation.dual
+    longer = _ascend(state, presolved, pool, relaxation.messages, dual.multipliers, True)
+    deeper = replace(relaxation, dual=longer) if longer.lower > dual.lower else relaxation
+    deeper.record(state)
+    _descend(state, presolved, pool, deeper.dual)
+    _submit(state, presolved, pool)
+    return deeper
 
 
 def _ascend(
     state: SearchState,
-    messages: Messages,
+    presolved: PresolvedProblem,
     pool: Pool,
-    objective: BudgetObjective,
-    start: Floats | None = None,
-    patient: bool = False,
+    messages: Messages,
+    start: Floats | None,
+    patient: bool,
 ) -> Dual:
     """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
+    objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
     effort: Mapping[str, Any] = LONG if patient else {}
     return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, **effort)
 
 
-def _within_bound(state: SearchState, presolved: PresolvedProblem, dual: Dual, messages: Messages) -> list[Ints]:
+def _within_bound(state: SearchState, relaxation: _Relaxation) -> list[Ints]:
     """Per node of the presolved problem, the strategies that a plan better than the incumbent may take.
 
     A strategy is kept if its bound on the penalised cost, plus the constant terms of the Lagrangian, is at most the
     cost of the incumbent.
     """
-    messages.set(dual.multipliers)
+    presolved, messages, multipliers = relaxation.presolved, relaxation.messages, relaxation.dual.multipliers
+    messages.set(multipliers)
     messages.run(SETTLE)
     # lambda (constants - budget): `messages.bounds` has neither the constant bytes nor the budget
-    spare = float(dual.multipliers @ (presolved.constrained.constants - state.budget))
+    spare = float(multipliers @ (presolved.constrained.constants - state.budget))
     limit = state.seconds - presolved.constant - spare + CLOSED * abs(state.seconds)
     keep = [np.flatnonzero(bound <= limit) for bound in messages.bounds]
     plan = None if state.plan is None else presolved.project(state.plan)
