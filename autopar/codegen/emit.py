@@ -105,13 +105,6 @@ def _to_memory(array: Any, sharding: NamedSharding, memory: str) -> Any:
         return jax.device_put(array, sharding.with_memory_kind(memory))
 
 
-#: Operations that run as LAPACK kernels on CPU, or contain one.
-KERNELS = (
-    *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
-    *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),
-)
-
-
 def compiler_options(plan: Plan, graph: Graph, platform: str) -> Mapping[str, str]:
     """XLA options that the program of a plan without stages needs.
 

@@ -8,7 +8,7 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 RAGGED_PRODUCTS = ("ragged_dot", "ragged_dot_general")
 #: Both.
 ALL_PRODUCTS = (*PRODUCTS, *RAGGED_PRODUCTS)
-#: Operations that run in kernels of LAPACK on CPU, or hold such.
+#: Operations that run as LAPACK kernels on CPU, or contain one.
 LAPACK = (
     *("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd"),
     *("triangular_solve", "tridiagonal", "tridiagonal_solve", "custom_linear_solve"),

@@ -117,7 +117,7 @@ class _Fusion:
         p = self.p
         self.kept = {*p.graph.inputs, *(v for v, _ in p.graph.constants)}
         self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
-        self.leaving.update(p.behind(v) for barrier in p.barriers for v in barrier)
+        self.leaving |= self.barred
         for step in self.steps:
             if step.name in ("broadcast_in_dim", "spread", "iota"):
                 self.broadcasts.update(step.outputs)

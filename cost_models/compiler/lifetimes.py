@@ -148,7 +148,7 @@ class _Clock:
         if step.joins:
             self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
         if step.frames:
-            if not step.joins:
+            if self.eager and not step.joins:
                 self._hoist(before, begin)
             self.ended.update(dict.fromkeys(step.outputs, self.found.end))
             self.found.moments.append(step)
@@ -163,7 +163,7 @@ class _Clock:
         """
         found = self.found
         for v in set(self.copies_read[before:]):
-            if self.eager and found.birth[v] < begin < found.death[v]:
+            if found.birth[v] < begin < found.death[v]:
                 found.death[v] = found.end
 
     def _keep_within(self, frame: Frame, begin: int) -> None:

@@ -194,11 +194,10 @@ class _Program:
     def returned_gradients(self) -> frozenset[int]:
         """Gradients of parameters: values that the backward pass produces and only changes in layout from then on."""
         returned: set[int] = set()
-        for position in range(len(self.graph.ops) - 1, -1, -1):
-            if self.phase(position) == "backward":
-                outputs = self.graph.ops[position].outputs
-                readers = {v: self.readers.get(v, ()) for v in outputs}
-                returned.update(v for v in outputs if all(self._is_returned(q, returned) for q in readers[v]))
+        for position in reversed(range(len(self.graph.ops))):
+            for v in self.graph.ops[position].outputs if self.phase(position) == "backward" else ():
+                if all(self._is_returned(q, returned) for q in self.readers.get(v, ())):
+                    returned.add(v)
         return frozenset(returned)
 
     def _is_returned(self, position: int, returned: Set[int]) -> bool:
@@ -429,8 +428,8 @@ def _recompute_before(
     operands = [v for op in recomputed for v in _values(op.inputs) if v not in own]
     operands += _external_operands(builder, readers, first)
     program = builder.program
-    excluded = program.constant | dropped
-    barrier_operands = [v for v in dict.fromkeys(operands) if v not in excluded and v in program.avals]
+    inputs = dict.fromkeys(v for v in operands if v in program.avals)
+    barrier_operands = [v for v in inputs if v not in program.constant and v not in dropped]
     producers = [program.producer.get(v) for v in barrier_operands]
     if not recomputed and all(q is not None and program.phase(q) == "backward" for q in producers):
         return  # gradients alone
