@@ -3,6 +3,6 @@
     in     Graph, Grouping, LogicalMesh, memory budget
     out    Problem (the ILP); its solution as shardings and collectives; Plan
 
-`build` has the equations, `extract` turns a solution into layouts and collectives, `plan` runs all steps from a graph
-to a plan on one mesh, and `mesh_search` chooses among meshes.
+`build` has the equations, `extract` turns a solution into layouts and collectives, `export` into a Plan. `plan` runs
+all steps from a graph to a plan on one mesh, and `mesh_search` chooses among meshes.
 """

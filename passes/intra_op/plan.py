@@ -4,7 +4,7 @@
 
     rules, op groups, problem     -> _model
     fold, presolve, bound, solve  -> Planner._bounded, Planner._finished; under a memory budget Planner._fitting
-    layouts, Plan                 -> _export
+    layouts, Plan                 -> passes/intra_op/export.py
 
 This module composes passes. `Planner` repeats the steps with some layers rematerialised, or with some optimizer state
 in the host's memory, as `autopar.passes.remat` asks for.
@@ -22,20 +22,16 @@ from functools import cached_property, partial
 
 from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import Backend, backend_of
-from autopar.cost_models.flops import main_dtype, model_flops
 from autopar.cost_models.memory.liveness import Liveness
-from autopar.cost_models.memory.report import report
 from autopar.cost_models.memory.row import Row, even_share, smallest
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
-from autopar.ir.layout import Layout, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op import extract
+from autopar.passes.intra_op.export import Draft, export
 from autopar.passes.op_groups import merge as op_groups
-from autopar.passes.op_groups.bindings import Grouping
 from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload, memory_policy
@@ -43,11 +39,8 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
-from autopar.plans import imbalance
-from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.plans.plan import Plan
 from autopar.rules import Rule, rules_of
-from autopar.rules.inherent import reason
-from autopar.verification import hbm_traffic
 
 #: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.
 ROUGH = 0.02
@@ -145,38 +138,6 @@ def make_plan(
 
 
 @dataclass(frozen=True, eq=False)
-class _Draft:
-    """The problem of a program with some layers rematerialised and some state in the host's memory.
-
-    Attributes:
-        policies: rematerialisation policy of each layer; empty if none is rematerialised.
-        hosted: positions of the arguments in the host's memory.
-        graph: the rewritten program.
-        rules: signature of an operation of `graph` -> sharding rule.
-        model: the problem; its costs include copies between device and host.
-        pinned: the pins.
-        alive: makes the liveness model.
-    """
-
-    policies: tuple[str, ...]
-    hosted: tuple[int, ...]
-    graph: Graph
-    rules: Mapping[int, Rule]
-    model: intra_op.Model
-    pinned: Pinned
-    alive: Callable[[], Liveness]
-
-    @cached_property
-    def liveness(self) -> Liveness:
-        """The memory model of the problem. It is made on demand, as a mesh that is pruned does not need it."""
-        return self.alive()
-
-    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
-        """Bytes per device in the host's memory under a solution."""
-        return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
-
-
-@dataclass(frozen=True, eq=False)
 class _Program:
     """A program with some layers rematerialised, and its problem before any state is moved to the host's memory."""
 
@@ -217,9 +178,9 @@ class Planner:
     parts: Parts
     attempts: int = 0
     laps: dict[str, float] = field(default_factory=dict)
-    drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], _Draft] = field(default_factory=dict)
+    drafts: dict[tuple[tuple[str, ...], tuple[int, ...]], Draft] = field(default_factory=dict)
     programs: dict[tuple[str, ...], _Program] = field(default_factory=dict)
-    solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[_Draft, Solution]] = field(default_factory=dict)
+    solved: dict[tuple[tuple[str, ...], tuple[int, ...]], tuple[Draft, Solution]] = field(default_factory=dict)
     fastest: dict[tuple[tuple[str, ...], tuple[int, ...]], Solution] = field(default_factory=dict)
     bounds: dict[tuple[tuple[str, ...], tuple[int, ...]], Bounded] = field(default_factory=dict)
     forecast: dict[Solution, Mapping[str, Forecast]] = field(default_factory=dict)
@@ -254,7 +215,7 @@ class Planner:
         assert found.plan is not None
         draft, solution = found.plan
         clock = _Clock()
-        plan = _export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
+        plan = export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
         clock.lap("export")
         self._count(clock.laps)
         if self.attempts > 1:
@@ -307,7 +268,7 @@ class Planner:
         others = [self.outcome(one) for key, one in self.solved.items() if key != self.as_written]
         return recomputation.overhead([free, *others], self.open_to(), room, self.forecasts(free))
 
-    def outcome(self, made: tuple[_Draft, Solution]) -> RematResult[tuple[_Draft, Solution]]:
+    def outcome(self, made: tuple[Draft, Solution]) -> RematResult[tuple[Draft, Solution]]:
         """The outcome of a plan: seconds, peak, and whether it fits."""
         draft, solution = made
         peak, _ = draft.liveness.peak(solution.assignment)
@@ -324,7 +285,7 @@ class Planner:
         """For each layer of the step, whether rematerialising it saves memory."""
         return remat.recomputable(self.parts.step.graph)
 
-    def forecasts(self, as_written: RematResult[tuple[_Draft, Solution]]) -> Mapping[str, Forecast]:
+    def forecasts(self, as_written: RematResult[tuple[Draft, Solution]]) -> Mapping[str, Forecast]:
         """Policy -> forecast of the time and memory of rematerialised layers, from this plan; empty if not known."""
         if as_written.plan is None:
             return {}
@@ -337,7 +298,7 @@ class Planner:
             self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
         return self.forecast[solution]
 
-    def choose(self, cutoff: float) -> RematResult[tuple[_Draft, Solution]]:
+    def choose(self, cutoff: float) -> RematResult[tuple[Draft, Solution]]:
         """The best outcome within the memory allowed. See `autopar.passes.remat.choose_offload.choose`."""
         return choose_offload.choose(self.attempt, self.open_to, self.leaves, self.memory_limit, cutoff, self.forecasts)
 
@@ -390,7 +351,7 @@ class Planner:
 
     def attempt(
         self, policies: Sequence[str], hosted: Sequence[int], effort: Effort, cutoff: float
-    ) -> RematResult[tuple[_Draft, Solution]]:
+    ) -> RematResult[tuple[Draft, Solution]]:
         """The outcome of planning with these policies and this state in the host's memory.
 
         Args:
@@ -418,7 +379,7 @@ class Planner:
         made = self.solved[policies, draft.hosted] = (draft, solution)
         return self.outcome(made)
 
-    def _start(self, draft: _Draft) -> Solution:
+    def _start(self, draft: Draft) -> Solution:
         """The cheapest plan without a memory budget.
 
         If that takes an ILP, and the plan found without it does not fit, this plan is returned as it is.
@@ -427,7 +388,7 @@ class Planner:
         goes_on = found.status == "open" and self.outcome((draft, found)).fits
         return self._fastest(draft) if goes_on else found
 
-    def _quick(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
+    def _quick(self, draft: Draft, cutoff: float = math.inf) -> Solution:
         """The solution without a memory budget and without an ILP, "open" if bounds leave a gap. Cached."""
         key = draft.policies, draft.hosted
         known = self.fastest.get(key)
@@ -435,7 +396,7 @@ class Planner:
             known = self.fastest[key] = self._bounded(draft, cutoff, self.options.gap)
         return known
 
-    def _fastest(self, draft: _Draft, cutoff: float = math.inf) -> Solution:
+    def _fastest(self, draft: Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan without a memory budget. Cached."""
         key = draft.policies, draft.hosted
         known = self._quick(draft, cutoff)
@@ -443,7 +404,7 @@ class Planner:
             self.fastest[key] = self._finished(self.bounds.pop(key))
         return self.fastest[key]
 
-    def _bounded(self, draft: _Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
+    def _bounded(self, draft: Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
         """The solution without an ILP; the state before the ILP is kept in `bounds` if one may improve it."""
         found = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
         self._count(found.phases)
@@ -460,7 +421,7 @@ class Planner:
         self._count({name: lap - known.phases.get(name, 0.0) for name, lap in found.phases.items()})
         return found
 
-    def _fitting(self, draft: _Draft, cutoff: float) -> Solution:
+    def _fitting(self, draft: Draft, cutoff: float) -> Solution:
         """The cheapest plan that fits. Errors are those of `autopar.passes.remat.memory_policy.solve`."""
         begin, counted = time.perf_counter(), sum(self.laps.values())
         try:
@@ -524,7 +485,7 @@ class Planner:
             self._count(clock.laps)
         return self.programs[policies]
 
-    def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> _Draft:
+    def _draft(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Draft:
         """The problem with these policies and this state in the host's memory, cached. Raises PinError."""
         if (policies, hosted) not in self.drafts:
             p, clock = self._program(policies), _Clock()
@@ -536,7 +497,7 @@ class Planner:
             backend = replace(backend, keeps_barriers=True) if policies else backend
             # without a reference to the planner: a cycle with its drafts would delay the release of their memory
             alive = partial(_liveness, p, model, self.mesh, backend, self.given, hosted, self.laps)
-            self.drafts[policies, hosted] = _Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
+            self.drafts[policies, hosted] = Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
         return self.drafts[policies, hosted]
 
 
@@ -585,160 +546,8 @@ class _Clock:
         self._last = now
 
 
-def _export(
-    original: Graph,
-    draft: _Draft,
-    solution: Solution,
-    mesh: LogicalMesh,
-    cluster_name: str,
-    donated: tuple[int, ...],
-) -> Plan:
-    """The plan of a solution; `original` is the program as written."""
-    graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
-    found = extract.layouts(model, solution.assignment)
-    state = match_state(graph)
-    inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
-    outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
-    planned = extract.collectives(graph, model, solution.assignment, found, mesh)
-    copied = offload.seconds(draft.host_bytes(mesh, solution), mesh) if draft.hosted else 0.0
-    parts = {**_parts(model, solution, copied), "hidden": extract.hidden_seconds(graph, model, planned, mesh)}
-    memory = report(liveness, solution.assignment)
-    host_bytes = draft.host_bytes(mesh, solution)
-    stage = Stage(
-        "all",
-        dict(zip(mesh.names, mesh.sizes, strict=True)),
-        mesh.size,
-        found.values,
-        found.uses,
-        found.copies,
-        peak_memory_bytes=memory.peak_bytes,
-        memory=memory.kinds,
-        host_memory_bytes=round(host_bytes),
-    )
-    account = imbalance.measure(graph, model.grouping.rules, stage)
-    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
-    return Plan(
-        graph_hash=graph_hash(original),
-        mesh_names=mesh.names,
-        mesh_sizes=mesh.sizes,
-        cluster=cluster_name,
-        stages=(stage,),
-        inputs=inputs,
-        outputs=outputs,
-        input_paths=graph.input_paths,
-        output_paths=graph.output_paths,
-        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
-        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
-        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
-        donated=donated,
-        collectives=planned,
-        step_time_s=solution.objective,
-        parts=parts,
-        objective_s=solution.objective,
-        lower_bound_s=solution.lower_bound,
-        gap=float(solution.gap),
-        solver_status=solution.status,
-        solver=solution.solver_used,
-        variables=solution.variables,
-        variables_unfolded=solution.variables_unfolded,
-        rows=solution.rows,
-        phases={},
-        # both include recomputation under the user's own jax.checkpoint
-        mfu=model_flops(original) / possible if possible > 0 else 0.0,
-        hfu=model_flops(graph) / possible if possible > 0 else 0.0,
-        flops_per_device=account.ratio * account.total / mesh.size,
-        bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
-        remat=draft.policies,
-        offloaded=tuple(sorted(draft.hosted)),
-        notes=(
-            *recomputation.notes(draft.policies),
-            *choose_offload.notes(graph, mesh, draft.hosted, host_bytes),
-            *_notes(graph, model.grouping, account, inputs, mesh),
-            *solution.warnings,
-        ),
-    )
-
-
 def _donated(graph: Graph, options: Options) -> tuple[int, ...]:
     """Positions of the arguments whose buffers the step may reuse."""
     if options.donate == "auto":
         return tuple(sorted(match_state(graph).values()))
     return tuple(int(i) for i in options.donate)
-
-
-def _output_layout(
-    graph: Graph,
-    position: int,
-    found: extract.Layouts,
-    state: Mapping[int, int],
-    inputs: tuple[Layout, ...],
-    pinned: Pinned,
-    mesh: LogicalMesh,
-) -> Layout:
-    """The layout in which a result is returned.
-
-    A pinned result has its pin, and the next state has the layout of the state. Any other result keeps its layout if
-    that divides it, has no partial sums, and the result is not empty (see `strategies.layouts_of`); otherwise it is
-    replicated.
-    """
-    if position in pinned.results:
-        return pinned.results[position]
-    if position in state:
-        return inputs[state[position]]
-    atom = graph.outputs[position]
-    of_value = found.values.get(atom) if isinstance(atom, int) else None
-    layout = found.uses.get(f"out{position}", of_value)
-    shape = graph.type_of(atom).shape
-    if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
-        return replicated(len(mesh.sizes))
-    return layout
-
-
-def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
-    """Seconds per step by part: operations with their reductions, reshards, and copies between device and host if any.
-
-    `copied` are the seconds of these copies, which the node costs include.
-    """
-    choice = solution.assignment
-    inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
-    found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
-    return {**found, "host": copied} if copied else found
-
-
-def _notes(
-    graph: Graph, grouping: Grouping, account: imbalance.Imbalance, inputs: tuple[Layout, ...], mesh: LogicalMesh
-) -> tuple[str, ...]:
-    """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
-    notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
-    notes.extend(_replicated_operations(graph, grouping))
-    notes.extend(_undivided(graph, inputs, mesh))
-    uneven = account.without("uncuttable", "chosen")
-    notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
-    return tuple(notes)
-
-
-def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
-    """A note per kind of operation whose rule allows no dimension to be cut, with the reason."""
-    whole: dict[str, tuple[int, str]] = {}
-    for c in grouping.groups:
-        if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
-            op = graph.by_index[c.op]
-            count, line = whole.get(op.name, (0, op.source))
-            whole[op.name] = (count + 1, line)
-    return [f"{name} runs replicated ({n} times, first at {line}): {reason(name)}" for name, (n, line) in whole.items()]
-
-
-def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:
-    """A note on the arguments that are replicated because no mesh axis divides any of their dimensions."""
-    stuck = [
-        path
-        for path, v, layout in zip(graph.input_paths, graph.inputs, inputs, strict=True)
-        if not cuts(layout, mesh.sizes)
-        and graph.types[v].size > 1
-        and not any(n % size == 0 for n in graph.types[v].shape for size in mesh.sizes if size > 1)
-    ]
-    if not stuck:
-        return []
-    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
-    shown = ", ".join(stuck[:4]) + (f" and {len(stuck) - 4} more" if len(stuck) > 4 else "")
-    return [f"replicated because no dimension divides by the mesh ({sizes}): {shown}"]

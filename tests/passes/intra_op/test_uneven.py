@@ -18,7 +18,7 @@ from autopar.cost_models.compiler.backends import CPU
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op import plan as planning
+from autopar.passes.intra_op import export
 from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned
@@ -57,12 +57,12 @@ def forced(graph, rules, sizes, name):
     whole = np.array([int(np.flatnonzero((s.result == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
-    draft = planning._Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
+    draft = export.Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
 
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
-        return planning._export(graph, draft, solution, mesh, "dear", ())
+        return export.export(graph, draft, solution, mesh, "dear", ())
 
     return found[place].strategies, plan
 

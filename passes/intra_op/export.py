@@ -1,0 +1,219 @@
+"""The plan of a solution: layouts, collectives, predicted costs, and notes.
+
+solution -> layouts, collectives      passes/intra_op/extract.py
+layouts of results                    -> _output_layout
+seconds by part                       -> _parts
+memory                                cost_models/memory/report.py
+what is replicated or uneven, and why -> _notes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.cost_models import offload
+from autopar.cost_models.flops import main_dtype, model_flops
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.report import report
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout, cuts, divides, replicated
+from autopar.ir.train_state import match_state
+from autopar.passes.intra_op import build as intra_op
+from autopar.passes.intra_op import extract
+from autopar.passes.op_groups.bindings import Grouping
+from autopar.passes.op_groups.constraints import Pinned
+from autopar.passes.remat import choose as recomputation
+from autopar.passes.remat import choose_offload
+from autopar.passes.solver.optimize import Solution
+from autopar.plans import imbalance
+from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.rules import Rule
+from autopar.rules.inherent import reason
+from autopar.verification import hbm_traffic
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """The problem of a program with some layers rematerialised and some state in the host's memory.
+
+    Attributes:
+        policies: rematerialisation policy of each layer; empty if none is rematerialised.
+        hosted: positions of the arguments in the host's memory.
+        graph: the rewritten program.
+        rules: signature of an operation of `graph` -> sharding rule.
+        model: the problem; its costs include copies between device and host.
+        pinned: the pins.
+        alive: makes the liveness model.
+    """
+
+    policies: tuple[str, ...]
+    hosted: tuple[int, ...]
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+    alive: Callable[[], Liveness]
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """The memory model of the problem. It is made on demand, as a mesh that is pruned does not need it."""
+        return self.alive()
+
+    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
+        """Bytes per device in the host's memory under a solution."""
+        return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
+
+
+def export(
+    original: Graph,
+    draft: Draft,
+    solution: Solution,
+    mesh: LogicalMesh,
+    cluster_name: str,
+    donated: tuple[int, ...],
+) -> Plan:
+    """The plan of a solution; `original` is the program as written."""
+    graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
+    found = extract.layouts(model, solution.assignment)
+    state = match_state(graph)
+    inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
+    outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
+    planned = extract.collectives(graph, model, solution.assignment, found, mesh)
+    copied = offload.seconds(draft.host_bytes(mesh, solution), mesh) if draft.hosted else 0.0
+    parts = {**_parts(model, solution, copied), "hidden": extract.hidden_seconds(graph, model, planned, mesh)}
+    memory = report(liveness, solution.assignment)
+    host_bytes = draft.host_bytes(mesh, solution)
+    stage = Stage(
+        "all",
+        dict(zip(mesh.names, mesh.sizes, strict=True)),
+        mesh.size,
+        found.values,
+        found.uses,
+        found.copies,
+        peak_memory_bytes=memory.peak_bytes,
+        memory=memory.kinds,
+        host_memory_bytes=round(host_bytes),
+    )
+    account = imbalance.measure(graph, model.grouping.rules, stage)
+    possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
+    return Plan(
+        graph_hash=graph_hash(original),
+        mesh_names=mesh.names,
+        mesh_sizes=mesh.sizes,
+        cluster=cluster_name,
+        stages=(stage,),
+        inputs=inputs,
+        outputs=outputs,
+        input_paths=graph.input_paths,
+        output_paths=graph.output_paths,
+        input_types=tuple(str(graph.types[v]) for v in graph.inputs),
+        input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
+        output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
+        donated=donated,
+        collectives=planned,
+        step_time_s=solution.objective,
+        parts=parts,
+        objective_s=solution.objective,
+        lower_bound_s=solution.lower_bound,
+        gap=float(solution.gap),
+        solver_status=solution.status,
+        solver=solution.solver_used,
+        variables=solution.variables,
+        variables_unfolded=solution.variables_unfolded,
+        rows=solution.rows,
+        phases={},
+        # both include recomputation under the user's own jax.checkpoint
+        mfu=model_flops(original) / possible if possible > 0 else 0.0,
+        hfu=model_flops(graph) / possible if possible > 0 else 0.0,
+        flops_per_device=account.ratio * account.total / mesh.size,
+        bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
+        remat=draft.policies,
+        offloaded=tuple(sorted(draft.hosted)),
+        notes=(
+            *recomputation.notes(draft.policies),
+            *choose_offload.notes(graph, mesh, draft.hosted, host_bytes),
+            *_notes(graph, model.grouping, account, inputs, mesh),
+            *solution.warnings,
+        ),
+    )
+
+
+def _output_layout(
+    graph: Graph,
+    position: int,
+    found: extract.Layouts,
+    state: Mapping[int, int],
+    inputs: tuple[Layout, ...],
+    pinned: Pinned,
+    mesh: LogicalMesh,
+) -> Layout:
+    """The layout in which a result is returned.
+
+    A pinned result has its pin, and the next state has the layout of the state. Any other result keeps its layout if
+    that divides it, has no partial sums, and the result is not empty (see `strategies.layouts_of`); otherwise it is
+    replicated.
+    """
+    if position in pinned.results:
+        return pinned.results[position]
+    if position in state:
+        return inputs[state[position]]
+    atom = graph.outputs[position]
+    of_value = found.values.get(atom) if isinstance(atom, int) else None
+    layout = found.uses.get(f"out{position}", of_value)
+    shape = graph.type_of(atom).shape
+    if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
+        return replicated(len(mesh.sizes))
+    return layout
+
+
+def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
+    """Seconds per step by part: operations with their reductions, reshards, and copies between device and host if any.
+
+    `copied` are the seconds of these copies, which the node costs include.
+    """
+    choice = solution.assignment
+    inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
+    found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
+    return {**found, "host": copied} if copied else found
+
+
+def _notes(
+    graph: Graph, grouping: Grouping, account: imbalance.Imbalance, inputs: tuple[Layout, ...], mesh: LogicalMesh
+) -> tuple[str, ...]:
+    """The notes of a plan: side effects, replicated operations and arguments, and uneven loads."""
+    notes = [f"side effect kept as it is: {effect}" for effect in graph.effects]
+    notes.extend(_replicated_operations(graph, grouping))
+    notes.extend(_undivided(graph, inputs, mesh))
+    uneven = account.without("uncuttable", "chosen")
+    notes.extend(f"more than an even share per device: {line}" for line in uneven.lines())
+    return tuple(notes)
+
+
+def _replicated_operations(graph: Graph, grouping: Grouping) -> list[str]:
+    """A note per kind of operation whose rule allows no dimension to be cut, with the reason."""
+    whole: dict[str, tuple[int, str]] = {}
+    for c in grouping.groups:
+        if c.op >= 0 and graph.types[c.value].size > 1 and not grouping.rules[graph.by_index[c.op].signature].free:
+            op = graph.by_index[c.op]
+            count, line = whole.get(op.name, (0, op.source))
+            whole[op.name] = (count + 1, line)
+    return [f"{name} runs replicated ({n} times, first at {line}): {reason(name)}" for name, (n, line) in whole.items()]
+
+
+def _undivided(graph: Graph, inputs: tuple[Layout, ...], mesh: LogicalMesh) -> list[str]:
+    """A note on the arguments that are replicated because no mesh axis divides any of their dimensions."""
+    stuck = [
+        path
+        for path, v, layout in zip(graph.input_paths, graph.inputs, inputs, strict=True)
+        if not cuts(layout, mesh.sizes)
+        and graph.types[v].size > 1
+        and not any(n % size == 0 for n in graph.types[v].shape for size in mesh.sizes if size > 1)
+    ]
+    if not stuck:
+        return []
+    sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+    shown = ", ".join(stuck[:4]) + (f" and {len(stuck) - 4} more" if len(stuck) > 4 else "")
+    return [f"replicated because no dimension divides by the mesh ({sizes}): {shown}"]
