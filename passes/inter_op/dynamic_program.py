@@ -52,8 +52,8 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
-class Options:
-    """Options of layers i .. j - 1 on one submesh; arrays of shape (options, layers + 1, layers + 1) at [:, i, j].
+class RunCosts:
+    """Costs of layers i .. j - 1 on one submesh; arrays of shape (options, layers + 1, layers + 1) at [:, i, j].
 
     Entries outside 0 <= i < j <= layers are ignored; infinite seconds mean that an option is impossible.
 
@@ -100,7 +100,7 @@ class Question:
     layers: int
     devices: int
     placements: Sequence[Placement]
-    prices: Sequence[Options]
+    prices: Sequence[RunCosts]
     memory: Sequence[float]
     microbatches: int
     in_flight: Callable[[int], int]

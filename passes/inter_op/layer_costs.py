@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import Options as Table
+from autopar.passes.inter_op.dynamic_program import RunCosts
 from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOptions
 from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers.find import Layers
@@ -231,17 +231,17 @@ def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(itertools.product(policies, range(1 + len(SHARES))))
 
 
-def table(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> Table:
+def run_costs(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> RunCosts:
     """All consecutive layers on one submesh; all of them have the same one of `run_options`."""
     options = [
         {k: option_at(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in run_options(policies)
     ]
     runs = [_runs([option[kind] for kind in of_layer]) for option in options]
-    return Table(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
+    return RunCosts(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
 
 
 def _runs(layers: Sequence[StageOption]) -> tuple[Floats, ...]:
-    """The arrays of `autopar.passes.inter_op.dynamic_program.Options` for one option."""
+    """The arrays of `autopar.passes.inter_op.dynamic_program.RunCosts` for one option."""
     seconds = _sums([t.times.forward + t.times.backward + t.times.weight for t in layers])
     once = _sums([t.times.update + t.times.reduce for t in layers])
     fixed = _sums([t.memory.state + t.memory.sums for t in layers])

@@ -44,8 +44,7 @@ from autopar.errors import ClusterError, MicrobatchError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, placements, search
-from autopar.passes.inter_op.dynamic_program import Options as Table
+from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, RunCosts, placements, search
 from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import (
     Border,
@@ -55,9 +54,9 @@ from autopar.passes.inter_op.layer_costs import (
     SubmeshCosts,
     border_bytes,
     layer_classes,
+    run_costs,
     run_options,
     shape_of,
-    table,
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, Simulator, rank, transfer_seconds
 from autopar.passes.inter_op.stage_options import StageOption, too_large
@@ -288,7 +287,7 @@ class InterOpSearch:
                 known = {n: w for n, w in options_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
             else:
                 known = self.lower_bounds_of(options_anywhere(count, priced))
-            prices = self._tables(space, known)
+            prices = self._run_costs(space, known)
             return _seconds(search(self._asked(count, space, prices, schedule), TOLERANCE, limit))
 
         limit = (1 - LITTLE) * estimated(best.microbatches) if best else space.limit
@@ -423,7 +422,9 @@ class InterOpSearch:
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
             some = {n: self._options_on(count, space, n, kinds[:done]) for n in others}
             lower_bounds = self.lower_bounds_of({**prices, **some})
-            if not search(self._asked(count, space, self._tables(space, lower_bounds), holds_least), TOLERANCE, limit):
+            if not search(
+                self._asked(count, space, self._run_costs(space, lower_bounds), holds_least), TOLERANCE, limit
+            ):
                 return False
         return True
 
@@ -452,7 +453,7 @@ class InterOpSearch:
         """
         while True:
             priced = {n: self._options_on(count, space, n) for n in submeshes}
-            question = self._asked(count, space, self._tables(space, priced), schedule)
+            question = self._asked(count, space, self._run_costs(space, priced), schedule)
             found = search(question, TOLERANCE, limit)
             without_costs = [self._without_costs(count, space, division) for division in found]
             near_best = [
@@ -516,11 +517,11 @@ class InterOpSearch:
         """The input of the dynamic program for a number of microbatches and a schedule: all submeshes and options."""
         self.whole(count, self.meshes)
         priced = {n: self._options_on(count, space, n) for n in self.meshes}
-        return self._asked(count, space, self._tables(space, priced), schedule)
+        return self._asked(count, space, self._run_costs(space, priced), schedule)
 
-    def _tables(self, space: SearchSpace, known: Mapping[int, OptionsByKind]) -> Mapping[int, Table]:
+    def _run_costs(self, space: SearchSpace, known: Mapping[int, OptionsByKind]) -> Mapping[int, RunCosts]:
         """Costs of all runs of layers."""
-        return {n: table(found, self.kinds.of_layer, space.policies) for n, found in known.items()}
+        return {n: run_costs(found, self.kinds.of_layer, space.policies) for n, found in known.items()}
 
     def _options_on(self, count: int, space: SearchSpace, n: int, kinds: Iterable[int] | None = None) -> OptionsByKind:
         """Options of these kinds of layers, or of all, on a submesh.
@@ -531,7 +532,7 @@ class InterOpSearch:
         least = {kind: self.least[kind] / size for kind in (self.kinds.stage if kinds is None else kinds)}
         return {k: priced.options(k) if nbytes <= capacity else (too_large(nbytes),) for k, nbytes in least.items()}
 
-    def _asked(self, count: int, space: SearchSpace, prices: Mapping[int, Table], schedule: str) -> Question:
+    def _asked(self, count: int, space: SearchSpace, prices: Mapping[int, RunCosts], schedule: str) -> Question:
         """The input of the dynamic program over the submeshes that have costs."""
         unused = next(iter(prices.values()))
         stash = SCHEDULES[schedule].stash

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.passes.inter_op.dynamic_program import Division, Options, Part, Placement, Question, placements, search
+from autopar.passes.inter_op.dynamic_program import Division, Part, Placement, Question, RunCosts, placements, search
 
 
 def divisions(q: Question) -> Iterator[tuple[Part, ...]]:
@@ -63,7 +63,7 @@ def questions(draw: st.DrawFn) -> Question:
     where = tuple(placements(groups))
     shape = (draw(st.integers(1, 2)), layers + 1, layers + 1)
     options = tuple(
-        Options(
+        RunCosts(
             rng.integers(1, 20, shape).astype(float),
             rng.integers(0, 9, shape).astype(float),
             rng.integers(0, 6, shape).astype(float),
@@ -116,8 +116,8 @@ def test_a_changed_price_is_noticed_by_brute_force() -> None:
     where = tuple(placements([(1, 2)]))
     seconds = np.ones((1, 3, 3))
     zero = np.zeros((1, 3, 3))
-    q = Question(2, 2, where, (Options(seconds, zero, zero, zero),) * 2, (1.0, 1.0), 4, lambda s: s)
-    dear = Question(2, 2, where, (Options(seconds * 3, zero, zero, zero),) * 2, (1.0, 1.0), 4, lambda s: s)
+    q = Question(2, 2, where, (RunCosts(seconds, zero, zero, zero),) * 2, (1.0, 1.0), 4, lambda s: s)
+    dear = Question(2, 2, where, (RunCosts(seconds * 3, zero, zero, zero),) * 2, (1.0, 1.0), 4, lambda s: s)
     assert search(q)[0].seconds == by_force(q) == 4.0  # one stage on both devices: 1 + 3 x 1
     assert search(dear)[0].seconds != by_force(q)
 
@@ -148,7 +148,7 @@ def uniform(layers: int, devices: int, m: int, memory: float = np.inf, stash: fl
     """Layers of 1 s on one device that scale as they are cut over more, on one host."""
     where = tuple(placements([(1, devices)]))
     runs = np.maximum(np.arange(layers + 1)[None] - np.arange(layers + 1)[:, None], 0).astype(float)[None]
-    prices = tuple(Options(runs / n, 0 * runs, runs / n, stash * runs / n) for n in range(1, devices + 1))
+    prices = tuple(RunCosts(runs / n, 0 * runs, runs / n, stash * runs / n) for n in range(1, devices + 1))
     return Question(layers, devices, where, prices, (memory,) * devices, m, lambda s: s)
 
 
@@ -181,7 +181,7 @@ def test_a_tolerance_loses_no_more_than_it_says() -> None:
     rng = np.random.default_rng(7)
     shape = (1, 9, 9)
     where = tuple(placements([(1, 4)]))
-    prices = tuple(Options(rng.uniform(1, 9, shape), *[np.zeros(shape)] * 3) for _ in range(4))
+    prices = tuple(RunCosts(rng.uniform(1, 9, shape), *[np.zeros(shape)] * 3) for _ in range(4))
     q = Question(8, 4, where, prices, (1.0,) * 4, 16, lambda s: s)
     exact, near = search(q)[0].seconds, search(q, tolerance=0.05)[0].seconds
     assert exact <= near <= exact / 0.95

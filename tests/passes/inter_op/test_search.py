@@ -29,9 +29,9 @@ from autopar.passes.inter_op.layer_costs import (
     LayerCosts,
     border_bytes,
     layer_classes,
+    run_costs,
     run_options,
     shape_of,
-    table,
 )
 from autopar.passes.inter_op.search import (
     LITTLE,
@@ -126,7 +126,7 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None
     on = pricing.on(cluster().logical_mesh((4,)))
     priced = on.whole()
     of_layer = pricing.kinds.of_layer
-    found = table({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
+    found = run_costs({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
     for option, (policy, number) in enumerate(run_options((NONE, FULL))):
         one = [priced.option(kind, number, policy) for kind in of_layer]
         passes = [t.times.forward + t.times.backward + t.times.weight for t in one]
@@ -405,7 +405,9 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     for known in ((0,), (0, 1), (0, 1, 3)):
         for first in ({n: real[n] for n in known}, {**{n: real[n] for n in known[:-1]}, 0: real[0], 3: some[3]}):
             for n, least in searcher.lower_bounds_of(first).items():
-                bound, exact = (table(w, searcher.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n]))
+                bound, exact = (
+                    run_costs(w, searcher.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n])
+                )
                 assert np.all(np.triu(bound, 1) <= np.triu(exact, 1) * (1 + 1e-9))
 
 
