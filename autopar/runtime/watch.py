@@ -76,8 +76,8 @@ def _smallest(results: Sequence[Any]) -> Sequence[jax.Array]:
 
 def _watch(returned: Sequence[Sequence[jax.Array]], ended: threading.Event, what: str, seconds: float) -> None:
     deadline, pause = time.monotonic() + seconds, 0.05
-    while (not_donated := deadline - time.monotonic()) > 0:
-        if ended.wait(min(pause, not_donated)) or (returned and all(map(_answered, returned[0]))):
+    while (remaining := deadline - time.monotonic()) > 0:
+        if ended.wait(min(pause, remaining)) or (returned and all(map(_answered, returned[0]))):
             return
         pause = min(2 * pause, LONGEST_PAUSE)
     warnings.warn(
