@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import PARTIAL, Layout
-from autopar.ir.swapped_products import swapped_products
 from autopar.plans.plan import Stage
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost_models.compiler.backends import Backend
+from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Atom, Graph, Op, Region, Type
-from autopar.ir.swapped_products import swapped_products
 
 LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
 

@@ -1,0 +1,32 @@
+"""Products whose only reader is a transpose, where swapping the operands gives the transposed result directly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from autopar.ir.graph import Graph, Op
+
+
+def swapped_products(graph: Graph) -> Mapping[int, Op]:
+    """Product -> its only reader, a transpose that swaps the dimensions of the two operands and nothing else."""
+    ops = tuple(graph.walk())
+    region_outputs = (a for op in ops for region in op.regions for a in region.outputs)
+    atoms = (*graph.outputs, *region_outputs, *(a for op in ops for a in op.inputs))
+    uses = Counter(a for a in atoms if isinstance(a, int))
+    products = {op.outputs[0]: op for op in ops if op.name == "dot_general"}
+    transposes = ((op.inputs[0], op) for op in ops if op.name == "transpose")
+    return {
+        v: op
+        for v, op in transposes
+        if isinstance(v, int) and v in products and uses[v] == 1 and _swaps(graph, products[v], op)
+    }
+
+
+def _swaps(graph: Graph, product: Op, transpose: Op) -> bool:
+    """Whether a transpose puts the dimensions of the second operand of a product before those of the first."""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    rank = graph.types[product.outputs[0]].rank
+    first = graph.type_of(product.inputs[0]).rank - len(contracted)  # result dimensions of batch and first operand
+    swapped = (*range(len(batch)), *range(first, rank), *range(len(batch), first))
+    return tuple(transpose.params["permutation"]) == swapped
