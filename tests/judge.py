@@ -21,7 +21,8 @@ from autopar import zoo
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.intra_op.export import Planned
+from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.plan import Stage
 from autopar.zoo.table import TOYS

@@ -9,7 +9,7 @@ what is replicated or uneven, and why -> _notes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,8 +25,6 @@ from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.op_groups.bindings import Grouping
 from autopar.passes.op_groups.constraints import Pinned
-from autopar.passes.remat import choose as recomputation
-from autopar.passes.remat import choose_offload
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan, Stage, graph_hash
@@ -67,6 +65,25 @@ class Draft:
         return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
 
 
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, and its origin.
+
+    Attributes:
+        plan: the plan.
+        graph: the graph as executed, with rematerialisation.
+        rules: signature of an operation of `graph` -> sharding rule.
+        model: the problem.
+        solution: the solution of the problem.
+    """
+
+    plan: Plan
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    solution: Solution
+
+
 def export(
     original: Graph,
     draft: Draft,
@@ -74,18 +91,29 @@ def export(
     mesh: LogicalMesh,
     cluster_name: str,
     donated: tuple[int, ...],
+    notes: Sequence[str] = (),
 ) -> Plan:
-    """The plan of a solution; `original` is the program as written."""
+    """The plan of a solution.
+
+    Args:
+        original: the program as written.
+        draft: the problem.
+        solution: the solution.
+        mesh: the mesh.
+        cluster_name: the name of its cluster.
+        donated: positions of the arguments whose buffers the step may reuse.
+        notes: the first notes of the plan.
+    """
     graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
     found = extract.layouts(model, solution.assignment)
     state = match_state(graph)
     inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
     outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
     planned = extract.collectives(graph, model, solution.assignment, found, mesh)
-    copied = offload.seconds(draft.host_bytes(mesh, solution), mesh) if draft.hosted else 0.0
+    host_bytes = draft.host_bytes(mesh, solution)
+    copied = offload.seconds(host_bytes, mesh) if draft.hosted else 0.0
     parts = {**_parts(model, solution, copied), "hidden": extract.hidden_seconds(graph, model, planned, mesh)}
     memory = report(liveness, solution.assignment)
-    host_bytes = draft.host_bytes(mesh, solution)
     stage = Stage(
         "all",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
@@ -133,8 +161,7 @@ def export(
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
         notes=(
-            *recomputation.notes(draft.policies),
-            *choose_offload.notes(graph, mesh, draft.hosted, host_bytes),
+            *notes,
             *_notes(graph, model.grouping, account, inputs, mesh),
             *solution.warnings,
         ),

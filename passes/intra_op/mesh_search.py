@@ -31,7 +31,8 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
 from autopar.ir import text
 from autopar.ir.trace import Traced
-from autopar.passes.intra_op.plan import Options, Parts, Planned, Planner
+from autopar.passes.intra_op.export import Planned
+from autopar.passes.intra_op.plan import Options, Parts, Planner
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED

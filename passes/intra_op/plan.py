@@ -30,7 +30,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op.export import Draft, export
+from autopar.passes.intra_op.export import Draft, Planned, export
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
 from autopar.passes.remat import choose as recomputation
@@ -39,7 +39,6 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
-from autopar.plans.plan import Plan
 from autopar.rules import Rule, rules_of
 
 #: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.
@@ -56,25 +55,6 @@ class Options(memory_policy.SolverOptions):
     memory_budget: float | str | None = None
     remat: str = remat.NONE
     offload: str = choose_offload.NONE
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """A plan, and its origin.
-
-    Attributes:
-        plan: the plan.
-        graph: the graph as executed, with rematerialisation.
-        rules: signature of an operation of `graph` -> sharding rule.
-        model: the problem.
-        solution: the solution of the problem.
-    """
-
-    plan: Plan
-    graph: Graph
-    rules: Mapping[int, Rule]
-    model: intra_op.Model
-    solution: Solution
 
 
 def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
@@ -215,7 +195,11 @@ class Planner:
         assert found.plan is not None
         draft, solution = found.plan
         clock = _Clock()
-        plan = export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given)
+        notes = (
+            *recomputation.notes(draft.policies),
+            *choose_offload.notes(draft.graph, self.mesh, draft.hosted, draft.host_bytes(self.mesh, solution)),
+        )
+        plan = export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given, notes)
         clock.lap("export")
         self._count(clock.laps)
         if self.attempts > 1:

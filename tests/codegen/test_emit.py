@@ -21,7 +21,8 @@ from autopar.hardware.meshes import targets
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import plan as planning
-from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.intra_op.export import Planned
+from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import Solution
 from tests.real_programs import PROGRAMS, array, loss, sgd, two_layers
 from tests.test_real_programs import assert_equal

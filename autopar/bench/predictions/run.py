@@ -45,7 +45,8 @@ from autopar.errors import ArgumentError
 from autopar.hardware import tpu_topology
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.trace import Traced, trace
-from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.intra_op.export import Planned
+from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.remat.choose import AUTO
 from autopar.passes.remat.rewrite import NONE
 

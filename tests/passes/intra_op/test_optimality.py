@@ -18,7 +18,8 @@ from autopar import zoo
 from autopar.hardware.cluster import Cluster
 from autopar.ir.problem import Edge, Node, Problem
 from autopar.ir.trace import Traced, trace
-from autopar.passes.intra_op.plan import Options, Planned, make_plan
+from autopar.passes.intra_op.export import Planned
+from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import optimize
 from tests.judge import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge_model import Judge, eliminated, enumerated
