@@ -10,7 +10,7 @@
     flops        what of it runs replicated, and why
     times        seconds of planning beside those that `jax.jit` compiles for
 
-Small steps are planned at the prices of `equal_case.dear`, at which even toys are cut, and run in float64 where the
+Small steps are planned at the prices of `equal.case.dear`, at which even toys are cut, and run in float64 where the
 program can: every leaf is equal to 1e-9 of its magnitude. Where something computes in float32 whatever it is given, a
 leaf is equal to 1e-5 (in float16 to 1e-3), or to ten times what a data-parallel step written by hand differs by (Adam
 divides rounding by rounding where a gradient is nearly zero). Large steps are in float32.

@@ -5,8 +5,8 @@
 
 A leaf has no digits of its own if it is zero but for rounding: the bias of a key before a softmax, the bias before a
 normalisation. It is known by its magnitude beside the largest of its kind (parameters, first moments, second moments),
-as in `equal_case`. Integers, booleans and random keys are equal or infinitely different; so are values that are not
-finite.
+as in `autopar.bench.equal.case`. Integers, booleans and random keys are equal or infinitely different; so are values
+that are not finite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`autopar bench corpus`: train steps as other people write them, checked one by one.
 
-Each program (`corpus_program`) has two workers, one for its small size and one for its large size; `corpus_case` says
+Each program (`program`) has two workers, one for its small size and one for its large size; `case` says
 what they check. A finding is appended to the resume file as soon as it is known; those found there are not looked for
 again. Where a worker dies or is silent for too long, the check that it was at fails, and another worker goes on with
 the next one.
@@ -23,7 +23,7 @@ from autopar.bench.equal.run import quick_flags
 DEVICES = 8
 PATIENCE = 300.0  # seconds without a finding after which a worker is ended
 OK, REFUSED, FAILED, ABSENT = "ok", "refused", "failed", "absent"
-#: Checks in the order in which they are made; see `corpus_case`.
+#: Checks in the order in which they are made; see `case`.
 SMALL = ("mesh 8", "cpu 8", "shardy 8", "mesh 2x4", "cpu 2x4", "shardy 2x4", "microbatches", "stages")
 LARGE = ("memory", "cpu large", "flops", "times")
 

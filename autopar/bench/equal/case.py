@@ -15,7 +15,7 @@ A leaf that is zero but for rounding (a key bias, of which the softmax takes no 
 known by its magnitude, at most `NOISE` of the largest of its kind (parameters, first moments, second moments), and may
 differ by ten times what it differs by in the data-parallel step.
 
-Much more than an even share of the FLOPs per device must have reasons: `equal_flops`.
+Much more than an even share of the FLOPs per device must have reasons: `flops`.
 
 The default cluster makes compute dear and communication cheap (`dear`): on figures of a real machine the best plan of
 a toy is to compute everything everywhere, which would test nothing.
@@ -27,7 +27,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,28 +52,18 @@ NOISE = {"nu": 1e-12}
 NOISE_ELSEWHERE = 1e-6  # second moments are squares
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one case found; differences of leaves are relative to their largest magnitude.
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """A parallel run beside the single device; differences of leaves are relative to their largest magnitude.
 
     Attributes:
-        ok: all of `failures` is empty.
         loss: largest relative difference of a loss.
         params: norm of the difference of all parameters over their norm.
         leaf: largest relative difference of a leaf of the state that is not rounding alone; `worst` is its path.
         rounding: number of leaves that are zero but for rounding.
         by_hand: `params` of the hand-written data-parallel step on `by_hand_devices` devices (0: it was not run).
-        flops_ratio: FLOPs per device of the compiled program times devices over those of one device.
-        bytes_ratio: emitted over predicted bytes on the wire.
-        wire_bytes: predicted bytes that each device sends per step.
-        reasons: what makes `flops_ratio` exceed `equal_flops.FLAG`, if it does.
-        failures: a line for each criterion that does not hold.
     """
 
-    model: str
-    mesh: tuple[int, ...]
-    dtype: str
-    ok: bool
     loss: float = 0.0
     params: float = 0.0
     leaf: float = 0.0
@@ -81,6 +71,25 @@ class Row:
     rounding: int = 0
     by_hand: float = 0.0
     by_hand_devices: int = 0
+
+
+@dataclass(frozen=True)
+class Row(Differences):
+    """The result of one case.
+
+    Attributes:
+        ok: all of `failures` is empty.
+        flops_ratio: FLOPs per device of the compiled program times devices over those of one device.
+        bytes_ratio: emitted over predicted bytes on the wire.
+        wire_bytes: predicted bytes that each device sends per step.
+        reasons: what makes `flops_ratio` exceed `flops.FLAG`, if it does.
+        failures: a line for each criterion that does not hold.
+    """
+
+    model: str
+    mesh: tuple[int, ...]
+    dtype: str
+    ok: bool
     flops_ratio: float = 0.0
     bytes_ratio: float = 0.0
     wire_bytes: float = 0.0
@@ -311,29 +320,18 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
     """All criteria for one model on one mesh."""
     given, devices = one.given, math.prod(mesh)
     ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
-    found = differences(ours.run.state, one.run.state)
-    rounding = rounding_leaves(one.run.state)
-    params = of_params(ours.run.state, one.run.state)
-    hand = by_hand(one, devices) if needs_expert(dtype, params, found, rounding) else ByHand()
-    worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
+    numbers, wrong = compared(one, ours.run, dtype, devices)
     report = verification.verify_compiled(ours.compiled, given.model.step, given.state, given.batches[0])
     row = Row(
         given.model.name,
         tuple(mesh),
         dtype,
         ok=False,
-        loss=loss_difference(ours.run, one.run),
-        params=params,
-        leaf=found[worst],
-        worst=worst,
-        rounding=len(rounding),
-        by_hand=hand.params,
-        by_hand_devices=hand.devices,
+        **asdict(numbers),
         flops_ratio=report.flops * devices / one.flops,
         bytes_ratio=report.comparison.ratio,
         wire_bytes=ours.plan.wire_bytes(),
     )
-    wrong = unequal(row, found, hand.leaves, rounding)
     found_flops = equal_flops.Reasons()
     if row.flops_ratio > equal_flops.FLAG:
         found_flops = equal_flops.explain(given.model.step, (given.state, given.batches[0]), ours.plan, row.flops_ratio)
@@ -341,30 +339,30 @@ def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") ->
     return replace(row, ok=not failures, reasons=found_flops.lines, failures=failures)
 
 
-class Differences(Protocol):
-    """What `unequal` reads of a row."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def params(self) -> float: ...
-    @property
-    def by_hand(self) -> float: ...
-
-
-def unequal(
-    row: Differences, found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]
-) -> list[str]:
-    """A line for each number that is too far from the single-device run.
+def compared(one: Single, run: Run, dtype: str, devices: int) -> tuple[Differences, list[str]]:
+    """A run beside the single device, and a line for each number that is too far from it.
 
     Args:
-        row: the differences of a case.
-        found: path of a leaf -> its difference; expert: that of the step written by hand.
-        rounding: leaves that are zero but for rounding.
+        one: the run on a single device.
+        run: the parallel run.
+        dtype: of the state.
+        devices: of the step written by hand, which says what rounding alone does.
     """
-    return _numbers_64(found, expert, rounding) if row.dtype == "float64" else _numbers_32(row)
+    found = differences(run.state, one.run.state)
+    rounding = rounding_leaves(one.run.state)
+    params = of_params(run.state, one.run.state)
+    hand = by_hand(one, devices) if needs_expert(dtype, params, found, rounding) else ByHand()
+    worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
+    numbers = Differences(
+        loss=loss_difference(run, one.run),
+        params=params,
+        leaf=found[worst],
+        worst=worst,
+        rounding=len(rounding),
+        by_hand=hand.params,
+        by_hand_devices=hand.devices,
+    )
+    return numbers, _numbers_64(found, hand.leaves, rounding) if dtype == "float64" else _numbers_32(numbers)
 
 
 def _numbers_64(found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]) -> list[str]:

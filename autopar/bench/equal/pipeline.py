@@ -1,6 +1,6 @@
 """`autopar bench equal --pipeline`: is the step in stages the single-device step? Every zoo toy under every schedule.
 
-One worker per model and dtype goes through the schedules (`equal_pipeline_case`). A row is appended to the resume file
+One worker per model and dtype goes through the schedules (`pipeline_case`). A row is appended to the resume file
 as soon as it is known; rows found there are not run again. XLA optimises as little as in `equal`.
 
 A model whose examples depend on each other runs in one microbatch: its row says why, and counts as a refusal. That is

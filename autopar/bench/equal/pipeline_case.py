@@ -1,12 +1,12 @@
 """One case of `autopar bench equal --pipeline`: three steps in stages against three steps on one device.
 
-Criteria are those of `equal_case`: every leaf to 1e-9 in float64, losses to 1e-5 in float32, parameters no further than
+Criteria are those of `case`: every leaf to 1e-9 in float64, losses to 1e-5 in float32, parameters no further than
 ten times what the hand-written data-parallel step differs by; donation, one trace, a new plan for a new shape. Besides,
 at least `MIN_LOOP_SHARE` of the FLOPs run in the loop over microbatches, unless the model's examples depend on each
 other.
 
 The batch is `BATCH` examples, so that every stage has a few in every microbatch. Layouts of the state are pinned, whole
-or as the model's table for tensor parallelism has them; all else is planned at the prices of `equal_case.dear`.
+or as the model's table for tensor parallelism has them; all else is planned at the prices of `case.dear`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one case found; differences as in `equal_case.Row`.
+class Row(equal_case.Differences):
+    """The result of one case.
 
     Attributes:
         ok: all of `failures` is empty.
@@ -53,13 +53,6 @@ class Row:
     ok: bool
     microbatches: int = 0
     share: float = 0.0
-    loss: float = 0.0
-    params: float = 0.0
-    leaf: float = 0.0
-    worst: str = ""
-    rounding: int = 0
-    by_hand: float = 0.0
-    by_hand_devices: int = 0
     refusal: str = ""
     failures: tuple[str, ...] = ()
 
@@ -71,12 +64,7 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
     asked = "auto" if coupled and schedule == "interleaved-1f1b" else schedule  # it takes no single microbatch
     how = {"stages": stages, "schedule": asked, **options(given.model, stages, inner)}
     ours = equal_case.parallel(given, replans=False, **how)
-    found = equal_case.differences(ours.run.state, one.run.state)
-    rounding = equal_case.rounding_leaves(one.run.state)
-    params = equal_case.of_params(ours.run.state, one.run.state)
-    expert = equal_case.needs_expert(dtype, params, found, rounding)
-    hand = equal_case.by_hand(one, DEVICES) if expert else equal_case.ByHand()
-    worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
+    numbers, wrong = equal_case.compared(one, ours.run, dtype, DEVICES)
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
     row = Row(
         given.model.name,
@@ -87,16 +75,9 @@ def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row
         ok=False,
         microbatches=ours.plan.num_microbatches,
         share=_share(one, ours.plan),
-        loss=equal_case.loss_difference(ours.run, one.run),
-        params=params,
-        leaf=found[worst],
-        worst=worst,
-        rounding=len(rounding),
-        by_hand=hand.params,
-        by_hand_devices=hand.devices,
+        **asdict(numbers),
         refusal=refusal,
     )
-    wrong = equal_case.unequal(row, found, hand.leaves, rounding)
     failures = (*wrong, *ours.habits, *_split(row, coupled))
     return replace(row, ok=not failures, failures=failures)
 

@@ -1,6 +1,6 @@
 """`autopar bench equal`: is the parallel step the single-device step? Every zoo toy on every small mesh.
 
-One worker per model and dtype goes through the meshes (`equal_case`), so that the single-device run is shared and
+One worker per model and dtype goes through the meshes (`case`), so that the single-device run is shared and
 memory is given back. A row is appended to the resume file as soon as it is known; rows found there are not run again.
 
 XLA is told to optimise little (`jax_compat.quick_compilation`): the programs are partitioned as always, and compiling
