@@ -17,8 +17,8 @@ from autopar.api import gather, parallelize
 from autopar.errors import ArgumentError, AutoparWarning
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan
-from tests.real_programs import array, loss, sgd, two_layers
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.test_real_programs import assert_equal
 
 P = PartitionSpec
 

@@ -36,7 +36,7 @@ from autopar.zoo import gpt
 from autopar.zoo.model import SINGLE
 from autopar.zoo.moe import route
 from tests.processes import printed_twice
-from tests.random_programs import program
+from tests.programs.random_programs import program
 
 SCALAR = 64  # bytes; what is smaller counts as a scalar
 

@@ -24,8 +24,8 @@ from autopar.passes.intra_op import plan as planning
 from autopar.passes.intra_op.export import Planned
 from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import Solution
-from tests.real_programs import PROGRAMS, array, loss, sgd, two_layers
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import PROGRAMS, array, loss, sgd, two_layers
+from tests.programs.test_real_programs import assert_equal
 
 # Any plan is a correct program
 

@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.api import parallelize
 from autopar.cost_models.reductions import KNOWN, REDUCTIONS, combines, family
 from autopar.hardware.cluster import Cluster
-from tests.test_real_programs import assert_equal
+from tests.programs.test_real_programs import assert_equal
 
 pytestmark = pytest.mark.core
 

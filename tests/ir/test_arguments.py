@@ -15,8 +15,8 @@ from flax import nnx
 import autopar
 from autopar.api import parallelize
 from autopar.errors import AutoparWarning
-from tests.real_programs import array
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import assert_equal
 
 MESH: Any = {"mesh": (8,)}
 ADAM = optax.adam(1e-2)  # made once: its functions are part of the structure of what it is in

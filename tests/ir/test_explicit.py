@@ -14,8 +14,8 @@ import autopar
 from autopar.api import parallelize
 from autopar.errors import PinError, TraceError
 from autopar.ir.trace import trace
-from tests.real_programs import array
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import assert_equal
 
 P = PartitionSpec
 EXPLICIT = (AxisType.Explicit,) * 2

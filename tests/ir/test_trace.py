@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from autopar.ir.trace import trace
-from tests.real_programs import array
+from tests.programs.real_programs import array
 
 W, X = array(8, 4), array(2, 8)
 

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.api import parallelize
 from autopar.hardware.cluster import Cluster
-from tests.real_programs import array
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import assert_equal
 
 pytestmark = pytest.mark.core
 

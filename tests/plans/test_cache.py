@@ -29,8 +29,8 @@ from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
 from tests.plans.plan_edits import edited
 from tests.processes import printed
-from tests.real_programs import array, loss, sgd, two_layers
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array, loss, sgd, two_layers
+from tests.programs.test_real_programs import assert_equal
 
 P = PartitionSpec
 ROOT = Path(__file__).parents[1]

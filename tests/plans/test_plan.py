@@ -16,7 +16,7 @@ from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.plans.plan import Plan, check_matches, from_json, graph_hash
-from tests.real_programs import array, loss, sgd, two_layers
+from tests.programs.real_programs import array, loss, sgd, two_layers
 
 ARGS = two_layers(), array(16, 8)
 

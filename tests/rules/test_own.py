@@ -25,8 +25,8 @@ from autopar.ir.trace import trace
 from autopar.rules import Rule, rules_of
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.verification import hlo
-from tests.real_programs import array
-from tests.test_real_programs import values
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import values
 
 NAMES, SIZES = ("x", "y"), (2, 4)
 

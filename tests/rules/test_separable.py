@@ -17,8 +17,8 @@ from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
 from autopar.rules import rules_of
 from autopar.rules.inherent import REASONS, UNKNOWN
-from tests.real_programs import array
-from tests.test_real_programs import assert_equal
+from tests.programs.real_programs import array
+from tests.programs.test_real_programs import assert_equal
 
 STACK = 8  # no other dimension below has this extent
 X, SQUARES = array(STACK, 16), array(STACK, 4, 4) + 4 * jnp.eye(4)

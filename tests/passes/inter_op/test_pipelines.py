@@ -34,7 +34,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.options import settings
 from autopar.plans.plan import Plan, from_json
-from tests.test_real_programs import assert_equal
+from tests.programs.test_real_programs import assert_equal
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,6 +1,6 @@
 """The optimizer finds what exhaustive search finds, and a judge that shares no code with it agrees on every price.
 
-Two hundred programs are judged here; `python -m tests.judge --graphs 1000` judges more in the same way.
+Two hundred programs are judged here; `python -m tests.judge.intra_op --graphs 1000` judges more in the same way.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op.export import Planned
 from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import optimize
-from tests.judge import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
-from tests.judge_model import Judge, eliminated, enumerated
-from tests.judge_survey import survey
+from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
+from tests.judge.model import Judge, eliminated, enumerated
+from tests.judge.survey import survey
 
 GRAPHS, WITH_ILP = 120, 40
 

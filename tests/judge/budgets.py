@@ -1,10 +1,10 @@
 """The judge of plans within a budget: certificates against HiGHS, on toys of the zoo and random programs.
 
     case(seed)     a program, a mesh with random prices, and a budget between the least peak and that of the free plan
-    judged(case)   what `optimize_within` finds and proves, beside what HiGHS finds           tests/budget_milp.py
+    judged(case)   what `optimize_within` finds and proves, beside what HiGHS finds           tests/judge/budget_milp.py
 
-`python -m tests.budgets --cases 100` judges that many and prints what it counted. A certificate holds if no plan that
-fits is cheaper than the bound, and the plan fits and costs what is said.
+`python -m tests.judge.budgets --cases 100` judges that many and prints what it counted. A certificate holds if no plan
+that fits is cheaper than the bound, and the plan fits and costs what is said.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from autopar.passes.intra_op.plan import Options, make_model
 from autopar.passes.memory.budget import optimize_within
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.solver.optimize import optimize
-from tests.budget_milp import within
-from tests.random_programs import program
+from tests.judge.budget_milp import within
+from tests.programs.random_programs import program
 
 ROUNDING = 1e-8  # relative
 SECONDS = 60.0  # for either side of a case
@@ -183,7 +183,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.budgets", description="judge plans within random budgets")
+    parser = argparse.ArgumentParser(prog="python -m tests.judge.budgets", description="judge plans in random budgets")
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for either side of a case")
     chosen = parser.parse_args()

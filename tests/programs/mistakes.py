@@ -32,7 +32,7 @@ from autopar.errors import (
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan
 from autopar.zoo.table import build
-from tests.real_programs import array
+from tests.programs.real_programs import array
 
 X, W = array(16, 8), array(8, 8)
 LINE = r"mistakes\.py:\d+"

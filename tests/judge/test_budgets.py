@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.budget_milp import within
-from tests.budgets import ROUNDING, Verdict, case, judged, summary
+from tests.judge.budget_milp import within
+from tests.judge.budgets import ROUNDING, Verdict, case, judged, summary
 from tests.passes.small_problems import random_problem
 from tests.passes.small_rows import all_peaks, brute_within, random_points
 

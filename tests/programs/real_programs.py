@@ -1,4 +1,4 @@
-"""Programs as people write them, each with arguments: what `tests/test_real_programs.py` runs on eight devices.
+"""Programs as people write them, each with arguments: what `test_real_programs` runs on eight devices.
 
 A program is a function without arguments that returns (function, arguments) or (function, arguments, options of
 `parallelize`). `PROGRAMS` is the table of all of them; shapes are small, batches and widths divide by eight.

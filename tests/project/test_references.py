@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXTS = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 PACKAGES = ("autopar", "passes", "cost_models")
 FILE = re.compile(r"`((?:autopar|passes|cost_models|tests|docs|examples)/[\w./-]+\.\w+)`")

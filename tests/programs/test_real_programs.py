@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from tests.real_programs import KEPT, PROGRAMS
+from tests.programs.real_programs import KEPT, PROGRAMS
 
 MESHES = ((2, 4), (8,))
 CORE = ("typed keys", "mixed leaves", "adam", "scan of mixed carries", "branches", "remat", "taking and scattering")

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.core
 
 LINKED = ("passes", "cost_models")

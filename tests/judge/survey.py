@@ -20,9 +20,9 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Region
 from autopar.ir.layout import divides
 from autopar.rules import Rule
-from tests.judge_facts import deferral, hurried, state
-from tests.judge_model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
-from tests.judge_pricing import EVEN, PADDED, Pricing, layout_options, op_options, sum_options
+from tests.judge.facts import deferral, hurried, state
+from tests.judge.model import ANY, WHOLE, Decision, Factors, Judge, Option, Place, Read, shown
+from tests.judge.pricing import EVEN, PADDED, Pricing, layout_options, op_options, sum_options
 
 TRIPS = 10  # of a loop that ends only at run time
 

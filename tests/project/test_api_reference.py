@@ -23,7 +23,7 @@ from autopar.plans.comparison import Comparison
 from autopar.runtime.executables import Executable, Lowered
 from autopar.verification.checking import Leaf
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = set(re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
 
 #: Classes of values that public functions return, or take, without a name in `autopar`.

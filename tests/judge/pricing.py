@@ -20,7 +20,7 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import Layout, Step, steps
 from autopar.rules import Rule
-from tests.judge_model import PARTIAL, WHOLE, Factors, Option
+from tests.judge.model import PARTIAL, WHOLE, Factors, Option
 
 SLICE = 1e-8  # s of a local slice
 EVEN, PADDED = 1.0, 1.5  # how much longer padding may make a dimension

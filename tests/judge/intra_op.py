@@ -1,10 +1,10 @@
 """The judge of intra-op optimality: what the optimizer finds against what exhaustive search finds, program by program.
 
-    program(seed)      a small random train step or function on a small random mesh      tests/random_programs.py
-    survey             its decisions and their seconds, worked out independently          tests/judge_survey.py
-    optimum            over all assignments                                               tests/judge_model.py
+    program(seed)      a small random train step or function on a random mesh     tests/programs/random_programs.py
+    survey             its decisions and their seconds, worked out independently   tests/judge/survey.py
+    optimum            over all assignments                                        tests/judge/model.py
 
-`python -m tests.judge --graphs 1000` judges that many programs of 4 to 10 clusters and prints what it counted;
+`python -m tests.judge.intra_op --graphs 1000` judges that many programs of 4 to 10 clusters and prints what it counted;
 `--zoo` prices the plans of all toy models instead.
 """
 
@@ -26,9 +26,9 @@ from autopar.passes.intra_op.plan import Options, make_plan
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.plan import Stage
 from autopar.zoo.table import TOYS
-from tests.judge_model import Judge
-from tests.judge_survey import survey
-from tests.random_programs import program
+from tests.judge.model import Judge
+from tests.judge.survey import survey
+from tests.programs.random_programs import program
 
 CLUSTERS = range(4, 11)
 ROUNDING = 1e-9  # relative
@@ -164,7 +164,9 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.judge", description="judge the optimizer on random programs")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.judge.intra_op", description="judge the optimizer on random programs"
+    )
     parser.add_argument("--graphs", type=int, default=1000, help="random programs to judge")
     parser.add_argument("--every", type=int, default=10, help="each so many go through CBC and HiGHS as well")
     parser.add_argument("--zoo", action="store_true", help="price the plans of the toy models instead")
