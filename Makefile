@@ -11,14 +11,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SIZE ?= 3M
 JOBS ?= 2
+AT ?= tests
 PYTEST_ARGS ?=
+TARGET ?= gpt-toy
+ARGS ?=
 
 export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
 # Tests and benchmarks start dozens of processes, each of which would compile the project's sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test core lint format docs clean
+.PHONY: help demo plan test core bench lint format docs ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -26,11 +29,17 @@ help: ## show this list
 demo: $(VENV)/.installed-base ## train a byte-level GPT on 8 virtual devices (SIZE=10M for a larger one)
 	@$(BIN)/python examples/train_gpt.py $(SIZE)
 
-test: $(VENV)/.installed-test ## run the whole test suite
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+plan: $(VENV)/.installed-base ## plan a model: TARGET=llama3-8b ARGS="--cluster dgx-h100 --mesh 32,8"
+	@$(BIN)/autopar plan $(TARGET) $(ARGS)
+
+test: $(VENV)/.installed-test ## run the whole test suite, or a part of it: AT=tests/passes/op_groups
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(AT) $(PYTEST_ARGS)
 
 core: $(VENV)/.installed-test ## run the core of the test suite
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed-test ## run a benchmark: ARGS="equal --models gpt-toy"; ARGS=--help lists them
+	@$(BIN)/autopar bench $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff, formatting and types
 	@$(BIN)/ruff check .
@@ -44,6 +53,9 @@ format: $(VENV)/.installed-dev ## rewrite the sources in the project's format
 docs: $(VENV)/.installed-docs ## build the documentation into site/, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "documentation: site/index.html"
+
+ci: ## all checks of a submission
+	@bash .ci/run
 
 clean: ## remove what was built, keeping the environments
 	rm -rf build dist site .cache .pytest_cache .ruff_cache .hypothesis *.egg-info
