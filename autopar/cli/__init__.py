@@ -70,6 +70,7 @@ def plan(
     gap: Gap = None,
     time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option(help="save the plan as JSON")] = None,
+    picture: Annotated[Path | None, typer.Option(help="draw the plan: a .png or .svg file")] = None,
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
@@ -96,6 +97,9 @@ def plan(
     if output is not None:
         found.save(output)
         say(f"saved to {output}")
+    if picture is not None:
+        found.picture(picture)
+        say(f"drawn to {picture}")
     print(found.to_json() if as_json else found.summary(apply_rewrites(trace(fn, *args), found).graph))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of measurements, by matplotlib (extra `report`)."""
+"""Pictures by matplotlib (extra `report`): of a plan, of measurements."""
 
 from __future__ import annotations
 
@@ -11,23 +11,32 @@ from autopar.errors import ArgumentError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @contextmanager
-def picture(path: Path, title: str, **axes: Any) -> Iterator[Axes]:
-    """One pair of axes to draw on, with labels and scales as matplotlib names them; written to `path` in the end.
+def figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
+    """A figure to draw on; written to `path` in the end.
 
-    Raises ArgumentError where matplotlib is not installed or the file's ending is none that it writes.
+    Raises:
+        ArgumentError: matplotlib is not installed, or it does not write files with this ending.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ArgumentError('--plot needs matplotlib: pip install "autopar[report]"') from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    drawn = figure.add_subplot(title=title, **axes)
+        raise ArgumentError('a picture needs matplotlib: pip install "autopar[report]"') from error
+    drawn = Figure(figsize=inches, layout="constrained")
     yield drawn
-    drawn.legend(fontsize="small")
     try:
-        figure.savefig(path, dpi=150)
+        drawn.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"--plot {str(path)!r} cannot be written: {error}") from error
+        raise ArgumentError(f"the picture {str(path)!r} cannot be written: {error}") from error
+
+
+@contextmanager
+def picture(path: Path, title: str, **axes: Any) -> Iterator[Axes]:
+    """One pair of axes with a legend; `axes`: labels and scales as matplotlib names them. Errors as for `figure`."""
+    with figure(path, (8, 5)) as whole:
+        drawn = whole.add_subplot(title=title, **axes)
+        yield drawn
+        drawn.legend(fontsize="small")

@@ -259,6 +259,19 @@ class Plan:
 
         return summary(self, graph)
 
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of the plan: the shards of the largest tensors, the parts of the step, the peak memory.
+
+        Args:
+            path: the file; its ending is a format that matplotlib writes, such as ".png" or ".svg".
+
+        Raises:
+            ArgumentError: matplotlib (`pip install "autopar[report]"`) is missing, or the file cannot be written.
+        """
+        from autopar.plans.drawing import draw
+
+        draw(self, Path(path))
+
     def __str__(self) -> str:
         return self.summary()
 

@@ -109,6 +109,14 @@ def _title(state: bool, optimizer: bool) -> str:
 
 def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
     """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
+    return [_argument(plan, key, group, reasons) for key, group in argument_groups(plan, members).items()]
+
+
+def argument_groups(plan: Plan, members: Sequence[int]) -> Mapping[tuple[str, ...], Sequence[int]]:
+    """The leaves by what they have in common: path but for layer numbers, type, layout, stage and memory.
+
+    Leaves of the optimizer that are sharded as their parameters are one group, whose key has two entries.
+    """
     parameter = _like_parameters(plan, members)
     groups: dict[tuple[str, ...], list[int]] = {}
     for i in members:
@@ -116,7 +124,7 @@ def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -
         hosted = _host(plan, i)
         same = path, plan.input_types[i], str(plan.inputs[i]), _holder(plan, i), hosted
         groups.setdefault((parameter[i], hosted) if i in parameter else same, []).append(i)
-    return [_argument(plan, key, group, reasons) for key, group in groups.items()]
+    return groups
 
 
 def _host(plan: Plan, i: int) -> str:
@@ -129,7 +137,7 @@ def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: R
         why = f"lies as the parameter does{_host(plan, first)}"
         return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", why
     why = _why(plan, first, reasons) + _host(plan, first)
-    return _label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
+    return label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
 
 
 def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
@@ -149,7 +157,7 @@ def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
     return found
 
 
-def _label(paths: Sequence[str]) -> str:
+def label(paths: Sequence[str]) -> str:
     """The path that all have in common, with "*" where they differ, and how many there are."""
     columns = zip(*(path.split("/") for path in paths), strict=True)
     name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
