@@ -130,10 +130,10 @@ def _box(axes: Axes, tensor: Tensor) -> None:
         for border in range(1, number if number <= LINED else 0):
             line(border / number, color="white", linewidth=0.6)
     axes.set_title(f"{_short(tensor.name)}\n{list(tensor.shape)}", fontsize="x-small")
-    axes.text(0.5, -0.05, f"{tensor.spec}\n{_held(tensor)}", ha="center", va="top", fontsize="x-small")
+    axes.text(0.5, -0.05, f"{tensor.spec}\n{_shards_text(tensor)}", ha="center", va="top", fontsize="x-small")
 
 
-def _held(tensor: Tensor) -> str:
+def _shards_text(tensor: Tensor) -> str:
     if tensor.shards == 1:
         return "whole on every device"
     return f"{tensor.shards} shards" + (f", {tensor.copies} copies of each" if tensor.copies > 1 else "")
