@@ -183,7 +183,7 @@ class Context:
         """Constrain an array to each layout of its route, the target last.
 
         An all-to-all starts from a separate copy constrained to `source`: where a dot reads the same array, XLA loses
-        its mesh axes and would all-gather it (jaxlib 0.12; docs/design.md, "Resharding").
+        its mesh axes and would all-gather it (jaxlib 0.12; docs/benchmarks/layout-changes.md).
 
         Args:
             array: the array.

@@ -11,7 +11,7 @@ conversion maps planned collectives to those that one compiler emits for them. V
     Shardy    the reductions of one operation along several axes are one collective           -> reduce_all_axes_at_once
     TPU       narrow types, equal reductions, small reductions and gathers   -> `autopar.verification.lowering_tpu`
 
-`CONVERSIONS` lists the conversions of each platform, in order. Measurements: docs/design.md, "Compile-only checks".
+`CONVERSIONS` lists the conversions of each platform, in order. Measurements: docs/decisions/verification.md.
 Deviations that cannot be predicted: `autopar.verification.exceptions`.
 """
 

@@ -5,7 +5,7 @@
     small reductions are not scattered                                              -> replace_small_reduce_scatters
     a vector is not gathered but summed: each device's piece in a buffer of zeros   -> replace_small_gathers
 
-Measurements: docs/design.md, "Compile-only checks". Deviations that cannot be predicted:
+Measurements: docs/decisions/verification.md. Deviations that cannot be predicted:
 `autopar.verification.exceptions`.
 """
 
