@@ -22,7 +22,8 @@ layouts, `steps` lists the collectives. Partial sums are reduced first:
     -> _reduce_partials
 
 Bytes are fractions of the whole value, and dimensions are only distinguished, never compared. A route therefore depends
-on the pattern of source and target alone, and one table serves every shape. Measurements: docs/benchmarks/layout-changes.md.
+on the pattern of source and target alone, and one table serves every shape. Measurements:
+docs/benchmarks/layout-changes.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ XLA's partitioner does the same on CPU, GPU and TPU (on CPU a reduce-scatter is 
 
 A dot is reduced in these stages only if every mesh axis takes part (XLA uses an idle axis in its own way) and no other
 axis cuts the dimension that is scattered onto first -> _in_stages. Codegen has to request the first stage by a
-constraint -> first_stage. Measured for all layouts of a matrix on meshes of 8 devices: docs/benchmarks/layout-changes.md.
+constraint -> first_stage. Measured for all layouts of a matrix on meshes of 8 devices:
+docs/benchmarks/layout-changes.md.
 """
 
 from __future__ import annotations
