@@ -268,7 +268,7 @@ class Plan:
         Raises:
             ArgumentError: matplotlib (`pip install "autopar[report]"`) is missing, or the file cannot be written.
         """
-        from autopar.plans.drawing import draw
+        from autopar.plans.picture import draw
 
         draw(self, Path(path))
 

@@ -11,7 +11,6 @@ The text is plain (no colour, 110 columns) and equal for equal plans.
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +18,8 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import local_shape, spec
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
+from autopar.plans.groups import argument_groups, host, label, owner, sections
+from autopar.plans.parallelism import describe
 from autopar.plans.plan import Plan, Stage
 from autopar.plans.reasons import Reasons, layout_text
 
@@ -41,7 +42,7 @@ STATUS: Mapping[str, str] = {
 def summary(plan: Plan, graph: Graph | None = None) -> str:
     """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
     reasons = None if graph is None or plan.pipelined else Reasons(plan, graph)
-    parts = [_head(plan)]
+    parts = _head(plan, graph)
     if plan.pipelined:
         parts.append(table("stages", ("", "layers", "devices", "per microbatch", "memory"), stage_rows(plan)))
     for title, members in sections(plan).items():
@@ -54,14 +55,16 @@ def summary(plan: Plan, graph: Graph | None = None) -> str:
     return "\n".join([*parts, "", *_foot(plan)])
 
 
-def _head(plan: Plan) -> str:
+def _head(plan: Plan, graph: Graph | None) -> list[str]:
+    """What the plan is for, its forms of parallelism, and the figures that matter most."""
     mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
-    head = f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}"
-    if not plan.pipelined:
-        return head
-    ranks = len({stage.rank for stage in plan.stages})
-    on = "" if ranks == len(plan.stages) else f" on {ranks} submeshes"
-    return f"{head}\n{len(plan.stages)} stages{on}, {plan.num_microbatches} microbatches, schedule {plan.schedule}"
+    peak = max(stage.peak_memory_bytes for stage in plan.stages)
+    lines = (
+        f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}",
+        describe(plan, graph),
+        f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {size(peak)} of memory per device",
+    )
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 # Stages
@@ -93,86 +96,24 @@ def _span(first: int, last: int) -> str:
 # Arguments
 
 
-def sections(plan: Plan) -> Mapping[str, tuple[int, ...]]:
-    """Title -> argument leaves, in their order; empty sections are left out."""
-    found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
-    for i, path in enumerate(plan.input_paths):
-        parts = path.split("/")
-        optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
-        found[_title(i in plan.donated, optimizer)].append(i)
-    return {title: tuple(members) for title, members in found.items() if members}
-
-
-def _title(state: bool, optimizer: bool) -> str:
-    return "other arguments" if not state else "optimizer state" if optimizer else "parameters and other state"
-
-
 def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
     """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
     return [_argument(plan, key, group, reasons) for key, group in argument_groups(plan, members).items()]
 
 
-def argument_groups(plan: Plan, members: Sequence[int]) -> Mapping[tuple[str, ...], Sequence[int]]:
-    """The leaves by what they have in common: path but for layer numbers, type, layout, stage and memory.
-
-    Leaves of the optimizer that are sharded as their parameters are one group, whose key has two entries.
-    """
-    parameter = _like_parameters(plan, members)
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for i in members:
-        path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
-        hosted = _host(plan, i)
-        same = path, plan.input_types[i], str(plan.inputs[i]), _holder(plan, i), hosted
-        groups.setdefault((parameter[i], hosted) if i in parameter else same, []).append(i)
-    return groups
-
-
-def _host(plan: Plan, i: int) -> str:
-    return "; in host memory" if i in plan.offloaded else ""
-
-
 def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
     first = group[0]
     if len(key) == 2:
-        why = f"lies as the parameter does{_host(plan, first)}"
+        why = f"lies as the parameter does{host(plan, first)}"
         return f"{key[0]}/... x{len(group)}", "of its parameter", "of its parameter", why
-    why = _why(plan, first, reasons) + _host(plan, first)
+    why = _why(plan, first, reasons) + host(plan, first)
     return label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
-
-
-def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
-    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
-
-    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
-    """
-    known = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
-    found: dict[int, str] = {}
-    for i in members:
-        parts = plan.input_paths[i].split("/")
-        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in known]
-        if ends and "params" not in parts[: ends[0]]:
-            j = known["/".join(parts[ends[0] :])]
-            if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
-                found[i] = "/".join(parts[: ends[0]])
-    return found
-
-
-def label(paths: Sequence[str]) -> str:
-    """The path that all have in common, with "*" where they differ, and how many there are."""
-    columns = zip(*(path.split("/") for path in paths), strict=True)
-    name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
-    return name if len(paths) == 1 else f"{name} x{len(paths)}"
-
-
-def _holder(plan: Plan, i: int) -> str:
-    """The stage of a pipeline that holds an argument."""
-    return next((stage.name for stage in plan.stages if i in stage.arguments), "")
 
 
 def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
     if plan.pipelined:
-        holder = _holder(plan, i)
-        return f"held by {holder}" if holder else "cut into microbatches in the stages that read it"
+        stage = owner(plan, i)
+        return f"held by {stage}" if stage else "cut into microbatches in the stages that read it"
     return layout_text(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
 
 

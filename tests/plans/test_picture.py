@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.plans.drawing import Tensor, tensors, times
+from autopar.plans.picture import Tensor, tensors, times
 from autopar.plans.plan import Plan
 from autopar.zoo import build
 
@@ -25,8 +25,8 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def stages() -> Plan:
     model = build("mlp-toy")
-    options = {"mesh": (2, 2), "stages": 2, "num_microbatches": 2, "schedule": "1f1b"}
-    return autopar.plan(model.step, *model.abstract_args(), progress=False, **options)
+    args = model.abstract_args()
+    return autopar.plan(model.step, *args, mesh=(2, 2), stages=2, num_microbatches=2, schedule="1f1b", progress=False)
 
 
 def box(plan: Plan, end: str) -> Tensor:

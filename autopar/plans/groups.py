@@ -1,0 +1,74 @@
+"""The argument leaves of a plan in groups: by their role in a step, and by equal layers.
+
+"params/blocks/0/w" and "params/blocks/1/w", of one type and layout    one group
+"opt/0/mu/blocks/0/w"                                                  of its parameter, if sharded alike
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from autopar.plans.plan import Plan
+
+
+def sections(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+    """Title -> argument leaves, in their order; empty sections are left out."""
+    found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
+    for i, path in enumerate(plan.input_paths):
+        parts = path.split("/")
+        optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
+        found[_title(i in plan.donated, optimizer)].append(i)
+    return {title: tuple(members) for title, members in found.items() if members}
+
+
+def _title(state: bool, optimizer: bool) -> str:
+    return "other arguments" if not state else "optimizer state" if optimizer else "parameters and other state"
+
+
+def argument_groups(plan: Plan, members: Sequence[int]) -> Mapping[tuple[str, ...], Sequence[int]]:
+    """The leaves by what they have in common: path but for layer numbers, type, layout, stage and memory.
+
+    Leaves of the optimizer that are sharded as their parameters are one group, whose key has two entries.
+    """
+    parameter = _like_parameters(plan, members)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i in members:
+        path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
+        hosted = host(plan, i)
+        same = path, plan.input_types[i], str(plan.inputs[i]), owner(plan, i), hosted
+        groups.setdefault((parameter[i], hosted) if i in parameter else same, []).append(i)
+    return groups
+
+
+def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
+    """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
+
+    "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
+    """
+    known = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
+    found: dict[int, str] = {}
+    for i in members:
+        parts = plan.input_paths[i].split("/")
+        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in known]
+        if ends and "params" not in parts[: ends[0]]:
+            j = known["/".join(parts[ends[0] :])]
+            if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
+                found[i] = "/".join(parts[: ends[0]])
+    return found
+
+
+def label(paths: Sequence[str]) -> str:
+    """The path that all have in common, with "*" where they differ, and how many there are."""
+    columns = zip(*(path.split("/") for path in paths), strict=True)
+    name = "/".join(parts[0] if len(dict.fromkeys(parts)) == 1 else "*" for parts in columns)
+    return name if len(paths) == 1 else f"{name} x{len(paths)}"
+
+
+def owner(plan: Plan, i: int) -> str:
+    """The stage of a pipeline that stores an argument."""
+    return next((stage.name for stage in plan.stages if i in stage.arguments), "")
+
+
+def host(plan: Plan, i: int) -> str:
+    return "; in host memory" if i in plan.offloaded else ""
