@@ -11,7 +11,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from autopar.version import VERSION
+
+__version__ = VERSION
 """Version of autopar, which plans and cached plans record."""
 
 #: public name -> module that defines it

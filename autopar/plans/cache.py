@@ -24,7 +24,7 @@ from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 
-from autopar import __version__, jax_compat
+from autopar import jax_compat
 from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
@@ -32,6 +32,7 @@ from autopar.ir.trace import Traced
 from autopar.passes.intra_op.plan import Options
 from autopar.plans.plan import Plan, from_json, graph_hash
 from autopar.plans.schema import parsed
+from autopar.version import VERSION
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
 MAX_FILES = 256
@@ -86,7 +87,7 @@ def question(
     Time limits are not part of it. `further`: what a search for a pipeline, or among meshes, is given besides.
     """
     parts = {
-        "autopar": f"{__version__} {_sources()}",
+        "autopar": f"{VERSION} {_sources()}",
         "jax": jax_compat.versions(),
         "program": graph_hash(traced.graph),
         "lines": _lines(traced.graph),

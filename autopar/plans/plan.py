@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 
-from autopar import __version__, jax_compat
+from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, spec
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
 from autopar.plans.schema import FieldError, Listed, Packed, form, parsed, shown
+from autopar.version import VERSION
 
 FORMAT = 1
 
@@ -166,7 +167,7 @@ class Plan:
     pieces: int = 0
     offloaded: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    version: str = __version__
+    version: str = VERSION
     format: int = FORMAT
 
     @property
@@ -397,5 +398,5 @@ def check_matches(plan: Plan, graph: Graph, name: str) -> None:
         )
     raise PlanMismatchError(
         f"the plan was made for another program than {name} traces to (same arguments, other operations; "
-        f"planned with autopar {plan.version}, this is {__version__} on {jax_compat.versions()}). Plan again."
+        f"planned with autopar {plan.version}, this is {VERSION} on {jax_compat.versions()}). Plan again."
     )

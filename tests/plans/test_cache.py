@@ -197,7 +197,7 @@ def test_versions_and_types_are_asked_but_not_the_time_limit(monkeypatch: pytest
     monkeypatch.setattr("autopar.jax_compat.versions", lambda: "jax-9")
     assert question() != before
     monkeypatch.undo()
-    monkeypatch.setattr("autopar.plans.cache.__version__", "9")
+    monkeypatch.setattr("autopar.plans.cache.VERSION", "9")
     assert question() != before
     monkeypatch.undo()
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)

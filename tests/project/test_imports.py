@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 #: Packages, and modules beside them, each of which may import those before it.
 ORDER = (
-    *("errors", "jax_compat", "parallel_map", "progress", "ir", "rules", "schedules", "hardware"),
+    *("version", "errors", "jax_compat", "parallel_map", "progress", "ir", "rules", "schedules", "hardware"),
     *("cost_models", "cost_models.compiler", "cost_models.memory"),
     *("passes", "passes.microbatch", "passes.layers", "passes.op_groups", "passes.solver", "passes.intra_op"),
     *("passes.memory", "passes.remat", "passes.stages", "passes.inter_op"),
@@ -33,7 +33,6 @@ UPWARD = frozenset(
         ("passes.intra_op", "plans"),
         ("passes.intra_op", "verification"),
         ("passes.stages", "plans"),
-        ("plans", ""),
         ("runtime", "compile"),
         ("verification", "compile"),
     }

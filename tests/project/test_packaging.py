@@ -64,7 +64,7 @@ def test_distributions_hold_every_source_as_a_file(tmp_path: Path) -> None:
 
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autopar.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "autopar.version.VERSION"}
     assert f"({autopar.__version__})" in (ROOT / "CHANGELOG.md").read_text()
 
 
