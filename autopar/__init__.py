@@ -21,7 +21,7 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "gather": "autopar.api",
-    "check": "autopar.verification.checking",
+    "check": "autopar.api",
     "Check": "autopar.verification.checking",
     "verify": "autopar.verification.verify",
     "Report": "autopar.verification.verify",
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from autopar.api import gather, parallelize, plan
+    from autopar.api import check, gather, parallelize, plan
     from autopar.errors import (
         ArgumentError as ArgumentError,
     )
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
     from autopar.plans.plan import Plan, Stage
     from autopar.rules.registry import register_rule
-    from autopar.verification.checking import Check, check
+    from autopar.verification.checking import Check
     from autopar.verification.verify import Report, verify
 
 

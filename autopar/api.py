@@ -1,4 +1,4 @@
-"""What users call: `parallelize`, `plan`, `gather`.
+"""What users call: `parallelize`, `plan`, `check`, `gather`.
 
     first call      trace -> plan -> compile, for these shapes
     later calls     flatten, place what is not in place, run
@@ -23,14 +23,16 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.compile import Pin, PlannedStep, name_of, plan_step, warn
+from autopar.compile import plan_step, warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays
 from autopar.ir.trace import is_tracing
-from autopar.options import Options, PlanningOptions, Settings, settings, with_options
+from autopar.options import Options, PlanningOptions, Settings, name_of, settings, with_options, written
 from autopar.plans.plan import Plan
 from autopar.runtime.executables import Executable, Lowered, lower
+from autopar.runtime.planned_step import Pin, PlannedStep
+from autopar.verification.checking import Check, compare_with_one_device
 
 
 @with_options
@@ -139,6 +141,38 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions])
     chosen = settings(options)
     with as_arrays(args, {}, chosen.static_argnums) as given:
         return plan_step(fn, given.args, {}, chosen, local=False).plan
+
+
+@with_options
+def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Check:
+    """Run a step in parallel, and as it is written on one device, and compare the results leaf by leaf.
+
+    Integers, booleans and random keys must be equal. A float may differ by 1e-9 (float64), 1e-5 (float32), 5e-3
+    (float16), 3e-2 (bfloat16) or 0.25 (float8) of the largest magnitude in its leaf, by the least precise type that the
+    step computes in. It may also differ by four times as much as the result of the step as written changes when each
+    float of the arguments changes by one unit in the last place. For a stricter check pass arguments in float64, under
+    `jax.enable_x64(True)`. If the step does not fit the memory of one device, as the cluster describes it, the batch is
+    halved until it fits.
+
+    Args:
+        fn: the function as it is written, or a parallelized one.
+        *args: the arguments of a call, arrays and modules. They are not changed.
+        **options: those of `parallelize`. Without any, those that `fn` was parallelized with.
+
+    Returns:
+        The comparison. A difference raises no error; see `Check.ok` and `Check.raise_if_different`.
+
+    Raises:
+        ArgumentError: an argument has no value, or the step does not fit one device even with one example.
+    """
+    step, args, own = written(fn, args)
+    chosen = own if own is not None and not options else settings(options)
+
+    def parallel(args: Sequence[Any]) -> tuple[PlannedStep, Executable]:
+        planned = plan_step(step, args, {}, chosen, local=True)
+        return planned, lower(planned, name_of(step)).compile()
+
+    return compare_with_one_device(step, args, chosen, parallel)
 
 
 def gather(tree: Any) -> Any:

@@ -3,63 +3,45 @@
 trace      in the mesh that the user has set, types included
 plan       for candidate meshes with Auto axes, and for pipelines   -> _plan_one_mesh, _search_pipelines
            for stages as the user gives them                        -> _plan_stages_as_given
-load       a plan from a file, checked against the function and mesh -> _load
+load       a given plan, checked against the function and mesh      -> autopar/runtime/load.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 from autopar import argnums, jax_compat
-from autopar.codegen import emit as codegen
 from autopar.codegen.accumulate import accumulate_gradients
-from autopar.errors import (
-    ArgumentError,
-    AutoparError,
-    AutoparWarning,
-    GraphError,
-    MicrobatchError,
-    PlanMismatchError,
-    ScheduleError,
-)
+from autopar.codegen.rewrites import apply_rewrites, rewritten_hash
+from autopar.errors import ArgumentError, AutoparError, AutoparWarning, PlanMismatchError, ScheduleError
 from autopar.hardware import meshes
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph
 from autopar.ir.graph import verify as verify_graph
-from autopar.ir.layout import from_spec
 from autopar.ir.text import seconds
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
-from autopar.options import Settings
+from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op import plan as pipeline_plan
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.intra_op.mesh_search import MeshSearch
 from autopar.passes.intra_op.plan import Options, Parts, collector_paused
 from autopar.passes.remat import choose_offload, memory_policy
-from autopar.passes.remat import rewrite as remat
-from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.plans import cache as plan_cache
-from autopar.plans.checks import mismatches
-from autopar.plans.layout_checks import check_arguments, check_layouts
-from autopar.plans.plan import Plan, check_matches, graph_hash
-from autopar.plans.schema import FieldError
+from autopar.plans.plan import Plan, graph_hash
 from autopar.progress import Progress, reporting
-from autopar.rules import Rule, rules_of
 from autopar.rules.registry import registered_rules
-from autopar.runtime import PipelineStep, build
-from autopar.runtime.failures import CALLBACKS
+from autopar.runtime.load import load
+from autopar.runtime.planned_step import PlannedStep
 
 MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
 
@@ -75,85 +57,6 @@ PLANNED_OVER_FORECAST = 0.9
 UNFUSED_OVER_PEAK = 3.0
 #: Number of graphs whose rewriting into microbatches is cached: each mesh asks for the same rematerialised graphs.
 SPLIT_CACHE_SIZE = 4
-
-#: The sharding of an argument on an Explicit mesh: its spec (None if it is replicated) and the mesh.
-Pin = tuple[PartitionSpec | None, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A planned step, before code generation.
-
-    Attributes:
-        traced: the trace with the graph that is executed, rematerialisation and microbatches included.
-        plan: the plan.
-        target: the mesh that it is for.
-        registered: the user's sharding rules that it was planned with.
-        warnings: what to warn the user of.
-        pipeline: the step in stages; None on one mesh.
-        layouts: the layouts inside the stages, if there are several.
-    """
-
-    traced: Traced
-    plan: Plan
-    target: Target
-    registered: Mapping[str, str]
-    warnings: tuple[str, ...] = ()
-    pipeline: Pipelined | None = None
-    layouts: StagePlans[CodegenStage] | None = None
-
-    def rules(self) -> Mapping[int, Rule]:
-        """The sharding rules of the graph's operations, for code generation."""
-        return rules_of(self.traced.graph, self.registered)
-
-    def mesh(self) -> Mesh:
-        """The devices, with Auto axes."""
-        return jax_compat.auto_mesh(meshes.concrete(self.target), self.target.logical.names)
-
-    def argument_shardings(self) -> tuple[NamedSharding, ...]:
-        """The sharding of every argument leaf between steps; where no stage stores it, that of the first stage."""
-        pieces = (self.mesh(),) if self.pipeline is None else self.submeshes()
-        rank = {i: stage.rank for stage in self.plan.stages for i in stage.arguments}
-        by_rank = [codegen.in_shardings(self.plan, piece) for piece in pieces]
-        return tuple(by_rank[rank.get(i, 0)][i] for i in range(len(self.plan.inputs)))
-
-    def submeshes(self) -> tuple[Mesh, ...]:
-        """The devices of every rank of a pipeline, with Auto axes."""
-        assert self.pipeline is not None
-        devices, names = meshes.concrete(self.target), self.target.logical.names
-        extents = self.pipeline.choice.extents
-        pieces = [devices[end - n : end] for n, end in zip(extents, itertools.accumulate(extents), strict=True)]
-        shapes = [mesh.sizes for mesh in self.pipeline.meshes]
-        return tuple(jax_compat.auto_mesh(p.reshape(n), names) for p, n in zip(pieces, shapes, strict=True))
-
-    def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
-        """The pipeline, compiled for the devices of this process; `compiler_options`: of XLA."""
-        assert self.pipeline is not None
-        with jax_compat.automatic_axes():
-            # an error in a host callback is reported after its call has returned, unless each call is waited for
-            blocking = any(op.name in CALLBACKS for op in self.traced.graph.walk())
-            submeshes = self.submeshes()
-            required = codegen.kernel_options(self.traced.graph, submeshes[0].devices.flat[0].platform)
-            options: Any = {
-                "layouts": self.layouts,
-                "compiler_options": {**required, **(compiler_options or {})},
-                "blocking": blocking,
-                "donated": self.plan.donated,
-            }
-            return build(self.traced, self.pipeline.stages, self.pipeline.schedule, submeshes, **options)
-
-    def matches_pins(self, pins: Sequence[Pin | None], within: bool) -> bool:
-        """Whether the plan fits a call whose arguments have these types.
-
-        Args:
-            pins: per argument leaf, its sharding on an Explicit mesh; None where it has none.
-            within: an argument, or the call, is on an Explicit mesh.
-        """
-        return within == (self.traced.mesh is not None) and all(
-            dict(pin[1].shape) == self.target.logical.shape and from_spec(pin[0], self.plan.mesh_names) == layout
-            for pin, layout in zip(pins, self.plan.inputs, strict=True)
-            if pin is not None and pin[0] is not None
-        )
 
 
 def plan_step(
@@ -179,7 +82,8 @@ def plan_step(
         call = _Call(fn, traced, args, local, time.perf_counter() - begin, report)
         with jax_compat.automatic_axes():
             if s.plan is not None:
-                return _load(fn, traced, replace(s, plan=argnums.donating_no_more(s.plan, args, s)))
+                given = argnums.donating_no_more(s.plan, args, s)
+                return load(name_of(fn), traced, given, s.mesh, s.cluster)
             if s.pipelined:
                 return _plan_stages_as_given(call, s)
             if not traced.pins and pipelines.is_open(s, traced.graph):
@@ -296,7 +200,7 @@ class _OneMeshPlanner:
         best = PlannedStep(self._traced, plan, target, self._rules, plan_warnings)
         if best.plan.remat:
             best = replace(best, traced=apply_rewrites(step, best.plan))
-        if rewritten := _rewritten_hash(step, best.traced):
+        if rewritten := rewritten_hash(step, best.traced):
             (stage,) = best.plan.stages
             best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=rewritten),)))
         return best
@@ -336,7 +240,7 @@ def _offload(s: Settings, target: Target, local: bool) -> str:
     Raises:
         ArgumentError: the option is "all", and the devices here cannot address host memory.
     """
-    kinds = _memory_kinds(target) if local else (jax_compat.HOST_MEMORY,)
+    kinds = meshes.memory_kinds(target) if local else (jax_compat.HOST_MEMORY,)
     if jax_compat.HOST_MEMORY in kinds:
         return s.offload
     if s.offload == choose_offload.ALL:
@@ -345,10 +249,6 @@ def _offload(s: Settings, target: Target, local: bool) -> str:
             f"have {', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Use offload='auto' or 'none'."
         )
     return choose_offload.NONE
-
-
-def _memory_kinds(target: Target) -> tuple[str, ...]:
-    return jax_compat.memory_kinds(meshes.concrete(target).flat[0])
 
 
 def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
@@ -364,7 +264,7 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
         if cached is not None:
             cached = replace(cached, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # the devices here may lack the host memory that it needs
-                return _load_cached(call.fn, call.traced, replace(s, plan=cached), call.local)
+                return _load_cached(call, s, cached)
     step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, s)
     phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
@@ -534,13 +434,12 @@ def _search_settings(s: Settings) -> Mapping[str, object]:
     return {f"search {name}": getattr(s, name) for name in _SEARCH_SETTINGS}
 
 
-def _load_cached(fn: Callable[..., Any], traced: Traced, s: Settings, local: bool) -> PlannedStep:
+def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
     """A plan from the cache; checked and prepared for execution only if it is to run here."""
-    assert s.plan is not None
-    if local:
-        return _load(fn, traced, s)
-    (target,) = meshes.targets(s.plan.mesh, s.cluster, local=False)
-    return PlannedStep(traced, s.plan, target, registered_rules())
+    if call.local:
+        return load(name_of(call.fn), call.traced, cached, s.mesh, s.cluster)
+    (target,) = meshes.targets(cached.mesh, s.cluster, local=False)
+    return PlannedStep(call.traced, cached, target, registered_rules())
 
 
 def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
@@ -585,86 +484,3 @@ def _user_stacklevel() -> int:
     files = [frame.f_code.co_filename for frame in jax_compat.frames()]
     # `warnings.warn` counts from `warn`, one frame above this one, as 1
     return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """The function's name, for messages."""
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _load(fn: Callable[..., Any], traced: Traced, s: Settings) -> PlannedStep:
-    """A plan from a file, checked against this function and against the mesh, if one is given."""
-    assert s.plan is not None
-    check_matches(s.plan, traced.graph, name_of(fn))
-    (target,) = meshes.targets(s.plan.mesh if s.mesh is None else s.mesh, s.cluster, local=True)
-    if (target.logical.sizes, target.logical.names) != (s.plan.mesh_sizes, s.plan.mesh_names):
-        raise PlanMismatchError(
-            f"the plan is for the mesh {s.plan.mesh}, "
-            f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
-        )
-    if s.plan.offloaded and jax_compat.HOST_MEMORY not in (kinds := _memory_kinds(target)):
-        raise PlanMismatchError(
-            f"the plan keeps state in memory of the kind '{jax_compat.HOST_MEMORY}', and the devices here have "
-            f"{', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Plan again."
-        )
-    rules = registered_rules()
-    if s.plan.pipelined:
-        pipeline = _assemble(traced, s.plan, target)
-        run = replace(traced, graph=pipeline.layers.graph)
-        layouts = pipeline_plan.kept(s.plan, run, pipeline, rules)
-        return PlannedStep(run, s.plan, target, rules, pipeline=pipeline, layouts=layouts)
-    return PlannedStep(apply_loaded_plan(traced, s.plan, rules), s.plan, target, rules)
-
-
-def _assemble(traced: Traced, plan: Plan, target: Target) -> Pipelined:
-    """The stages of a plan; PlanMismatchError if the step does not have the plan's layers."""
-    with _as_plan_mismatch("has other stages"):
-        return pipelines.assemble(traced.graph, pipelines.choice_of(plan), target)
-
-
-@contextlib.contextmanager
-def _as_plan_mismatch(what: str) -> Iterator[None]:
-    """Turns errors from applying a plan's choices to this step into PlanMismatchError; `what`: how the plan differs."""
-    try:
-        yield
-    except (ArgumentError, MicrobatchError, ScheduleError, GraphError) as error:
-        raise PlanMismatchError(f"the plan {what} than this autopar finds: {error}. Plan again.") from None
-
-
-def apply_loaded_plan(traced: Traced, plan: Plan, registered: Mapping[str, str]) -> Traced:
-    """The trace as a plan from a file, one without stages, executes it; the plan is checked against it.
-
-    Args:
-        traced: the step as written.
-        plan: the plan.
-        registered: the user's sharding rules.
-
-    Raises:
-        PlanMismatchError: the plan's layouts are of another program, or do not fit this one.
-    """
-    with _as_plan_mismatch("recomputes other layers, or has other microbatches,"):
-        run = apply_rewrites(traced, plan)
-    with mismatches():
-        if plan.stages[0].graph_hash != _rewritten_hash(traced, run):
-            expected = "that of the program that its remat, num_microbatches, batch and per_microbatch make"
-            raise FieldError(expected, repr(plan.stages[0].graph_hash), "stages[0].graph_hash")
-        check_arguments(plan, run.graph)
-        check_layouts(plan, 0, run.graph, plan.mesh_sizes, registered)
-    return run
-
-
-def _rewritten_hash(written: Traced, run: Traced) -> str:
-    """A hash of the program that is executed; "" if it is the program as written."""
-    return "" if run.graph is written.graph else graph_hash(run.graph)
-
-
-def apply_rewrites(traced: Traced, plan: Plan) -> Traced:
-    """The trace with the plan's rematerialisation and microbatches; unchanged for a pipeline.
-
-    Raises:
-        ArgumentError, MicrobatchError: the plan was made for other layers, or for another batch.
-    """
-    if plan.pipelined:
-        return traced
-    run = replace(traced, graph=remat.rewrite(traced.graph, plan.remat))
-    return accumulate_gradients(run, plan.num_microbatches, plan.batch, math.prod(plan.mesh_sizes), plan.per_microbatch)

@@ -174,6 +174,11 @@ def settings(options: Mapping[str, Any]) -> Settings:
     return found
 
 
+def name_of(fn: Callable[..., Any]) -> str:
+    """The function's name, for messages."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
 def written(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...], Settings | None]:
     """The function behind a parallelized one or a parallelized method, all of its arguments, and its options.
 

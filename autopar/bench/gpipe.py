@@ -36,9 +36,10 @@ from autopar import jax_compat, zoo
 from autopar.bench import worker
 from autopar.bench.pipeline import Clock
 from autopar.bench.step import Variant, take_turns
-from autopar.compile import PlannedStep, plan_step
+from autopar.compile import plan_step
 from autopar.ir.text import seconds
 from autopar.options import settings
+from autopar.runtime.planned_step import PlannedStep
 from autopar.runtime.single_program import PipelineRunner
 from autopar.zoo import gpt, nn
 

@@ -76,7 +76,7 @@ def plan(
 ) -> None:
     """Plan TARGET and print the plan as a table, or as JSON."""
     from autopar import api
-    from autopar.compile import apply_rewrites
+    from autopar.codegen.rewrites import apply_rewrites
     from autopar.ir.trace import trace
     from autopar.zoo import targets
 

@@ -141,3 +141,8 @@ def concrete(target: Target) -> Any:
             f"{len(devices)} are here. autopar.plan and .plan(...) plan for it without devices."
         )
     return np.array(devices[: math.prod(sizes)]).reshape(sizes)
+
+
+def memory_kinds(target: Target) -> tuple[str, ...]:
+    """The kinds of memory that the devices here can address; MeshError as for `concrete`."""
+    return jax_compat.memory_kinds(concrete(target).flat[0])

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import PlanMismatchError
+from autopar.errors import ArgumentError, GraphError, MicrobatchError, PlanMismatchError, ScheduleError
 from autopar.ir.collective import WIRE_FRACTION
 from autopar.ir.layout import Layout, cuts
 from autopar.passes.remat.rewrite import POLICIES
@@ -38,6 +38,15 @@ def mismatches() -> Iterator[None]:
         yield
     except FieldError as error:
         raise PlanMismatchError(f"the plan does not fit the function: {error}. Plan again.") from None
+
+
+@contextlib.contextmanager
+def as_plan_mismatch(what: str) -> Iterator[None]:
+    """Turns errors from applying a plan's choices to this step into PlanMismatchError; `what`: how the plan differs."""
+    try:
+        yield
+    except (ArgumentError, MicrobatchError, ScheduleError, GraphError) as error:
+        raise PlanMismatchError(f"the plan {what} than this autopar finds: {error}. Plan again.") from None
 
 
 def check_all(*complaints: Complaints) -> None:

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import PlannedStep
 from autopar.errors import ArgumentError
 from autopar.ir import arguments
 from autopar.plans.plan import Plan
+from autopar.runtime.planned_step import PlannedStep
 from autopar.runtime.single_program import DISPATCH_LOCK, PipelineRunner, SingleMeshRunner
 from autopar.runtime.watch import patience, warn_if_slow
 

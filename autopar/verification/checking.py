@@ -21,23 +21,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from autopar.argnums import batch_positions
-from autopar.compile import name_of, plan_step
 from autopar.errors import ArgumentError, DifferenceError
 from autopar.hardware.cluster import Cluster
 from autopar.ir import arguments
 from autopar.ir.arguments import ArrayArguments
 from autopar.ir.text import size, table
 from autopar.ir.trace import trace
-from autopar.options import Options, Settings, settings, with_options, written
+from autopar.options import Settings, name_of
 from autopar.plans.plan import Plan
-from autopar.runtime.executables import lower
+from autopar.runtime.executables import Executable
+from autopar.runtime.planned_step import PlannedStep
 from autopar.verification import differences
 
 PERTURBATION_FACTOR = 4.0  # allowed over the effect of a perturbation; ratios up to 2 occur in Adam's first steps
@@ -127,43 +127,34 @@ class Check:
         )
 
 
-@with_options
-def check(fn: Callable[..., Any], *args: Any, **options: Unpack[Options]) -> Check:
-    """Run a step in parallel, and as it is written on one device, and compare the results leaf by leaf.
-
-    Integers, booleans and random keys must be equal. A float may differ by 1e-9 (float64), 1e-5 (float32), 5e-3
-    (float16), 3e-2 (bfloat16) or 0.25 (float8) of the largest magnitude in its leaf, by the least precise type that the
-    step computes in. It may also differ by four times as much as the result of the step as written changes when each
-    float of the arguments changes by one unit in the last place. For a stricter check pass arguments in float64, under
-    `jax.enable_x64(True)`. If the step does not fit the memory of one device, as the cluster describes it, the batch is
-    halved until it fits.
+def compare_with_one_device(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    s: Settings,
+    parallel: Callable[[Sequence[Any]], tuple[PlannedStep, Executable]],
+) -> Check:
+    """The comparison of a parallel step with the step as written on one device. See `autopar.check`.
 
     Args:
-        fn: the function as it is written, or a parallelized one.
-        *args: the arguments of a call, arrays and modules. They are not changed.
-        **options: those of `parallelize`. Without any, those that `fn` was parallelized with.
-
-    Returns:
-        The comparison. A difference raises no error; see `Check.ok` and `Check.raise_if_different`.
+        fn: the step as written.
+        args: its arguments.
+        s: the options of the parallel step.
+        parallel: arguments -> the step planned for them and compiled.
 
     Raises:
-        ArgumentError: an argument has no value, or the step does not fit one device even with one example.
+        ArgumentError: the step does not fit one device even with the smallest batch.
     """
-    step, args, own = written(fn, args)
-    chosen = own if own is not None and not options else settings(options)
-    with arguments.as_arrays(args, {}, chosen.static_argnums) as given:
-        leaves, single, notes = _fit_one_device(step, given, chosen)
+    with arguments.as_arrays(args, {}, s.static_argnums) as given:
+        leaves, single, notes = _fit_one_device(fn, given, s)
         reference = single(leaves)
         perturbed = single([_perturbed(x, i) for i, x in enumerate(leaves)])
         positional, _ = jax.tree.unflatten(given.tree, leaves)
-        planned = plan_step(
-            step, arguments.merge_static(given.args, chosen.static_argnums, positional), {}, chosen, True
-        )
-        parallel = lower(planned, name_of(step)).compile().flat([_copied(x) for x in leaves])
+        planned, executable = parallel(arguments.merge_static(given.args, s.static_argnums, positional))
+        results = executable.flat([_copied(x) for x in leaves])
     within = differences.tolerance(t.dtype for t in planned.traced.graph.types)
-    found = map(partial(_leaf, within), planned.plan.output_paths, parallel, reference, perturbed)
+    found = map(partial(_leaf, within), planned.plan.output_paths, results, reference, perturbed)
     by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
-    return Check(name_of(step), tuple(by_excess), planned.plan, notes)
+    return Check(name_of(fn), tuple(by_excess), planned.plan, notes)
 
 
 def _leaf(within: float, path: str, parallel: Any, reference: Any, perturbed: Any) -> Leaf:

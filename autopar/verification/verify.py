@@ -28,14 +28,14 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import apply_loaded_plan, apply_rewrites
+from autopar.codegen.rewrites import apply_loaded_plan, apply_rewrites
 from autopar.errors import ArgumentError, MeshError
 from autopar.hardware import gpu_topology, tpu_topology
 from autopar.ir.arguments import as_arrays
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced, trace
-from autopar.options import written
+from autopar.options import name_of, written
 from autopar.passes.op_groups.bindings import assumed_trips
 from autopar.plans import comparison
 from autopar.plans.plan import Plan, check_matches
@@ -138,7 +138,7 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
-            return _verify_stages(plan, fn, given.args, given.kwargs, static, target)
+            return _verify_stages(plan, name_of(fn), traced, target)
     traced = apply_loaded_plan(traced, plan, registered_rules())
     backend = BACKENDS[platform]
     with jax_compat.automatic_axes():
@@ -215,10 +215,8 @@ def _operation(c: Collective, graph: Graph) -> Op | None:
     return graph.by_index.get(int(number[1])) if number else None
 
 
-def _verify_stages(
-    plan: Plan, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], static: tuple[int, ...], target: str
-) -> Report:
-    found = verify_stages.emitted(plan, fn, args, kwargs, static, target, _ON_CPU)
+def _verify_stages(plan: Plan, name: str, traced: Traced, target: str) -> Report:
+    found = verify_stages.emitted(plan, name, traced, target, _ON_CPU)
     return Report(
         all(_within_tolerance(c, target) for c in found.comparisons),
         target,

@@ -8,18 +8,20 @@ copies, not collectives. The programs of a loop that runs first have no predicti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.compile import PlannedStep, plan_step
+from autopar import jax_compat
 from autopar.errors import ArgumentError
 from autopar.ir.collective import Collective
-from autopar.options import Settings
+from autopar.ir.trace import Traced
 from autopar.passes.op_groups.bindings import assumed_trips
 from autopar.plans import comparison
 from autopar.plans.plan import Plan
+from autopar.runtime.load import load
 from autopar.runtime.pipeline import FIRST_LOOP
+from autopar.runtime.planned_step import PlannedStep
 from autopar.schedules.instructions import Kind
 from autopar.verification import exceptions as known_exceptions
 from autopar.verification import hlo, lowering
@@ -64,20 +66,12 @@ class EmittedByStages:
         )
 
 
-def emitted(
-    plan: Plan,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    static: tuple[int, ...],
-    target: str,
-    options: Any,
-) -> EmittedByStages:
+def emitted(plan: Plan, name: str, traced: Traced, target: str, options: Mapping[str, str]) -> EmittedByStages:
     """Compile the programs of a plan's stages and read their collectives.
 
     Args:
         plan: the plan of a pipeline.
-        fn, args, kwargs: the step; `static`: positions that are not traced.
+        name, traced: the step.
         target: must be "cpu".
         options: of the compiler.
 
@@ -87,7 +81,8 @@ def emitted(
     """
     if target != "cpu":
         raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
-    planned = plan_step(fn, args, kwargs, Settings(plan=plan, static_argnums=static), local=True)
+    with jax_compat.automatic_axes():
+        planned = load(name, traced, plan)
     programs = planned.build(options).programs
     stages = [_stage(planned, programs, number) for number in range(len(plan.stages))]
     first = sum(name.startswith(FIRST_LOOP) for name in programs)

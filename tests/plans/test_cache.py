@@ -65,7 +65,7 @@ def no_solving(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("rules_of", "resolve", "memory_policy"):
         monkeypatch.setattr(f"autopar.passes.intra_op.plan.{name}", fail)
-    monkeypatch.setattr("autopar.compile.rules_of", fail)
+    monkeypatch.setattr("autopar.runtime.planned_step.rules_of", fail)
 
 
 # Where

@@ -33,8 +33,6 @@ UPWARD = frozenset(
         ("passes.intra_op", "plans"),
         ("passes.intra_op", "verification"),
         ("passes.stages", "plans"),
-        ("runtime", "compile"),
-        ("verification", "compile"),
     }
 )
 

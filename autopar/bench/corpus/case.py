@@ -41,7 +41,7 @@ from autopar.bench.corpus.program import Program
 from autopar.bench.corpus.run import DEVICES, FAILED, OK, REFUSED
 from autopar.bench.equal import case as equal_case
 from autopar.bench.worker import cpu_devices, serve
-from autopar.compile import apply_rewrites
+from autopar.codegen.rewrites import apply_rewrites
 from autopar.errors import AutoparError
 from autopar.ir.arguments import as_arrays, merge_static
 from autopar.ir.trace import trace

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.codegen import emit as codegen
-from autopar.compile import apply_rewrites
+from autopar.codegen.rewrites import apply_rewrites
 from autopar.ir.trace import trace
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan
