@@ -33,8 +33,8 @@ from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op import plan as pipeline_plan
 from autopar.passes.inter_op.pipelines import Pipelined
-from autopar.passes.intra_op.mesh_search import MeshSearch
-from autopar.passes.intra_op.plan import Options, Parts, collector_paused
+from autopar.passes.mesh_search.planner import Options, Parts, collector_paused
+from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan, graph_hash

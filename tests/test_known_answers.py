@@ -28,7 +28,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.layout import Layout, divides, replicated
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op.plan import Options, make_plan
+from autopar.passes.mesh_search.planner import Options, make_plan
 from autopar.passes.op_groups import merge as op_groups
 from autopar.plans.plan import Plan
 from autopar.rules import rules_of

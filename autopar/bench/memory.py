@@ -26,8 +26,8 @@ from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.build import Model
-from autopar.passes.intra_op.plan import Options, collector_paused, make_model
 from autopar.passes.memory.pareto import Front, front
+from autopar.passes.mesh_search.planner import Options, collector_paused, make_model
 from autopar.plans.picture import picture
 
 Result = dict[str, Any]

@@ -27,8 +27,8 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import RunCosts
 from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOptions
-from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers.find import Layers
+from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.loop import StepPrograms

@@ -29,11 +29,11 @@ from autopar.ir.trace import Traced
 from autopar.options import Settings
 from autopar.passes.inter_op import search as stage_search
 from autopar.passes.inter_op.simulate import FoundPipeline
-from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
 from autopar.passes.layers import split_scan
 from autopar.passes.layers.find import Layers
+from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload

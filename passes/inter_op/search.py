@@ -60,9 +60,9 @@ from autopar.passes.inter_op.layer_costs import (
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, Simulator, rank, transfer_seconds
 from autopar.passes.inter_op.stage_options import StageOption, too_large
-from autopar.passes.intra_op.plan import Options
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
+from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import MARGIN

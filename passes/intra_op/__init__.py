@@ -1,8 +1,8 @@
-"""The intra-operator pass: chooses one strategy per op group on one mesh, and makes a plan from the choice.
+"""The intra-operator pass: chooses one strategy per op group on one mesh.
 
-    in     Graph, Grouping, LogicalMesh, memory budget
-    out    Problem (the ILP); its solution as shardings and collectives; Plan
+    in     Graph, Grouping, LogicalMesh
+    out    Problem (the ILP); its solution as layouts and collectives
 
-`build` has the equations, `extract` turns a solution into layouts and collectives, `export` into a Plan. `plan` runs
-all steps from a graph to a plan on one mesh, and `mesh_search` chooses among meshes.
+`build` has the equations, `extract` turns a solution into layouts and collectives. All steps from a graph to a solution
+are in `autopar.passes.mesh_search`.
 """

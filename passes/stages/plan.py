@@ -29,8 +29,8 @@ from autopar.ir.problem import Ints
 from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
-from autopar.passes.intra_op.plan import Options
 from autopar.passes.memory.penalised import penalised, together
+from autopar.passes.mesh_search.planner import Options
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.memory_policy import solve
 from autopar.passes.solver.optimize import Solution, optimize

@@ -28,7 +28,7 @@ from autopar import parallel_map
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
-from autopar.passes.intra_op.plan import Options
+from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.op_groups import constraints
 from autopar.passes.solver.optimize import Solution

@@ -20,10 +20,10 @@ from autopar.codegen import emit as codegen
 from autopar.hardware.meshes import targets
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
-from autopar.passes.intra_op import plan as planning
-from autopar.passes.intra_op.export import Planned
-from autopar.passes.intra_op.plan import Options, make_plan
+from autopar.passes.mesh_search import planner as planning
+from autopar.passes.mesh_search.planner import Options, make_plan
 from autopar.passes.solver.optimize import Solution
+from autopar.plans.one_mesh import Planned
 from tests.programs.real_programs import PROGRAMS, array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 

@@ -24,7 +24,7 @@ from autopar.ir.layout import local_shape
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import layout_at
-from autopar.passes.intra_op.plan import Options, make_model
+from autopar.passes.mesh_search.planner import Options, make_model
 from autopar.passes.remat.offload import offloadable
 from autopar.passes.solver.optimize import optimize
 

@@ -25,9 +25,9 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op.plan import Options, make_model
 from autopar.passes.memory.budget import optimize_within
 from autopar.passes.memory.min_memory import least_memory
+from autopar.passes.mesh_search.planner import Options, make_model
 from autopar.passes.solver.optimize import optimize
 from tests.judge.budget_milp import within
 from tests.programs.random_programs import program

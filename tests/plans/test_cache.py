@@ -24,7 +24,7 @@ from autopar.bench import worker
 from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
-from autopar.passes.intra_op.plan import Options
+from autopar.passes.mesh_search.planner import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
 from tests.plans.plan_edits import edited
@@ -64,7 +64,7 @@ def no_solving(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("planned again")
 
     for name in ("rules_of", "resolve", "memory_policy"):
-        monkeypatch.setattr(f"autopar.passes.intra_op.plan.{name}", fail)
+        monkeypatch.setattr(f"autopar.passes.mesh_search.planner.{name}", fail)
     monkeypatch.setattr("autopar.runtime.planned_step.rules_of", fail)
 
 

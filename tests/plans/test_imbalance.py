@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
-from autopar.passes.intra_op.plan import Options, make_plan
+from autopar.passes.mesh_search.planner import Options, make_plan
 from autopar.plans import imbalance
 from autopar.plans.plan import Stage
 from autopar.rules import rules_of

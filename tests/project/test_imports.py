@@ -13,7 +13,7 @@ ORDER = (
     *("version", "errors", "jax_compat", "parallel_map", "progress", "ir", "rules", "schedules", "hardware"),
     *("cost_models", "cost_models.compiler", "cost_models.memory"),
     *("passes", "passes.microbatch", "passes.layers", "passes.op_groups", "passes.solver", "passes.intra_op"),
-    *("passes.memory", "passes.remat", "passes.stages", "passes.inter_op"),
+    *("passes.memory", "passes.remat", "passes.mesh_search", "passes.stages", "passes.inter_op"),
     *("plans", "codegen", "runtime", "options", "argnums", "verification", "compile", "api", "zoo", "", "bench", "cli"),
 )
 
@@ -29,10 +29,9 @@ UPWARD = frozenset(
         ("passes.inter_op", "options"),
         ("passes.inter_op", "plans"),
         ("passes.inter_op", "runtime"),
-        ("passes.intra_op", "passes.remat"),
-        ("passes.intra_op", "plans"),
-        ("passes.intra_op", "verification"),
+        ("passes.mesh_search", "plans"),
         ("passes.stages", "plans"),
+        ("plans", "verification"),
     }
 )
 

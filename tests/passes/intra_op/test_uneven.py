@@ -18,12 +18,12 @@ from autopar.cost_models.compiler.backends import CPU
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op import export
-from autopar.passes.intra_op.plan import Options, make_plan
+from autopar.passes.mesh_search.planner import Options, make_plan
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.op_groups.strategies import DEFERRED
 from autopar.passes.solver.optimize import Solution
+from autopar.plans import one_mesh as export
 from autopar.rules import rules_of
 from autopar.verification import verify as verification
 

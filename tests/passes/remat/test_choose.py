@@ -20,7 +20,7 @@ from autopar import Cluster, MemoryBudgetError, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
-from autopar.passes.intra_op import plan as planning
+from autopar.passes.mesh_search import planner as planning
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import memory_policy

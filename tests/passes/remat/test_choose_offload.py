@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Cluster, MemoryBudgetError, jax_compat, zoo
 from autopar.errors import ArgumentError, AutoparWarning, PlanMismatchError
-from autopar.passes.intra_op import plan as planning
+from autopar.passes.mesh_search import planner as planning
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload
 from autopar.passes.remat.choose import Effort, RematResult

@@ -18,7 +18,7 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op import extract
-from autopar.passes.intra_op.plan import Options, make_model
+from autopar.passes.mesh_search.planner import Options, make_model
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch

@@ -31,11 +31,11 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
 from autopar.ir import text
 from autopar.ir.trace import Traced
-from autopar.passes.intra_op.export import Planned
-from autopar.passes.intra_op.plan import Options, Parts, Planner
+from autopar.passes.mesh_search.planner import Options, Parts, Planner
 from autopar.passes.remat import memory_policy
 from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED
+from autopar.plans.one_mesh import Planned
 from autopar.plans.plan import Plan
 
 SHOWN = 0.01  # least time (s) of a phase that a report mentions

@@ -4,7 +4,7 @@
 
     rules, op groups, problem     -> _model
     fold, presolve, bound, solve  -> Planner._bounded, Planner._finished; under a memory budget Planner._fitting
-    layouts, Plan                 -> passes/intra_op/export.py
+    layouts, Plan                 -> autopar/plans/one_mesh.py
 
 This module composes passes. `Planner` repeats the steps with some layers rematerialised, or with some optimizer state
 in the host's memory, as `autopar.passes.remat` asks for.
@@ -30,7 +30,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.intra_op.export import Draft, Planned, export
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
 from autopar.passes.remat import choose as recomputation
@@ -39,6 +38,7 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
+from autopar.plans.one_mesh import Draft, Planned, export
 from autopar.rules import Rule, rules_of
 
 #: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.

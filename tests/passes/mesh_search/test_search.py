@@ -18,8 +18,8 @@ from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, Pin
 from autopar.hardware import meshes
 from autopar.hardware.meshes import factorisations
 from autopar.ir.trace import trace
-from autopar.passes.intra_op.mesh_search import MeshSearch
-from autopar.passes.intra_op.plan import Options, Parts, Planner, make_plan
+from autopar.passes.mesh_search.planner import Options, Parts, Planner, make_plan
+from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.solver.optimize import Pruned
 from autopar.plans import cache as plan_cache
 from tests.processes import printed_twice
