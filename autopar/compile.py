@@ -33,10 +33,12 @@ from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op import plan as pipeline_plan
 from autopar.passes.inter_op.pipelines import Pipelined
-from autopar.passes.mesh_search.planner import Options, Parts, collector_paused
+from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
+from autopar.plans import one_mesh
 from autopar.plans.plan import Plan, graph_hash
 from autopar.progress import Progress, reporting
 from autopar.rules.registry import registered_rules
@@ -214,7 +216,8 @@ class _OneMeshPlanner:
         best = self._search.best(cutoff)
         if best is None:
             return None
-        plan = replace(best.plan, phases={"trace": self._call.trace_s, **best.plan.phases})
+        plan = one_mesh.export(best)
+        plan = replace(plan, phases={"trace": self._call.trace_s, **plan.phases})
         if cache_key is not None and math.isinf(cutoff):
             plan_cache.write(cache_key, plan, self._options.time_limit)
         return plan, best.solution.warnings

@@ -30,8 +30,9 @@ from autopar.passes.inter_op.dynamic_program import Division, Part, Placement, Q
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace, microbatch_counts, splittable_counts
 from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.layers.find import Layers
-from autopar.passes.mesh_search.planner import Options, collector_paused
+from autopar.passes.mesh_search.planner import collector_paused
 from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL
 from autopar.zoo import targets
 

@@ -27,7 +27,8 @@ from autopar.ir.trace import trace
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.build import Model
 from autopar.passes.memory.pareto import Front, front
-from autopar.passes.mesh_search.planner import Options, collector_paused, make_model
+from autopar.passes.mesh_search.planner import collector_paused, make_model
+from autopar.passes.remat.options import Options
 from autopar.plans.picture import picture
 
 Result = dict[str, Any]

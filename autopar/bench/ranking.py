@@ -35,7 +35,9 @@ from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.text import seconds
 from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options, make_model, make_plan
+from autopar.passes.mesh_search.planner import make_model
+from autopar.passes.remat.options import Options
+from autopar.plans.one_mesh import make_plan
 from autopar.plans.plan import Plan
 
 SPAN = 2.0  # largest over smallest measured time

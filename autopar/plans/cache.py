@@ -29,7 +29,7 @@ from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced
-from autopar.passes.mesh_search.planner import Options
+from autopar.passes.remat.options import Options
 from autopar.plans.plan import Plan, from_json, graph_hash
 from autopar.plans.schema import parsed
 from autopar.version import VERSION

@@ -9,60 +9,30 @@ what is replicated or uneven, and why -> _notes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
 from autopar.cost_models.flops import main_dtype, model_flops
-from autopar.cost_models.memory.liveness import Liveness
-from autopar.cost_models.memory.report import report
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout, cuts, divides, replicated
+from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
+from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.op_groups.bindings import Grouping
 from autopar.passes.op_groups.constraints import Pinned
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan, Stage, graph_hash
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
 from autopar.verification import hbm_traffic
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """The problem of a program with some layers rematerialised and some state in the host's memory.
-
-    Attributes:
-        policies: rematerialisation policy of each layer; empty if none is rematerialised.
-        hosted: positions of the arguments in the host's memory.
-        graph: the rewritten program.
-        rules: signature of an operation of `graph` -> sharding rule.
-        model: the problem; its costs include copies between device and host.
-        pinned: the pins.
-        alive: makes the liveness model.
-    """
-
-    policies: tuple[str, ...]
-    hosted: tuple[int, ...]
-    graph: Graph
-    rules: Mapping[int, Rule]
-    model: intra_op.Model
-    pinned: Pinned
-    alive: Callable[[], Liveness]
-
-    @cached_property
-    def liveness(self) -> Liveness:
-        """The memory model of the problem. It is made on demand, as a mesh that is pruned does not need it."""
-        return self.alive()
-
-    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
-        """Bytes per device in the host's memory under a solution."""
-        return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,54 +54,60 @@ class Planned:
     solution: Solution
 
 
-def export(
-    original: Graph,
-    draft: Draft,
-    solution: Solution,
+def make_plan(
+    traced: Traced,
     mesh: LogicalMesh,
     cluster_name: str,
-    donated: tuple[int, ...],
-    notes: Sequence[str] = (),
-) -> Plan:
-    """The plan of a solution.
+    options: Options,
+    parts: Parts | None = None,
+    cutoff: float = math.inf,
+) -> Planned:
+    """Plan one traced function on one mesh.
 
     Args:
-        original: the program as written.
-        draft: the problem.
-        solution: the solution.
-        mesh: the mesh.
-        cluster_name: the name of its cluster.
-        donated: positions of the arguments whose buffers the step may reuse.
-        notes: the first notes of the plan.
+        traced: the program.
+        mesh: the mesh to plan for.
+        cluster_name: recorded in the plan.
+        options: the options of the user.
+        parts: the step, if the program runs it in microbatches.
+        cutoff: s; see `autopar.passes.mesh_search.planner.Planner.plan`, also for errors.
     """
-    graph, model, pinned, liveness = draft.graph, draft.model, draft.pinned, draft.liveness
-    found = extract.layouts(model, solution.assignment)
+    found = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
+    draft = found.draft
+    return Planned(export(found), draft.graph, draft.rules, draft.model, found.solution)
+
+
+def export(found: MeshSolution) -> Plan:
+    """The plan of a solution."""
+    begin = time.perf_counter()
+    draft, solution, mesh = found.draft, found.solution, found.mesh
+    graph, model, pinned = draft.graph, draft.model, draft.pinned
+    layouts = extract.layouts(model, solution.assignment)
     state = match_state(graph)
-    inputs = tuple(found.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
-    outputs = tuple(_output_layout(graph, i, found, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
-    planned = extract.collectives(graph, model, solution.assignment, found, mesh)
+    inputs = tuple(layouts.values.get(v, replicated(len(mesh.sizes))) for v in graph.inputs)
+    outputs = tuple(_output_layout(graph, i, layouts, state, inputs, pinned, mesh) for i in range(len(graph.outputs)))
+    planned = extract.collectives(graph, model, solution.assignment, layouts, mesh)
     host_bytes = draft.host_bytes(mesh, solution)
     copied = offload.seconds(host_bytes, mesh) if draft.hosted else 0.0
     parts = {**_parts(model, solution, copied), "hidden": extract.hidden_seconds(graph, model, planned, mesh)}
-    memory = report(liveness, solution.assignment)
     stage = Stage(
         "all",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
         mesh.size,
-        found.values,
-        found.uses,
-        found.copies,
-        peak_memory_bytes=memory.peak_bytes,
-        memory=memory.kinds,
+        layouts.values,
+        layouts.uses,
+        layouts.copies,
+        peak_memory_bytes=found.memory.peak_bytes,
+        memory=found.memory.kinds,
         host_memory_bytes=round(host_bytes),
     )
     account = imbalance.measure(graph, model.grouping.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
-    return Plan(
-        graph_hash=graph_hash(original),
+    plan = Plan(
+        graph_hash=graph_hash(found.written),
         mesh_names=mesh.names,
         mesh_sizes=mesh.sizes,
-        cluster=cluster_name,
+        cluster=found.cluster_name,
         stages=(stage,),
         inputs=inputs,
         outputs=outputs,
@@ -140,7 +116,7 @@ def export(
         input_types=tuple(str(graph.types[v]) for v in graph.inputs),
         input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
         output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
-        donated=donated,
+        donated=found.donated,
         collectives=planned,
         step_time_s=solution.objective,
         parts=parts,
@@ -152,20 +128,21 @@ def export(
         variables=solution.variables,
         variables_unfolded=solution.variables_unfolded,
         rows=solution.rows,
-        phases={},
+        phases=found.phases,
         # both include recomputation under the user's own jax.checkpoint
-        mfu=model_flops(original) / possible if possible > 0 else 0.0,
+        mfu=model_flops(found.written) / possible if possible > 0 else 0.0,
         hfu=model_flops(graph) / possible if possible > 0 else 0.0,
         flops_per_device=account.ratio * account.total / mesh.size,
         bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
         notes=(
-            *notes,
+            *found.notes,
             *_notes(graph, model.grouping, account, inputs, mesh),
             *solution.warnings,
         ),
     )
+    return replace(plan, phases={**found.phases, "export": time.perf_counter() - begin})
 
 
 def _output_layout(

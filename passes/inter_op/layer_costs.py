@@ -28,7 +28,6 @@ from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import RunCosts
 from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOptions
 from autopar.passes.layers.find import Layers
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.loop import StepPrograms
@@ -36,6 +35,7 @@ from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.microbatch.regions import apply_rule, state_of
 from autopar.passes.microbatch.slice_pushdown import rule_for_block
 from autopar.passes.microbatch.states import INVARIANT, Split
+from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.stages.assign import transferred_values
 from autopar.passes.stages.divide import Pass, Stages, divide

@@ -33,12 +33,12 @@ from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
 from autopar.passes.layers import split_scan
 from autopar.passes.layers.find import Layers
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import usable_bytes
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.plans.plan import Plan

@@ -28,8 +28,8 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.inter_op.simulate import transfer_seconds
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import pipeline_times
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, plan_stages

@@ -62,10 +62,10 @@ from autopar.passes.inter_op.simulate import FoundPipeline, Simulator, rank, tra
 from autopar.passes.inter_op.stage_options import StageOption, too_large
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import Microbatches, split
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import MARGIN
+from autopar.passes.remat.options import Options
 from autopar.schedules import SCHEDULES, Size
 
 #: Relative step time by which the dynamic program may miss a better division.

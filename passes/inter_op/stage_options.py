@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
-from autopar.passes.mesh_search.planner import Options
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import (
     StageMemory,
     StageTimes,

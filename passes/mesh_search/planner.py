@@ -1,10 +1,11 @@
 """Planning of a traced function on one mesh, without a pipeline.
 
-    Graph -> rules -> op groups -> problem -> fold, presolve, bound, solve -> layouts -> Plan
+    Graph -> rules -> op groups -> problem -> fold, presolve, bound, solve -> MeshSolution
 
     rules, op groups, problem     -> _model
     fold, presolve, bound, solve  -> Planner._bounded, Planner._finished; under a memory budget Planner._fitting
-    layouts, Plan                 -> autopar/plans/one_mesh.py
+
+`autopar.plans.one_mesh` makes the plan of a solution.
 
 This module composes passes. `Planner` repeats the steps with some layers rematerialised, or with some optimizer state
 in the host's memory, as `autopar.passes.remat` asks for.
@@ -23,6 +24,7 @@ from functools import cached_property, partial
 from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import Backend, backend_of
 from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.memory.report import Memory, report
 from autopar.cost_models.memory.row import Row, even_share, smallest
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
@@ -31,30 +33,18 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.op_groups import merge as op_groups
-from autopar.passes.op_groups.constraints import Pinned, Pins, resolve
+from autopar.passes.op_groups.constraints import Pinned, resolve
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.choose import Effort, RematResult
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
-from autopar.plans.one_mesh import Draft, Planned, export
 from autopar.rules import Rule, rules_of
 
 #: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.
 ROUGH = 0.02
-
-
-@dataclass(frozen=True)
-class Options(memory_policy.SolverOptions):
-    """The options of the user that concern one mesh; see `autopar.parallelize`."""
-
-    pins: Pins | None = None
-    donate: tuple[int, ...] | str = "auto"
-    rules: Mapping[str, str] | None = None
-    memory_budget: float | str | None = None
-    remat: str = remat.NONE
-    offload: str = choose_offload.NONE
 
 
 def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
@@ -93,30 +83,6 @@ class Parts:
     count: int = 1
 
 
-def make_plan(
-    traced: Traced,
-    mesh: LogicalMesh,
-    cluster_name: str,
-    options: Options,
-    trace_s: float = 0.0,
-    parts: Parts | None = None,
-    cutoff: float = math.inf,
-) -> Planned:
-    """Plan one traced function on one mesh.
-
-    Args:
-        traced: the program.
-        mesh: the mesh to plan for.
-        cluster_name: recorded in the plan.
-        options: the options of the user.
-        trace_s: s of the tracing, recorded in the plan.
-        parts: the step, if the program runs it in microbatches.
-        cutoff: s; see `Planner.plan`, also for errors.
-    """
-    planned = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
-    return replace(planned, plan=replace(planned.plan, phases={"trace": trace_s, **planned.plan.phases}))
-
-
 @dataclass(frozen=True, eq=False)
 class _Program:
     """A program with some layers rematerialised, and its problem before any state is moved to the host's memory."""
@@ -125,6 +91,68 @@ class _Program:
     rules: Mapping[int, Rule]
     model: intra_op.Model
     pinned: Pinned
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """The problem of a program with some layers rematerialised and some state in the host's memory.
+
+    Attributes:
+        policies: rematerialisation policy of each layer; empty if none is rematerialised.
+        hosted: positions of the arguments in the host's memory.
+        graph: the rewritten program.
+        rules: signature of an operation of `graph` -> sharding rule.
+        model: the problem; its costs include copies between device and host.
+        pinned: the pins.
+        alive: makes the liveness model.
+    """
+
+    policies: tuple[str, ...]
+    hosted: tuple[int, ...]
+    graph: Graph
+    rules: Mapping[int, Rule]
+    model: intra_op.Model
+    pinned: Pinned
+    alive: Callable[[], Liveness]
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """The memory model of the problem. It is made on demand, as a mesh that is pruned does not need it."""
+        return self.alive()
+
+    def host_bytes(self, mesh: LogicalMesh, solution: Solution) -> float:
+        """Bytes per device in the host's memory under a solution."""
+        return offload.host_bytes(self.model, self.graph, mesh, self.hosted, solution.assignment)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSolution:
+    """The solution of a program on one mesh, from which its plan is made.
+
+    Attributes:
+        written: the program as written.
+        draft: the problem.
+        solution: its solution, with a bound on all plans of the candidate meshes.
+        mesh: the mesh.
+        cluster_name: the name of its cluster.
+        donated: positions of the arguments whose buffers the step may reuse.
+        notes: the first notes of the plan.
+        phases: phase of planning -> seconds.
+    """
+
+    written: Graph
+    draft: Draft
+    solution: Solution
+    mesh: LogicalMesh
+    cluster_name: str
+    donated: tuple[int, ...]
+    notes: tuple[str, ...]
+    phases: Mapping[str, float]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What a device has in memory at the peak."""
+        return report(self.draft.liveness, self.solution.assignment)
 
 
 @dataclass(eq=False)
@@ -172,8 +200,8 @@ class Planner:
             self.traced.graph, self.mesh, self.given, self.options.offload
         )
 
-    def plan(self, cluster_name: str, cutoff: float = math.inf) -> Planned:
-        """The best plan.
+    def plan(self, cluster_name: str, cutoff: float = math.inf) -> MeshSolution:
+        """The solution whose plan is the best.
 
         Args:
             cluster_name: recorded in the plan.
@@ -194,18 +222,15 @@ class Planner:
             raise found.error
         assert found.plan is not None
         draft, solution = found.plan
-        clock = _Clock()
         notes = (
             *recomputation.notes(draft.policies),
             *choose_offload.notes(draft.graph, self.mesh, draft.hosted, draft.host_bytes(self.mesh, solution)),
         )
-        plan = export(self.traced.graph, draft, solution, self.mesh, cluster_name, self.given, notes)
-        clock.lap("export")
-        self._count(clock.laps)
         if self.attempts > 1:
             self._count({"remat": time.perf_counter() - begin - (sum(self.laps.values()) - counted)})
         phases = {**self.laps, "inter_op": 0.0}
-        return Planned(replace(plan, phases=phases), draft.graph, draft.rules, draft.model, solution)
+        written = self.traced.graph
+        return MeshSolution(written, draft, solution, self.mesh, cluster_name, self.given, notes, phases)
 
     def bound(self, cutoff: float = math.inf) -> Solution:
         """A solution of the program as written without a memory budget and without an ILP, with a bound on all plans.

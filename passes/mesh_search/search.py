@@ -31,12 +31,11 @@ from autopar.errors import MemoryBudgetError, PinError
 from autopar.hardware.meshes import Target
 from autopar.ir import text
 from autopar.ir.trace import Traced
-from autopar.passes.mesh_search.planner import Options, Parts, Planner
+from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
 from autopar.passes.remat import memory_policy
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned, Solution
 from autopar.passes.solver.reduced_problem import CLOSED
-from autopar.plans.one_mesh import Planned
-from autopar.plans.plan import Plan
 
 SHOWN = 0.01  # least time (s) of a phase that a report mentions
 
@@ -132,7 +131,7 @@ class MeshSearch:
                     one.planner.learn(quick, {name: share * seconds for name, seconds in laps.items()})
         self._left = deadline - time.monotonic()
 
-    def best(self, cutoff: float = math.inf) -> Planned | None:
+    def best(self, cutoff: float = math.inf) -> MeshSolution | None:
         """The plan with the shortest step; None if no plan is below `cutoff` (s) by more than the gap asked for.
 
         Raises:
@@ -161,9 +160,9 @@ class MeshSearch:
                 bound = f"no plan takes less than {text.seconds(least)}, or " if math.isfinite(least) else ""
                 self._report(f"mesh {one.title}: {bound}none that fits is better than the best")
             else:
-                found.lower = min(found.lower, made.plan.lower_bound_s)
+                found.lower = min(found.lower, made.solution.lower_bound)
                 found.choose(one.target, made)
-                self._report(f"mesh {one.title}: {_described(made.plan)}")
+                self._report(f"mesh {one.title}: {_described(made)}")
                 if found.must_fit:
                     waiting = self._that_may_fit(one, waiting)
         for one in self._candidates:
@@ -172,7 +171,7 @@ class MeshSearch:
         found.phases["inter_op"] = 0.0
         return found.answer(deadline)
 
-    def _planned(self, one: _Candidate, found: _Best) -> Planned:
+    def _planned(self, one: _Candidate, found: _Best) -> MeshSolution:
         """The plan of one mesh. Raises Pruned if its bound, plus the surcharge, exceeds the step time to beat."""
         beat = found.step_to_beat
         if one.lower + self._surcharge >= beat * (1 - self._options.gap):
@@ -210,10 +209,10 @@ def _cannot_fit(planner: Planner) -> bool:
     return False
 
 
-def _described(plan: Plan) -> str:
-    """A plan in one line of text."""
-    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in plan.phases.items() if lap >= SHOWN)
-    return f"{text.seconds(plan.step_time_s)} per step, gap {plan.gap:.2%} ({laps})"
+def _described(made: MeshSolution) -> str:
+    """A solution in one line of text."""
+    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in made.phases.items() if lap >= SHOWN)
+    return f"{text.seconds(made.solution.objective)} per step, gap {made.solution.gap:.2%} ({laps})"
 
 
 @dataclass
@@ -232,7 +231,7 @@ class _Best:
 
     options: Options
     cutoff: float
-    planned: Planned | None = None
+    planned: MeshSolution | None = None
     fits: bool = False
     lower: float = math.inf
     phases: dict[str, float] = field(default_factory=dict[str, float])
@@ -243,7 +242,7 @@ class _Best:
         """Step time (s) that a plan of another mesh has to beat; inf if memory matters more than time."""
         if isinstance(self.options.memory_budget, str):
             return math.inf
-        return self.planned.plan.step_time_s if self.planned is not None and self.fits else self.cutoff
+        return self.planned.solution.objective if self.planned is not None and self.fits else self.cutoff
 
     @property
     def must_fit(self) -> bool:
@@ -252,33 +251,33 @@ class _Best:
 
     def summary(self) -> str:
         """The best step time so far, as text for people."""
-        return "" if self.planned is None else f"; best so far {text.seconds(self.planned.plan.step_time_s)} per step"
+        return "" if self.planned is None else f"; best so far {text.seconds(self.planned.solution.objective)} per step"
 
-    def choose(self, target: Target, made: Planned) -> None:
+    def choose(self, target: Target, made: MeshSolution) -> None:
         """Replace the best plan if the new one is better: it fits and the other does not, or it is faster."""
-        fits = memory_policy.fits(made.plan.stages[0].peak_memory_bytes, target.logical, self.options.memory_budget)
-        shorter = self.planned is None or made.plan.step_time_s < self.planned.plan.step_time_s * (1 - CLOSED)
+        fits = memory_policy.fits(made.memory.peak_bytes, target.logical, self.options.memory_budget)
+        shorter = self.planned is None or made.solution.objective < self.planned.solution.objective * (1 - CLOSED)
         if (fits and not self.fits) or (fits == self.fits and shorter):
             self.planned, self.fits = made, fits
 
-    def answer(self, deadline: float) -> Planned | None:
+    def answer(self, deadline: float) -> MeshSolution | None:
         """The best plan, with the gap and the phases of all candidates. Raises as `MeshSearch.best`."""
         if self.planned is None and math.isfinite(self.lower):
             return None
         if self.planned is None:
             tight = [error for error in self.errors if isinstance(error, MemoryBudgetError)]
             raise min(tight, key=lambda error: error.least_bytes) if tight else self.errors[0]
-        plan = replace(self.planned.plan, phases=self.phases)
-        if not isinstance(self.options.memory_budget, str) and self.lower < plan.lower_bound_s * (1 - CLOSED):
-            gap = 1 - self.lower / plan.step_time_s
-            plan = replace(plan, lower_bound_s=self.lower, gap=gap, solver_status=self._status(plan, gap, deadline))
-        return replace(self.planned, plan=plan)
+        best = self.planned.solution
+        if not isinstance(self.options.memory_budget, str) and self.lower < best.lower_bound * (1 - CLOSED):
+            gap = 1 - self.lower / best.objective
+            best = replace(best, lower_bound=self.lower, gap=gap, status=self._status(best, gap, deadline))
+        return replace(self.planned, solution=best, phases=self.phases)
 
-    def _status(self, plan: Plan, gap: float, deadline: float) -> str:
+    def _status(self, best: Solution, gap: float, deadline: float) -> str:
         """The status of the best plan if the bounds of other meshes leave a wider gap than its own."""
         enough = self.options.gap + CLOSED
         if gap <= enough:
             return "near-optimal"
-        if plan.gap > enough:
-            return plan.solver_status
+        if best.gap > enough:
+            return best.status
         return "time-limit" if time.monotonic() > deadline else "open"

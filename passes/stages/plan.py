@@ -30,9 +30,9 @@ from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.memory.penalised import penalised, together
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.memory_policy import solve
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution, optimize
 from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.graph import StageGraph

@@ -28,9 +28,9 @@ from autopar import parallel_map
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.op_groups import constraints
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph

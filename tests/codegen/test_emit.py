@@ -21,9 +21,9 @@ from autopar.hardware.meshes import targets
 from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.mesh_search import planner as planning
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
-from autopar.plans.one_mesh import Planned
+from autopar.plans.one_mesh import Planned, make_plan
 from tests.programs.real_programs import PROGRAMS, array, loss, sgd, two_layers
 from tests.programs.test_real_programs import assert_equal
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import split
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import StagePlans, plan_stages

@@ -34,8 +34,8 @@ from autopar.ir.layout import local_shape
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import extract
-from autopar.passes.mesh_search.planner import Options, make_plan
-from autopar.plans.one_mesh import Planned
+from autopar.passes.remat.options import Options
+from autopar.plans.one_mesh import Planned, make_plan
 
 KIB = 1024
 

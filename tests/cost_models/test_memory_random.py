@@ -12,7 +12,8 @@ from autopar.cost_models.compiler.backends import CPU, GPU, Backend
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.remat.options import Options
+from autopar.plans.one_mesh import make_plan
 
 DEVICES = 8
 ROWS, WIDTH = 1024, 128

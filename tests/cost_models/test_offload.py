@@ -24,8 +24,9 @@ from autopar.ir.layout import local_shape
 from autopar.ir.trace import trace
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op.build import layout_at
-from autopar.passes.mesh_search.planner import Options, make_model
+from autopar.passes.mesh_search.planner import make_model
 from autopar.passes.remat.offload import offloadable
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 
 BANDWIDTH = 1e9  # bytes/s

@@ -27,7 +27,8 @@ from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.memory.budget import optimize_within
 from autopar.passes.memory.min_memory import least_memory
-from autopar.passes.mesh_search.planner import Options, make_model
+from autopar.passes.mesh_search.planner import make_model
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 from tests.judge.budget_milp import within
 from tests.programs.random_programs import program

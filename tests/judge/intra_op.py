@@ -21,9 +21,9 @@ from autopar import zoo
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
-from autopar.plans.one_mesh import Planned
+from autopar.plans.one_mesh import Planned, make_plan
 from autopar.plans.plan import Stage
 from autopar.zoo.table import TOYS
 from tests.judge.model import Judge

@@ -24,7 +24,7 @@ from autopar.bench import worker
 from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import Cluster
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options
+from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans.plan import Plan
 from tests.plans.plan_edits import edited
@@ -124,7 +124,7 @@ def test_another_process_reads_it(folder: Path) -> None:
 def test_a_step_runs_from_a_kept_plan(folder: Path) -> None:
     args = two_layers(), array(16, 8)
     expected = jax.jit(step)(*args)
-    for last in ("inter_op", "cache"):
+    for last in ("export", "cache"):
         function = autopar.parallelize(step, mesh=(2, 4), donate_argnums=())
         assert list(function.plan(*args).phases)[-1] == last
         assert_equal(function(*args), expected)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.remat.options import Options
 from autopar.plans import imbalance
+from autopar.plans.one_mesh import make_plan
 from autopar.plans.plan import Stage
 from autopar.rules import rules_of
 

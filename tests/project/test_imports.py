@@ -29,7 +29,6 @@ UPWARD = frozenset(
         ("passes.inter_op", "options"),
         ("passes.inter_op", "plans"),
         ("passes.inter_op", "runtime"),
-        ("passes.mesh_search", "plans"),
         ("passes.stages", "plans"),
         ("plans", "verification"),
     }

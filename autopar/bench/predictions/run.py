@@ -45,10 +45,10 @@ from autopar.errors import ArgumentError
 from autopar.hardware import tpu_topology
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.trace import Traced, trace
-from autopar.passes.mesh_search.planner import Options, make_plan
 from autopar.passes.remat.choose import AUTO
+from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import NONE
-from autopar.plans.one_mesh import Planned
+from autopar.plans.one_mesh import Planned, make_plan
 
 #: Who prices the plans of a platform; any plan will do.
 CLUSTERS: Mapping[str, str] = {"cpu": "dgx-h100", "tpu": "tpu-v5e"}

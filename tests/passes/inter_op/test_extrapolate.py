@@ -10,8 +10,8 @@ from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import OptionsByKind
 from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.stage_options import StageOption
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import StageMemory, StageTimes
 from tests.passes.inter_op.test_search import cluster, traced
 

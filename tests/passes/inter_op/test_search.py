@@ -47,8 +47,8 @@ from autopar.passes.inter_op.search import (
 from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simulated_seconds
 from autopar.passes.inter_op.stage_options import ENOUGH, StageOption
 from autopar.passes.layers import find as layers_pass
-from autopar.passes.mesh_search.planner import Options
 from autopar.passes.microbatch.analysis import batch_leaves, split
+from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import problem_of

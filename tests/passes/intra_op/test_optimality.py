@@ -18,9 +18,9 @@ from autopar import zoo
 from autopar.hardware.cluster import Cluster
 from autopar.ir.problem import Edge, Node, Problem
 from autopar.ir.trace import Traced, trace
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
-from autopar.plans.one_mesh import Planned
+from autopar.plans.one_mesh import Planned, make_plan
 from tests.judge.intra_op import ROUNDING, Judged, Verdict, judged_programs, verdict, zoo_prices
 from tests.judge.model import Judge, eliminated, enumerated
 from tests.judge.survey import survey

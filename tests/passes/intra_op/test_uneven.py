@@ -18,12 +18,14 @@ from autopar.cost_models.compiler.backends import CPU
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
-from autopar.passes.mesh_search.planner import Options, make_plan
+from autopar.passes.mesh_search.planner import Draft, MeshSolution
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.op_groups.strategies import DEFERRED
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
-from autopar.plans import one_mesh as export
+from autopar.plans import one_mesh
+from autopar.plans.one_mesh import make_plan
 from autopar.rules import rules_of
 from autopar.verification import verify as verification
 
@@ -57,12 +59,12 @@ def forced(graph, rules, sizes, name):
     whole = np.array([int(np.flatnonzero((s.result == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
     (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
 
-    draft = export.Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
+    draft = Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
 
     def plan(k):
         choice = np.where(np.arange(len(sets)) == place, k, whole)
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
-        return export.export(graph, draft, solution, mesh, "dear", ())
+        return one_mesh.export(MeshSolution(graph, draft, solution, mesh, "dear", (), (), {}))
 
     return found[place].strategies, plan
 

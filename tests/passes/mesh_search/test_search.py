@@ -18,10 +18,12 @@ from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, Pin
 from autopar.hardware import meshes
 from autopar.hardware.meshes import factorisations
 from autopar.ir.trace import trace
-from autopar.passes.mesh_search.planner import Options, Parts, Planner, make_plan
+from autopar.passes.mesh_search.planner import Parts, Planner
 from autopar.passes.mesh_search.search import MeshSearch
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Pruned
 from autopar.plans import cache as plan_cache
+from autopar.plans.one_mesh import make_plan
 from tests.processes import printed_twice
 
 P = jax.sharding.PartitionSpec

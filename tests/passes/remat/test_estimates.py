@@ -18,10 +18,11 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.ir.graph import Graph
 from autopar.ir.trace import Traced, trace
 from autopar.passes.intra_op import extract
-from autopar.passes.mesh_search.planner import Options, make_model
+from autopar.passes.mesh_search.planner import make_model
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.estimates import Forecast, forecasts, one_microbatch
+from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 
 MESH = Cluster.local().logical_mesh((2, 4))

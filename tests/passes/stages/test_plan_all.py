@@ -9,7 +9,7 @@ import pytest
 
 from autopar import parallel_map
 from autopar.hardware.cluster import Cluster, LogicalMesh
-from autopar.passes.mesh_search.planner import Options
+from autopar.passes.remat.options import Options
 from autopar.passes.stages import plan_all as stage_runs
 from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.plan import PENALISED_GAP, RATES, REFINE_ABOVE, MemoryLimit, PenalisedPlans, StagePlan
