@@ -31,7 +31,6 @@ from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
-from autopar.passes.inter_op import plan as pipeline_plan
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
@@ -39,6 +38,7 @@ from autopar.passes.remat import choose_offload, memory_policy
 from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans import one_mesh
+from autopar.plans import pipeline as pipeline_plan
 from autopar.plans.plan import Plan, graph_hash
 from autopar.progress import Progress, reporting
 from autopar.rules.registry import registered_rules

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost_models import offload
+from autopar.cost_models.compiler import hbm_traffic
 from autopar.cost_models.flops import main_dtype, model_flops
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
@@ -32,7 +33,6 @@ from autopar.plans import imbalance
 from autopar.plans.plan import Plan, Stage, graph_hash
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
-from autopar.verification import hbm_traffic
 
 
 @dataclass(frozen=True, eq=False)

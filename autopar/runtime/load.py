@@ -13,8 +13,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op import pipelines
-from autopar.passes.inter_op import plan as pipeline_plan
 from autopar.passes.inter_op.pipelines import Pipelined
+from autopar.plans import pipeline as pipeline_plan
 from autopar.plans.checks import as_plan_mismatch
 from autopar.plans.plan import Plan, check_matches
 from autopar.rules.registry import registered_rules

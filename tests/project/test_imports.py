@@ -25,12 +25,12 @@ UPWARD = frozenset(
         ("cost_models.memory", "passes.intra_op"),
         ("cost_models.memory", "passes.op_groups"),
         ("hardware", "cost_models"),
-        ("passes.inter_op", "codegen"),
         ("passes.inter_op", "options"),
         ("passes.inter_op", "plans"),
-        ("passes.inter_op", "runtime"),
+        ("cost_models.compiler", "plans"),
+        ("plans", "codegen"),
+        ("plans", "runtime"),
         ("passes.stages", "plans"),
-        ("plans", "verification"),
     }
 )
 

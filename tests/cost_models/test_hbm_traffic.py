@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.cost_models.compiler.hbm_traffic import bytes_accessed
 from autopar.hardware.cluster import Device
 from autopar.ir.trace import trace
-from autopar.verification.hbm_traffic import bytes_accessed
 
 DEVICE = Device("plain", {"float32": 1e12}, 1e11, 2**30)
 N = 64
