@@ -24,14 +24,14 @@ from autopar.errors import ArgumentError, AutoparError, AutoparWarning, PlanMism
 from autopar.hardware import meshes
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.graph import verify as verify_graph
 from autopar.ir.text import seconds
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
-from autopar.passes.inter_op.pipelines import Pipelined
+from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
 from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import choose_offload, memory_policy
@@ -39,7 +39,7 @@ from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans import one_mesh
 from autopar.plans import pipeline as pipeline_plan
-from autopar.plans.plan import Plan, graph_hash
+from autopar.plans.plan import Plan
 from autopar.progress import Progress, reporting
 from autopar.rules.registry import registered_rules
 from autopar.runtime.load import load
@@ -57,6 +57,8 @@ PLANNED_OVER_FORECAST = 0.9
 #: A step is planned on one mesh before the search for stages, if the memory that it needs without fusion is at most
 #: this many times that of the cluster. Chosen on BERT-large, whose plan peaks at a third of its memory without fusion.
 UNFUSED_OVER_PEAK = 3.0
+#: How many times the memory of all devices a step as written must need for stages to be searched even on one host.
+FAR = 2.0
 #: Number of graphs whose rewriting into microbatches is cached: each mesh asks for the same rematerialised graphs.
 SPLIT_CACHE_SIZE = 4
 
@@ -88,7 +90,7 @@ def plan_step(
                 return load(name_of(fn), traced, given, s.mesh, s.cluster)
             if s.pipelined:
                 return _plan_stages_as_given(call, s)
-            if not traced.pins and pipelines.is_open(s, traced.graph):
+            if not traced.pins and _searches_stages(s, traced.graph):
                 return _search_pipelines(call, s)
             return _plan_one_mesh(call, s)
 
@@ -254,6 +256,34 @@ def _offload(s: Settings, target: Target, local: bool) -> str:
     return choose_offload.NONE
 
 
+def _searches_stages(s: Settings, graph: Graph) -> bool:
+    """Whether stages and microbatches are to be searched.
+
+    They are with "search", and with "auto" if links between hosts are slow, or if a step as written is far too large.
+    A step with a `shard_map` has one stage, because the map runs over the user's own mesh.
+    """
+    if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == choose_offload.ALL:
+        return False
+    if pipelines.shard_map_of(graph) is not None:
+        return False
+    if s.stages == "search":
+        return True
+    if s.stages != "auto" or s.schedule == "none":
+        return False
+    return (s.cluster is not None and s.cluster.hosts > 1) or _is_far_too_large(s, graph)
+
+
+def _is_far_too_large(s: Settings, graph: Graph) -> bool:
+    """Whether a step needs more than `FAR` times the memory of all devices, without options for it."""
+    if s.memory_budget is not None or s.num_microbatches != "auto" or not pipelines.has_backward(graph):
+        return False
+    return not pipelines.fits_evenly(graph, s.cluster or Cluster.local(), FAR)
+
+
+def _pipeline_options(s: Settings) -> PipelineOptions:
+    return PipelineOptions(s.stages, s.schedule, s.num_microbatches, s.per_microbatch, s.remat, s.memory_budget)
+
+
 def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
     """The plan of the best pipeline, or on one mesh where that is no slower; from the cache if it is there."""
     cluster = s.cluster or Cluster.local()
@@ -268,7 +298,7 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
             cached = replace(cached, phases={"trace": call.trace_s, "cache": time.perf_counter() - begin})
             with contextlib.suppress(PlanMismatchError):  # the devices here may lack the host memory that it needs
                 return _load_cached(call, s, cached)
-    step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, s)
+    step = pipelines.opening(call.traced, argnums.named_batch(call.args, s), cluster, _pipeline_options(s))
     phases = {"trace": call.trace_s, "inter_op": time.perf_counter() - begin}
     one_mesh, expected, as_written = _one_microbatch(call, s, cluster, indivisible=step is None or step.is_whole)
 
@@ -447,9 +477,10 @@ def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
 
 def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
     """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices."""
-    pipelines.check_options(s, bool(call.traced.pins), call.traced.graph)
+    asked = _pipeline_options(s)
+    pipelines.check_options(asked, bool(call.traced.pins), call.traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
-    pipeline = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, s)
+    pipeline = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, asked)
     return _plan_stages(call, s, target, pipeline, {"trace": call.trace_s})
 
 
@@ -464,7 +495,7 @@ def _plan_stages(
     run, rules = replace(traced, graph=pipeline.layers.graph), registered_rules()
     time_limit = s.time_limit or _time_limit(traced.graph)
     options = replace(_stage_options(s), time_limit=time_limit / len(pipeline.stages.stages))
-    layouts = pipeline_plan.plan_layouts(run, pipeline, options)
+    layouts = pipelines.plan_layouts(run, pipeline, options)
     plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, state, 0.0)
     plan = replace(plan, phases={**phases, "stages": time.perf_counter() - begin})
     call.report(f"{len(plan.stages)} stages take {seconds(plan.step_time_s)}")

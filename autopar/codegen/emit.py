@@ -33,7 +33,7 @@ from autopar.codegen.fold_transpose import folded_transposes, transposed_layout
 from autopar.codegen.start_indices import clamp_start_indices
 from autopar.ir import control_flow
 from autopar.ir.graph import Atom, Graph, Op, Region
-from autopar.ir.layout import PARTIAL, REPLICATED, Layout, partial_axes, replicated, route, spec, steps
+from autopar.ir.layout import PARTIAL, REPLICATED, Layout, ProgramLayouts, partial_axes, replicated, route, spec, steps
 from autopar.ir.op_sets import LAPACK
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups.reduction_lowering import first_stage
@@ -137,7 +137,7 @@ class Context:
     """Plan, rules and mesh of one program, shared by the emitters of its regions."""
 
     graph: Graph
-    stage: Stage
+    stage: Stage | ProgramLayouts
     rules: Mapping[int, Rule]
     mesh: AnyMesh
     names: tuple[str, ...]

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 
 from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import PARTIAL, Layout
+from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts
 from autopar.plans.plan import Stage
 
 
-def folded_transposes(graph: Graph, stage: Stage) -> Mapping[int, Op]:
+def folded_transposes(graph: Graph, stage: Stage | ProgramLayouts) -> Mapping[int, Op]:
     """Product -> the transpose that can be folded into it: its only reader, which only swaps the operands' dimensions.
 
     Args:
@@ -34,7 +34,7 @@ def transposed_layout(layout: Layout, transpose: Op) -> Layout:
     return tuple(order.index(d) if d >= 0 else d for d in layout)
 
 
-def _layouts_match(stage: Stage, value: int, transpose: Op) -> bool:
+def _layouts_match(stage: Stage | ProgramLayouts, value: int, transpose: Op) -> bool:
     """Whether a transpose has the transposed layout of its operand, and neither is a partial sum."""
     layout, result = (stage.values.get(v) for v in (value, transpose.outputs[0]))
     if layout is None or result is None or PARTIAL in layout:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.codegen.accumulate import accumulate_gradients
+from autopar.ir.graph import graph_hash
 from autopar.ir.trace import Traced
 from autopar.passes.remat import rewrite as remat
 from autopar.plans.checks import as_plan_mismatch, mismatches
 from autopar.plans.layout_checks import check_arguments, check_layouts
-from autopar.plans.plan import Plan, graph_hash
+from autopar.plans.plan import Plan
 from autopar.plans.schema import FieldError
 
 

@@ -25,23 +25,13 @@ from jax.sharding import NamedSharding
 
 from autopar.codegen import emit as codegen
 from autopar.ir.graph import Graph, Op
-from autopar.ir.layout import PARTIAL, REPLICATED, Layout, divides, partial_axes, replicated, spec
+from autopar.ir.layout import PARTIAL, Layout, even, partial_axes, replicated, spec
 from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.graph import BEGIN
 from autopar.passes.stages.plan_all import CodegenStage
 
 Key = tuple[int, Layout | None]
 """A value of the graph and the layout of a copy of it; None: in its planned layout."""
-
-
-def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
-    """The layout without the axes that shard a dimension unevenly."""
-    kept = list(replicated(len(sizes)))
-    for axis, dim in enumerate(layout):
-        kept[axis] = dim
-        if dim >= 0 and not divides(tuple(kept), shape, sizes):
-            kept[axis] = REPLICATED
-    return tuple(kept)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,9 @@ The printed form (`Graph.__str__`) is what tests are written in:
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -328,3 +329,39 @@ def verify(graph: Graph) -> Graph:
         for complaint in check(graph):
             raise GraphError(f"the graph breaks '{title}': {complaint}")
     return graph
+
+
+def graph_hash(graph: Graph) -> str:
+    """A hash of the program: operations, parameters, types, paths; equal in every process."""
+    digest = hashlib.sha256()
+    described: dict[int, str] = {}
+    types = {t: str(t) for t in set(graph.types)}  # looked up, never iterated
+    for op in graph.walk():
+        if op.signature not in described:
+            described[op.signature] = f"{op.name} {_stable(op.params)}"
+        atoms = " ".join(str(a) for a in op.inputs)
+        outs = " ".join(f"{v}:{types[graph.types[v]]}" for v in op.outputs)
+        digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())
+    for title, paths, atoms in (("in", graph.input_paths, graph.inputs), ("out", graph.output_paths, graph.outputs)):
+        for path, atom in zip(paths, atoms, strict=True):
+            digest.update(f"{title} {path} {graph.type_of(atom)} {atom}\n".encode())
+    if graph.repeats is not None:
+        digest.update(repr((graph.repeats, graph.carried)).encode())
+    return digest.hexdigest()[:32]
+
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def _stable(value: Any) -> str:
+    """Text of a parameter that is the same in every process: nothing that would print an address."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_stable(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
+    if isinstance(value, Sequence):
+        return "(" + ",".join(map(_stable, value)) + ")"
+    if isinstance(value, Set):
+        return "{" + ",".join(sorted(map(_stable, value))) + "}"
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text or "\n" in text else text

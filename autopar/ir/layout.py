@@ -47,6 +47,21 @@ PARTIAL = -2
 Layout = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class ProgramLayouts:
+    """Layouts of one program on one mesh.
+
+    Attributes:
+        values: bound value -> its layout.
+        uses: site -> layout, if it differs from that of the value.
+        copies: bound value -> layout of the copy that its readers share, if it differs from that of the value.
+    """
+
+    values: Mapping[int, Layout]
+    uses: Mapping[str, Layout]
+    copies: Mapping[int, Layout]
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One communication step: `axes` are mesh axis indices, `fraction` bytes per device over bytes of the value."""
@@ -100,6 +115,16 @@ def cuts(layout: Layout, sizes: Sequence[int]) -> Mapping[int, int]:
 def divides(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     """True if every sharded dimension divides evenly."""
     return all(shape[dim] % parts == 0 for dim, parts in cuts(layout, sizes).items())
+
+
+def even(layout: Layout, shape: Sequence[int], sizes: Sequence[int]) -> Layout:
+    """The layout without the axes that shard a dimension unevenly."""
+    kept = list(replicated(len(sizes)))
+    for axis, dim in enumerate(layout):
+        kept[axis] = dim
+        if dim >= 0 and not divides(tuple(kept), shape, sizes):
+            kept[axis] = REPLICATED
+    return tuple(kept)
 
 
 def device_share(layout: Layout | None, shape: Sequence[int], sizes: Sequence[int]) -> float:

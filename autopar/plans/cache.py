@@ -27,10 +27,10 @@ from pathlib import Path
 from autopar import jax_compat
 from autopar.errors import AutoparWarning
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced
 from autopar.passes.remat.options import Options
-from autopar.plans.plan import Plan, from_json, graph_hash
+from autopar.plans.plan import Plan, from_json
 from autopar.plans.schema import parsed
 from autopar.version import VERSION
 

@@ -18,8 +18,8 @@ from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
 from autopar.cost_models.flops import main_dtype, model_flops
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph
-from autopar.ir.layout import Layout, cuts, divides, replicated
+from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.layout import Layout, ProgramLayouts, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.intra_op import build as intra_op
@@ -30,7 +30,7 @@ from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
-from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.plans.plan import Plan, Stage
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
 
@@ -148,7 +148,7 @@ def export(found: MeshSolution) -> Plan:
 def _output_layout(
     graph: Graph,
     position: int,
-    found: extract.Layouts,
+    found: ProgramLayouts,
     state: Mapping[int, int],
     inputs: tuple[Layout, ...],
     pinned: Pinned,

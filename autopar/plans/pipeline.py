@@ -16,52 +16,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.codegen.stage_programs import even
 from autopar.cost_models.flops import main_dtype, model_flops, work
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
-from autopar.ir.graph import Graph
-from autopar.ir.layout import Layout, replicated
+from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.layout import Layout, ProgramLayouts, even, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
-from autopar.passes.inter_op.pipelines import Pipelined
+from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.microbatch.loop import StepPrograms
-from autopar.passes.remat.options import Options
 from autopar.passes.stages.cost import pipeline_times
 from autopar.passes.stages.graph import stage_graph
-from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, plan_stages
+from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts
-from autopar.plans.plan import Plan, Stage, graph_hash
+from autopar.plans.plan import Plan, Stage
 from autopar.rules import RuleReader
-from autopar.runtime.pipeline import forward_only
 from autopar.schedules import peak_stash
+from autopar.schedules.complete import forward_only
 
 
-def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
-    """Plans every stage of a step.
-
-    Args:
-        traced: the step.
-        found: the step in stages.
-        options: pins and solver options.
-
-    Raises:
-        PinError: a pin that fits no argument, or not the mesh of its stage.
-    """
-    meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
-    return plan_stages(found.stages, avals(traced, found), meshes, options, found.choice.limits)
-
-
-def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
-    extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
-    whole = StepPrograms(found.stages.split).avals if extra else {}
-    return (*traced.in_avals, *(whole[v] for v in extra))
+def choice_of(plan: Plan) -> StageChoice:
+    """The decisions of a plan."""
+    inner = plan.mesh_sizes[1:]
+    ranks = sorted({(stage.rank, tuple(stage.submesh.values())) for stage in plan.stages})
+    extents = tuple(math.prod(shape) // math.prod(inner) for _, shape in ranks)
+    shapes = tuple(shape for _, shape in ranks)
+    sliced = shapes == tuple((extent, *inner) for extent in extents)
+    return StageChoice(
+        tuple(stage.layers[0] for stage in plan.stages[1:]),
+        extents,
+        plan.schedule,
+        plan.num_microbatches,
+        plan.batch,
+        plan.per_microbatch,
+        plan.remat,
+        shapes=() if sliced else shapes,
+        pieces=plan.pieces,
+    )
 
 
 def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[CodegenStage]:
@@ -81,7 +77,8 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
             )
         with mismatches():
             check_layouts(plan, number, graph.graph, mesh.sizes, registered)
-        plans.append(SavedStage(graph, mesh, reader.read(graph.graph), stage))
+        layouts = ProgramLayouts(stage.values, stage.uses, stage.copies)
+        plans.append(SavedStage(graph, mesh, reader.read(graph.graph), layouts))
     with mismatches():
         _check(plan, traced.graph, found, plans)
     return StagePlans(found.stages, tuple(plans), len(plans))
@@ -173,9 +170,14 @@ def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs
     plan, first = plans.plans[number], found.first
     passes = costs.passes(found.schedule.pipeline.split)
     peak, kinds = _memory(found, plan, number)
-    return replace(
-        plan.layouts,
-        name=f"stage {number}",
+    mesh, layouts = found.mesh(number), plan.layouts
+    return Stage(
+        f"stage {number}",
+        dict(zip(mesh.names, mesh.sizes, strict=True)),
+        mesh.size,
+        layouts.values,
+        layouts.uses,
+        layouts.copies,
         peak_memory_bytes=peak,
         memory=kinds,
         rank=found.schedule.pipeline.placement[number],

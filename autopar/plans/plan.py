@@ -7,10 +7,9 @@ that has a layout, of every use that differs, and of shared copies; what it cost
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout, spec
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
 from autopar.plans.schema import FieldError, Listed, Packed, form, parsed, shown
@@ -329,42 +328,6 @@ def from_json(data: Any, where: str = "the data") -> Plan:
 def _in_order(stage: Stage, names: Sequence[str]) -> Stage:
     """A stage with the axes of its submesh in the order of the mesh, which JSON does not keep."""
     return replace(stage, submesh={name: stage.submesh[name] for name in names})
-
-
-def graph_hash(graph: Graph) -> str:
-    """A hash of the program: operations, parameters, types, paths; equal in every process."""
-    digest = hashlib.sha256()
-    described: dict[int, str] = {}
-    types = {t: str(t) for t in set(graph.types)}  # looked up, never iterated
-    for op in graph.walk():
-        if op.signature not in described:
-            described[op.signature] = f"{op.name} {_stable(op.params)}"
-        atoms = " ".join(str(a) for a in op.inputs)
-        outs = " ".join(f"{v}:{types[graph.types[v]]}" for v in op.outputs)
-        digest.update(f"{described[op.signature]}|{atoms}|{outs}|{op.trips}\n".encode())
-    for title, paths, atoms in (("in", graph.input_paths, graph.inputs), ("out", graph.output_paths, graph.outputs)):
-        for path, atom in zip(paths, atoms, strict=True):
-            digest.update(f"{title} {path} {graph.type_of(atom)} {atom}\n".encode())
-    if graph.repeats is not None:
-        digest.update(repr((graph.repeats, graph.carried)).encode())
-    return digest.hexdigest()[:32]
-
-
-_PLAIN = (int, float, bool, str, type(None))
-
-
-def _stable(value: Any) -> str:
-    """Text of a parameter that is the same in every process: nothing that would print an address."""
-    if isinstance(value, _PLAIN):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{_stable(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
-    if isinstance(value, Sequence):
-        return "(" + ",".join(map(_stable, value)) + ")"
-    if isinstance(value, Set):
-        return "{" + ",".join(sorted(map(_stable, value))) + "}"
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text or "\n" in text else text
 
 
 def _of_graph(graph: Graph) -> Mapping[str, tuple[Any, ...]]:

@@ -59,4 +59,4 @@ def load(name: str, traced: Traced, plan: Plan, mesh: Any = None, cluster: Clust
 def _assemble(traced: Traced, plan: Plan, target: Target) -> Pipelined:
     """The stages of a plan; PlanMismatchError if the step does not have the plan's layers."""
     with as_plan_mismatch("has other stages"):
-        return pipelines.assemble(traced.graph, pipelines.choice_of(plan), target)
+        return pipelines.assemble(traced.graph, pipeline_plan.choice_of(plan), target)

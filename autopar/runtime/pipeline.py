@@ -33,9 +33,8 @@ from autopar.runtime.donation import donated_to_updates
 from autopar.runtime.executor import Observer, StepExecution
 from autopar.runtime.lowered_schedule import LoweredSchedule, lower_schedule
 from autopar.runtime.programs import CompiledPrograms, compile_programs
-from autopar.schedules.complete import complete
-from autopar.schedules.orders import PassId
-from autopar.schedules.pipeline import Pipeline, Schedule
+from autopar.schedules.complete import forward_only
+from autopar.schedules.pipeline import Schedule
 
 #: Prefix of the names of programs of a loop that runs first.
 FIRST_LOOP = "first loop, "
@@ -182,17 +181,6 @@ def build(
         for s in range(len(placement))
     )
     return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before)
-
-
-def forward_only(pipeline: Pipeline, borders: Sequence[tuple[int, int]]) -> Schedule:
-    """A schedule of forward passes alone on the ranks of another pipeline: microbatch i of stage s at tick s + i."""
-    forward = Pipeline(pipeline.placement, pipeline.microbatches, tuple(borders), pipeline.microbatches, backward=False)
-    stages = range(len(pipeline.placement))
-    ticks = sorted((s + i, s, i) for s in stages for i in range(pipeline.microbatches))
-    orders: list[tuple[PassId, ...]] = [
-        tuple(("F", s, i) for _, s, i in ticks if pipeline.placement[s] == rank) for rank in range(pipeline.ranks)
-    ]
-    return Schedule("forward", forward, complete(forward, tuple(orders)))
 
 
 def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:

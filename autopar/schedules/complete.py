@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from autopar.errors import ScheduleError
 from autopar.schedules.instructions import Instruction
 from autopar.schedules.orders import Orders, PassId
-from autopar.schedules.pipeline import Lists, Pipeline, Weights
+from autopar.schedules.pipeline import Lists, Pipeline, Schedule, Weights
 
 #: Rule -> function from the number of updates so far, the version that F of the same stage and microbatch used (None
 #: for F itself), and the window, to the version of the weights that a pass uses.
@@ -147,3 +147,14 @@ def complete(pipeline: Pipeline, orders: Orders) -> Lists:
             for copy in range(pipeline.copies):
                 simulation.emit_update(copy * pipeline.stages + stage, pipeline.microbatches - 1)
     return tuple(map(tuple, simulation.lists))
+
+
+def forward_only(pipeline: Pipeline, borders: Sequence[tuple[int, int]]) -> Schedule:
+    """A schedule of forward passes alone on the ranks of another pipeline: microbatch i of stage s at tick s + i."""
+    forward = Pipeline(pipeline.placement, pipeline.microbatches, tuple(borders), pipeline.microbatches, backward=False)
+    stages = range(len(pipeline.placement))
+    ticks = sorted((s + i, s, i) for s in stages for i in range(pipeline.microbatches))
+    orders: list[tuple[PassId, ...]] = [
+        tuple(("F", s, i) for _, s, i in ticks if pipeline.placement[s] == rank) for rank in range(pipeline.ranks)
+    ]
+    return Schedule("forward", forward, complete(forward, tuple(orders)))

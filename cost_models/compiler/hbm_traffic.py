@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from networkx.utils import UnionFind
 
@@ -41,7 +42,6 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.op_sets import PRODUCTS, RAGGED_PRODUCTS
-from autopar.plans.plan import Stage
 
 #: Operations that are not fused: each reads its operands from memory and writes its results.
 KERNELS = (
@@ -56,7 +56,18 @@ MAX_FUSED_INPUTS = 16
 _WRITING = frozenset((*REDUCTIONS, *PRODUCTS))
 
 
-def bytes_accessed(graph: Graph, stage: Stage, collectives: Sequence[Collective], device: Device) -> float:
+class LayoutsOnMesh(Protocol):
+    """The layouts of a program, and the sizes of the axes of its mesh, such as a stage of a plan."""
+
+    @property
+    def submesh(self) -> Mapping[str, int]: ...
+    @property
+    def values(self) -> Mapping[int, Layout]: ...
+    @property
+    def uses(self) -> Mapping[str, Layout]: ...
+
+
+def bytes_accessed(graph: Graph, stage: LayoutsOnMesh, collectives: Sequence[Collective], device: Device) -> float:
     """Bytes that each device reads and writes in its memory per step.
 
     Args:
@@ -82,7 +93,7 @@ class _Moves:
     """
 
     graph: Graph
-    stage: Stage
+    stage: LayoutsOnMesh
     device: Device
 
     @cached_property
@@ -161,7 +172,7 @@ class _Counter:
     """
 
     graph: Graph
-    stage: Stage
+    stage: LayoutsOnMesh
     moving: AbstractSet[str]
     device: Device
     piece_bytes: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)

@@ -26,7 +26,6 @@ from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced
-from autopar.options import Settings
 from autopar.passes.inter_op import search as stage_search
 from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.layers import find as layers_pass
@@ -34,24 +33,34 @@ from autopar.passes.layers import partition as layer_partition
 from autopar.passes.layers import split_scan
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
+from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import choose as recomputation
-from autopar.passes.remat import choose_offload
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
-from autopar.plans.plan import Plan
+from autopar.passes.stages.plan_all import PlannedStage, StagePlans, plan_stages
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 
 #: Stages per rank, for schedules with several.
 CHUNKS = 2
 #: Microbatches per rank by default.
 PER_RANK = 2
-#: How many times the memory of all devices a step as written must need for stages to be searched even on one host.
-FAR = 2.0
 #: Largest number of pieces of a scan over layers, each of which may be on its own submesh.
 MOST_PIECES = 16
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The options of the user that concern stages; see `autopar.parallelize`."""
+
+    stages: int | str
+    schedule: str
+    num_microbatches: int | str
+    per_microbatch: tuple[str, ...]
+    remat: str
+    memory_budget: float | str | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class Pipelined:
         return self.meshes[self.schedule.pipeline.placement[stage]]
 
 
-def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> Pipelined:
+def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: PipelineOptions) -> Pipelined:
     """The step in as many stages as the settings say.
 
     Args:
@@ -140,7 +149,7 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Set
         return _scheduled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
 
 
-def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -> Pipelined:
+def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: PipelineOptions) -> Pipelined:
     """`assemble`; "auto" means "inference" also if no operation of the backward pass depends on a microbatch."""
     divided = _divided(graph, choice)
     if s.schedule == "auto" and not _has_backward_passes(divided[1]):
@@ -148,12 +157,12 @@ def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: Settings) -
     return _assembled(choice, *divided, target)
 
 
-def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Settings) -> StageChoice:
+def stage_choice(graph: Graph, leaves: Sequence[int] | None, target: Target, s: PipelineOptions) -> StageChoice:
     """Decisions that the options leave open, without a search; errors and arguments as of `pipelined`."""
     assert isinstance(s.stages, int)
     ranks = s.stages
     extents = _extents(target.logical, ranks)
-    name = s.schedule if s.schedule != "auto" else "1f1b" if _has_backward(graph) else "inference"
+    name = s.schedule if s.schedule != "auto" else "1f1b" if has_backward(graph) else "inference"
     stages = ranks * _chunks(name)
     count, batch = _microbatches(graph, leaves, s.num_microbatches, ranks, name)
     policies = _policies(split_scan.split_scans(graph, stages, batch), s.remat)
@@ -211,51 +220,29 @@ def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Sche
     return checked if few == size else make(name, size, borders)
 
 
-def choice_of(plan: Plan) -> StageChoice:
-    """The decisions of a plan."""
-    inner = plan.mesh_sizes[1:]
-    ranks = sorted({(stage.rank, tuple(stage.submesh.values())) for stage in plan.stages})
-    extents = tuple(math.prod(shape) // math.prod(inner) for _, shape in ranks)
-    shapes = tuple(shape for _, shape in ranks)
-    sliced = shapes == tuple((extent, *inner) for extent in extents)
-    return StageChoice(
-        tuple(stage.layers[0] for stage in plan.stages[1:]),
-        extents,
-        plan.schedule,
-        plan.num_microbatches,
-        plan.batch,
-        plan.per_microbatch,
-        plan.remat,
-        shapes=() if sliced else shapes,
-        pieces=plan.pieces,
-    )
+def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
+    """Plans every stage of a step.
+
+    Args:
+        traced: the step.
+        found: the step in stages.
+        options: pins and solver options.
+
+    Raises:
+        PinError: a pin that fits no argument, or not the mesh of its stage.
+    """
+    meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
+    return plan_stages(found.stages, avals(traced, found), meshes, options, found.choice.limits)
+
+
+def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
+    extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
+    whole = StepPrograms(found.stages.split).avals if extra else {}
+    return (*traced.in_avals, *(whole[v] for v in extra))
 
 
 # The search
-
-
-def is_open(s: Settings, graph: Graph) -> bool:
-    """Whether stages and microbatches are to be searched.
-
-    They are with "search", and with "auto" if links between hosts are slow, or if a step as written is far too large.
-    A step with a `shard_map` has one stage, because the map runs over the user's own mesh.
-    """
-    if s.mesh is not None or s.plan is not None or s.memory_budget == "min" or s.offload == choose_offload.ALL:
-        return False
-    if shard_map_of(graph) is not None:
-        return False
-    if s.stages == "search":
-        return True
-    if s.stages != "auto" or s.schedule == "none":
-        return False
-    return (s.cluster is not None and s.cluster.hosts > 1) or _is_far_too_large(s, graph)
-
-
-def _is_far_too_large(s: Settings, graph: Graph) -> bool:
-    """Whether a step needs more than `FAR` times the memory of all devices, without options for it."""
-    if s.memory_budget is not None or s.num_microbatches != "auto" or not _has_backward(graph):
-        return False
-    return written_bytes(graph) > FAR * _memory(s.cluster or Cluster.local())
 
 
 def fits_evenly(graph: Graph, cluster: Cluster, times: float = 1.0) -> bool:
@@ -302,7 +289,7 @@ class Opening:
         return self.choice.counts == (1,)
 
 
-def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: Settings) -> Opening | None:
+def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: PipelineOptions) -> Opening | None:
     """The search space of stages; None without a batch, or without a backward pass that can run in microbatches.
 
     Args:
@@ -318,7 +305,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: S
     if _chunks(s.schedule) > 1:
         raise ScheduleError(f"schedule='{s.schedule}' is not searched in this version; give stages=2 or more with it")
     graph = traced.graph
-    if not _has_backward(graph):
+    if not has_backward(graph):
         return None
     if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
         raise ScheduleError(_unfit(s.schedule, works=True))
@@ -420,7 +407,7 @@ def _part(cluster: Cluster, mesh: LogicalMesh, first: int, sizes: tuple[int, ...
 # Microbatches and schedules
 
 
-def _has_backward(graph: Graph) -> bool:
+def has_backward(graph: Graph) -> bool:
     return any(op.phase == "backward" for op in graph.ops)
 
 
@@ -480,7 +467,7 @@ def shard_map_of(graph: Graph) -> Op | None:
     return next((op for op in graph.walk() if op.name == "shard_map"), None)
 
 
-def check_options(s: Settings, pinned: bool, graph: Graph) -> None:
+def check_options(s: PipelineOptions, pinned: bool, graph: Graph) -> None:
     """ArgumentError for steps that stages do not support yet: arguments whose types are pins, a `shard_map`."""
     if pinned:
         raise ArgumentError(

@@ -2,16 +2,16 @@
 
 The four parts are
 
-    layout of a value    its dimensions under the strategy of its group                               -> Layouts.values
-    layout at a use      its dimensions under the strategy of the reader's group                      -> Layouts.uses
+    layout of a value    its dimensions under the strategy of its group                               -> layouts
+    layout at a use      its dimensions under the strategy of the reader's group                      -> layouts
     reshards             steps from the layout of a value to that of its copy, and from there to each use  -> _reshards
     partial sums         reduce-scatters, then one joint all-reduce, per operation                    -> _sums
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from autopar.cost_models.collectives import collective_time
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op, Type
-from autopar.ir.layout import REPLICATED, Layout, device_share, divides, steps
+from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, divides, steps
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op.build import Model, layout_at
 from autopar.passes.op_groups.bindings import Binding, Charge, OpGroup, Use
@@ -27,22 +27,7 @@ from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, REDUCE_SCATT
 from autopar.passes.op_groups.strategies import padding, share, shares
 
 
-@dataclass(frozen=True)
-class Layouts:
-    """Layouts of one program on one mesh.
-
-    Attributes:
-        values: bound value -> its layout.
-        uses: site -> layout, if it differs from that of the value.
-        copies: bound value -> layout of the copy that its readers share, if it differs from that of the value.
-    """
-
-    values: Mapping[int, Layout]
-    uses: Mapping[str, Layout]
-    copies: Mapping[int, Layout]
-
-
-def layouts(model: Model, assignment: Ints) -> Layouts:
+def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
     """The layouts under an assignment: strategy per node, shape (nodes,)."""
     groups, bindings = model.grouping.groups, model.grouping.bindings
     known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
@@ -70,7 +55,7 @@ def layouts(model: Model, assignment: Ints) -> Layouts:
                 uses[use.site] = wanted
         elif wanted != values[use.value]:
             uses[use.site] = wanted
-    return Layouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
+    return ProgramLayouts(values, uses, {v: c for v, c in copies.items() if c != values[v]})
 
 
 def through(binding: Binding, wanted: Layout) -> Layout:
@@ -82,7 +67,7 @@ def through(binding: Binding, wanted: Layout) -> Layout:
 
 
 def collectives(
-    graph: Graph, model: Model, assignment: Ints, found: Layouts, mesh: LogicalMesh
+    graph: Graph, model: Model, assignment: Ints, found: ProgramLayouts, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
     """All collectives of a plan, in program order of the operations that need them."""
     parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
@@ -129,12 +114,12 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
         yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
 
-def reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[Collective]:
+def reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMesh) -> Iterator[Collective]:
     """The collectives of all reshards, in the order of the uses."""
     return (c for _, c in _reshards(graph, model, found, mesh))
 
 
-def _reshards(graph: Graph, model: Model, found: Layouts, mesh: LogicalMesh) -> Iterator[_Placed]:
+def _reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMesh) -> Iterator[_Placed]:
     """The collectives of all reshards. A value is resharded to each layout once, however many uses have it."""
     seen: set[tuple[int, Layout]] = set()
     bindings = model.grouping.bindings

@@ -20,7 +20,7 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import smallest
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
-from autopar.ir.layout import device_share
+from autopar.ir.layout import ProgramLayouts, device_share
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op import extract
 from autopar.passes.intra_op.build import Model
@@ -110,7 +110,7 @@ class _Plan:
     liveness: Liveness
     assignment: Ints
     layered: Graph
-    layouts: extract.Layouts
+    layouts: ProgramLayouts
     seconds_of: Mapping[int, float]
     uses_of: Mapping[int, Sequence[Use]]
     peak_bytes_of: Mapping[int, float]

@@ -24,7 +24,7 @@ from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import Row
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
-from autopar.ir.layout import Layout
+from autopar.ir.layout import Layout, ProgramLayouts
 from autopar.ir.problem import Ints
 from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
@@ -37,7 +37,6 @@ from autopar.passes.solver.optimize import Solution, optimize
 from autopar.passes.stages.cost import stage_memory
 from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.summary import BoundaryLayouts, StageSummary, StageWithLayouts, boundary_layouts, summarize
-from autopar.plans.plan import Stage
 from autopar.rules import Rule
 
 #: Penalty rates that are tried in ascending order: at rate r a plan may take r x share more seconds for a share fewer
@@ -80,7 +79,7 @@ class StagePlan(StageWithLayouts):
     model: intra_op.Model
     solution: Solution
     liveness: Liveness
-    layouts: Stage
+    layouts: ProgramLayouts
 
     @cached_property
     def boundary(self) -> BoundaryLayouts:
@@ -90,8 +89,7 @@ class StagePlan(StageWithLayouts):
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Of all its programs, per step."""
-        layouts = extract.Layouts(self.layouts.values, self.layouts.uses, self.layouts.copies)
-        return tuple(extract.collectives(self.graph.graph, self.model, self.solution.assignment, layouts, self.mesh))
+        return extract.collectives(self.graph.graph, self.model, self.solution.assignment, self.layouts, self.mesh)
 
     @cached_property
     def summary(self) -> StageSummary:
@@ -274,7 +272,4 @@ def planned(
     solution: Solution,
 ) -> StagePlan:
     """The plan that a solution of `problem_of` describes."""
-    layouts = extract.layouts(model, solution.assignment)
-    axis_sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    stage = Stage(f"stage {graph.stage}", axis_sizes, mesh.size, layouts.values, layouts.uses, layouts.copies)
-    return StagePlan(graph, mesh, rules, model, solution, liveness, stage)
+    return StagePlan(graph, mesh, rules, model, solution, liveness, extract.layouts(model, solution.assignment))

@@ -26,8 +26,8 @@ import networkx as nx
 
 from autopar import parallel_map
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Graph
-from autopar.ir.layout import Layout
+from autopar.ir.graph import Graph, graph_hash
+from autopar.ir.layout import Layout, ProgramLayouts
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.op_groups import constraints
 from autopar.passes.remat.options import Options
@@ -37,7 +37,6 @@ from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
 from autopar.passes.stages.plan import MemoryLimit, PenalisedPlans, StagePlan, plan_stage, planned
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, StageSummary, SummarizedStage
-from autopar.plans.plan import Stage, graph_hash
 from autopar.rules import Rule, RuleReader
 
 #: Operations of a step from which its stages are planned in two runs.
@@ -86,7 +85,7 @@ class _StageResult:
     """A planned stage as one process sends it to another."""
 
     solution: Solution
-    layouts: Stage
+    layouts: ProgramLayouts
     summary: StageSummary
     key: PlanKey
 

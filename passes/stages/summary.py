@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
-from autopar.ir.layout import PARTIAL, Layout, divides
+from autopar.ir.graph import graph_hash
+from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts, divides
 from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.cost import StageMemory, StageTimes, stage_memory, stage_times
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
-from autopar.plans.plan import Stage, graph_hash
 from autopar.rules import Rule, rules_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _even(layout: Layout, shape: Sequence[int], mesh: LogicalMesh) -> bool:
 class StageWithLayouts:
     """A stage whose values have layouts."""
 
-    layouts: Stage
+    layouts: ProgramLayouts
 
     def layout(self, value: int) -> Layout | None:
         """The layout of a value of the graph; None for scalars and values that are recomputed at every reader."""
@@ -124,7 +124,7 @@ class SavedStage(StageWithLayouts):
     graph: StageGraph
     mesh: LogicalMesh
     rules: Mapping[int, Rule]
-    layouts: Stage
+    layouts: ProgramLayouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ class SummarizedStage(StageWithLayouts):
     number: int
     mesh: LogicalMesh
     solution: Solution
-    layouts: Stage
+    layouts: ProgramLayouts
     summary: StageSummary
     registered: Mapping[str, str] | None
 

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import ArgumentError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
+from autopar.ir.graph import graph_hash
 from autopar.ir.trace import trace
-from autopar.plans.plan import Plan, check_matches, from_json, graph_hash
+from autopar.plans.plan import Plan, check_matches, from_json
 from tests.programs.real_programs import array, loss, sgd, two_layers
 
 ARGS = two_layers(), array(16, 8)

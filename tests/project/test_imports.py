@@ -25,12 +25,6 @@ UPWARD = frozenset(
         ("cost_models.memory", "passes.intra_op"),
         ("cost_models.memory", "passes.op_groups"),
         ("hardware", "cost_models"),
-        ("passes.inter_op", "options"),
-        ("passes.inter_op", "plans"),
-        ("cost_models.compiler", "plans"),
-        ("plans", "codegen"),
-        ("plans", "runtime"),
-        ("passes.stages", "plans"),
     }
 )
 

@@ -29,6 +29,7 @@ from autopar.hardware import meshes
 from autopar.ir.trace import trace
 from autopar.passes.inter_op import pipelines
 from autopar.passes.microbatch.analysis import MIN_LOOP_SHARE
+from autopar.plans.pipeline import choice_of
 
 BATCH = 16
 
@@ -93,7 +94,7 @@ def options(model: zoo.Model, stages: int, inner: str) -> Mapping[str, Any]:
 def _share(one: Single, plan: autopar.Plan) -> float:
     """Part of the FLOPs in the loop over microbatches."""
     graph = trace(one.given.model.step, one.given.state, one.given.batches[0]).graph
-    found = pipelines.assemble(graph, pipelines.choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
+    found = pipelines.assemble(graph, choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
     return found.stages.split.loop_share
 
 

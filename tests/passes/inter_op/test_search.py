@@ -19,7 +19,7 @@ from autopar import parallel_map, zoo
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.hardware.cluster import Cluster
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced, trace
 from autopar.passes.inter_op.dynamic_program import search
 from autopar.passes.inter_op.extrapolate import options_at
@@ -52,7 +52,6 @@ from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
 from autopar.passes.stages.plan import problem_of
-from autopar.plans.plan import graph_hash
 from autopar.schedules import SCHEDULES, Size, make
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost_models.flops import model_flops
-from autopar.ir.graph import Repeats, verify
+from autopar.ir.graph import Repeats, graph_hash, verify
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
@@ -20,7 +20,6 @@ from autopar.passes.op_groups import unreduced
 from autopar.passes.stages.divide import PASS_KINDS, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import canonical_form, renamed
-from autopar.plans.plan import graph_hash
 from autopar.zoo import build as zoo
 
 COUNT = 4
