@@ -73,7 +73,7 @@ def _end(one: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
         one.send(values)
     except StopIteration as stop:
         return cast(T, stop.value)
-    raise AssertionError("a task stops once")
+    raise AssertionError(f"{one} stops more than once")
 
 
 def _in_order(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
@@ -115,7 +115,7 @@ class _Child:
         try:
             return cast(list[_Outcome], pickle.load(self.reading))
         except EOFError as error:
-            raise ChildProcessError("a planning process ended before it was done") from error
+            raise ChildProcessError(f"planning process {self.process} ended before it was done") from error
 
     def send(self, values: Sequence[Any]) -> None:
         pickle.dump(values, self.writing)

@@ -36,6 +36,7 @@ from autopar.cli.options import (
     Target,
     TimeLimit,
     cache,
+    finish,
     options,
     report,
     say,
@@ -169,7 +170,7 @@ def verify(
         planned = saved or api.plan(fn, *args, **chosen)
     found = verification.verify(planned, fn, *args, target=against)
     report(as_json, _report(found), lambda: str(found))
-    raise typer.Exit(0 if found.ok else 1)
+    finish(found.ok)
 
 
 def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:

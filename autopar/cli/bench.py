@@ -26,6 +26,7 @@ from autopar.cli.options import (
     Repeats,
     Seq,
     Solver,
+    finish,
     mesh_list,
     report,
     say,
@@ -114,7 +115,7 @@ def _equal(as_json: bool, rows: list[Any], figures: Callable[[Any], Any], table:
         show(figures(rows))
     else:
         print(table(rows))
-    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+    finish(all(row["ok"] for row in rows))
 
 
 @app.command("fuzz")
@@ -133,7 +134,7 @@ def bench_fuzz(
     given = campaign.Campaign(programs, seed, words(modes, campaign.MODES), workers, failures)
     rows = campaign.run(given, resume, say)
     report(as_json, campaign.figures(rows), lambda: campaign.table(rows))
-    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+    finish(all(row["ok"] for row in rows))
 
 
 @app.command("step")
@@ -177,7 +178,7 @@ def bench_compile(
     names = words(models, tuple(compile_only.SIZES))
     rows = compile_only.run(names, chosen, words(plans, tuple(compile_only.PLANS)), target, say)
     report(as_json, {**compile_only.figures(rows), "rows": rows}, lambda: compile_only.table(rows))
-    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+    finish(all(row["ok"] for row in rows))
 
 
 @app.command("collectives")
@@ -268,7 +269,7 @@ def bench_gpipe(repeats: Repeats = 5, as_json: Json = False) -> None:
 
     found = gpipe.run(repeats)
     report(as_json, found, lambda: gpipe.table(found))
-    raise typer.Exit(0 if found["ok"] else 1)
+    finish(found["ok"])
 
 
 @app.command("alpa")
@@ -282,9 +283,7 @@ def bench_alpa(
 
     rows = alpa.run(words(models, tuple(alpa.PUBLISHED)), resume, say)
     report(as_json, {"rows": rows}, lambda: alpa.table(rows))
-    raise typer.Exit(
-        0 if all(row["alpa_fits"] and row["ratio"] is not None and row["ratio"] <= 1 for row in rows) else 1
-    )
+    finish(all(row["alpa_fits"] and row["ratio"] is not None and row["ratio"] <= 1 for row in rows))
 
 
 @app.command("named")
@@ -297,7 +296,7 @@ def bench_named(
 
     rows = named.run(resume=resume, tell=say)
     report(as_json, {"rows": rows}, lambda: named.table(rows))
-    raise typer.Exit(0 if all(map(named.holds, rows)) else 1)
+    finish(all(map(named.holds, rows)))
 
 
 @app.command("sizes")
@@ -313,7 +312,7 @@ def bench_sizes(
     chosen = words(clusters, tuple(measure.CLUSTERS))
     rows = measure.run(words(models, measure.MODELS), chosen, resume, say)
     report(as_json, {"rows": rows}, lambda: measure.table(rows))
-    raise typer.Exit(0 if all(map(measure.holds, rows)) else 1)
+    finish(all(map(measure.holds, rows)))
 
 
 @app.command("published")
@@ -334,7 +333,7 @@ def bench_zero(
 
     rows = zero.run(workers=workers)
     report(as_json, {"rows": rows}, lambda: zero.table(rows))
-    raise typer.Exit(0 if all(row["ok"] for row in rows) else 1)
+    finish(all(row["ok"] for row in rows))
 
 
 @app.command("corpus")
@@ -355,7 +354,7 @@ def bench_corpus(
     chosen = words(checks, every)
     rows = measure.run(words(programs, ()), corpus or corpus_program.TABLE, chosen, resume, say)
     report(as_json, {**measure.figures(rows), "rows": rows}, lambda: measure.table(rows))
-    raise typer.Exit(1 if any(row["state"] == measure.FAILED for row in rows) else 0)
+    finish(all(row["state"] != measure.FAILED for row in rows))
 
 
 @app.command("first-call")
@@ -376,7 +375,7 @@ def bench_first_call(
     chosen = words(sizes, first_call.SIZES)
     rows = first_call.run(words(programs, ()), chosen, corpus or corpus_program.TABLE, prove, resume, say)
     report(as_json, {**first_call.figures(rows), "rows": rows}, lambda: first_call.table(rows))
-    raise typer.Exit(0 if first_call.holds(rows) else 1)
+    finish(first_call.holds(rows))
 
 
 @app.command("ranking")

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -108,3 +108,8 @@ def cache(use: bool) -> contextlib.AbstractContextManager[None]:
     from autopar.plans import cache as plan_cache
 
     return contextlib.nullcontext() if use else plan_cache.off()
+
+
+def finish(holds: bool) -> NoReturn:
+    """End a command that checks something: with status 0 if it holds, else 1."""
+    raise typer.Exit(0 if holds else 1)

@@ -56,7 +56,7 @@ def check_arguments(plan: Plan, graph: Graph) -> None:
     may = offloadable(graph, plan.donated) if plan.offloaded else ()
     for i in plan.offloaded:
         if i not in may:
-            raise FieldError("state that may wait in the host's memory", plan.input_paths[i], "offloaded")
+            raise FieldError("state that may wait in the host's memory", f"{plan.input_paths[i]!r}", "offloaded")
 
 
 @dataclass(frozen=True, eq=False)

@@ -184,7 +184,7 @@ def figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ArgumentError('a picture needs matplotlib: pip install "autopar[report]"') from error
+        raise ArgumentError(f'the picture {str(path)!r} needs matplotlib: pip install "autopar[report]"') from error
     drawn = Figure(figsize=inches, layout="constrained")
     yield drawn
     try:

@@ -24,6 +24,7 @@ from autopar.ir.layout import PARTIAL, REPLICATED, Layout
 
 MOST = 2**63 - 1  # largest integer of a plan: byte counts of the largest steps are below 2**50
 MOST_DIMENSIONS = 64  # of one array; NumPy's own limit
+MOST_DIGITS = 18  # of an integer as key: all of these are below `MOST`
 
 _SIGNS: Final[Mapping[int, str]] = {REPLICATED: "-", PARTIAL: "+"}
 _OF_SIGNS: Final[Mapping[str, int]] = {
@@ -63,8 +64,10 @@ _SHORT.maxstring = _SHORT.maxother = 60
 _SHORT.maxlevel = 2
 
 
-def _wrong(expected: str, value: Any) -> FieldError:
-    return FieldError(expected, shown(value))
+def _check(fits: bool, expected: str, value: Any) -> None:
+    """FieldError for a value that does not fit."""
+    if not fits:
+        raise FieldError(expected, shown(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +91,25 @@ def _same(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _wrong(_TEXT, value)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise _wrong(_TEXT, value) from None
+    _check(type(value) is str and (value.isascii() or _is_encodable(value)), _TEXT, value)
     return value
 
 
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MOST:
-        raise _wrong(_COUNT, value)
+    _check(type(value) is int and 0 <= value <= MOST, _COUNT, value)
     return value
 
 
 def _real(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) <= MOST:  # which nan is not
-        raise _wrong(_REAL, value)
+    _check(type(value) in (int, float) and abs(value) <= MOST, _REAL, value)  # which nan is not
     return value
 
 
@@ -129,15 +132,13 @@ def _unpacked(text: str) -> Layout | None:
 
 def _unpack(value: Any) -> Layout:
     found = _unpacked(value) if type(value) is str else None
-    if found is None:
-        raise _wrong(_PACKED, value)
-    return found
+    _check(found is not None, _PACKED, value)
+    return found or ()
 
 
 def _unlist(value: Any) -> Layout:
     parts: list[Any] = list(value) if isinstance(value, list | tuple) else [None]
-    if any(type(dim) is not int or not PARTIAL <= dim < MOST_DIMENSIONS for dim in parts):
-        raise _wrong(_LISTED, value)
+    _check(all(type(dim) is int and PARTIAL <= dim < MOST_DIMENSIONS for dim in parts), _LISTED, value)
     return tuple(parts)
 
 
@@ -175,8 +176,8 @@ def _list_form(one: Form, length: int | None) -> Form:
     words = f"a list, each {one.words}" if length is None else f"a list of {length}, each {one.words}"
 
     def read(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or len(value) != (len(value) if length is None else length):
-            raise _wrong(words, value)
+        fits = isinstance(value, list | tuple) and (length is None or len(value) == length)
+        _check(fits, words, value)
         found: list[Any] = []
         try:
             for part in value:
@@ -192,8 +193,7 @@ def _object_form(key_of: Callable[[Any], Any], one: Form) -> Form:
     words = f"an object, each value {one.words}"
 
     def read(value: Any) -> dict[Any, Any]:
-        if not isinstance(value, Mapping):
-            raise _wrong(words, value)
+        _check(isinstance(value, Mapping), words, value)
         found: dict[Any, Any] = {}
         key: Any = None
         try:
@@ -208,8 +208,8 @@ def _object_form(key_of: Callable[[Any], Any], one: Form) -> Form:
 
 def _number(key: Any) -> int:
     """A key in decimal, in the one way that it is written."""
-    if type(key) is not str or not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
-        raise _wrong("an integer in decimal as key", key)
+    digits = type(key) is str and key.isascii() and key.isdecimal() and len(key) <= MOST_DIGITS
+    _check(digits and str(int(key)) == key, "an integer in decimal as key", key)
     return int(key)
 
 
@@ -222,8 +222,7 @@ def _record_form(record: Any) -> Form:
     words = f"an object with the fields {', '.join(forms)}"
 
     def read(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise _wrong(words, value)
+        _check(isinstance(value, Mapping), words, value)
         for name in (*forms, *value):
             if name not in value:
                 raise FieldError(forms[name].words, "missing", f".{name}")

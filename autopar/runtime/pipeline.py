@@ -205,4 +205,5 @@ def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:
         raise MeshError(f"schedule {schedule.name} has {pipeline.ranks} ranks, and there are {len(meshes)} submeshes")
     devices = [d for mesh in meshes for d in mesh.devices.flat]
     if len({*devices}) < len(devices):
-        raise MeshError("submeshes share a device; give each rank devices of its own")
+        shared = next(d for d in devices if devices.count(d) > 1)
+        raise MeshError(f"submeshes share {shared}; give each rank devices of its own")

@@ -183,5 +183,5 @@ def _uniform(dtype: str) -> Precision:
     if not jnp.issubdtype(name, jnp.floating):
         raise ArgumentError(f"dtype={dtype!r} is not floating; use float32, float64, bfloat16 or float16")
     if name == "float64" and jax.dtypes.canonicalize_dtype(name) != name:
-        raise ArgumentError("dtype='float64' needs 64-bit mode: set jax_enable_x64 (JAX_ENABLE_X64=1) before building")
+        raise ArgumentError(f"dtype={dtype!r} needs 64-bit mode: set jax_enable_x64 (JAX_ENABLE_X64=1) before building")
     return Precision(name, name)

@@ -346,4 +346,4 @@ class _Tables:
                 if len(ends) and np.isfinite(goal):
                     last = int(ends[0])
                     return Part(layer, last, placement, int(times[:, last].argmin()))
-        raise AssertionError("no stage has the sum that it was found by")
+        raise AssertionError(f"no stage from layer {layer} and device {device} on has the sum {goal} s it was found by")

@@ -308,7 +308,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     if not has_backward(graph):
         return None
     if s.schedule in SCHEDULES and not SCHEDULES[s.schedule].backward:
-        raise ScheduleError(_unfit(s.schedule, works=True))
+        raise ScheduleError(f"schedule '{s.schedule}' {_unfit(works=True)}")
     try:
         batch = batch_leaves(graph, 1, "auto" if leaves is None else leaves)
     except MicrobatchError:
@@ -423,16 +423,16 @@ def _check_fits(name: str, stages: Stages) -> None:
     """Raises if the schedule has backward passes and the step has none, or the reverse."""
     works = _has_backward_passes(stages)
     if SCHEDULES[name].backward != works:
-        raise ScheduleError(_unfit(name, works))
+        raise ScheduleError(f"schedule '{name}' {_unfit(works)}")
 
 
-def _unfit(name: str, works: bool) -> str:
-    """The message for a schedule that does not fit a step with, or without, backward passes."""
+def _unfit(works: bool) -> str:
+    """What is wrong with a schedule that does not fit a step with, or without, backward passes."""
     others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
     if works:
-        return f"schedule '{name}' has no backward passes and the step has; use {others}"
+        return f"has no backward passes and the step has; use {others}"
     return (
-        f"schedule '{name}' has backward passes, and the step has none that runs microbatch by microbatch: there is no "
+        "has backward passes, and the step has none that runs microbatch by microbatch: there is no "
         f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {others}, or one "
         "mesh (leave out stages and schedule)"
     )

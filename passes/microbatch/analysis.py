@@ -147,7 +147,10 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
     if isinstance(chosen, str):
         chosen = _infer_batch(graph)
         if not chosen:
-            raise MicrobatchError("no argument holds a batch: all are state or scalars. Name it with batch_argnums.")
+            raise MicrobatchError(
+                f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
+                "batch_argnums."
+            )
     chosen = [i for i in chosen if graph.types[graph.inputs[i]].rank]
     for i in chosen:
         shape = graph.types[graph.inputs[i]].shape
@@ -230,7 +233,7 @@ def split(
                 best = candidate
     if best is None:
         raise MicrobatchError(f"the step does not fall into {count} microbatches")
-    raise _refusal(best, per_microbatch)
+    raise MicrobatchError(f"the step does not fall into {best.count} microbatches: {_refusal(best, per_microbatch)}")
 
 
 def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], count: int, shards: int) -> Iterator[int]:
@@ -253,8 +256,8 @@ def _batch_strides(graph: Graph, flat: FlattenedOps, leaves: Sequence[int], coun
         yield 1
 
 
-def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchError:
-    """The error of a step that cannot be split.
+def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> str:
+    """Why a step cannot be split, and what helps.
 
     Args:
         best: the split with the largest loop share.
@@ -265,8 +268,8 @@ def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> MicrobatchErr
     reasons = "; ".join(map(str, main_reasons))
     covered = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
     accept = "" if covered else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
-    return MicrobatchError(
-        f"the step does not fall into {best.count} microbatches: {1 - best.loop_share:.0%} of its FLOPs need more "
+    return (
+        f"{1 - best.loop_share:.0%} of its FLOPs need more "
         f"than one of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut "
         f"is the first dimension of {_batch_names(best)}: if one of these holds no examples, say with batch_argnums "
         "which do."

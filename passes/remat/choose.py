@@ -213,7 +213,7 @@ def _unplanned_search(
     """The search of a policy before any plan."""
 
     def unplanned(count: int, effort: Effort, cutoff: float) -> RematResult[T]:
-        raise AssertionError("no number of layers is planned")
+        raise AssertionError(f"{count} layers are to be planned, in an estimate before any plan")
 
     return LayerSearch(unplanned, sum(layers), budget, as_written, forecast, overestimate)
 

@@ -166,7 +166,7 @@ class _State:
             self.answers[key] = self._live(v, columns, full)
         live = self.answers[key]
         if live is None:
-            raise SolverError(self._complaint(v))
+            raise SolverError(f"no plan exists: {self._complaint(v)}")
         return live
 
     def _seen(self, v: int, place: int, side: _Side) -> tuple[Ints, Ints, int]:
@@ -208,12 +208,12 @@ class _State:
         keep = self.keep[v]
         keep = keep[np.isfinite(node.cost[keep])]
         if not len(keep):
-            return f"no plan exists: all {len(node.cost)} strategies of {node.name!r} are forbidden"
+            return f"all {len(node.cost)} strategies of {node.name!r} are forbidden"
         blocking = [
             s for s in self.sides[v] if not np.isfinite(s.table[s.live(keep)][:, s.columns(self.keep[s.other])]).any()
         ]
         names = ", ".join(repr(self.problem.nodes[s.other].name) for s in blocking or self.sides[v])
-        return f"no plan exists: none of the {len(keep)} strategies left of {node.name!r} fits with {names}"
+        return f"none of the {len(keep)} strategies left of {node.name!r} fits with {names}"
 
 
 def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:

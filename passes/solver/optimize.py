@@ -336,7 +336,7 @@ def _by_ilp(
         if plan is None or cost <= value + SLACK * abs(value):
             plan, value = lifted, cost
     if plan is None:
-        raise SolverError(_nothing(folded.problem, answer))
+        raise SolverError(f"no plan {_nothing(folded.problem, answer)}")
     proven = reduced.constant + answer.lower
     result = replace(incumbent, plan=plan, value=value, solver=solver, rows=answer.rows)
     if answer.status == "optimal" and abs(value - proven) <= ilp.ACCURACY * abs(value):
@@ -351,12 +351,12 @@ def _by_ilp(
 
 
 def _nothing(problem: Problem, answer: ilp.Answer) -> str:
-    """The message of the error that no plan was found."""
+    """What the error says of a plan that was not found."""
     names = ", ".join(repr(n.name) for n in problem.nodes[:5])
     more = f" and {len(problem.nodes) - 5} more" if len(problem.nodes) > 5 else ""
     if answer.status == "infeasible":
-        return f"no plan exists: the strategies of {names}{more} cannot be combined"
-    return f"no plan was found for {names}{more}: {answer.message}"
+        return f"exists: the strategies of {names}{more} cannot be combined"
+    return f"was found for {names}{more}: {answer.message}"
 
 
 def _shortfall(solver: str, answer: ilp.Answer, incumbent: Incumbent) -> str:

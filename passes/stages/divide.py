@@ -137,7 +137,10 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
     before, after = accumulation_loop.separate_loops(split)
     first_loop = _divide(before, layers, first_layers, False)
     if any(stage.passes["B"].ops for stage in first_loop.stages):
-        raise MicrobatchError("a step with two backward passes over its microbatches cannot be cut into stages")
+        raise MicrobatchError(
+            f"a step with two backward passes over its {split.count} microbatches cannot be cut into "
+            f"{len(first_layers)} stages"
+        )
     return replace(_divide(after, layers, first_layers, weights), first_loop=first_loop)
 
 

@@ -254,7 +254,7 @@ def test_an_error_in_a_pass_names_its_instruction(small: tuple[PipelineStep, Any
         (Size(2, 2), "1f1b", (1, 1), ArgumentError, "is for 2 stages and one batch in 2 microbatches; the step has 2"),
         (Size(2, 4), "inference", (1, 1), ArgumentError, "has passes F, the step has B, F"),
         (Size(2, 4), "1f1b", (1, 1, 1), MeshError, "has 2 ranks, and there are 3 submeshes"),
-        (Size(2, 4), "1f1b", (0,), MeshError, "share a device"),
+        (Size(2, 4), "1f1b", (0,), MeshError, "submeshes share .*; give each rank"),
     ],
 )
 def test_what_does_not_fit_is_refused(size: Size, name: str, sizes: Any, error: Any, message: str) -> None:

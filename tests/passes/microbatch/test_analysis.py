@@ -170,7 +170,7 @@ def test_without_reasons_the_same_is_refused(name: str, loops: int) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "count", "message"),
-    [((6, 4), 4, r"'b/x' of shape \(6, 4\) cannot be cut into 4"), ((), 2, "no argument holds a batch")],
+    [((6, 4), 4, r"'b/x' of shape \(6, 4\) cannot be cut into 4"), ((), 2, "none of the 3 arguments holds a batch")],
 )
 def test_batch_that_does_not_divide_is_refused(shape: tuple[int, ...], count: int, message: str) -> None:
     def step(p: Any, b: Any) -> Any:
