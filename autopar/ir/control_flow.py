@@ -1,22 +1,68 @@
-"""Loops and branches bound again, with bodies that the caller emits: operands in, results out, all as lists.
+"""How operands enter the regions of loops and branches, and these bound again with bodies that the caller emits.
 
 scan        operands are constants, carries, stacked operands; body(constants + carries + slices)
 while       operands are constants of the condition, constants of the body, carries
 cond        operands are the index, then the operands of every branch
+
+A rematerialised body reads all operands, and runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from autopar import jax_compat
-from autopar.ir.graph import Op
+from autopar.ir.graph import Atom, Op, Region
 
 #: Operands of a body -> its results.
 BodyFunction = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+#: Of a region's input: the same in every iteration, the result of the iteration before, or a slice of a stack.
+Kind = Literal["constant", "carry", "slice"]
+
+
+class Entry(NamedTuple):
+    """How an operand enters a region.
+
+    Attributes:
+        kind: how the input changes between iterations; inputs of bodies that run once are constants.
+        region: the region.
+        value: its input.
+        operand: the operand from which a constant or slice is read, or with which a carry begins.
+        position: position of the operand.
+    """
+
+    kind: Kind
+    region: Region
+    value: int
+    operand: Atom
+    position: int
+
+
+def entries(op: Op) -> Iterator[Entry]:
+    """How each input of the regions of an operation gets its value, in order."""
+    for number, region in enumerate(op.regions):
+        constants, carries, first = len(region.inputs), 0, len(op.inputs) - len(region.inputs)
+        if op.name == "scan":
+            constants, carries = jax_compat.scan_counts(op.params)
+        elif op.name == "while":
+            before, inside = op.params["cond_nconsts"], op.params["body_nconsts"]
+            constants, first = (inside, before) if number else (before, 0)
+            carries = len(region.inputs) - constants
+        for i, value in enumerate(region.inputs):
+            kind: Kind = "constant" if i < constants else "carry" if i < constants + carries else "slice"
+            # carries of a `while` follow the constants of both of its regions
+            position = i - len(region.inputs) + len(op.inputs) if kind == "carry" and op.name == "while" else i + first
+            yield Entry(kind, region, value, op.inputs[position], position)
+
+
+def num_carries(op: Op) -> int:
+    """The number of results, from the first, that the next iteration reads."""
+    return jax_compat.scan_counts(op.params)[1] if op.name == "scan" else len(op.outputs) if op.name == "while" else 0
 
 
 def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -137,6 +137,43 @@ class Op:
         return self.equation.params
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Body:
+    """One level of a program: its top level, or a region.
+
+    Attributes:
+        prefix: of the sites of its results: "" for the top level, "op12.body." for a region.
+        inputs: arguments, or inputs of the region.
+        runs: executions in one run of the program; a loop of unknown trip count counts `UNKNOWN_TRIPS`.
+    """
+
+    prefix: str
+    inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Atom, ...]
+    runs: int
+
+    def walk(self) -> Iterator[Body]:
+        """The body itself and all regions in it, outer before inner, in program order."""
+        yield self
+        for op in self.ops:
+            for r in op.regions:
+                runs = self.runs * (op.trips or UNKNOWN_TRIPS)
+                yield from Body(f"{op.tag}.{r.name}.", r.inputs, r.constants, r.ops, r.outputs, runs).walk()
+
+
+class Use(NamedTuple):
+    """A place where a value is read: an operand of `op`, or, if `op` is None, a result of the program or of a region.
+
+    `site` is its name in a plan: "op12.in0", "op12.body.out1", "out3".
+    """
+
+    op: Op | None
+    position: int
+    site: str
+
+
 @dataclass(frozen=True, slots=True)
 class Repeats:
     """How often parts of a program run per step, where that is not once, as in the passes of a pipeline stage.
@@ -196,12 +233,75 @@ class Graph:
         return {op.index: op for op in self.walk()}
 
     @cached_property
+    def bodies(self) -> tuple[Body, ...]:
+        """The top level and every region, outer before inner, in program order."""
+        return tuple(Body("", self.inputs, self.constants, self.ops, self.outputs, 1).walk())
+
+    @cached_property
+    def runs(self) -> Mapping[int, int]:
+        """Index of every operation -> its executions in one run of the program."""
+        return {op.index: body.runs for body in self.bodies for op in body.ops}
+
+    @cached_property
+    def producers(self) -> Mapping[int, Op]:
+        """Value -> the operation that computes it; arguments, constants and inputs of regions have none."""
+        return {v: op for op in self.walk() for v in op.outputs}
+
+    @cached_property
+    def uses(self) -> Mapping[int, tuple[Use, ...]]:
+        """Value -> where it is read: body by body, in each in program order."""
+        found: dict[int, list[Use]] = {}
+        for body in self.bodies:
+            for op in body.ops:
+                for k, atom in enumerate(op.inputs):
+                    if isinstance(atom, int):
+                        found.setdefault(atom, []).append(Use(op, k, f"{op.tag}.in{k}"))
+            for j, atom in enumerate(body.outputs):
+                if isinstance(atom, int):
+                    found.setdefault(atom, []).append(Use(None, j, f"{body.prefix}out{j}"))
+        return {value: tuple(uses) for value, uses in found.items()}
+
+    @cached_property
     def names(self) -> Mapping[int, str]:
         """Path of each argument value."""
         return dict(zip(self.inputs, self.input_paths, strict=True))
 
     def __str__(self) -> str:
         return "\n".join(_print_graph(self)) + "\n"
+
+
+@dataclass(frozen=True, eq=False)
+class Copier:
+    """Copies operations with results and regions of their own, on renamed operands.
+
+    Attributes:
+        fresh: makes a value of the type of another.
+        names: value -> its copy; values that are not named stay as they are. Values that copies define are added.
+        change: what else becomes different in each copy.
+    """
+
+    fresh: Callable[[int], int]
+    names: dict[int, int]
+    change: Callable[[Op], Op] = lambda op: op
+
+    def op(self, op: Op) -> Op:
+        inputs, regions = renamed(op.inputs, self.names), tuple(map(self.region, op.regions))
+        return self.change(replace(op, inputs=inputs, outputs=self._values(op.outputs), regions=regions))
+
+    def region(self, region: Region) -> Region:
+        inputs = self._values(region.inputs)
+        constants = tuple((self._values([v])[0], array) for v, array in region.constants)
+        ops = tuple(map(self.op, region.ops))
+        return Region(region.name, inputs, ops, renamed(region.outputs, self.names), constants)
+
+    def _values(self, values: Sequence[int]) -> tuple[int, ...]:
+        self.names.update((v, self.fresh(v)) for v in values)
+        return tuple(self.names[v] for v in values)
+
+
+def renamed(atoms: Iterable[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
+    """Atoms in which some values are replaced."""
+    return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
 
 
 def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
