@@ -118,10 +118,9 @@ def _check_sizes(name: str, graph: Graph) -> None:
     """ArgumentError for the first value of more than `MAX_ARRAY_BYTES`."""
     if max((t.nbytes for t in graph.types), default=0) <= MAX_ARRAY_BYTES:
         return
-    paths = {v: f"argument '{path}'" for v, path in graph.names.items()}
-    results = {v: f"the result of {op.name} at {op.source}" for op in graph.walk() for v in op.outputs}
     value = next(v for v, t in enumerate(graph.types) if t.nbytes > MAX_ARRAY_BYTES)
-    what = {**results, **paths}.get(value, "a value")
+    op, path = graph.producers.get(value), graph.names.get(value)
+    what = f"the result of {op.name} at {op.source}" if op is not None else f"argument '{path}'" if path else "a value"
     raise ArgumentError(
         f"{what} of {name} is {graph.types[value]}, more than the {MAX_ARRAY_BYTES:.1e} bytes an array may have"
     )

@@ -37,12 +37,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 #: name -> parameter that holds the callee. Tried on 0.10.2 and 0.12.0.
 INLINED_CALLS: Mapping[str, str] = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "jaxpr",
 }
 
@@ -53,7 +50,7 @@ _AUTOPAR = os.path.dirname(__file__) + os.sep
 _ZOO = os.path.join(_AUTOPAR, "zoo", "")
 
 #: Name of the rematerialisation primitive. Tried on 0.10.2 and 0.12.0.
-REMAT = ("remat2", "checkpoint", "remat")
+REMAT = "remat2"
 
 
 def callee(equation: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
@@ -304,11 +301,6 @@ def has_ordered_effects(jaxpr: jex.ClosedJaxpr) -> bool:
     """True if some effect forces an order between steps, which runs on one device only. Tried on 0.10.2, 0.12.0."""
     return bool(jax_effects.ordered_effects.filter_in(jaxpr.effects))
 
-
-#: Primitives that call Python on one device and return results. Tried on 0.10.2 and 0.12.0.
-CALLBACKS = ("pure_callback", "io_callback")
-#: Primitives that JAX lowers for devices at hand only. Tried on 0.10.2 and 0.12.0.
-LOWERED_FOR_DEVICES = (*CALLBACKS, "custom_partitioning", "inspect_sharding")
 
 #: Kinds of memory that JAX tells apart: a device's own, and its host's. Tried on 0.10.2 and 0.12.0, CPU and TPU v5e.
 DEVICE_MEMORY, HOST_MEMORY = "device", "pinned_host"

@@ -570,9 +570,8 @@ class Emitter:
 
     def _run_region(self, op: Op) -> None:
         operands = [self.read(atom, f"{op.tag}.in{k}", op) for k, atom in enumerate(op.inputs)]
-        kind = "remat" if op.name in jax_compat.REMAT else op.name
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-            results = _REGIONS[kind](self, op, operands)
+            results = _REGIONS[op.name](self, op, operands)
         self._store(op, results)
 
     def _body(self, op: Op, region: Region) -> control_flow.BodyFunction:
@@ -614,5 +613,5 @@ _REGIONS: Mapping[str, Callable[[Emitter, Op, Sequence[Any]], list[Any]]] = {
     "scan": Emitter.scan,
     "while": Emitter.while_loop,
     "cond": Emitter.cond,
-    "remat": Emitter.remat,
+    jax_compat.REMAT: Emitter.remat,
 }

@@ -20,6 +20,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autopar.ir.graph import Op
+from autopar.ir.op_sets import SCATTERS
 
 #: Size in bytes of the narrowest index type that the partitioner supports.
 MIN_INDEX_BYTES = 4
@@ -75,5 +76,5 @@ _STARTS: Mapping[str, Callable[[Op, Sequence[Any]], list[Any]]] = {
     "dynamic_slice": _sliced,
     "dynamic_update_slice": _updated,
     "gather": _gathered,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "scatter-sub"), _widened),
+    **dict.fromkeys((*SCATTERS, "scatter-sub"), _widened),
 }

@@ -226,7 +226,7 @@ def _regions(b: _Builder, equation: jex.JaxprEqn, stack: Any, callers: _Callers)
         ), None
     if name == "cond":
         return tuple(_region(b, f"branch{i}", branch, stack, callers) for i, branch in enumerate(params["branches"])), 1
-    if name in jax_compat.REMAT:
+    if name == jax_compat.REMAT:
         return (_region(b, "body", jax_compat.close(params["jaxpr"]), stack, callers),), 1
     return (), 1
 

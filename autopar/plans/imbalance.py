@@ -23,16 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost_models.flops import flops
-from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Op
+from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import REPLICATED, Layout
+from autopar.ir.op_sets import BROADCASTS, CASTS, JOINS, REORDERINGS, RESHAPES, SLICES
 from autopar.plans.plan import Stage
 from autopar.rules import Rule
 
 #: Operations that move data and compute nothing.
 MOVES = (
-    *("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "rev", "pad", "concatenate", "iota"),
-    *("slice", "dynamic_slice", "dynamic_update_slice", "gather", "scatter", "copy", "optimization_barrier"),
-    *("convert_element_type", "bitcast_convert_type", "sharding_constraint"),
+    *(*BROADCASTS, *RESHAPES, *REORDERINGS, *JOINS, *SLICES, *CASTS, "dynamic_update_slice", "gather", "scatter"),
+    *("copy", "optimization_barrier", "sharding_constraint"),
 )
 
 SHOWN = 8  # lines of an imbalance
@@ -161,17 +161,9 @@ def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
 
 def _computing(graph: Graph, stage: Stage) -> Iterator[tuple[Op, float]]:
     """Leaf operations that compute and whose results have a layout, with executions per step."""
-    for op, weight in _leaves(graph.ops, 1.0):
-        if op.name not in MOVES and any(v in stage.values for v in op.outputs):
-            yield op, weight
-
-
-def _leaves(ops: Sequence[Op], weight: float) -> Iterator[tuple[Op, float]]:
-    for op in ops:
-        if not op.regions:
-            yield op, weight
-        for region in op.regions:
-            yield from _leaves(region.ops, weight * (op.trips or UNKNOWN_TRIPS))
+    for op in graph.walk():
+        if not op.regions and op.name not in MOVES and any(v in stage.values for v in op.outputs):
+            yield op, graph.runs[op.index]
 
 
 def _read(op: Op, stage: Stage) -> _Layouts:

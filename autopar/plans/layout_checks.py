@@ -71,21 +71,18 @@ class _Program:
     @cached_property
     def sites(self) -> Mapping[str, Atom]:
         """Where values are read: "op12.in0", "op12.body.out1", "out3" -> what is read there."""
-        found: dict[str, Atom] = {f"out{i}": atom for i, atom in enumerate(self.graph.outputs)}
-        for op in self.graph.walk():
-            found.update((f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs))
-            for region in op.regions:
-                found.update((f"{op.tag}.{region.name}.out{j}", atom) for j, atom in enumerate(region.outputs))
+        found: dict[str, Atom] = {}
+        for body in self.graph.bodies:
+            found.update((f"{body.prefix}out{i}", atom) for i, atom in enumerate(body.outputs))
+            found.update((f"{op.tag}.in{k}", atom) for op in body.ops for k, atom in enumerate(op.inputs))
         return found
 
     @cached_property
     def makers(self) -> Mapping[int, Op | None]:
         """Value -> the operation without a body that makes it; None: it enters, or one with a body makes it."""
-        found: dict[int, Op | None] = dict.fromkeys((*self.graph.inputs, *(v for v, _ in self.graph.constants)))
-        for op in self.graph.walk():
-            found.update(dict.fromkeys(op.outputs, None if op.regions else op))
-            for region in op.regions:
-                found.update(dict.fromkeys((*region.inputs, *(v for v, _ in region.constants))))
+        found: dict[int, Op | None] = {v: None if op.regions else op for v, op in self.graph.producers.items()}
+        for body in self.graph.bodies:
+            found.update(dict.fromkeys((*body.inputs, *(v for v, _ in body.constants))))
         return found
 
     @cached_property
@@ -221,7 +218,7 @@ def _region_sums(p: _Program, op: Op) -> Complaints:
         site = f"{op.tag}.in{k}"
         if partial_axes(p.at(atom, site)):
             yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
-    first = 0 if op.name in jax_compat.REMAT else len(op.outputs)
+    first = 0 if op.name == jax_compat.REMAT else len(op.outputs)
     first = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else first
     for region in op.regions:
         for j, atom in enumerate(region.outputs):

@@ -16,14 +16,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph, Op
+from autopar.ir.control_flow import entries
+from autopar.ir.graph import Graph, Op, Use
 from autopar.ir.layout import Layout, cuts
+from autopar.ir.op_sets import LINEAR_UNARY
 from autopar.plans.plan import Plan
 
-#: Operations whose only array operand goes on as it is, perhaps in another shape or type.
-PASSING = ("convert_element_type", "transpose", "reshape", "squeeze", "copy", "broadcast_in_dim", "neg", "slice")
-#: Operations whose operands are, in order, the inputs of their one body.
-BODIES = ("scan", "remat", "checkpoint", "remat2")
 MAX_WALK = 64  # operations followed from one value
 
 
@@ -68,19 +66,6 @@ class Reasons:
             found[c.op] = (*found.get(c.op, ()), c)
         return found
 
-    @cached_property
-    def _readers(self) -> Mapping[int, tuple[tuple[Op, int], ...]]:
-        found: dict[int, list[tuple[Op, int]]] = {}
-        for op in self.graph.walk():
-            for k, atom in enumerate(op.inputs):
-                if isinstance(atom, int):
-                    found.setdefault(atom, []).append((op, k))
-        return {v: tuple(r) for v, r in found.items()}
-
-    @cached_property
-    def _makers(self) -> Mapping[int, Op]:
-        return {v: op for op in self.graph.walk() for v in op.outputs}
-
     def argument(self, i: int) -> str:
         """Reasons for the layout of argument leaf `i`."""
         value = self.graph.inputs[i]
@@ -101,10 +86,10 @@ class Reasons:
         found: list[Collective] = []
         todo = [value]
         for v in todo:
-            for op, k in self._readers.get(v, ()):
-                found += self._at.get(f"{op.tag}.in{k}", ())
+            for use in self.graph.uses.get(v, ()):
+                found += self._at.get(use.site, ()) if use.op is not None else ()
                 if len(todo) < MAX_WALK:
-                    todo += _passed_on(op, k)
+                    todo += _passed_on(use)
         return tuple(found)
 
     def sums(self, new: int) -> tuple[Collective, ...]:
@@ -112,7 +97,7 @@ class Reasons:
         size = self.graph.types[new].size
         seen, todo = {new}, [new]
         for v in todo:
-            op = self._makers.get(v)
+            op = self.graph.producers.get(v)
             found = self._gradient_sums(op) if op is not None else ()
             if found or op is None:
                 if found:
@@ -130,16 +115,16 @@ class Reasons:
         """Sums of a backward operation, at it or where its result is first read."""
         if op.phase != "backward":
             return ()
-        sites = [op.tag, *(f"{r.tag}.in{k}" for v in op.outputs for r, k in self._readers.get(v, ()))]
+        sites = [op.tag, *(use.site for v in op.outputs for use in self.graph.uses.get(v, ()) if use.op is not None)]
         found = [c for site in sites for c in self._at.get(site, ())]
         return tuple(c for c in found if c.kind in ("all-reduce", "reduce-scatter"))
 
 
-def _passed_on(op: Op, operand: int) -> Iterator[int]:
-    if op.name in PASSING:
-        yield from op.outputs
-    elif op.name in BODIES and op.regions and operand < len(op.regions[0].inputs):
-        yield op.regions[0].inputs[operand]
+def _passed_on(use: Use) -> Iterator[int]:
+    """Values that are what is read, but for its shape, type and sign."""
+    if use.op is not None:
+        yield from use.op.outputs if use.op.name in LINEAR_UNARY else ()
+        yield from (e.value for e in entries(use.op) if e.position == use.position)
 
 
 def _described(word: str, found: Sequence[Collective]) -> list[str]:

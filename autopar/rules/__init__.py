@@ -16,6 +16,7 @@ from typing import Any
 from autopar import parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.op_sets import CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
 from autopar.rules.notation import Rule, parse
 from autopar.rules.own import OWN_RULES, SHARD_MAPPED
 from autopar.rules.registry import registered_rules
@@ -25,40 +26,14 @@ __all__ = ["SHARD_MAPPED", "Rule", "RuleReader", "parse", "replicated_rule", "ru
 
 #: Leaf primitives whose lowering is opaque, or that cannot be lowered alone; replicated unless a rule is registered.
 OPAQUE = (
-    "pallas_call",
-    "shard_map",
-    "custom_call",
-    "ffi_call",
-    "pure_callback",
-    "io_callback",
-    "debug_callback",
-    "debug_print",
-    "custom_partitioning",
-    "xla_call",
-    "infeed",
-    "outfeed",
-    "sharding_constraint",
-    "run_state",
-    "tpu_custom_call",
+    *(*KERNEL_CALLS, *CALLBACKS, "debug_print", "shard_map", "custom_partitioning", "sharding_constraint"),
+    *("run_state", "tpu_custom_call"),
 )
 
 
 #: Operations whose partial results one all-reduce can combine (for which types on which backend:
 #: `autopar.cost_models.reductions`). Reduced factors of other operations need replication.
-COMBINABLE = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot",
-    "reduce_sum",
-    "reduce_max",
-    "reduce_min",
-    "reduce_prod",
-    "reduce_and",
-    "reduce_or",
-    "reduce_xor",
-    "gather",
-    "scatter-add",
-)
+COMBINABLE = (*PRODUCTS, *NUMERIC_REDUCTIONS, *LOGICAL_REDUCTIONS, "reduce_xor", "gather", "scatter-add")
 
 
 #: Operations whose operands XLA gathers, whatever their sharding -> element sizes (bytes) for which it does.

@@ -9,30 +9,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from autopar.ir.op_sets import (
+    CALLBACKS,
+    CUMULATIVE_REDUCTIONS,
+    INDEX_REDUCTIONS,
+    JOINS,
+    LAPACK,
+    LOGICAL_REDUCTIONS,
+    RAGGED_PRODUCTS,
+    SCATTERS,
+    SLICES,
+    WINDOW_REDUCTIONS,
+)
+
 UNKNOWN = "no rule says how it may be cut; autopar.register_rule adds one"
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    "it runs on the host": ("pure_callback", "io_callback", "debug_callback", "debug_print"),
+    "it runs on the host": (*CALLBACKS, "debug_print"),
     "it is cut by the program's own shard_map": ("shard_map",),
-    "it orders all of its elements": ("sort", "top_k", "approx_top_k", "argmax", "argmin"),
-    "it runs along its only dimension": ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
+    "it orders all of its elements": ("sort", "top_k", "approx_top_k", *INDEX_REDUCTIONS),
+    "it runs along its only dimension": CUMULATIVE_REDUCTIONS,
     "it transforms all of its dimensions": ("fft",),
-    "it works on a single matrix": (
-        *("cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu"),
-        *("lu_pivots_to_permutation", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal"),
-        *("tridiagonal_solve", "custom_linear_solve"),
-    ),
+    "it works on a single matrix": (*LAPACK, "cholesky_update", "lu_pivots_to_permutation", "symmetric_product"),
     "it moves elements along every dimension": (
-        *("slice", "dynamic_slice", "dynamic_update_slice", "pad", "concatenate", "rev", "split", "tile", "reshape"),
-        "bitcast_convert_type",
+        *(*SLICES, "dynamic_update_slice", *JOINS, "rev", "split", "tile", "reshape", "bitcast_convert_type"),
     ),
-    "random access over the only dimension that could be cut": (
-        *("gather", "scatter", "scatter-add", "scatter_mul", "scatter_min", "scatter_max", "scatter-mul"),
-        *("scatter-min", "scatter-max", "scatter_sub", "scatter-sub"),
-    ),
+    "random access over the only dimension that could be cut": ("gather", *SCATTERS, "scatter-sub"),
     "it contracts all dimensions that could be cut, in its own way": (
-        *("reduce", "reduce_and", "reduce_or", "reduce_xor", "reduce_window", "reduce_window_sum", "reduce_window_max"),
-        *("reduce_window_min", "select_and_gather_add", "dot_general", "ragged_dot", "ragged_dot_general"),
+        *("reduce", *LOGICAL_REDUCTIONS, "reduce_xor", "reduce_window", *WINDOW_REDUCTIONS),
+        *("dot_general", *RAGGED_PRODUCTS),
     ),
     "it draws its elements one after the other": ("random_gamma", "rng_uniform", "rng_bit_generator"),
     "XLA gathers what it reads in types of 8 bytes": ("select_and_scatter_add",),

@@ -80,7 +80,6 @@ def _top_k(operands: Shapes, results: Shapes, params: Params) -> str:
 OWN_RULES: Mapping[str, Callable[[Shapes, Shapes, Params], str]] = {
     "optimization_barrier": _identity,
     "copy": _elementwise,
-    "copy_p": _elementwise,
     "dynamic_update_slice": _update_slice,
     # Counters are hashed element by element, in a loop that Shardy does not analyse.
     "random_bits": _append_dims,

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import StageError
 from autopar.ir.graph import Graph, Op
+from autopar.ir.op_sets import CALLBACKS
 from autopar.passes.microbatch.programs import PlacedOp
-
-CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
 
 
 def failure(stage: int, what: str, error: Exception, graph: Graph, ops: Sequence[PlacedOp]) -> StageError:

@@ -14,12 +14,12 @@ from autopar.codegen import emit as codegen
 from autopar.hardware import meshes
 from autopar.hardware.meshes import Target
 from autopar.ir.layout import from_spec
+from autopar.ir.op_sets import CALLBACKS
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.plans.plan import Plan
 from autopar.rules import Rule, rules_of
-from autopar.runtime.failures import CALLBACKS
 from autopar.runtime.pipeline import PipelineStep, build
 
 #: The sharding of an argument on an Explicit mesh: its spec (None if it is replicated) and the mesh.

@@ -22,21 +22,19 @@ from itertools import groupby, pairwise
 
 from autopar.codegen.fold_transpose import folded_transposes
 from autopar.ir.collective import Collective
+from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, route, steps
+from autopar.ir.op_sets import ADDITIONS, LINEAR_UNARY, RESHAPES
 from autopar.passes.op_groups.bindings import assumed_trips
-from autopar.passes.op_groups.regions import constants_of
 from autopar.plans.plan import Plan
 from autopar.rules import rules_of
 
 #: Operations that may change only dimensions of extent 1.
-SAME_DATA = ("rev", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
+SAME_DATA = ("rev", "broadcast_in_dim", *RESHAPES)
 
 #: Operations whose result has equal elements if all operands have.
-UNIFORM = (
-    *SAME_DATA,
-    *("transpose", "slice", "copy", "convert_element_type", "neg", "add", "add_any", "sub", "mul", "div"),
-)
+UNIFORM = (*LINEAR_UNARY, *ADDITIONS, "rev", "sub", "mul", "div")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,26 +54,9 @@ class Context:
         return tuple(sorted(set(axes), key=self.plan.mesh_names.index))
 
     @cached_property
-    def readers(self) -> Mapping[int, tuple[tuple[Op | None, str], ...]]:
-        """Value -> operation and site of each of its uses; the operation is None for results of a region or program."""
-        found: dict[int, list[tuple[Op | None, str]]] = {}
-        for op in self.graph.walk():
-            for k, atom in enumerate(op.inputs):
-                if isinstance(atom, int):
-                    found.setdefault(atom, []).append((op, f"{op.tag}.in{k}"))
-            for region in op.regions:
-                for j, atom in enumerate(region.outputs):
-                    if isinstance(atom, int):
-                        found.setdefault(atom, []).append((None, f"{op.tag}.{region.name}.out{j}"))
-        for j, atom in enumerate(self.graph.outputs):
-            if isinstance(atom, int):
-                found.setdefault(atom, []).append((None, f"out{j}"))
-        return {value: tuple(places) for value, places in found.items()}
-
-    @cached_property
     def values(self) -> Mapping[str, int]:
         """Site -> the value that is read there."""
-        return {site: value for value, places in self.readers.items() for _, site in places}
+        return {use.site: value for value, uses in self.graph.uses.items() for use in uses}
 
     def read(self, value: int, site: str) -> Layout:
         """The layout in which a value with a planned layout is read at a site."""
@@ -89,10 +70,10 @@ class Context:
         trips = assumed_trips(self.graph)
         for op in self.graph.walk():  # an operation comes before its regions, and its operands before both
             runs = trips.get(op.tag, op.trips or 1)
-            for value, atom in constants_of(op):
-                outside = found.get(atom, 1) if isinstance(atom, int) else 1
-                if outside * runs > 1:
-                    found[value] = outside * runs
+            for e in entries(op):
+                outside = found.get(e.operand, 1) if isinstance(e.operand, int) else 1
+                if e.kind == "constant" and outside * runs > 1:
+                    found[e.value] = outside * runs
             read = [found.get(atom, 1) for atom in op.inputs if isinstance(atom, int)]
             if not op.regions and read and min(read) > 1:
                 found.update((v, min(read)) for v in op.outputs)
@@ -110,7 +91,7 @@ class Context:
 
     def all_readers(self, value: int) -> Transfer:
         """A value with all its readers, in any layout."""
-        return Transfer(value, tuple(op for op, _ in self.readers.get(value, ())))
+        return Transfer(value, tuple(use.op for use in self.graph.uses.get(value, ())))
 
     def reduced_op(self, c: Collective) -> Op | None:
         """The operation whose partial sums a collective reduces; None if the collective is part of a reshard."""
@@ -200,7 +181,7 @@ class Context:
         """Tags of those that are computed in more than one layout."""
         stage = self.plan.stages[0]
         free = {op.tag: op.outputs[0] for op in self.graph.walk() if op.tag in self.free_ops}
-        wanted = {tag: {stage.uses.get(site) for _, site in self.readers.get(v, ())} for tag, v in free.items()}
+        wanted = {tag: {stage.uses.get(use.site) for use in self.graph.uses.get(v, ())} for tag, v in free.items()}
         return {tag for tag, layouts in wanted.items() if len(layouts) > 1}
 
     @cached_property

@@ -12,21 +12,22 @@ Measurements: docs/decisions/verification.md. Deviations that cannot be predicte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar import jax_compat
 from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Op, Region
+from autopar.ir.control_flow import entries
+from autopar.ir.graph import Op
 from autopar.ir.layout import local_shape
+from autopar.ir.op_sets import REORDERINGS, RESHAPES, SLICES
 from autopar.verification.dataflow import Context, Transfer
 
 #: TPU keeps arrays of 32-bit elements in tiles of 8 x 128 (XLA's documentation, "Tiled layout").
 TILE_ROWS, TILE_COLUMNS = 8, 128
 
 #: Operations through which XLA moves a conversion of their first operand's type.
-REARRANGING = ("transpose", "reshape", "squeeze", "expand_dims", "copy", "rev", "gather", "slice", "dynamic_slice")
+REARRANGING = (*RESHAPES, *REORDERINGS, *SLICES, "copy", "gather")
 
 Collectives = Sequence[Collective]
 
@@ -70,19 +71,11 @@ def _needed_width(op: Op | None, value: int, context: Context) -> int:
         return min(type_.itemsize, to.itemsize) if "float" in to.dtype else type_.itemsize
     if op.name in REARRANGING and op.inputs[0] == value:
         return min(type_.itemsize, _width(context.all_readers(op.outputs[0]), context))
-    inside = [inner for region in op.regions for inner in _entering(op, region, value)]
-    full = not inside or -1 in inside
-    return type_.itemsize if full else max(_width(context.all_readers(v), context) for v in inside)
-
-
-def _entering(op: Op, region: Region, value: int) -> Iterator[int]:
-    """Inputs of a region that a value becomes; -1 for a loop's carry, which the loop body writes too."""
-    first, count = jax_compat.scan_counts(op.params) if op.name == "scan" else (0, 0)
-    carried = range(first, first + count) if op.name == "scan" else range(len(op.inputs) if op.name == "while" else 0)
-    offset = len(op.inputs) - len(region.inputs)
-    for i, inner in enumerate(region.inputs):
-        if op.inputs[i + offset] == value:
-            yield -1 if i in carried else inner
+    inside = [e for e in entries(op) if e.operand == value]
+    # the body of a loop writes its carries too; for a while loop all operands count as such
+    if not inside or op.name == "while" or any(e.kind == "carry" for e in inside):
+        return type_.itemsize
+    return max(_width(context.all_readers(e.value), context) for e in inside)
 
 
 def _transfer_of(c: Collective, later: Collectives, context: Context) -> Transfer | None:
@@ -100,7 +93,7 @@ def _transfer_of(c: Collective, later: Collectives, context: Context) -> Transfe
     if value not in stage.values:
         return None
     wanted, stored, copy = context.read(value, c.op), stage.values[value], stage.copies.get(value)
-    places = [(op, context.read(value, site)) for op, site in context.readers[value]]
+    places = [(use.op, context.read(value, use.site)) for use in context.graph.uses[value]]
     if copy is not None and sum(other.op == c.op for other in later) >= context.num_collectives(copy, wanted):
         return Transfer(value, tuple(op for op, layout in places if layout != stored))  # to the copy that readers share
     return Transfer(value, tuple(op for op, layout in places if layout == wanted))

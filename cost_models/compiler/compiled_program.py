@@ -20,44 +20,23 @@ from functools import cached_property
 from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Atom, Graph, Op, Region, Type
+from autopar.ir.op_sets import ADDITIONS, BROADCASTS, JOINS, REORDERINGS, RESHAPES, SCATTERS, SLICES
 
 LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
 
 #: Operations that change some elements of their first operand, in place if nothing else reads it.
-SCATTERS = ("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice")
+OVERWRITES = (*SCATTERS, "dynamic_update_slice")
 #: Operation of LAPACK -> the position of the operand that it overwrites with its result.
 IN_PLACE_OPERAND: Mapping[str, int] = {
     **dict.fromkeys(("cholesky", "eigh", "lu", "geqrf", "householder_product"), 0),
     "triangular_solve": -1,
 }
 #: Operations whose result is their operand's buffer under another type.
-RENAMINGS = ("reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p", "sharding_constraint")
-#: Operations that read through what is fused into them, and write their results.
-REDUCTIONS = (
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin",
-)  # fmt: skip
-#: Elementwise operations that are too dear to be repeated.
-COSTLY = (
-    "div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt", "sqrt",
-    "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma",
-)  # fmt: skip
-#: Those of them that some compilers repeat nevertheless.
-SINES = ("sin", "cos", "tan")
-#: Elementwise operations that are cheap enough to be repeated.
-CHEAP = (
-    "add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow", "floor", "ceil",
-    "round", "is_finite", "not", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "clamp",
-    "nextafter", "convert_element_type", "reduce_precision", "bitcast_convert_type", "real", "imag", "conj", "complex",
-    "shift_left", "shift_right_logical", "shift_right_arithmetic",
-)  # fmt: skip
+RENAMINGS = (*RESHAPES, "stop_gradient", "copy", "sharding_constraint")
 #: Operations whose operands may change places.
-COMMUTATIVE = frozenset(("add", "add_any", "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
-#: Operations that move elements; as cheap as those.
-MOVES = (
-    "broadcast_in_dim", "iota", "transpose", "rev", "slice", "dynamic_slice", "pad", "concatenate", "split",
-)  # fmt: skip
-
-ELEMENTWISE = frozenset((*COSTLY, *CHEAP))
+COMMUTATIVE = frozenset((*ADDITIONS, "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
+#: Operations that move elements; as cheap as `CHEAP` elementwise ones.
+MOVES = (*BROADCASTS, *REORDERINGS, *SLICES, *JOINS, "split")
 #: Floats that some backends compute in float32, and the name of a step that rounds to one of them.
 HALVES, ROUND = ("bfloat16", "float16"), "round to half"
 #: The name of a step that reshapes what is cheap to the matrix that a product reads, and may compute it again.
@@ -213,11 +192,6 @@ class Program:
         return frozenset(site.partition(".")[0] for site in self.reads)
 
     @cached_property
-    def makers(self) -> Mapping[int, Op]:
-        """Value -> the operation that makes it."""
-        return {v: op for op in self.graph.walk() for v in op.outputs}
-
-    @cached_property
     def swapped(self) -> Mapping[int, Op]:
         """Product -> the transpose for which it is made with its operands in the other order."""
         return swapped_products(self.graph) if self.backend.swaps_products else {}
@@ -225,14 +199,15 @@ class Program:
     @cached_property
     def scattered_into(self) -> AbstractSet[int]:
         """Operands that scatters update."""
-        return {atom for op in self.graph.walk() if op.name in SCATTERS for atom in values(op.inputs[:1])}
+        return {atom for op in self.graph.walk() if op.name in OVERWRITES for atom in values(op.inputs[:1])}
 
     @cached_property
     def adds_of_scatters(self) -> Mapping[int, int]:
         """Add (by index) -> its operand that is a scatter into zeros with no other reader; both are one scatter."""
         found: dict[int, int] = {}  # of an add of two scatters, one is fused
-        for v, (reader, *others) in self.readers.items() if self.backend.accumulates_scatters else ():
-            if reader is not None and not others and reader.name in ("add", "add_any") and self._is_into_zeros(v):
+        for v, uses in self.graph.uses.items() if self.backend.accumulates_scatters else ():
+            reader = uses[0].op
+            if reader is not None and len(uses) == 1 and reader.name in ADDITIONS and self._is_into_zeros(v):
                 found.setdefault(reader.index, v)
         return found
 
@@ -241,28 +216,15 @@ class Program:
         """Results of scatters that are fused into the add that reads them."""
         return frozenset(self.adds_of_scatters.values())
 
-    @cached_property
-    def readers(self) -> Mapping[int, Sequence[Op | None]]:
-        """Value -> the operation that reads it, for every place where it is read; None where it leaves."""
-        found: dict[int, list[Op | None]] = {}
-        for op in self.graph.walk():
-            leaving = [atom for region in op.regions for atom in region.outputs]
-            for reader, atoms in ((op, op.inputs), (None, leaving)):
-                for v in (atom for atom in atoms if isinstance(atom, int)):
-                    found.setdefault(v, []).append(reader)
-        for v in values(self.graph.outputs):
-            found.setdefault(v, []).append(None)
-        return found
-
     def _is_into_zeros(self, value: int) -> bool:
         """A scatter of one element or window for every row, or a single one, into zeros."""
-        op = self.makers.get(value)
+        op = self.graph.producers.get(value)
         if op is None or op.name != "scatter-add":
             return False
         single = math.prod(self.graph.type_of(op.inputs[1]).shape[:-1]) == 1
         if not single and not op.params["dimension_numbers"].operand_batching_dims:
             return False
-        zeros = self.makers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+        zeros = self.graph.producers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
         if zeros is None or zeros.name != "broadcast_in_dim" or isinstance(zeros.inputs[0], int):
             return False
         return zeros.inputs[0].value == 0

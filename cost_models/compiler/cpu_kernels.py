@@ -20,18 +20,17 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.compiler.compiled_program import ELEMENTWISE, LIGHT, Program, Step, free_dims
+from autopar.cost_models.compiler.compiled_program import LIGHT, Program, Step, free_dims
+from autopar.ir.op_sets import BITWISE, COMPARISONS, COMPLEX_PARTS, ELEMENTWISE, NUMERIC_REDUCTIONS, SELECTIONS
 
 #: Elementwise operations that the library does not know.
 _UNKNOWN = frozenset((
-    "select_n", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor", "nextafter",
-    "bitcast_convert_type", "reduce_precision", "real", "imag", "conj", "complex", "shift_left",
-    "shift_right_logical", "shift_right_arithmetic", "atan2", "rem", "lgamma", "digamma", "erf_inv",
+    *(*SELECTIONS, *COMPARISONS, *BITWISE, *COMPLEX_PARTS, "nextafter", "bitcast_convert_type", "reduce_precision"),
+    *("atan2", "rem", "lgamma", "digamma", "erf_inv"),
 ))  # fmt: skip
 #: Steps that kernels take in.
 _KNOWN = frozenset((*ELEMENTWISE, "broadcast_in_dim", "spread")) - _UNKNOWN
 _LEAST = 4096  # elements of the result of an elementwise operation that kernels take in
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
 
 
 def kernels(
@@ -50,7 +49,7 @@ def kernels(
             continue
         if _is_product(step):
             growth.found[id(step)] = number
-        elif step.name in _REDUCTIONS:
+        elif step.name in NUMERIC_REDUCTIONS:
             growth.grow(step, number)
     return growth.found
 
@@ -95,7 +94,7 @@ class _Growth:
             yield users[0], True
 
     def _is_known(self, step: Step) -> bool:
-        if step.name in _REDUCTIONS or _is_product(step):
+        if step.name in NUMERIC_REDUCTIONS or _is_product(step):
             return True
         if step.kind != LIGHT or step.name not in _KNOWN or any(map(self.p.is_half, (*step.inputs, *step.outputs))):
             return False

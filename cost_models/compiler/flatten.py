@@ -18,16 +18,12 @@ from collections.abc import Set as AbstractSet
 from autopar import jax_compat
 from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.compiler.compiled_program import (
-    CHEAP,
     COMMUTATIVE,
-    COSTLY,
     HEAVY,
     LIGHT,
     LOOP,
     MOVES,
     REDUCTION,
-    REDUCTIONS,
-    SINES,
     STORE,
     Frame,
     Program,
@@ -37,7 +33,7 @@ from autopar.cost_models.compiler.compiled_program import (
 from autopar.cost_models.compiler.operands import add_normalized, broadcast_key, in_float32, prepared
 from autopar.cost_models.compiler.simplifications import alias_of, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
-from autopar.ir.op_sets import ALL_PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, CHEAP, COSTLY, REDUCTIONS, SINES
 
 #: All other operations are steps of their own: they read memory as it is and write their results.
 _KIND: Mapping[str, str] = {
@@ -65,7 +61,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
         barriers = _barriers(p, op) if p.barriers else ()
         waits = (*after, *(v for i in barriers for v in p.barriers[i])) if barriers else after
         if op.regions:
-            _REGIONS.get("remat" if op.name in jax_compat.REMAT else op.name, _branches)(p, frame, op, waits)
+            _REGIONS.get(op.name, _branches)(p, frame, op, waits)
             continue
         if (shown := alias_of(p, op)) is not None:
             p.alias[op.outputs[0]] = p.operands(op)[op.inputs.index(shown)]
@@ -248,7 +244,7 @@ def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
 
 
 _REGIONS: Mapping[str, Callable[[Program, Frame, Op, tuple[int, ...]], None]] = {
-    "remat": _inline,
+    jax_compat.REMAT: _inline,
     "scan": _scan,
     "while": _while,
 }

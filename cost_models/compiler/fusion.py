@@ -30,21 +30,9 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from autopar.cost_models.compiler.bf16_demotion import narrowed
-from autopar.cost_models.compiler.compiled_program import (
-    COSTLY,
-    ELEMENTWISE,
-    HEAVY,
-    LIGHT,
-    LOOP,
-    REDUCTION,
-    RESHAPE,
-    ROUND,
-    SINES,
-    Program,
-    Step,
-)
+from autopar.cost_models.compiler.compiled_program import HEAVY, LIGHT, LOOP, REDUCTION, RESHAPE, ROUND, Program, Step
 from autopar.cost_models.compiler.cpu_kernels import kernels
-from autopar.ir.op_sets import ALL_PRODUCTS
+from autopar.ir.op_sets import ALL_PRODUCTS, BROADCASTS, COSTLY, ELEMENTWISE, JOINS, SINES
 
 #: Made from this share of a value's bytes or more, a value counts as made from one of its size.
 _HALF = 0.5
@@ -119,7 +107,7 @@ class _Fusion:
         self.leaving = {p.behind(v) for frame in p.top.walk() for v in frame.leaving}
         self.leaving |= self.barred
         for step in self.steps:
-            if step.name in ("broadcast_in_dim", "spread", "iota"):
+            if step.name in (*BROADCASTS, "spread"):
                 self.broadcasts.update(step.outputs)
             if step.kind == LIGHT and self._is_thin(step):
                 self.thin.update(step.outputs)
@@ -140,7 +128,7 @@ class _Fusion:
         if step.name in ("broadcast_in_dim", "spread"):
             size = self.p.type_of(step.outputs[0]).nbytes
             return sum(self.p.type_of(v).nbytes for v in step.inputs) <= _HALF * size
-        if not step.inputs or step.name in ("pad", "concatenate"):
+        if not step.inputs or step.name in JOINS:
             return False
         inputs = {*map(self.p.behind, step.inputs)}
         return self.thin >= inputs and len(inputs - self.constant) <= 1
@@ -213,7 +201,7 @@ class _Fusion:
         (openxla/xla, xla/service/elemental_ir_emitter.cc: `OpInvalidatesCache`.)
         """
         maker = self.makers.get(value)
-        return maker is not None and maker.name in ("pad", "concatenate")
+        return maker is not None and maker.name in JOINS
 
     def absorbs(self, product: Step, ends: Mapping[int, Step]) -> Step | None:
         """The light step that a product's kernel does on the way out: one of `ends`, which alone is made of it.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, SCATTERS, STORE, Frame, Program, Step
+from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, OVERWRITES, STORE, Frame, Program, Step
 from autopar.cost_models.compiler.fusion import Written
 from autopar.ir.op_sets import ALL_PRODUCTS, LAPACK
 
@@ -222,7 +222,7 @@ class _Clock:
             made = [self._made_within(y, result, begin, last) for y in left]
             return [(v, read), *(x for some in made for x in some or ())] if None not in made else None
         started = [x for x, y in step.taken if y == v and self.found.death.get(x) == born]
-        overwrites = step.kind == LIGHT or step.name in SCATTERS or result in map(self.p.behind, started)
+        overwrites = step.kind == LIGHT or step.name in OVERWRITES or result in map(self.p.behind, started)
         if born < last or (born == last and not overwrites):
             return None
         return [(v, read), *(x for s in started for x in self._made_within(s, result, begin, last) or ())]

@@ -11,18 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from autopar.cost_models.compiler.compiled_program import (
-    ELEMENTWISE,
-    LIGHT,
-    RESHAPE,
-    ROUND,
-    Frame,
-    Program,
-    Step,
-    free_dims,
-    values,
-)
+from autopar.cost_models.compiler.compiled_program import LIGHT, RESHAPE, ROUND, Frame, Program, Step, free_dims, values
 from autopar.ir.graph import Atom, Op, Type
+from autopar.ir.op_sets import ELEMENTWISE
 
 
 def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
@@ -80,7 +71,8 @@ def broadcast_key(p: Program, atom: Atom, dims: Sequence[int], result: Type, beh
         result: the type of the result.
         behind: what has to be there before.
     """
-    while (maker := p.makers.get(atom) if isinstance(atom, int) else None) is not None and _adds_dims(p, maker):
+    makers = p.graph.producers
+    while (maker := makers.get(atom) if isinstance(atom, int) else None) is not None and _adds_dims(p, maker):
         atom, dims = maker.inputs[0], [dims[d] for d in maker.params["broadcast_dimensions"]]
     source, shape = p.root(atom), p.graph.type_of(atom).shape
     kept = tuple(d for d, n in zip(dims, shape, strict=True) if n > 1)

@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 
 from autopar import jax_compat
 from autopar.cost_models.compiler.compiled_program import (
-    ELEMENTWISE,
     HEAVY,
     LIGHT,
     REDUCTION,
-    REDUCTIONS,
     RENAMINGS,
     Frame,
     Program,
@@ -38,6 +36,7 @@ from autopar.cost_models.compiler.compiled_program import (
 )
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
+from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, REDUCTIONS
 
 Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 """Adds the steps of an operation to a frame; the values are those that its steps wait for."""
@@ -71,7 +70,7 @@ def _is_renaming(p: Program, op: Op) -> bool:
 _NEUTRAL: Mapping[str, tuple[float, tuple[int, ...]]] = {
     "mul": (1.0, (0, 1)),
     "div": (1.0, (1,)),
-    **dict.fromkeys(("add", "add_any"), (0.0, (0, 1))),
+    **dict.fromkeys(ADDITIONS, (0.0, (0, 1))),
     "sub": (0.0, (1,)),
 }
 
@@ -89,7 +88,7 @@ def _without(p: Program, op: Op, element: float, positions: tuple[int, ...]) -> 
 
 def _is_everywhere(p: Program, atom: Atom, element: float) -> bool:
     """Whether an atom is a constant that is the same everywhere."""
-    maker = p.makers.get(atom) if isinstance(atom, int) else None
+    maker = p.graph.producers.get(atom) if isinstance(atom, int) else None
     if maker is not None and maker.name in ("broadcast_in_dim", "convert_element_type"):
         return _is_everywhere(p, maker.inputs[0], element)
     return not isinstance(atom, int) and atom.type.rank == 0 and bool(atom.value == element)
@@ -110,8 +109,8 @@ class _Moving:
         """Whether it is read, and moves on until reductions, products of matrices and other transposes take it up."""
         waiting, seen = [value], {value}
         while waiting:
-            read = self.p.readers.get(value := waiting.pop(), ())
-            for reader in read:
+            uses = self.p.graph.uses.get(waiting.pop(), ())
+            for reader in (use.op for use in uses):
                 if reader is None:
                     return False
                 if reader.name in ELEMENTWISE and all(map(self.is_transposed, reader.inputs)):
@@ -119,7 +118,7 @@ class _Moving:
                     seen.update(reader.outputs)
                 elif not self._takes_up(reader):
                     return False
-            if not read:
+            if not uses:
                 return False
         return True
 
@@ -133,7 +132,7 @@ class _Moving:
             return True
         waiting, seen = [atom], {atom}
         while waiting and atom not in self.known:
-            maker = self.p.makers.get(waiting.pop())
+            maker = self.p.graph.producers.get(waiting.pop())
             if maker is not None and maker.name in ELEMENTWISE:
                 made_of = [v for v in values(maker.inputs) if v not in seen and not self.known.get(v, False)]
                 waiting.extend(made_of)
@@ -205,7 +204,7 @@ def _accumulates(p: Program, op: Op) -> bool:
 def _scatter_into_operand(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """Scatter into the other operand of the add."""
     scattered = p.adds_of_scatters[op.index]
-    scatter, other = p.makers[scattered], 1 - op.inputs.index(scattered)
+    scatter, other = p.graph.producers[scattered], 1 - op.inputs.index(scattered)
     inputs = values((p.operands(op)[other], *p.operands(scatter)[1:]))
     frame.steps.append(Step(op, scatter.name, HEAVY, inputs, op.outputs, after))
 
@@ -214,12 +213,12 @@ def _scatter_into_operand(p: Program, frame: Frame, op: Op, after: tuple[int, ..
 
 
 def _is_broadcast(p: Program, op: Op) -> bool:
-    maker = p.makers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
+    maker = p.graph.producers.get(op.inputs[0]) if isinstance(op.inputs[0], int) else None
     return p.backend.has_library and maker is not None and maker.name == "broadcast_in_dim"
 
 
 def _broadcast_again(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    maker = p.makers[values(op.inputs)[0]]
+    maker = p.graph.producers[values(op.inputs)[0]]
     frame.steps.append(Step(op, maker.name, LIGHT, values(p.operands(maker)), op.outputs, after))
 
 
@@ -302,7 +301,7 @@ def _masks(p: Program, op: Op) -> bool:
 def _mask_of(p: Program, op: Op, k: int) -> int | None:
     """What an operand of the result's shape is converted from, if a boolean in the same order of dimensions."""
     read = p.operands(op)[k]
-    maker = p.makers.get(read) if isinstance(read, int) else None
+    maker = p.graph.producers.get(read) if isinstance(read, int) else None
     if maker is None or maker.name != "convert_element_type" or not isinstance(maker.inputs[0], int):
         return None
     type_ = p.graph.types[maker.inputs[0]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, Op
@@ -10,17 +9,10 @@ from autopar.ir.graph import Graph, Op
 
 def swapped_products(graph: Graph) -> Mapping[int, Op]:
     """Product -> its only reader, a transpose that swaps the dimensions of the two operands and nothing else."""
-    ops = tuple(graph.walk())
-    region_outputs = (a for op in ops for region in op.regions for a in region.outputs)
-    atoms = (*graph.outputs, *region_outputs, *(a for op in ops for a in op.inputs))
-    uses = Counter(a for a in atoms if isinstance(a, int))
-    products = {op.outputs[0]: op for op in ops if op.name == "dot_general"}
-    transposes = ((op.inputs[0], op) for op in ops if op.name == "transpose")
-    return {
-        v: op
-        for v, op in transposes
-        if isinstance(v, int) and v in products and uses[v] == 1 and _swaps(graph, products[v], op)
-    }
+    products = {op.outputs[0]: op for op in graph.walk() if op.name == "dot_general"}
+    only_uses = {v: graph.uses[v][0].op for v in products if len(graph.uses.get(v, ())) == 1}
+    transposes = {v: op for v, op in only_uses.items() if op is not None and op.name == "transpose"}
+    return {v: op for v, op in transposes.items() if _swaps(graph, products[v], op)}
 
 
 def _swaps(graph: Graph, product: Op, transpose: Op) -> bool:

@@ -23,7 +23,15 @@ from typing import cast
 import numpy as np
 
 from autopar.cost_models.compiler.backends import Backend
-from autopar.cost_models.compiler.compiled_program import HEAVY, IN_PLACE_OPERAND, LIGHT, LOOP, SCATTERS, Program, Step
+from autopar.cost_models.compiler.compiled_program import (
+    HEAVY,
+    IN_PLACE_OPERAND,
+    LIGHT,
+    LOOP,
+    OVERWRITES,
+    Program,
+    Step,
+)
 from autopar.cost_models.compiler.flatten import flatten
 from autopar.cost_models.compiler.fusion import Written, written
 from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
@@ -235,7 +243,7 @@ class _Values:
             result = step.outputs[0]
             like = p.like.get(result, result)
             place = bindings.get(like) or found.get(result) or wanted.get(like)
-            if step.name in SCATTERS and place is not None:
+            if step.name in OVERWRITES and place is not None:
                 place = (*place[:2], True)  # zeros are as the result before its sums
             if step.kind != LOOP and place is not None:
                 shape = p.type_of(result).shape
@@ -273,7 +281,7 @@ def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
             by_death.setdefault(moment, []).append(v)
     found: set[int] = set()
     for moment, step in enumerate(lives.moments):
-        if step.kind == LIGHT or step.name in SCATTERS:
+        if step.kind == LIGHT or step.name in OVERWRITES:
             read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
             size = p.type_of(step.outputs[0]).nbytes
             for v in by_death.get(moment, ()):

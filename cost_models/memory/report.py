@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.sizes import Buffer
-from autopar.ir.graph import Op
 from autopar.ir.problem import Ints
 from autopar.ir.train_state import match_state
 
@@ -90,7 +89,6 @@ class _Kinds:
     """Tells what the tensors of one program are for."""
 
     liveness: Liveness
-    makers: dict[int, Op] = field(default_factory=dict)
     updated: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
@@ -98,7 +96,6 @@ class _Kinds:
     def __post_init__(self) -> None:
         graph = self.liveness.graph
         for op in graph.walk():
-            self.makers.update(dict.fromkeys(op.outputs, op))
             read = (a for a in op.inputs if isinstance(a, int))
             (self.updated if op.phase == "update" else self.used).update(read)
         self.leaving = {a for a in graph.outputs if isinstance(a, int)}
@@ -115,7 +112,7 @@ class _Kinds:
             return "parameters" if b.value in self.used else "optimizer state"
         if b.value in self.leaving:
             return "results"
-        op = self.makers.get(b.value)
+        op = self.liveness.graph.producers.get(b.value)
         if op is None or op.phase == "update":
             return "temporaries"
         if op.phase == "backward":
@@ -129,11 +126,11 @@ class _Kinds:
 
     def _kept_for_backward(self, b: Buffer) -> bool:
         """What the forward pass made and the backward pass reads, whatever layout it waits in."""
-        op = self.makers.get(b.value)
+        op = self.liveness.graph.producers.get(b.value)
         return op is not None and op.phase == "forward" and self._lasts_into_backward(b)
 
     def tensor(self, kind: str, value: int, nbytes: float) -> Tensor:
         """The entry of a report."""
-        graph, op = self.liveness.graph, self.makers.get(value)
+        graph, op = self.liveness.graph, self.liveness.graph.producers.get(value)
         name = graph.names.get(value) or (f"{op.tag} {op.name}" if op is not None else f"%{value}")
         return Tensor(name, kind, str(graph.types[value]), round(nbytes), op.source if op is not None else "")

@@ -33,6 +33,7 @@ import numpy as np
 
 from autopar.cost_models.flops import work
 from autopar.ir.graph import Atom, Graph, Op, Region
+from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.ir.problem import Floats, Ints
 from autopar.ir.train_state import match_state
 
@@ -41,7 +42,6 @@ BALANCE_TOLERANCE = 0.35
 #: The operation that recomputed parts follow; see `autopar.passes.remat.rewrite`.
 BARRIER = "optimization_barrier"
 #: Operations that do not change the values of a gradient.
-RELAYOUTS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,9 +381,9 @@ def gradients(
             if op.name == BARRIER:
                 stack.append(op.inputs[op.outputs.index(value)])
                 continue
-            if value in candidates and op.name not in ("add", "add_any"):
+            if value in candidates and op.name not in ADDITIONS:
                 gradient_owner[value] = min(gradient_owner.get(value, owner[leaf]), owner[leaf])
-            if value not in candidates or op.name in ("add", "add_any", *RELAYOUTS):
+            if value not in candidates or op.name in (*ADDITIONS, *RELAYOUTS):
                 stack.extend(a for a in op.inputs if graph.type_of(a).size == graph.types[leaf].size)
     return gradient_owner
 

@@ -22,7 +22,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.cost_models.flops import work
-from autopar.ir.graph import Atom, Graph, Op, Region, Type, numbered
+from autopar.ir.graph import Atom, Copier, Graph, Op, Type, numbered
 
 PieceBounds = tuple[tuple[int, int], ...]
 """(first iteration, last iteration + 1) of every piece."""
@@ -148,6 +148,7 @@ class _Builder:
         shorter_scan = op.equation.replace(params={**op.params, "length": length})
         equation = jax_compat.equation_of(lambda *xs: jax_compat.bind(shorter_scan, xs), avals, op.equation)
         self.avals.update(zip(outputs, (_shaped(v.aval) for v in equation.outvars), strict=True))
+        copier = Copier(lambda v: self._value(self.types[v]), {})
         self.ops.append(
             replace(
                 op,
@@ -155,33 +156,11 @@ class _Builder:
                 outputs=tuple(outputs),
                 equation=equation,
                 signature=self._signature("scan", op.signature, length),
-                regions=tuple(map(self._copied, op.regions)),
+                regions=tuple(map(copier.region, op.regions)),
                 trips=length,
             )
         )
         return tuple(outputs)
-
-    def _copied(self, region: Region) -> Region:
-        """A region with values of its own."""
-        new_of: dict[int, int] = {}
-
-        def fresh(values: Sequence[int]) -> tuple[int, ...]:
-            new_of.update((v, self._value(self.types[v])) for v in values)
-            return tuple(new_of[v] for v in values)
-
-        def renamed(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-            return tuple(new_of.get(a, a) if isinstance(a, int) else a for a in atoms)
-
-        def copied(inner: Region) -> Region:
-            inputs = fresh(inner.inputs)
-            constants = tuple((fresh([v])[0], array) for v, array in inner.constants)
-            ops: list[Op] = []
-            for op in inner.ops:
-                atoms, regions = renamed(op.inputs), tuple(map(copied, op.regions))
-                ops.append(replace(op, inputs=atoms, outputs=fresh(op.outputs), regions=regions))
-            return Region(inner.name, inputs, tuple(ops), renamed(inner.outputs), constants)
-
-        return copied(region)
 
     # Values
 

@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Atom, Graph, Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ADDITIONS, KERNEL_CALLS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.constant_indices import constant_component
 from autopar.passes.microbatch.equal_values import first_equal
@@ -429,7 +429,7 @@ class _Analyzer:
 
     def _shares_accumulator(self, op: Op, uses: Sequence[_OperandUse]) -> bool:
         """True for the sum of two partial sums that nothing else reads: one accumulator suffices for both."""
-        sums = self.share_accumulators and op.name in ("add", "add_any")
+        sums = self.share_accumulators and op.name in ADDITIONS
         return sums and all(v.state == SUM and self.reads[a] == 1 for a, v in zip(op.inputs, uses, strict=True))
 
     def _in_loop(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
@@ -510,7 +510,7 @@ def _is_heavy(op: Op) -> bool:
 
 
 #: Operations without products or regions that are not cheap, or whose cost is not known.
-_OPAQUE = ("pallas_call", "custom_call", "ffi_call", "pure_callback", "shard_map", "ragged_dot", "fft", "sort")
+_OPAQUE = (*KERNEL_CALLS, "pure_callback", "shard_map", "fft", "sort")
 
 
 # The result

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from autopar.ir.graph import Graph, Op
+from autopar.ir.op_sets import BROADCASTS, REORDERINGS, RESHAPES
 from autopar.passes.microbatch.regions import FlattenedOps, narrow_scan
 from autopar.passes.microbatch.rule_types import RuleResult
 from autopar.passes.microbatch.slice_pushdown import push_down, readers_of
@@ -269,7 +270,7 @@ def _is_view(op: Op) -> bool:
     return op.name in _VIEWS
 
 
-_VIEWS = ("broadcast_in_dim", "iota", "reshape", "transpose", "rev", "squeeze", "expand_dims")
+_VIEWS = (*BROADCASTS, *RESHAPES, *REORDERINGS)
 
 
 def _defer_prologue(analysis: Analysis, programs: LoopPrograms) -> LoopPrograms:

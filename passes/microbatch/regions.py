@@ -60,7 +60,7 @@ def flatten(ops: Sequence[Op], outputs: Sequence[Atom], constants: Sequence[tupl
 
     def visit(op: Op, around: tuple[Op, ...]) -> None:
         inputs = tuple(map(read, op.inputs))
-        if op.name not in jax_compat.REMAT:
+        if op.name != jax_compat.REMAT:
             flat_ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
             if around:
                 remat[op.index] = around

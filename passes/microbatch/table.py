@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.ir.graph import Op
+from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, LINEAR_UNARY, RARE_ELEMENTWISE, WINDOW_REDUCTIONS
 from autopar.passes.microbatch import rules
 from autopar.passes.microbatch.gather import fill_combines_to_itself, gather, scatter
 from autopar.passes.microbatch.rule_types import (
@@ -128,12 +129,8 @@ _ALLOWED_STATE = {
 
 def invariant_results(op: Op, states: Sequence[State]) -> tuple[State, ...]:
     """States of the results if all operands are invariant."""
-    zero = op.name in _KEEP_ZERO and bool(states) and states[0] == ZERO
+    zero = op.name in LINEAR_UNARY and bool(states) and states[0] == ZERO
     return (ZERO if zero else INVARIANT,) * len(op.outputs)
-
-
-#: Operations whose result is zero if their first operand is.
-_KEEP_ZERO = ("broadcast_in_dim", "reshape", "convert_element_type", "transpose", "slice", "squeeze", "copy", "neg")
 
 
 # Parts of rows
@@ -164,25 +161,12 @@ def _names_in(text: str) -> list[str]:
     return re.findall(r"[\w-]+", text)
 
 
-_ELEMENTWISE = _names_in("""
-    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh
-    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac integer_pow is_finite
-    le le_to lgamma log log1p log2 logistic lt lt_to mulhi ne nextafter not
-    one_minus_square polygamma polynomial population_count
-    pow reduce_precision regularized_incomplete_beta rem round rsqrt
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    tan tanh threefry2x32 xor zeta
-""")
-
 _BATCHED_LINALG = _names_in("cholesky triangular_solve lu qr eigh svd householder_product")
-_WINDOWS = _names_in(
-    "reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add"
-)
 
 RULES: Mapping[str, OpRules] = {
-    # elementwise
-    **dict.fromkeys(_ELEMENTWISE, OpRules(rules.elementwise)),
-    **dict.fromkeys(("add", "add_any", "sub"), OpRules(rules.elementwise, partial_operands=_linear_in("pp"))),
+    # elementwise: rules of operations that commute with combining parts follow, and override these
+    **dict.fromkeys((*ELEMENTWISE, *RARE_ELEMENTWISE), OpRules(rules.elementwise)),
+    **dict.fromkeys((*ADDITIONS, "sub"), OpRules(rules.elementwise, partial_operands=_linear_in("pp"))),
     "neg": OpRules(rules.elementwise, partial_operands=_linear_in("p")),
     "mul": OpRules(rules.elementwise, partial_operands=_linear_in("pi ip")),
     "div": OpRules(rules.elementwise, partial_operands=_linear_in("pi", INEXACT)),
@@ -219,7 +203,7 @@ RULES: Mapping[str, OpRules] = {
     "reduce_or": _reduction("or", BITS),
     "reduce_and": _reduction("and", BITS),
     **dict.fromkeys(_names_in("reduce_prod reduce_xor argmax argmin"), OpRules(rules.reduction(None))),
-    **dict.fromkeys(_WINDOWS, OpRules(rules.window)),
+    **dict.fromkeys(WINDOW_REDUCTIONS, OpRules(rules.window)),
     "cumsum": OpRules(rules.cumulative, partial_operands=_linear_in("p")),
     "cummax": OpRules(rules.cumulative, partial_operands=_keeps_kind("max", ORDERED)),
     "cummin": OpRules(rules.cumulative, partial_operands=_keeps_kind("min", ORDERED)),

@@ -51,18 +51,18 @@ from autopar.passes.op_groups.bindings import (
     use,
 )
 from autopar.passes.op_groups.constraints import constraint
-from autopar.passes.op_groups.regions import REGIONS, region_kind
+from autopar.passes.op_groups.regions import REGIONS
 from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
 from autopar.rules import SHARD_MAPPED, Rule
 
 #: Operations that always have strategies of their own.
 ANCHORS = (*ALL_PRODUCTS, "sharding_constraint")
 #: Operations that are not computed once per layout in which their result is read, even if their operands are free.
-NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator", "custom_call")
+NEVER_FREE = (*ANCHORS, "gather", "scatter", "scatter-add", "sort", "rng_bit_generator")
 #: Operations on (operand, indices, updates) for which XLA supports uneven pieces along the windows only.
-SCATTERS = ("scatter-add", "scatter")
+WINDOWED = ("scatter-add", "scatter")
 #: Operations whose reduction is a sum, so that partial results may be reduce-scattered.
-SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "ragged_dot", "cumsum")
+SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "cumsum")
 
 
 def group(
@@ -121,7 +121,7 @@ def _visit(b: Builder, ops: Sequence[Op], weight: float) -> None:
     """Group these operations in order; `weight` is their number of executions per step."""
     for op in ops:
         if op.regions:
-            REGIONS[region_kind(op)](b, op, weight, _visit)
+            REGIONS[op.name](b, op, weight, _visit)
         else:
             _leaf(b, op, weight)
 
@@ -300,7 +300,7 @@ def _op_strategies(b: Builder, op: Op, rule: Rule, index: int) -> StrategySet:
     results = tuple(b.graph.types[v] for v in op.outputs)
     dtype = operands[0].dtype if operands else results[0].dtype
     defers = op.index in b.deferral.products
-    even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in SCATTERS else ()
+    even = rule.free if op.name in SHARD_MAPPED else _even(rule) if op.name in WINDOWED else ()
     linear_sum, product = op.name in SUMS, op.name in PRODUCTS
     behind, dot = b.overlap.sums(op), op.name == "dot_general"
     total, backend = flops(op, operands, results), backend_of(b.mesh.device).name

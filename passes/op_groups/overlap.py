@@ -8,17 +8,18 @@ Two kinds of collectives need not be waited for at their place in the program:
             pass continues (Li et al., 2020, "PyTorch Distributed", section 3.2)                         -> _late
 
 This module only finds these collectives. The device determines how much of their time is hidden and how many share one
-latency (`Device.overlap`, `Device.bucket_bytes`). A value that a loop carries is never early. If passes of the program
-repeat (`Graph.repeats`), no reduction is late, because the next pass of the stage waits for the sum of each pass.
+latency (`Device.overlap`, `Device.bucket_bytes`). A value that a loop carries is never early, nor one inside a
+`while` loop that comes from outside. If passes of the program repeat (`Graph.repeats`), no reduction is late, because
+the next pass of the stage waits for the sum of each pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar import jax_compat
+from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Graph, Op
 from autopar.ir.train_state import match_state
 
@@ -58,55 +59,28 @@ def _early(graph: Graph) -> set[int]:
     """The values that depend on the train state and on constants only, but not on what a loop carries."""
     early = {graph.inputs[position] for position in match_state(graph).values()}
     early |= {value for value, _ in graph.constants}
-    for op, inputs in _leaves(graph.ops, early):
-        if all(not isinstance(atom, int) or atom in early for atom in inputs):
+    for op in graph.walk():  # an operation comes before its regions
+        if not op.regions and all(not isinstance(atom, int) or atom in early for atom in op.inputs):
             early.update(op.outputs)
+        if op.name != "while":
+            early.update(e.value for e in entries(op) if e.operand in early and e.kind != "carry")
     return early
-
-
-def _leaves(ops: Sequence[Op], early: set[int]) -> Iterator[tuple[Op, Sequence[object]]]:
-    """Operations without regions, in program order. Adds to `early` the region inputs that are early outside."""
-    for op in ops:
-        if not op.regions:
-            yield op, op.inputs
-            continue
-        carried = _carried(op)
-        for region in op.regions:
-            outside = op.inputs[len(op.inputs) - len(region.inputs) :]
-            early.update(
-                inner
-                for i, (atom, inner) in enumerate(zip(outside, region.inputs, strict=True))
-                if isinstance(atom, int) and atom in early and i not in carried
-            )
-            yield from _leaves(region.ops, early)
-
-
-def _carried(op: Op) -> range:
-    """Positions of the inputs of a loop body that change from one iteration to the next."""
-    if op.name == "scan":
-        first, count = jax_compat.scan_counts(op.params)
-        return range(first, first + count)
-    return range(len(op.inputs)) if op.name == "while" else range(0)
 
 
 def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
     """Indices of the operations whose results only the update or the caller reads, directly or through regions."""
-    readers: dict[int, list[int]] = {}
+    carried: dict[int, list[int]] = {}  # output of a region -> loops whose next iteration reads it
     leaves: dict[int, list[int]] = {}  # output of a region -> results of its operation
     for op in graph.walk():
-        for atom in op.inputs:
-            if isinstance(atom, int):
-                readers.setdefault(atom, []).append(op.index)
         for region in op.regions:
-            carries = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else 0
-            carried = len(op.outputs) if op.name == "while" else carries
             for i, (atom, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
-                if isinstance(atom, int) and i < carried:
-                    readers.setdefault(atom, []).append(op.index)  # the next iteration reads it
+                if isinstance(atom, int) and i < num_carries(op):
+                    carried.setdefault(atom, []).append(op.index)
                 elif isinstance(atom, int):
                     leaves.setdefault(atom, []).append(result)
 
     def is_late(value: int) -> bool:
-        return all(reader in update for reader in readers.get(value, ())) and all(map(is_late, leaves.get(value, ())))
+        readers = (use.op.index for use in graph.uses.get(value, ()) if use.op is not None)
+        return update.issuperset((*readers, *carried.get(value, ()))) and all(map(is_late, leaves.get(value, ())))
 
     return (op.index for op in graph.walk() if op.outputs and all(map(is_late, op.outputs)))

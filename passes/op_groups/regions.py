@@ -14,34 +14,14 @@ the bindings of the outer values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar import jax_compat
-from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Op, Region
+from autopar.ir.graph import UNKNOWN_TRIPS, Op, Region
 from autopar.passes.op_groups.bindings import WHOLE, Binding, Builder, alias, use
 
 #: Groups a list of operations of a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]
-
-
-def region_kind(op: Op) -> str:
-    """The key of an operation in `REGIONS`."""
-    return "remat" if op.name in jax_compat.REMAT else op.name
-
-
-def constants_of(op: Op) -> Iterator[tuple[int, Atom]]:
-    """(input of a region, operand) for each input that is the same in every iteration."""
-    if op.name == "scan":
-        constants, _ = jax_compat.scan_counts(op.params)
-        yield from zip(op.regions[0].inputs[:constants], op.inputs, strict=False)
-    elif op.name == "while":
-        (condition, body), n_cond, n_body = op.regions, op.params["cond_nconsts"], op.params["body_nconsts"]
-        yield from zip(condition.inputs[:n_cond], op.inputs, strict=False)
-        yield from zip(body.inputs[:n_body], op.inputs[n_cond:], strict=False)
-    else:
-        skipped = 1 if op.name == "cond" else 0
-        for region in op.regions:
-            yield from zip(region.inputs, op.inputs[skipped:], strict=False)
 
 
 def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, outer: float, inner: float) -> list[int]:
@@ -180,5 +160,5 @@ REGIONS: Mapping[str, Callable[[Builder, Op, float, Visit], None]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "remat": _remat,
+    jax_compat.REMAT: _remat,
 }

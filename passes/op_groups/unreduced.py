@@ -29,16 +29,17 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.ir.graph import Atom, Constant, Graph, Op, Repeats
+from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.jax_compat import REMAT, scan_counts
 
 #: Elementwise sums of two operands.
-SUMS = ("add", "add_any", "sub")
+SUMS = (*ADDITIONS, "sub")
 #: Products whose partial sums a sum may take.
 DOTS = ("dot_general",)
 #: Operations whose results can be split into the parts of each device.
 SPLIT = (*DOTS, "reduce_sum", "scatter-add")
 #: Operations that are linear in one operand if all others are scalars.
-LINEAR = ("neg", "transpose", "reshape", "squeeze", "copy", "mul", "div", "convert_element_type")
+LINEAR = (*RELAYOUTS, "neg", "copy", "mul", "div")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def find(graph: Graph) -> Deferral:
     """The operations of a program that may have partial sums as results or operands."""
     products: set[int] = set()
     sums: dict[int, bool] = {}
-    _find(graph, graph.ops, graph.outputs, products, sums)
+    for body in graph.bodies:
+        _find(_Body.of(graph, body.ops, body.outputs), body.ops, products, sums)
     if graph.repeats is not None:
         _left(graph, graph.repeats, products, sums)
     return Deferral(frozenset(products), sums)
@@ -118,7 +120,7 @@ def _leave(body: _Body, value: Atom, products: set[int], sums: dict[int, bool]) 
         products.add(op.index)
     elif operand is not None and body.reads[op.inputs[operand]] == 1:
         _leave(body, op.inputs[operand], products, sums)
-    elif op.name in REMAT or (op.name == "scan" and op.outputs.index(value) >= scan_counts(op.params)[1]):
+    elif op.name == REMAT or (op.name == "scan" and op.outputs.index(value) >= scan_counts(op.params)[1]):
         region = op.regions[0]
         inner, atom = _Body.of(body.graph, region.ops, region.outputs), region.outputs[op.outputs.index(value)]
         if inner.reads.get(atom) == 1:
@@ -134,12 +136,8 @@ def _splits(body: _Body, op: Op) -> bool:
     return isinstance(filled, Constant) and not np.any(filled.value)
 
 
-def _find(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom], products: set[int], sums: dict[int, bool]) -> None:
-    """Add the sums of partial values in a body and its regions to `sums`, and their producers to `products`."""
-    body = _Body.of(graph, ops, outputs)
-    for op in ops:
-        for region in op.regions:
-            _find(graph, region.ops, region.outputs, products, sums)
+def _find(body: _Body, ops: Sequence[Op], products: set[int], sums: dict[int, bool]) -> None:
+    """Add the sums of partial values in a body to `sums`, and their producers to `products`."""
     for op in ops:
         if _is_sum(body, op):
             sums.setdefault(op.index, False)

@@ -36,7 +36,7 @@ from networkx.utils import UnionFind
 
 from autopar import jax_compat
 from autopar.errors import ArgumentError
-from autopar.ir.graph import Atom, Graph, Op, Region, Type, numbered
+from autopar.ir.graph import Atom, Copier, Graph, Op, Region, Type, numbered, renamed
 from autopar.ir.op_sets import PRODUCTS
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
@@ -311,11 +311,7 @@ def _with_operands(op: Op, names: Mapping[int, int]) -> Op:
     """The operation on other values."""
     if not any(a in names for a in op.inputs if isinstance(a, int)):
         return op
-    return replace(op, inputs=_renamed(op.inputs, names))
-
-
-def _renamed(atoms: Sequence[Atom], names: Mapping[int, int]) -> tuple[Atom, ...]:
-    return tuple(names.get(a, a) if isinstance(a, int) else a for a in atoms)
+    return replace(op, inputs=renamed(op.inputs, names))
 
 
 def _live_ops(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
@@ -345,26 +341,12 @@ def _ops_for(ops: Sequence[Op], values: Iterable[int], available: Set[int]) -> t
 
 def _clone(builder: _Builder, ops: Sequence[Op], names: dict[int, int]) -> tuple[Op, ...]:
     """Copies of operations on renamed values, part of the backward pass; adds their results to `names`."""
-    clones: list[Op] = []
-    for op in ops:
-        inputs = _renamed(op.inputs, names)
-        regions = tuple(_clone_region(builder, r, names) for r in op.regions)
-        names.update((v, builder.value(builder.types[v])) for v in op.outputs)
-        outputs = tuple(names[v] for v in op.outputs)
-        name_stack = jax_compat.rematted(op.name_stack)
-        clones.append(
-            replace(op, inputs=inputs, outputs=outputs, regions=regions, phase="backward", name_stack=name_stack)
-        )
-    return tuple(clones)
+    return tuple(map(Copier(lambda v: builder.value(builder.types[v]), names, _in_backward).op, ops))
 
 
-def _clone_region(builder: _Builder, region: Region, outer: Mapping[int, int]) -> Region:
-    names = dict(outer)
-    names.update((v, builder.value(builder.types[v])) for v in (*region.inputs, *(c for c, _ in region.constants)))
-    inputs = tuple(names[v] for v in region.inputs)
-    constants = tuple((names[v], array) for v, array in region.constants)
-    ops = _clone(builder, region.ops, names)
-    return Region(region.name, inputs, ops, _renamed(region.outputs, names), constants)
+def _in_backward(op: Op) -> Op:
+    """The operation as a part of the backward pass that recomputes it."""
+    return replace(op, phase="backward", name_stack=jax_compat.rematted(op.name_stack))
 
 
 def _effect_dependent(ops: Sequence[Op]) -> frozenset[int]:
@@ -475,7 +457,7 @@ def _is_kept(program: _Program, op: Op, value: int, layer_values: Set[int], poli
 
 def _is_user_remat(op: Op) -> bool:
     """Whether an operation is the user's own rematerialisation."""
-    return op.name in jax_compat.REMAT
+    return op.name == jax_compat.REMAT
 
 
 def _external_operands(builder: _Builder, readers: Sequence[int], first: int) -> list[int]:
@@ -703,7 +685,7 @@ def _loop_with_clones(
         backward.body.name,
         tuple(_values(with_added(backward.body.inputs, 1))),
         ops,
-        _renamed(backward.body.outputs, names),
+        renamed(backward.body.outputs, names),
         (*backward.body.constants, *operands.arrays),
     )
     equation = jax_compat.scan_equation(

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from autopar import jax_compat
 from autopar.errors import GraphError
 from autopar.ir.graph import Op
-from autopar.ir.op_sets import PRODUCTS
+from autopar.ir.op_sets import ADDITIONS, PRODUCTS
 from autopar.passes.layers.find import BARRIER, Layers, gradients
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
@@ -48,15 +48,7 @@ Roots = Mapping[int, frozenset[int]]
 
 #: Operations that are not duplicated in the passes that read their results, however small their operands.
 NOT_DUPLICATED = (
-    *PRODUCTS,
-    "random_bits",
-    "threefry2x32",
-    "sort",
-    "scatter-add",
-    "scatter",
-    "gather",
-    "cumsum",
-    "pallas_call",
+    *(*PRODUCTS, "random_bits", "threefry2x32", "sort", "scatter-add", "scatter", "gather", "cumsum", "pallas_call"),
 )
 
 
@@ -403,7 +395,7 @@ def _deferred(
     """Sums of totals of different stages, which run after the loop, and the totals that the loop then gives."""
     made_in = {v: stages[p.op.index] for p in loop for v in p.op.outputs}
     spans_stages: set[int] = set()
-    for op in (p.op for p in loop if p.op.name in ("add", "add_any")):
+    for op in (p.op for p in loop if p.op.name in ADDITIONS):
         parts = [a for a in op.inputs if a in made_in]
         if len({made_in[a] for a in parts if isinstance(a, int)}) > 1 or any(a in spans_stages for a in parts):
             spans_stages.update(op.outputs)

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Atom
+from autopar.ir.op_sets import BROADCASTS, RESHAPES
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.programs import AccumulatedValue, PlacedOp
 from autopar.passes.stages.assign import (
@@ -32,7 +33,7 @@ from autopar.passes.stages.assign import (
 )
 
 #: Operations that change the shape or the type of a value, and may enlarge it.
-SHAPE_OPS = ("broadcast_in_dim", "iota", "convert_element_type", "reshape", "squeeze", "expand_dims")
+SHAPE_OPS = (*BROADCASTS, *RESHAPES, "convert_element_type")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -135,7 +135,7 @@ def _may_be_uneven(s: _Survey, atom: Atom) -> bool:
 def _visit(s: _Survey, ops: Sequence[Op], weight: float) -> None:
     for op in ops:
         if op.regions:
-            _BODIES["remat" if op.name in jax_compat.REMAT else op.name](s, op, weight)
+            _BODIES[op.name](s, op, weight)
         else:
             _leaf(s, op, weight)
 
@@ -357,7 +357,7 @@ def _cond(s: _Survey, op: Op, weight: float) -> None:
                 _carried(s, op, region, j, decision, weight)
 
 
-_BODIES = {"scan": _scan, "remat": _remat, "cond": _cond}
+_BODIES = {"scan": _scan, jax_compat.REMAT: _remat, "cond": _cond}
 
 
 # Traffic of light operations, tables
