@@ -23,7 +23,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.codegen import emit as codegen
+from autopar.codegen.context import AnyMesh, Context, unreduced_layout
+from autopar.codegen.emitter import Emitter
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import PARTIAL, Layout, even, partial_axes, replicated, spec
 from autopar.passes.stages.divide import PASS_KINDS
@@ -39,15 +40,15 @@ class StageEmitter:
     """Emits the programs of one planned stage for a mesh."""
 
     plan: CodegenStage
-    mesh: codegen.AnyMesh
+    mesh: AnyMesh
 
     @property
     def graph(self) -> Graph:
         return self.plan.graph.graph
 
     @cached_property
-    def context(self) -> codegen.Context:
-        return codegen.Context(self.graph, self.plan.layouts, self.plan.rules, self.mesh, self.plan.mesh.names)
+    def context(self) -> Context:
+        return Context(self.graph, self.plan.layouts, self.plan.rules, self.mesh, self.plan.mesh.names)
 
     @cached_property
     def ops(self) -> Mapping[str, tuple[Op, ...]]:
@@ -77,7 +78,7 @@ class StageEmitter:
         """The sharding of an array of this key."""
         layout = self.layout(key)
         rank = self.graph.types[key[0]].rank + len(partial_axes(layout))
-        return NamedSharding(self.mesh, spec(codegen.unreduced_layout(layout), rank, self.plan.mesh.names))
+        return NamedSharding(self.mesh, spec(unreduced_layout(layout), rank, self.plan.mesh.names))
 
     def result_layout(self, position: int) -> Layout:
         """The layout in which a result of the graph leaves the stage; never a partial sum."""
@@ -98,9 +99,9 @@ class StageEmitter:
 
     # Emission
 
-    def new_emitter(self, name: str, inputs: Mapping[Key, Any]) -> codegen.Emitter:
+    def new_emitter(self, name: str, inputs: Mapping[Key, Any]) -> Emitter:
         """An emitter for a program with these inputs."""
-        emitter = codegen.Emitter(self.context, {})
+        emitter = Emitter(self.context, {})
         self.prepare(emitter, name)
         for (value, copy), array in inputs.items():
             if copy is None:
@@ -109,7 +110,7 @@ class StageEmitter:
                 emitter.copies[value, copy] = self.context.constrain(array, copy)
         return emitter
 
-    def prepare(self, emitter: codegen.Emitter, name: str) -> None:
+    def prepare(self, emitter: Emitter, name: str) -> None:
         """Defines constants, and the free values and views of earlier programs, which are emitted at each use."""
         for value, array in self.graph.constants:
             emitter.define(value, array, "constant")
@@ -141,7 +142,7 @@ class StageEmitter:
         result_arrays = {i: self.result(emitter, i) for i in results}  # first: may make copies that `wanted` names
         return ProgramOutputs({key: self.array_of(emitter, key) for key in wanted}, result_arrays)
 
-    def array_of(self, emitter: codegen.Emitter, key: Key) -> Any:
+    def array_of(self, emitter: Emitter, key: Key) -> Any:
         """The array of a key at the end of a program."""
         value, copy = key
         if copy is not None and self.has_layout(value):
@@ -152,7 +153,7 @@ class StageEmitter:
             return emitter.materialise(value, self.layout(key), f"%{value}", emitter.lazy[value][0])
         return emitter.arrays[value]
 
-    def result(self, emitter: codegen.Emitter, position: int) -> Any:
+    def result(self, emitter: Emitter, position: int) -> Any:
         """The array of a result of the graph at the end of a program."""
         return emitter.output(position, self.graph.outputs[position], self.result_layout(position))
 
@@ -240,7 +241,7 @@ class _InterfaceTracer:
 
     def run(self, *leaves: Any) -> None:
         self.arrays.update(((v, None), x) for v, x in zip(self.stage.graph.inputs, leaves, strict=True))
-        begin: codegen.Emitter | None = None
+        begin: Emitter | None = None
         for name in self.stage.ops:
             emitter = self._new_emitter(name, begin)
             emitter.run(self.stage.ops[name])
@@ -252,10 +253,10 @@ class _InterfaceTracer:
             begin = emitter if begin is None else begin
             self._keep(name, emitter)
 
-    def _new_emitter(self, name: str, begin: codegen.Emitter | None) -> codegen.Emitter:
+    def _new_emitter(self, name: str, begin: Emitter | None) -> Emitter:
         reads = self.reads.setdefault(name, {})
         arrays = _Arrays(self._array, reads)
-        emitter = codegen.Emitter(self.stage.context, arrays)
+        emitter = Emitter(self.stage.context, arrays)
         if begin is not None:
             emitter.copies = _Copies(lambda key: self._copy(name, key, begin), reads)
         self.stage.prepare(emitter, name)
@@ -264,7 +265,7 @@ class _InterfaceTracer:
     def _array(self, value: int) -> Any:
         return self.arrays[value, None]
 
-    def _copy(self, name: str, key: Key, begin: codegen.Emitter) -> Any:
+    def _copy(self, name: str, key: Key, begin: Emitter) -> Any:
         """A copy that an earlier program has made, or that `begin` has to make; None if this program makes it."""
         value, layout = key
         if name not in PASS_KINDS or layout is None:
@@ -276,7 +277,7 @@ class _InterfaceTracer:
             self.arrays[key] = self.stage.array_of(begin, key)
         return self.arrays.get(key)
 
-    def _keep(self, name: str, emitter: codegen.Emitter) -> None:
+    def _keep(self, name: str, emitter: Emitter) -> None:
         """Records the arrays of a program that later ones may read."""
         arrays: dict[Key, Any] = {(v, None): array for v, array in emitter.arrays.items() if self._produces(name, v)}
         copies: dict[Key, Any] = {}

@@ -1,6 +1,6 @@
 """Whether the layouts of a plan fit a program: every one names a value that is there, in a way that it can be cut.
 
-    values      have a layout of their own unless they are scalars or made where they are read (`autopar.codegen.emit`);
+    values      have a layout of their own unless they are scalars or computed at each use (`autopar.codegen.emitter`);
                 cut dimensions are padded no further than planning allows                          -> _values, _padding
     uses        sites that read such a value                                                       -> _uses
     copies      of values, whole                                                                   -> _copies

@@ -30,7 +30,7 @@ PARTS = {"SINES": "COSTLY", "CHEAP": "ELEMENTWISE", "RETURNING_CALLBACKS": "CALL
 
 #: Module -> its tables that are derived from the sets, or add names to them.
 DERIVED = {
-    "codegen.emit": ("_SPLITS",),
+    "codegen.partial_sums": ("SPLITS",),
     "codegen.start_indices": ("_STARTS",),
     "cost_models.compiler.compiled_program": ("OVERWRITES", "IN_PLACE_OPERAND", "RENAMINGS", "COMMUTATIVE", "MOVES"),
     "cost_models.compiler.cpu_kernels": ("_UNKNOWN",),
