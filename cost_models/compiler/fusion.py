@@ -21,6 +21,24 @@ That is the rule by which XLA's instruction fusion duplicates producers (openxla
 xla/service/instruction_fusion.cc: `IsExpensive`, `EffectivelyAtMostUnary`). A value is *thin* if it is a broadcast of
 something smaller, or made elementwise of one such: it is computed before it is broadcast, and repeated wherever
 possible.
+
+This is the model of buffers, on the steps of one backend. Two coarser models read the same sets of operations
+(`autopar.ir.op_sets`) on the graph as traced:
+
+                  here, for memory                  op_groups.merge, for time      hbm_traffic, for bytes accessed
+    fused         elementwise operations and moves  operations that follow one     all but products, reductions,
+                  that `flatten` knows              operand in every layout        `KERNELS`, loops, some reshapes
+    not listed    a kernel of its own               as its sharding rule says      fused
+    several read  written if repeating is dear      written                        written if several are products;
+    its result                                                                     else computed in the loop of each
+    reductions    read through what is fused into   read their operands from       run in the loop that computes the
+                  them, and write their results     memory                         operand, if no other one waits
+    products      by backend: read through, absorb  read and write memory          read and write memory, unless one
+                  a light step, library kernels                                    loop alone reads the result
+
+They stay apart because they answer for different things. Time has to be a sum over op groups and their pairs before
+any layout is known, so that what is fused may not depend on layouts or on other choices. Bytes accessed follow XLA's
+cost analysis, which counts kernels and not buffers: a value that is read twice costs two reads, wherever it is written.
 """
 
 from __future__ import annotations

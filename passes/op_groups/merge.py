@@ -400,9 +400,10 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 def _charge_followers(b: Builder) -> None:
     """Charge the HBM traffic of light operations to the groups they follow.
 
-    A result is charged if a heavy operation or several operations read it; the compiler fuses all others. Every read of
-    an argument by a light operation is charged. The batch, that is every argument that is no state, is new in each step
-    and is charged once more for being written.
+    A result is charged if a heavy operation or several operations read it; the compiler fuses all others
+    (`autopar.cost_models.compiler.fusion` compares this with finer models). Every read of an argument by a light
+    operation is charged. The batch, that is every argument that is no state, is new in each step and is charged once
+    more for being written.
     """
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
