@@ -63,20 +63,25 @@ def check_batch(name: str, traced: Traced, args: Sequence[Any], s: Settings, can
     if isinstance(s.batch_argnums, str):
         return
     ranges = _leaf_ranges(args, s.static_argnums)
-    graph = traced.graph
+    axes = sorted({size for t in candidates for size in t.logical.sizes if size > 1})
     for number in s.batch_argnums:
         if number not in ranges:
             raise ArgumentError(f"batch_argnums={s.batch_argnums}: {name} has no traced argument {number}")
         for i in ranges[number]:
-            shape = graph.types[graph.inputs[i]].shape
-            axes = sorted({size for t in candidates for size in t.logical.sizes if size > 1})
-            if axes and (not shape or all(shape[0] % size for size in axes)):
-                readers = [op.source for op in graph.walk() if graph.inputs[i] in op.inputs and op.source]
-                raise ArgumentError(
-                    f"batch argument '{graph.input_paths[i]}' of shape {shape}"
-                    f"{f', read at {readers[0]},' if readers else ''} does not divide by any mesh axis "
-                    f"({', '.join(map(str, axes))}). Use a batch that is a multiple, or leave batch_argnums on 'auto'."
-                )
+            _check_divides(traced.graph, i, axes)
+
+
+def _check_divides(graph: Graph, position: int, axes: Sequence[int]) -> None:
+    """ArgumentError if the batch argument at a position divides by none of these sizes of mesh axes."""
+    value = graph.inputs[position]
+    shape = graph.types[value].shape
+    if axes and (not shape or all(shape[0] % size for size in axes)):
+        readers = [op.source for op in graph.walk() if value in op.inputs and op.source]
+        raise ArgumentError(
+            f"batch argument '{graph.input_paths[position]}' of shape {shape}"
+            f"{f', read at {readers[0]},' if readers else ''} does not divide by any mesh axis "
+            f"({', '.join(map(str, axes))}). Use a batch that is a multiple, or leave batch_argnums on 'auto'."
+        )
 
 
 def _named(option: str, argnums: Sequence[int] | str, args: Sequence[Any], s: Settings) -> tuple[int, ...] | None:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
 
 from autopar import jax_compat
 
@@ -132,19 +132,26 @@ def _start(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]]) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads: there are none without a backend
         process = os.fork()
-    if process:
-        os.close(to_parent)
-        os.close(from_parent)
-        return _Child(process, os.fdopen(from_child, "rb"), os.fdopen(to_child, "wb"))
-    status = 1
-    try:
+    if not process:
         os.close(from_child)
         os.close(to_child)
-        with os.fdopen(from_parent, "rb") as received, os.fdopen(to_parent, "wb") as sent:
+        _run_and_exit(tasks, from_parent, to_parent)
+    os.close(to_parent)
+    os.close(from_parent)
+    return _Child(process, os.fdopen(from_child, "rb"), os.fdopen(to_child, "wb"))
+
+
+def _run_and_exit(
+    tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]], source: int, target: int
+) -> NoReturn:
+    """Run the tasks of a forked process, which ends without the cleanup of its parent's state."""
+    status = 1
+    try:
+        with os.fdopen(source, "rb") as received, os.fdopen(target, "wb") as sent:
             _run(tasks, received, sent)
         status = 0
     finally:
-        os._exit(status)  # without the cleanup of the parent's state
+        os._exit(status)
 
 
 def _run(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]], received: BinaryIO, sent: BinaryIO) -> None:

@@ -120,16 +120,22 @@ def _messages(base: Cluster) -> list[Message]:
     return [Message(kind, 4 * max(n, nbytes // 4 // n * n), n) for kind in kinds for nbytes, n in sizes]
 
 
+def _compiled_trial(chained: Chained) -> _Trial:
+    """A trial that has run once: the short one, or the long one if the short is over too soon."""
+    trial = chained(SHORT)
+    trial.seconds()  # compiles
+    if trial.seconds() < SOON:
+        trial = chained(LONG)
+        trial.seconds()
+    return trial
+
+
 def _timed(chains: Mapping[str, Chained], empty: _Trial, tell: Tell) -> Mapping[str, float]:
     """Seconds of one operation of each; a clock tick at least, so that its logarithm exists."""
     trials: dict[str, _Trial] = {}
     for what, chained in chains.items():
         tell(what)
-        trials[what] = chained(SHORT)
-        trials[what].seconds()  # compiled
-        if trials[what].seconds() < SOON:
-            trials[what] = chained(LONG)
-            trials[what].seconds()
+        trials[what] = _compiled_trial(chained)
     rounds: list[Mapping[str, float]] = []
     nothing: list[float] = []
     for i in range(REPEATS):

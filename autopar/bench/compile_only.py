@@ -193,14 +193,18 @@ def run(
         ArgumentError: an unknown model, plan or target.
         WorkerError: a worker ends with an error.
     """
+    _check_known(models, plans, target)
+    specs = [{"model": model, "meshes": meshes, "plans": plans, "target": target} for model in models]
+    return worker.collect("autopar.bench.compile_only", specs, tell, line)
+
+
+def _check_known(models: Sequence[str], plans: Sequence[str], target: str) -> None:
     for what, given, known in (("model", models, SIZES), ("plan", plans, PLANS)):
         for name in given:
             if name not in known:
                 raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
     if target.partition(":")[0] not in CLUSTERS:
         raise ArgumentError(f"target={target!r} does not compile. Available: {', '.join(CLUSTERS)}")
-    specs = [{"model": model, "meshes": meshes, "plans": plans, "target": target} for model in models]
-    return worker.collect("autopar.bench.compile_only", specs, tell, line)
 
 
 # Figures

@@ -133,24 +133,28 @@ def _loss(config: gpt.Config, mesh: AbstractMesh, params: Tree, batch: Tree) -> 
 
 def run() -> Row:
     """FLOPs of all sizes, with and without recomputation, the stage and the step."""
-    plan, whole = stage(), step()
-    peaks = [s.peak_memory_bytes - s.memory["gradients"] / 2 for s in whole.stages]
+    counted = [flops(name, remat=remat) for name in SIZES for remat in (False, True)]
+    return {"flops": counted, "stage": _stage_figures(stage()), "step": _step_figures(step())}
+
+
+def _stage_figures(plan: Plan) -> Row:
     return {
-        "flops": [flops(name, remat=remat) for name in SIZES for remat in (False, True)],
-        "stage": {
-            "step_s": plan.step_time_s,
-            "flops_per_device": plan.flops_per_device,
-            "flops_per_s": plan.flops_per_device / plan.step_time_s,
-            "peak_bytes": plan.stages[0].peak_memory_bytes,
-            "memory": dict(plan.stages[0].memory),
-        },
-        "step": {
-            "step_s": whole.step_time_s,
-            "step_error": whole.step_time_s / STEP_S - 1,
-            "peak_bytes": max(s.peak_memory_bytes for s in whole.stages),
-            "peak_as_published_bytes": max(peaks),
-            "peak_error": max(peaks) / PEAK_BYTES - 1,
-        },
+        "step_s": plan.step_time_s,
+        "flops_per_device": plan.flops_per_device,
+        "flops_per_s": plan.flops_per_device / plan.step_time_s,
+        "peak_bytes": plan.stages[0].peak_memory_bytes,
+        "memory": dict(plan.stages[0].memory),
+    }
+
+
+def _step_figures(plan: Plan) -> Row:
+    peaks = [s.peak_memory_bytes - s.memory["gradients"] / 2 for s in plan.stages]
+    return {
+        "step_s": plan.step_time_s,
+        "step_error": plan.step_time_s / STEP_S - 1,
+        "peak_bytes": max(s.peak_memory_bytes for s in plan.stages),
+        "peak_as_published_bytes": max(peaks),
+        "peak_error": max(peaks) / PEAK_BYTES - 1,
     }
 
 
@@ -167,11 +171,13 @@ def table(found: Row) -> str:
         f"one stage on 4 devices of {CLUSTER}: {seconds(one['step_s'])} per microbatch of {MICROBATCH} and update, "
         f"{one['flops_per_s'] / 1e12:.1f} TFLOP/s per device, {size(one['peak_bytes'])} at the peak"
     )
-    step = found["step"]
-    last = (
+    memory = grid("memory at the peak", ("", "per device"), kinds)
+    return "\n".join([grid("FLOPs per step", heads, body), line, memory, _step_line(found["step"])])
+
+
+def _step_line(step: Row) -> str:
+    return (
         f"the published step: {seconds(step['step_s'])}, {step['step_error']:+.1%} of the {STEP_S} s measured; "
         f"{size(step['peak_as_published_bytes'])} at the peak, {step['peak_error']:+.1%} of {size(PEAK_BYTES)} "
         f"({size(step['peak_bytes'])} with gradients added up in float32)"
     )
-    memory = grid("memory at the peak", ("", "per device"), kinds)
-    return "\n".join([grid("FLOPs per step", heads, body), line, memory, last])

@@ -72,18 +72,18 @@ def holds(row: Row) -> bool:
 def table(rows: Sequence[Row]) -> str:
     """The rows for people."""
     head = ("", "cluster", "planning", "limit", "step", "stages", "microbatches", "peak", "where")
-    lines = [
-        (
-            row["model"],
-            f"{row['on']} x {row['hosts']}",
-            f"{row['total_s']:.1f} s",
-            f"{limit(row):.0f} s",
-            pretty(row["step_time_s"]),
-            str(row["stages"]),
-            str(row["num_microbatches"]),
-            f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
-            ", ".join(f"{p} {s:.1f}" for p, s in row["phases"].items() if s >= 0.5),
-        )
-        for row in rows
-    ]
-    return grid("model", head, lines)
+    return grid("model", head, list(map(_cells, rows)))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row["model"],
+        f"{row['on']} x {row['hosts']}",
+        f"{row['total_s']:.1f} s",
+        f"{limit(row):.0f} s",
+        pretty(row["step_time_s"]),
+        str(row["stages"]),
+        str(row["num_microbatches"]),
+        f"{row['peak_memory_bytes'] / 1e9:.1f} GB",
+        ", ".join(f"{p} {s:.1f}" for p, s in row["phases"].items() if s >= 0.5),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -123,18 +124,16 @@ def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
 
     graph = trace(fn, *args).graph
     found = rules_of(graph)
-    rows: dict[int, dict[str, Any]] = {}
-    for op in graph.walk():
-        if op.regions:
-            continue
-        if op.signature not in rows:
-            rule = found[op.signature]
-            operands = [str(graph.type_of(a)) for a in op.inputs]
-            rows[op.signature] = {
-                "name": op.name, "operands": operands, "rule": str(rule), "origin": rule.origin, "count": 0
-            }  # fmt: skip
-        rows[op.signature]["count"] += 1
-    return list(rows.values())
+    leaves = [op for op in graph.walk() if not op.regions]
+    counts = Counter(op.signature for op in leaves)  # in the order in which they are met first
+    examples = {op.signature: op for op in leaves}
+    return [
+        {
+            "name": examples[s].name, "operands": [str(graph.type_of(a)) for a in examples[s].inputs],
+            "rule": str(found[s]), "origin": found[s].origin, "count": count,
+        }
+        for s, count in counts.items()
+    ]  # fmt: skip
 
 
 @app.command()

@@ -11,6 +11,7 @@ import typer
 from autopar.cli.options import (
     Batch,
     ClusterName,
+    CorpusModule,
     Dtype,
     Hosts,
     Json,
@@ -340,9 +341,7 @@ def bench_zero(
 def bench_corpus(
     programs: Annotated[str | None, typer.Option(help="names of the table, with commas between; default: all")] = None,
     checks: Annotated[str | None, typer.Option(help="such as 'mesh 8,memory'; default: all")] = None,
-    corpus: Annotated[
-        str | None, typer.Option(help="module with PROGRAMS; default: tests.corpus.table of this checkout")
-    ] = None,
+    corpus: CorpusModule = None,
     resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps findings")] = None,
     as_json: Json = False,
 ) -> None:
@@ -350,8 +349,7 @@ def bench_corpus(
     from autopar.bench.corpus import program as corpus_program
     from autopar.bench.corpus import run as measure
 
-    every = (*measure.SMALL, *measure.LARGE)
-    chosen = words(checks, every)
+    chosen = words(checks, (*measure.SMALL, *measure.LARGE))
     rows = measure.run(words(programs, ()), corpus or corpus_program.TABLE, chosen, resume, say)
     report(as_json, {**measure.figures(rows), "rows": rows}, lambda: measure.table(rows))
     finish(all(row["state"] != measure.FAILED for row in rows))
@@ -361,9 +359,7 @@ def bench_corpus(
 def bench_first_call(
     programs: Annotated[str | None, typer.Option(help="names, with commas between; default: corpus and toys")] = None,
     sizes: Annotated[str | None, typer.Option(help="small, large or both, of the corpus")] = None,
-    corpus: Annotated[
-        str | None, typer.Option(help="module with PROGRAMS; default: tests.corpus.table of this checkout")
-    ] = None,
+    corpus: CorpusModule = None,
     prove: Annotated[bool, typer.Option("--prove", help="also plan each with gap=0, for minutes")] = False,
     resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
     as_json: Json = False,

@@ -41,6 +41,9 @@ Microbatches = Annotated[int | None, typer.Option("--num-microbatches", help="pa
 Stages = Annotated[str, typer.Option(help="parts of the model, side by side on submeshes: a number, search or auto")]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="of the stages: auto, gpipe, 1f1b, zb-h1, ...")]
 PerMicrobatch = Annotated[str | None, typer.Option(help="globs of what microbatches may compute each for itself")]
+CorpusModule = Annotated[
+    str | None, typer.Option("--corpus", help="module with PROGRAMS; default: tests.corpus.table of this checkout")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON alone on stdout")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="plan afresh, and keep nothing")]
 Meshes = Annotated[str | None, typer.Option(help="meshes, such as '8;2,4'")]

@@ -126,11 +126,8 @@ class Emitter:
         }
         with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
             array = op.equation.primitive.bind(operands[1], operands[0], **{**op.params, **swapped})
-            unreduced, layout = (
-                transposed_layout(self.context.unreduced(op, 0, ()), transpose),
-                self.context.stage.values[value],
-            )
-            self.arrays[value] = self._reduce_and_constrain(op, array, unreduced, layout)
+            unreduced = transposed_layout(self.context.unreduced(op, 0, ()), transpose)
+            self.arrays[value] = self._reduce_and_constrain(op, array, unreduced, self.context.stage.values[value])
         self.producers[value] = transpose
         self.folded.add(transpose.index)
 

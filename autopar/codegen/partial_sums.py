@@ -38,23 +38,25 @@ def split_sum(context: Context, op: Op, operands: Sequence[Any], kept: Sequence[
 
 def split_scatter(context: Context, op: Op, operands: Sequence[Any], kept: Sequence[int]) -> Any:
     """A scatter that adds to zeros, left unreduced along the axes `kept`: each part is scattered by itself."""
-    rule = context.rules[op.signature]
-    parts: list[Any] = []
+
+    def scatter(indices: Any, updates: Any) -> Any:
+        return jax_compat.bind(op.equation, [operands[0], indices, updates])[0]
+
     with jax_compat.emitting(op.equation.source_info, op.name_stack, op.tag):
-        for k in (1, 2):
-            summed = [d for d, factor in enumerate(rule.operands[k]) if factor in rule.reduced]
-            array, dim_of, new_dims = _split_axes(context, op, k, operands[k], summed)
-            axes = [a for a, p in enumerate(dim_of) if any(p in new_dims[d][:-1] for d in summed)]
-            axes.sort(key=lambda a: (a not in kept, a))
-            lead = [dim_of[a] for a in axes]
-            parts.append(jax.lax.transpose(array, (*lead, *(d for d in range(array.ndim) if d not in lead))))
-
-        def scatter(indices: Any, updates: Any) -> Any:
-            return jax_compat.bind(op.equation, [operands[0], indices, updates])[0]
-
-        for _ in axes:
+        (indices, _), (updates, count) = (_parts_first(context, op, k, operands[k], kept) for k in (1, 2))
+        for _ in range(count):
             scatter = jax.vmap(scatter)
-        return jax_compat.reduce_sum(scatter(*parts), range(len(kept), len(axes)))
+        return jax_compat.reduce_sum(scatter(indices, updates), range(len(kept), count))
+
+
+def _parts_first(context: Context, op: Op, k: int, array: Any, kept: Sequence[int]) -> tuple[Any, int]:
+    """An operand with a leading dimension per mesh axis on a reduced factor, `kept` first, and the number of these."""
+    rule = context.rules[op.signature]
+    summed = [d for d, factor in enumerate(rule.operands[k]) if factor in rule.reduced]
+    array, dim_of, new_dims = _split_axes(context, op, k, array, summed)
+    axes = [a for a, p in enumerate(dim_of) if any(p in new_dims[d][:-1] for d in summed)]
+    lead = [dim_of[a] for a in sorted(axes, key=lambda a: (a not in kept, a))]
+    return jax.lax.transpose(array, (*lead, *(d for d in range(array.ndim) if d not in lead))), len(lead)
 
 
 def _split(

@@ -201,14 +201,20 @@ def program_interfaces(
     tracer = _InterfaceTracer(stage, results, totals)
     avals = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _types(stage)]
     jax.eval_shape(tracer.run, *avals)
-    writes: dict[str, set[Key]] = {name: {(v, None) for v in totals.get(name, ())} for name in stage.ops}
+    writes = _writes(tracer, {name: {(v, None) for v in totals.get(name, ())} for name in stage.ops})
+    return ProgramInterfaces(
+        {n: _sorted(k) for n, k in tracer.reads.items()}, {n: _sorted(k) for n, k in writes.items()}
+    )
+
+
+def _writes(tracer: _InterfaceTracer, totals: Mapping[str, set[Key]]) -> Mapping[str, set[Key]]:
+    """Program -> its totals, and what it produces for later programs."""
+    writes = dict(totals)
     for keys in tracer.reads.values():
         for key in keys:
             if key in tracer.producers:
                 writes[tracer.producers[key]].add(key)
-    return ProgramInterfaces(
-        {n: _sorted(k) for n, k in tracer.reads.items()}, {n: _sorted(k) for n, k in writes.items()}
-    )
+    return writes
 
 
 def _sorted(keys: Iterable[Key]) -> tuple[Key, ...]:

@@ -51,11 +51,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
 
 def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | None = None) -> Cluster:
     """One cluster of `groups`, with their devices one after the other; see `Cluster.joined`."""
-    for group in groups:
-        if not isinstance(group, Cluster):
-            raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
-    if not groups:
-        raise ClusterError(f"Cluster {name!r} has no groups; it needs at least one.")
+    _check_groups(groups, name)
     unit = math.gcd(*(_inside(g) for g in groups))
     between = [g.inter for g in groups] + ([inter] if inter else [])
     return Cluster(
@@ -67,6 +63,14 @@ def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | Non
         _slowest_of(between),
         groups=groups,
     )
+
+
+def _check_groups(groups: tuple[Cluster, ...], name: str | None) -> None:
+    for group in groups:
+        if not isinstance(group, Cluster):
+            raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
+    if not groups:
+        raise ClusterError(f"Cluster {name!r} has no groups; it needs at least one.")
 
 
 def _inside(group: Cluster) -> int:

@@ -74,14 +74,9 @@ def scan(op: Op, operands: Sequence[Any], body: BodyFunction) -> list[Any]:
         results = body([*constant_operands, *carry, *slices])
         return tuple(results[:carries]), tuple(results[carries:])
 
-    carry, stacked = jax.lax.scan(
-        iteration,
-        tuple(operands[constants : constants + carries]),
-        tuple(operands[constants + carries :]),
-        length=op.params["length"],
-        reverse=op.params["reverse"],
-        unroll=op.params["unroll"],
-    )
+    start, stacks = tuple(operands[constants:][:carries]), tuple(operands[constants + carries :])
+    how = {name: op.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(iteration, start, stacks, **how)
     return [*carry, *stacked]
 
 

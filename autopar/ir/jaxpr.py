@@ -13,7 +13,7 @@ operation inside a library's function has the source line of the call in the use
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,10 +254,6 @@ def _assign_phases(pending_ops: Sequence[_PendingOp]) -> tuple[Op, ...]:
 
 
 def _op(pending: _PendingOp, phase: Phase) -> Op:
-    regions = tuple(
-        Region(name, inputs, tuple(_op(r, r.phase_mark or phase) for r in pending_ops), outputs, constants)
-        for name, inputs, pending_ops, outputs, constants in pending.regions
-    )
     return Op(
         index=pending.index,
         name=pending.equation.primitive.name,
@@ -268,9 +264,15 @@ def _op(pending: _PendingOp, phase: Phase) -> Op:
         name_stack=pending.stack,
         phase=phase,
         source=_source(pending),
-        regions=regions,
+        regions=tuple(_finished_regions(pending, phase)),
         trips=pending.trips,
     )
+
+
+def _finished_regions(pending: _PendingOp, phase: Phase) -> Iterator[Region]:
+    """The regions of an operation; operations in them have its phase unless marked."""
+    for name, inputs, pending_ops, outputs, constants in pending.regions:
+        yield Region(name, inputs, tuple(_op(r, r.phase_mark or phase) for r in pending_ops), outputs, constants)
 
 
 def _source(pending: _PendingOp) -> str:

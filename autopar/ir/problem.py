@@ -12,7 +12,7 @@ reduction and dead-end elimination work once per distinct layer and not once per
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +72,7 @@ def check(problem: Problem, *, thorough: bool = True) -> None:
     Unless `thorough`, arrays with equal keys are compared by shape only.
     """
     equal = _equal if thorough else _equal_shapes
-    costs: dict[Hashable, Floats] = {}
-    for node in problem.nodes:
-        first = costs.setdefault(node.signature, node.cost)
-        if first is node.cost and (node.cost.ndim != 1 or not len(node.cost) or np.isnan(node.cost).any()):
-            raise SolverError(f"node {node.name!r} needs a vector of costs without nan, not one of {node.cost.shape}")
-        if not equal(first, node.cost):
-            raise SolverError(f"node {node.name!r} has the signature of a node with other costs: {node.signature!r}")
+    _check_nodes(problem, equal)
     first_edges: dict[tuple[int, ...], Edge] = {}
     for edge in problem.edges:
         other = first_edges.setdefault(edge.key, edge)
@@ -87,6 +81,16 @@ def check(problem: Problem, *, thorough: bool = True) -> None:
         elif not (equal(other.gu, edge.gu) and equal(other.gv, edge.gv) and equal(other.table, edge.table)):
             raise SolverError(f"edge {_title(problem, edge)} has the key of an edge with another table: {edge.key}")
         _check_lengths(problem, edge)
+
+
+def _check_nodes(problem: Problem, equal: Callable[[Any, Any], bool]) -> None:
+    costs: dict[Hashable, Floats] = {}
+    for node in problem.nodes:
+        first = costs.setdefault(node.signature, node.cost)
+        if first is node.cost and (node.cost.ndim != 1 or not len(node.cost) or np.isnan(node.cost).any()):
+            raise SolverError(f"node {node.name!r} needs a vector of costs without nan, not one of {node.cost.shape}")
+        if not equal(first, node.cost):
+            raise SolverError(f"node {node.name!r} has the signature of a node with other costs: {node.signature!r}")
 
 
 def _check_lengths(problem: Problem, edge: Edge) -> None:

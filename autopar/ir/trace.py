@@ -229,9 +229,7 @@ def _checked_results(results: Any, name: str) -> Any:
 
 
 def _check_leaks(jaxpr: jex.ClosedJaxpr, trace: Callable[[], Any], fn: Callable[..., Any]) -> None:
-    """TraceError if the function uses a traced value from elsewhere, or keeps a traced value where it can reach it
-    again.
-    """
+    """TraceError if the function uses a traced value from elsewhere, or keeps one where it can reach it again."""
     name = _name(fn)
     for value in jaxpr.consts:
         if jax_compat.is_tracer(value):

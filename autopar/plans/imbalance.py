@@ -204,9 +204,14 @@ def _excesses(rule: Rule, axes: Layout, names: Sequence[str], sizes: Sequence[in
             ratio *= padded / extent
     if (same := parts.get(REPLICATED, 1)) > 1:
         idle = ", ".join(f"{names[a]}={sizes[a]}" for a, f in enumerate(axes) if f < 0 and sizes[a] > 1)
-        kind, reason = _kind(rule, divisible)
-        extents = tuple(sorted({rule.sizes[f] for f in rule.free})) if kind == "indivisible" else ()
-        yield _Share(kind, f"whole along {idle}{reason}", ratio * (same - 1), extents)
+        yield _whole_share(rule, idle, divisible, ratio * (same - 1))
+
+
+def _whole_share(rule: Rule, idle: str, divisible: bool, ratio: float) -> _Share:
+    """What the mesh axes `idle`, which cut no dimension, add to the ratio."""
+    kind, reason = _kind(rule, divisible)
+    extents = tuple(sorted({rule.sizes[f] for f in rule.free})) if kind == "indivisible" else ()
+    return _Share(kind, f"whole along {idle}{reason}", ratio, extents)
 
 
 def _divisible(rule: Rule, sizes: Sequence[int]) -> bool:

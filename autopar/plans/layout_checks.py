@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar import jax_compat
+from autopar.ir.control_flow import num_carries
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import PARTIAL, Layout, cuts, partial_axes, replicated
 from autopar.passes.op_groups import unreduced
@@ -214,18 +215,12 @@ def _left(p: _Program, op: Op) -> tuple[int, ...]:
 
 def _region_sums(p: _Program, op: Op) -> Complaints:
     """Bodies read no sums; those that are recomputed, and scans where they stack, hand out what their bodies leave."""
-    for k, atom in enumerate(op.inputs):
-        site = f"{op.tag}.in{k}"
+    first = num_carries(op) if op.name in ("scan", jax_compat.REMAT) else len(op.outputs)
+    whole = [(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs)]
+    whole += [(f"{op.tag}.{r.name}.out{j}", atom) for r in op.regions for j, atom in enumerate(r.outputs[:first])]
+    for site, atom in whole:
         if partial_axes(p.at(atom, site)):
             yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
-    first = 0 if op.name == jax_compat.REMAT else len(op.outputs)
-    first = jax_compat.scan_counts(op.params)[1] if op.name == "scan" else first
-    for region in op.regions:
-        for j, atom in enumerate(region.outputs):
-            site = f"{op.tag}.{region.name}.out{j}"
-            inner = partial_axes(p.at(atom, site))
-            if inner and j < first:
-                yield _complaint("uses", site, p.at(atom, site), "a layout without sums")
     for j, value in enumerate(op.outputs):
         atom, layout = op.regions[0].outputs[j] if j >= first else None, p.stage.values.get(value, ())
         inner = [] if atom is None else partial_axes(p.at(atom, f"{op.tag}.{op.regions[0].name}.out{j}"))

@@ -98,11 +98,10 @@ class Reasons:
         seen, todo = {new}, [new]
         for v in todo:
             op = self.graph.producers.get(v)
-            found = self._gradient_sums(op) if op is not None else ()
-            if found or op is None:
-                if found:
-                    return found
+            if op is None:
                 continue
+            if found := self._gradient_sums(op):
+                return found
             for atom in op.inputs:
                 if isinstance(atom, int) and atom not in seen and self.graph.types[atom].size == size > 1:
                     seen.add(atom)

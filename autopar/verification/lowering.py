@@ -96,13 +96,10 @@ def reduce_all_axes_at_once(planned: Collectives, context: Context) -> tuple[Col
 
     That is a reduce-scatter if the result is sharded along all of them, otherwise an all-reduce.
     """
-    sums: dict[str, list[Collective]] = {}
-    for c in planned:
-        if c.kind in ("reduce-scatter", "all-reduce"):
-            sums.setdefault(c.op, []).append(c)
+    sums = [c for c in planned if c.kind in ("reduce-scatter", "all-reduce")]
     out: list[Collective] = []
     for c in planned:
-        of_op = sums.get(c.op, [])
+        of_op = [s for s in sums if s.op == c.op]
         if c not in of_op or sum(len(s.axes) for s in of_op) < 2:
             out.append(c)
         elif c is of_op[0]:

@@ -84,9 +84,9 @@ def build(name: str, config: Config) -> Model:
     return Model(name, "llama3", step, init, token_batch(config.batch, config.seq, config.vocab), table, notes)
 
 
-def _params(config: Config) -> Tree:
+def _block_params(config: Config) -> Tree:
     width, head = config.width, config.width // config.heads
-    block = {
+    return {
         "norm1": Param((width,), mean=1.0),
         "wq": Param((width, config.heads, head), 0.02),
         "wk": Param((width, config.kv_heads, head), 0.02),
@@ -97,9 +97,13 @@ def _params(config: Config) -> Tree:
         "w3": Param((width, config.hidden), 0.02),
         "w2": Param((config.hidden, width), 0.02),
     }
+
+
+def _params(config: Config) -> Tree:
+    width = config.width
     return {
         "embed": Param((config.vocab, width), 0.02),
-        "blocks": block_params(block, config.layers, scan=config.scan),
+        "blocks": block_params(_block_params(config), config.layers, scan=config.scan),
         "norm": Param((width,), mean=1.0),
         "head": Param((width, config.vocab), 0.02),
     }

@@ -34,9 +34,8 @@ def narrowed(
         readers: value -> the steps that read it.
         thin, leaving, absorbed: see `autopar.cost_models.compiler.fusion`.
     """
-    return (
-        frozenset(_Narrowing(p, steps, readers, thin, leaving, absorbed).found()) if p.backend.narrows else frozenset()
-    )
+    narrowing = _Narrowing(p, steps, readers, thin, leaving, absorbed)
+    return frozenset(narrowing.found() if p.backend.narrows else ())
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,8 +174,7 @@ def _scan(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     region, operands = op.regions[0], p.operands(op)
     constants, carries = jax_compat.scan_counts(op.params)
     first = constants + carries
-    p.alias.update(zip(region.inputs[:constants], operands[:constants], strict=True))
-    p.alias.update(zip(region.inputs[constants:first], op.outputs[:carries], strict=True))
+    p.alias.update(zip(region.inputs[:first], (*operands[:constants], *op.outputs[:carries]), strict=True))
     operands = (*operands[:first], *(_sliced(p, frame, op, atom) for atom in operands[first:]))
     body = Frame()
     for value, atom in zip(region.inputs[first:], operands[first:], strict=True):
@@ -224,16 +223,12 @@ def _carried(leaving: Sequence[Atom], results: Sequence[int]) -> tuple[tuple[int
 
 
 def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
-    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place.
-
-    Of the branches of `jax.lax.platform_dependent` only the backend's is compiled.
-    """
+    """A conditional, or bodies of an unknown kind: each is a frame and leaves its results in the same place."""
     operands = p.operands(op)
-    platforms_of: Sequence[Sequence[str] | None] = op.params.get("branches_platforms") or ()
-    for platforms, region in zip(platforms_of, op.regions, strict=False):
-        if platforms is None or not {*platforms}.isdisjoint(p.backend.platforms):
-            _inline_region(p, frame, op, region, operands[len(operands) - len(region.inputs) :], after)
-            return
+    only = _compiled_branch(p, op)
+    if only is not None:
+        _inline_region(p, frame, op, only, operands[len(operands) - len(only.inputs) :], after)
+        return
     frames: list[Frame] = []
     for region in op.regions:
         p.alias.update(zip(region.inputs, operands[len(operands) - len(region.inputs) :], strict=True))
@@ -241,6 +236,15 @@ def _branches(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
         results = p.results(op, region)
         frames[-1].leaving, frames[-1].carried = values(results), _carried(results, op.outputs)
     frame.steps.append(Step(op, op.name, LOOP, values(operands), op.outputs, after, tuple(frames)))
+
+
+def _compiled_branch(p: Program, op: Op) -> Region | None:
+    """The branch of a `jax.lax.platform_dependent` for the backend; None for other operations, all of whose are."""
+    platforms_of: Sequence[Sequence[str] | None] = op.params.get("branches_platforms") or ()
+    for platforms, region in zip(platforms_of, op.regions, strict=False):
+        if platforms is None or not {*platforms}.isdisjoint(p.backend.platforms):
+            return region
+    return None
 
 
 _REGIONS: Mapping[str, Callable[[Program, Frame, Op, tuple[int, ...]], None]] = {

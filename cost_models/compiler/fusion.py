@@ -199,7 +199,14 @@ class _Fusion:
         """
         if not self.p.backend.cheap_repeats:
             return False
-        found: dict[int, dict[int, int]] = {}  # kernel -> what reads at an index of its own, and how often it is there
+        found, users = self._indices(value)
+        self.duplicates[value] = found
+        most = max((sum(indices.values()) for indices in found.values()), default=0)
+        return most > _MAX_DUPLICATION or (self._branches(value) and max(most, users) > 1)
+
+    def _indices(self, value: int) -> tuple[dict[int, dict[int, int]], int]:
+        """Kernel -> what reads a value at an index of its own, and how often it is emitted; and the number of uses."""
+        found: dict[int, dict[int, int]] = {}
         users = 0
         for step in self.readers.get(value, ()):
             v = step.outputs[0] if step.outputs else -1
@@ -209,9 +216,7 @@ class _Fusion:
             for kernel, indices in around.items():
                 own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
                 found.setdefault(kernel, {}).update(own)
-        self.duplicates[value] = found
-        most = max((sum(indices.values()) for indices in found.values()), default=0)
-        return most > _MAX_DUPLICATION or (self._branches(value) and max(most, users) > 1)
+        return found, users
 
     def _branches(self, value: int) -> bool:
         """Code for it has branches, in which nothing is found that was computed in others.

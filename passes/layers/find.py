@@ -238,19 +238,22 @@ def _best_borders(chain: _Chain, period: int, first: int, length: int) -> tuple[
     Rounds that do not read results of the round before, or whose borders are crossed by more and more bytes, are
     parallel branches (queries, keys and values, for example) and not layers.
     """
-    candidates: list[tuple[int, int, int]] = []
-    for rounds in range(max(2, length // period - 1), length // period + 1):
-        for start in range(first, first + length - rounds * period + 1):
-            borders = range(start or period, min(start + rounds * period + 1, len(chain.ops)), period)
-            if len(crossing := {int(chain.bytes[i]) for i in borders}) == 1:  # nothing crosses the ends of the program
-                candidates.append((-min(crossing), rounds, start))
-    for _, rounds, start in sorted(candidates, reverse=True):
+    for _, rounds, start in sorted(_equal_borders(chain, period, first, length), reverse=True):
         starts = range(start, start + rounds * period, period)
         kinds = {_kind(chain, a, a + period) for a in starts if a + period < len(chain.ops)}
         is_repetition = len(kinds) == 1 and len({_normal_form(chain, a, a + period) for a in starts}) == 1
         if is_repetition and all(_reads_previous(chain, a, period) for a in starts[1:]):
             return start, rounds
     return None
+
+
+def _equal_borders(chain: _Chain, period: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(-bytes, rounds, first operation) of borders in a repetition that are all crossed by equally many bytes."""
+    for rounds in range(max(2, length // period - 1), length // period + 1):
+        for start in range(first, first + length - rounds * period + 1):
+            borders = range(start or period, min(start + rounds * period + 1, len(chain.ops)), period)
+            if len(crossing := {int(chain.bytes[i]) for i in borders}) == 1:  # nothing crosses the ends of the program
+                yield -min(crossing), rounds, start
 
 
 def _reads_previous(chain: _Chain, start: int, period: int) -> bool:

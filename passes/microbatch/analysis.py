@@ -269,10 +269,9 @@ def _refusal(best: Microbatches, per_microbatch: Sequence[str]) -> str:
     covered = all(any(fnmatch.fnmatchcase(line, pattern) for pattern in per_microbatch) for line in lines)
     accept = "" if covered else f" accept each microbatch's own totals with per_microbatch={lines!r} or '*' for all,"
     return (
-        f"{1 - best.loop_share:.0%} of its FLOPs need more "
-        f"than one of them: {reasons}. Use one microbatch,{accept} or rewrite the operation per example. What is cut "
-        f"is the first dimension of {_batch_names(best)}: if one of these holds no examples, say with batch_argnums "
-        "which do."
+        f"{1 - best.loop_share:.0%} of its FLOPs need more than one of them: {reasons}. Use one microbatch,{accept} or "
+        f"rewrite the operation per example. What is cut is the first dimension of {_batch_names(best)}: if one of "
+        "these holds no examples, say with batch_argnums which do."
     )
 
 

@@ -42,9 +42,7 @@ def gather(operands: Operands) -> RuleResult | None:
     assert isinstance(operand, Split)
     numbers, dim = operands.params["dimension_numbers"], operand.dim
     if dim in numbers.operand_batching_dims:
-        row = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
-        result = Split(_batch_dims(operands)[row], operand.outer)
-        return RuleResult((result,), {1: Split(row, operand.outer)})
+        return _gather_batched(operands, operand)
     sizes = operands.params["slice_sizes"]
     if sizes[dim] != operands.shapes[0][dim] or not _starts_at_zero(operands, dim):
         return None
@@ -53,6 +51,13 @@ def gather(operands: Operands) -> RuleResult | None:
         return None
     result = Split(numbers.offset_dims[windows.index(dim)], operand.outer)
     return RuleResult((result,), params={"slice_sizes": divided(sizes, dim, operands.count)})
+
+
+def _gather_batched(operands: Operands, operand: Split) -> RuleResult:
+    """The operand is split along a batching dimension: each block gathers with its own rows of indices."""
+    numbers = operands.params["dimension_numbers"]
+    row = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
+    return RuleResult((Split(_batch_dims(operands)[row], operand.outer),), {1: Split(row, operand.outer)})
 
 
 def fill_combines_to_itself(operands: Operands, kind: ReductionKind) -> bool:

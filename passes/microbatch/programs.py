@@ -274,9 +274,7 @@ _VIEWS = (*BROADCASTS, *RESHAPES, *REORDERINGS)
 
 
 def _defer_prologue(analysis: Analysis, programs: LoopPrograms) -> LoopPrograms:
-    """The programs, with operations before the loops that no loop needs moved to the end. Their results are then not
-    live during the loops.
-    """
+    """Moves operations before the loops that no loop needs to the end: their results are not live during the loops."""
     *first, last = programs.loops
     read_by_loops = {v for loop in first for p in loop.after for v in p.op.inputs}
     read_by_loops.update(v for loop in programs.loops for p in loop.body for v in _outer_values(p))

@@ -219,13 +219,17 @@ def _external_operands(builder: Builder, readers: Sequence[int], first: int) -> 
     for q in readers:
         reads = values_of(builder.original.ops[q].inputs)
         starts_here = own_results.isdisjoint(reads)
-        for v in reads:
-            producer = builder.program.producer.get(v, -1)
-            is_gradient = producer >= 0 and builder.program.phase(producer) == "backward"
-            must_wait = starts_here and v not in builder.program.returned_gradients
-            if producer < first and v not in builder.clone_of and (must_wait or not is_gradient):
-                operands.append(v)
+        operands += [v for v in reads if _is_external(builder, v, first, starts_here)]
     return operands
+
+
+def _is_external(builder: Builder, value: int, first: int, starts_here: bool) -> bool:
+    """Whether an operand is computed before `first`, not dropped, and no gradient that need not wait."""
+    producer = builder.program.producer.get(value, -1)
+    if producer >= first or value in builder.clone_of:
+        return False
+    is_gradient = producer >= 0 and builder.program.phase(producer) == "backward"
+    return not is_gradient or (starts_here and value not in builder.program.returned_gradients)
 
 
 def _barrier(builder: Builder, operands: Sequence[int], position: int) -> Op:

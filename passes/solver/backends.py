@@ -149,18 +149,8 @@ def _cbc_command(folder: Path, time_limit: float, cutoff: float | None, gap: flo
         return []
     bound = [] if cutoff is None else ["-cutoff", repr(cutoff)]
     limit = ["-timeMode", "elapsed", "-sec", f"{time_limit:.2f}"]
-    near = ["-allow", repr(gap)]
-    return [
-        path,
-        str(folder / "model.mps"),
-        *limit,
-        *PLAIN,
-        *near,
-        *bound,
-        "-solve",
-        "-solution",
-        str(folder / "solution"),
-    ]
+    settings = [*limit, *PLAIN, "-allow", repr(gap), *bound]
+    return [path, str(folder / "model.mps"), *settings, "-solve", "-solution", str(folder / "solution")]
 
 
 def _cbc_path() -> str | None:

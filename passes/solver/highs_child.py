@@ -61,12 +61,7 @@ def _answer(solver: highspy.Highs, status: str, gap: float) -> dict[str, object]
     if status == "optimal" and gap > 0 and info.objective_function_value - bound > PROVEN * max(1.0, abs(bound)):
         status = "near-optimal"
     message = solver.modelStatusToString(solver.getModelStatus())
-    return {
-        "status": status,
-        "bound": bound if proven else None,
-        "values": values,
-        "message": message,
-    }
+    return {"status": status, "bound": bound if proven else None, "values": values, "message": message}
 
 
 if __name__ == "__main__":

@@ -230,16 +230,21 @@ def _by_phase(split: Microbatches, loop: Sequence[PlacedOp]) -> tuple[list[Place
     return forward_ops, backward_ops
 
 
-def _forward(
-    split: Microbatches, layers: Layers, first_layers: Sequence[int], forward_ops: Sequence[PlacedOp]
-) -> dict[int, int]:
-    """Index of a forward operation -> its stage: that of its layer, or the latest stage of its operands."""
-    stage_of = {
+def _stage_of_layer_ops(layers: Layers, first_layers: Sequence[int]) -> Mapping[int, int]:
+    """Index of an operation in a layer, regions included -> the stage of the layer."""
+    return {
         inner.index: sum(layer >= a for a in first_layers) - 1
         for layer in range(len(layers.layers))
         for op in layers.ops(layer)
         for inner in op.walk()
     }
+
+
+def _forward(
+    split: Microbatches, layers: Layers, first_layers: Sequence[int], forward_ops: Sequence[PlacedOp]
+) -> dict[int, int]:
+    """Index of a forward operation -> its stage: that of its layer, or the latest stage of its operands."""
+    stage_of = _stage_of_layer_ops(layers, first_layers)
     stages: dict[int, int] = {}
     stage_of_value: dict[int, int] = {}
     for placed in forward_ops:

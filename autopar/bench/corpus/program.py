@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from autopar.bench import rows
@@ -79,19 +80,23 @@ def corpus(table: str = TABLE) -> dict[str, Program]:
     Raises:
         ArgumentError: no such module, or one without `PROGRAMS`.
     """
+    module = _imported(table)
+    if not hasattr(module, "PROGRAMS"):
+        raise ArgumentError(f"{table} has no PROGRAMS, a sequence of autopar.bench.corpus.program.Program")
+    return {program.name: program for program in module.PROGRAMS}
+
+
+def _imported(table: str) -> ModuleType:
     root = str(Path(__file__).resolve().parents[2])
     if root not in sys.path:
         sys.path.append(root)  # tests/ of a checkout is no installed package
     try:
-        module = importlib.import_module(table)
+        return importlib.import_module(table)
     except ModuleNotFoundError as error:
         raise ArgumentError(
             f"corpus {table!r} cannot be imported ({error}). Run from a checkout of autopar, or give the module of "
             "your own corpus, one with a sequence PROGRAMS of autopar.bench.corpus.program.Program."
         ) from None
-    if not hasattr(module, "PROGRAMS"):
-        raise ArgumentError(f"{table} has no PROGRAMS, a sequence of autopar.bench.corpus.program.Program")
-    return {program.name: program for program in module.PROGRAMS}
 
 
 def chosen(programs: Mapping[str, Program], names: Sequence[str]) -> list[Program]:

@@ -122,16 +122,19 @@ def run(
         ArgumentError: an unknown target, or a model that has no sizes for it.
         WorkerError: a program does not compile.
     """
+    return worker.collect("autopar.bench.predictions.run", list(_specs(target, models)), tell, line)
+
+
+def _specs(target: str, models: Sequence[str] | None) -> Iterator[Row]:
+    """What each worker measures: model, mesh and sizes."""
     cases = CASES.get(target.partition(":")[0])
     if cases is None:
         raise ArgumentError(f"target={target!r} is not known. Available: cpu, tpu:v5e:2x4 and the like")
-    specs: list[Row] = []
     for model in cases if models is None else models:
         if model not in cases:
             raise ArgumentError(f"{model!r} has no sizes for {target}. Available: {', '.join(cases)}")
         mesh, sizes = cases[model]
-        specs.append({"target": target, "model": model, "mesh": mesh, "sizes": sizes})
-    return worker.collect("autopar.bench.predictions.run", specs, tell, line)
+        yield {"target": target, "model": model, "mesh": mesh, "sizes": sizes}
 
 
 def line(row: Row) -> str:
