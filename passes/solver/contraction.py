@@ -26,8 +26,18 @@ import numpy as np
 
 from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
 
-WORK = 2e8  # most additions to eliminate one node; above it the node stays in the problem
-CHUNK = 1 << 21  # most entries of an intermediate array of `min_plus`: 16 MiB
+
+@dataclass(frozen=True, slots=True)
+class ContractionEffort:
+    """Limits of the min-plus products of contraction."""
+
+    # most additions to eliminate one node; above it the node stays in the problem (guards against rare huge tables)
+    work: float = 2e8
+    # most entries of an intermediate array of `min_plus`: 16 MiB, about the size of a cache (not measured)
+    chunk: int = 1 << 21
+
+
+CONTRACTION = ContractionEffort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +115,9 @@ def contract(
     counts: Ints | None = None,
     nodes: frozenset[int] = frozenset(),
     edges: frozenset[int] = frozenset(),
+    effort: ContractionEffort = CONTRACTION,
 ) -> Contracted:
-    """Eliminate all nodes of degree 0, 1 and 2, except where the new table costs more than `WORK` or is not valid.
+    """Eliminate all nodes of degree 0, 1 and 2, except where the new table costs too much or is not valid.
 
     Args:
         problem: a problem without self edges.
@@ -114,11 +125,12 @@ def contract(
         counts: class sizes as in `Folded`; ones when absent.
         nodes: nodes that must not be eliminated.
         edges: edges that must not be changed; their ends are not eliminated either.
+        effort: what a new table may cost.
     """
     one = np.zeros((1, 2), dtype=np.int64)
     ends = {w for i in sorted(edges) for w in (problem.edges[i].u, problem.edges[i].v)}
     sizes = [1] * len(problem.nodes) if counts is None else counts
-    state = _Contraction([n.cost for n in problem.nodes], sizes, nodes | ends)
+    state = _Contraction([n.cost for n in problem.nodes], sizes, nodes | ends, effort)
     for i, e in enumerate(problem.edges):
         pairs = one if pairings is None else pairings[i]
         state.add(e.u, _Link(e.v, e.gu, e.gv, e.table, pairs, i if i in edges else -1))
@@ -140,8 +152,11 @@ class _Contraction:
         constant: seconds.
     """
 
-    def __init__(self, costs: list[Floats], counts: Sequence[int] | Ints, preserved: frozenset[int]) -> None:
+    def __init__(
+        self, costs: list[Floats], counts: Sequence[int] | Ints, preserved: frozenset[int], effort: ContractionEffort
+    ) -> None:
         self.costs = costs
+        self.effort = effort
         self.preserved = preserved
         self.counts = counts
         self.links: list[dict[int, _Link]] = [{} for _ in costs]
@@ -199,7 +214,7 @@ class _Contraction:
         return len(self.links[v]), -int(self.counts[v]), len(self.costs[v]), v
 
     def _allowed(self, v: int) -> bool:
-        """Whether eliminating v is possible, costs at most `WORK`, and keeps bounds valid for the unfolded problem."""
+        """Whether eliminating v is possible, cheap enough, and keeps bounds valid for the unfolded problem."""
         links = list(self.links[v].values())
         if v in self.preserved:
             return False
@@ -209,7 +224,7 @@ class _Contraction:
         if a.other == b.other:
             return False
         rows, cols, inner = a.table.shape[1], b.table.shape[1], b.table.shape[0]
-        if rows * (len(self.costs[v]) + inner * cols) > WORK:
+        if rows * (len(self.costs[v]) + inner * cols) > self.effort.work:
             return False
         facing = [link for link in self.links[a.other].values() if link.other == b.other]
         pairs = _joined(a.pairs, b.pairs, int(self.counts[v]))
@@ -237,7 +252,7 @@ class _Contraction:
         a, b = links
         reached = _class_min(a.table.T[:, a.here] + self.costs[v], b.here, len(b.table))
         pairs = _joined(a.pairs, b.pairs, int(self.counts[v]))
-        self.add(a.other, _Link(b.other, a.there, b.there, min_plus(reached, b.table), pairs))
+        self.add(a.other, _Link(b.other, a.there, b.there, min_plus(reached, b.table, self.effort), pairs))
 
     def result(self, problem: Problem) -> Contracted:
         """The problem of the nodes and links that remain."""
@@ -264,10 +279,10 @@ def _class_min(values: Floats, classes: Ints, size: int) -> Floats:
     return out
 
 
-def min_plus(a: Floats, b: Floats) -> Floats:
-    """The min-plus product out[x, y] = min_k a[x, k] + b[k, y], in chunks of at most about `CHUNK` entries."""
+def min_plus(a: Floats, b: Floats, effort: ContractionEffort = CONTRACTION) -> Floats:
+    """The min-plus product out[x, y] = min_k a[x, k] + b[k, y], in chunks of at most about `effort.chunk` entries."""
     out = np.empty((len(a), b.shape[1]))
-    step = max(1, CHUNK // max(1, b.size))
+    step = max(1, effort.chunk // max(1, b.size))
     for i in range(0, len(a), step):
         out[i : i + step] = (a[i : i + step, :, None] + b[None]).min(axis=1)
     return out

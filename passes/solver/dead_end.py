@@ -27,11 +27,22 @@ from numpy.typing import NDArray
 from autopar.errors import SolverError
 from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest, renumber, restrict, used
 
-# Efforts are settled on the zoo.
-FULL = 160  # most strategies of a node for which every pair is compared; larger nodes compare with leaders only
-LEADERS = 64  # every score gives half as many leaders; without bytes there are two scores
-# Weights of bytes in the scores of leaders; at 1 the spread of all bytes weighs as much as that of all seconds.
-RATES = (0.01, 0.1, 1.0, 10.0)
+
+@dataclass(frozen=True, slots=True)
+class DeadEndEffort:
+    """How many strategies of a node are tried as those that dominate others."""
+
+    # most strategies of a node for which every pair is compared; larger nodes compare with leaders only (settled on
+    # the zoo)
+    full: int = 160
+    # leaders by cost alone; every score gives half as many, and without bytes there are two scores (settled on the zoo)
+    leaders: int = 64
+    # weights of bytes in the scores of leaders; at 1 the spread of all bytes weighs as much as that of all seconds
+    # (settled on the zoo)
+    rates: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0)
+
+
+DEAD_ENDS = DeadEndEffort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +107,11 @@ NONE = Footprints()
 
 
 def eliminate(
-    problem: Problem, rounds: int = 8, start: tuple[Ints, ...] | None = None, footprints: Footprints = NONE
+    problem: Problem,
+    rounds: int = 8,
+    start: tuple[Ints, ...] | None = None,
+    footprints: Footprints = NONE,
+    effort: DeadEndEffort = DEAD_ENDS,
 ) -> Reduced:
     """Remove infeasible strategies to the fixpoint, and dominated ones during the first `rounds` sweeps.
 
@@ -105,11 +120,12 @@ def eliminate(
         rounds: sweeps that remove equivalent and dominated strategies; with 0 only infeasible ones are removed.
         start: strategies still allowed at each node, ascending; all when absent.
         footprints: a strategy dominates another only if it has no more of these bytes.
+        effort: how many strategies are tried as dominating ones.
 
     Raises:
         SolverError: a node has no strategy left; the message names the node and its neighbours.
     """
-    state = _State(problem, start, footprints)
+    state = _State(problem, start, footprints, effort)
     dirty = list(range(len(problem.nodes)))
     while dirty:
         dirty = state.sweep(dirty, full=rounds > 0)
@@ -131,8 +147,11 @@ class _State:
         costs: number of the signature of each node.
     """
 
-    def __init__(self, problem: Problem, start: tuple[Ints, ...] | None, footprints: Footprints) -> None:
+    def __init__(
+        self, problem: Problem, start: tuple[Ints, ...] | None, footprints: Footprints, effort: DeadEndEffort
+    ) -> None:
         self.problem = problem
+        self.effort = effort
         self.keep = list(start) if start else [np.arange(len(n.cost)) for n in problem.nodes]
         self.sides = _sides(problem, footprints)
         self.usage = footprints.nodes
@@ -200,7 +219,7 @@ class _State:
         for s, cols in zip(sides, columns, strict=True):
             rows = s.live(keep[live])
             parts.append((s, rows, renumber(s.classes[keep[live]], rows, len(s.table)), cols))
-        return live[_undominated(cost[live], parts, self.gaps, usage[:, live])]
+        return live[_undominated(cost[live], parts, self.gaps, usage[:, live], self.effort)]
 
     def _complaint(self, v: int) -> str:
         """The message of the error that node v has no strategy left."""
@@ -238,9 +257,11 @@ def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints)
 Part = tuple[_Side, Ints, Ints, Ints]  # edge, live classes of the node, row of each strategy, live classes opposite
 
 
-def _undominated(cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], usage: Floats) -> Ints:
+def _undominated(
+    cost: Floats, parts: list[Part], gaps: dict[Hashable, Floats], usage: Floats, effort: DeadEndEffort
+) -> Ints:
     """Strategies that no leader dominates, ascending; `usage` are the bytes of the node, shape (k, strategies)."""
-    leaders = _leaders(cost, parts, usage)
+    leaders = _leaders(cost, parts, usage, effort)
     gap = cost[:, None] - cost[leaders][None, :]
     for side, rows, row_of, cols in parts:
         lead = used(row_of[leaders], len(rows))
@@ -275,13 +296,13 @@ def _thriftier(usage: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bo
     return ok
 
 
-def _leaders(cost: Floats, parts: list[Part], usage: Floats) -> Ints:
-    """Candidates for dominating others, ascending: all strategies, or the cheapest if there are more than `FULL`.
+def _leaders(cost: Floats, parts: list[Part], usage: Floats, effort: DeadEndEffort) -> Ints:
+    """Candidates for dominating others, ascending: all strategies, or the cheapest of more than `effort.full`.
 
     The scores are the cost with the best and with the average classes of the neighbours, and, where the node has
     bytes, the best cost plus bytes at several weights.
     """
-    if len(cost) <= FULL:
+    if len(cost) <= effort.full:
         return np.arange(len(cost))
     best, mean = cost.copy(), cost.copy()
     for side, rows, row_of, cols in parts:
@@ -293,8 +314,8 @@ def _leaders(cost: Floats, parts: list[Part], usage: Floats) -> Ints:
     if len(usage):
         weight = usage.sum(axis=0)
         price = np.ptp(best[np.isfinite(best)]) / max(np.ptp(weight), np.finfo(float).tiny)
-        scores += [best + price * p * weight for p in RATES]
-    share = LEADERS // 2
+        scores += [best + price * p * weight for p in effort.rates]
+    share = effort.leaders // 2
     return np.unique(np.concatenate([np.argsort(s, kind="stable")[:share] for s in scores]))
 
 

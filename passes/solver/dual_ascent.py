@@ -42,15 +42,32 @@ import numpy as np
 
 from autopar.ir.problem import Edge, Floats, Ints, Problem
 
-# Efforts are settled on the zoo.
-PASSES = 400  # most passes of one ascent
-PATIENCE = 12  # passes over which the gap has to shrink by PROGRESS or the bound to rise by RISE, else the ascent stops
-PROGRESS = 0.15  # share of the gap
-RISE = 1e-3  # share of the bound
-TOLERANCE = 1e-10  # relative gap that counts as zero
-REVIEW = 8  # every so many passes, the strategies ruled out by their bounds are counted
-SHRINK = 0.4  # the ascent stops to remove the strategies that are ruled out if they exceed this share of all
-SMALL = 100  # most strategies of a problem that the ascent does not stop for
+# relative gap, or gain of a change, that is rounding: far above the 2e-16 of one sum, far below any gap of interest
+ROUNDING = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class AscentEffort:
+    """Limits of one dual ascent."""
+
+    # most passes of one ascent; patience ends nearly all of them earlier (settled on the zoo)
+    passes: int = 400
+    # passes over which the gap has to shrink by `progress` or the bound to rise by `rise` (settled on the zoo)
+    patience: int = 12
+    # share of the gap that counts as progress over `patience` passes (settled on the zoo)
+    progress: float = 0.15
+    # share of the bound that counts as progress over `patience` passes (settled on the zoo)
+    rise: float = 1e-3
+    # every so many passes, the strategies ruled out by their bounds are counted (settled on the zoo)
+    review: int = 8
+    # share of all strategies; the ascent stops to remove those ruled out if they are more (settled on the zoo)
+    shrink: float = 0.4
+    # most strategies of a problem that the ascent does not stop for (settled on the zoo)
+    small: int = 100
+
+
+#: The efforts of an ascent that is not given others.
+ASCENT = AscentEffort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,7 @@ class Gap:
 
     def closed(self, gap: float, value: float) -> bool:
         """Whether a gap (s) below a plan of cost `value` (s, without the constant) is small enough."""
-        return gap <= max(TOLERANCE * abs(value), self.share * abs(value + self.constant))
+        return gap <= max(ROUNDING * abs(value), self.share * abs(value + self.constant))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,9 +158,9 @@ def ascend(
     counts: Ints | None = None,
     upper: float = np.inf,
     deadline: float = np.inf,
-    passes: int = PASSES,
     enough: Gap = Gap(),
     limit: float = np.inf,
+    effort: AscentEffort = ASCENT,
 ) -> Ascent:
     """Run passes in both directions until the gap closes or stalls.
 
@@ -156,9 +173,9 @@ def ascend(
         counts: class sizes, for strategy bounds that are valid for the unfolded problem; ones when absent.
         upper: cost (s) of a plan known to the caller.
         deadline: on the clock of `time.monotonic()`; at least two passes run.
-        passes: most passes.
         enough: gap at which to stop.
         limit: bound (s) at which to stop.
+        effort: when to stop without a closed gap.
     """
     ends = ends_of(problem)
     state = initial(problem, counts)
@@ -166,8 +183,8 @@ def ascend(
     gaps: list[float] = []
     lowers: list[float] = []
     while not (
-        _finished(gaps, lowers, min(value, upper), state, enough)
-        or len(gaps) >= passes
+        _finished(gaps, lowers, min(value, upper), state, enough, effort)
+        or len(gaps) >= effort.passes
         or (len(gaps) >= 2 and (lower >= limit or time.monotonic() > deadline))
     ):
         bound, plan = sweep(problem, ends, state)
@@ -186,7 +203,9 @@ def ascend(
     return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes)
 
 
-def _finished(gaps: list[float], lowers: list[float], value: float, state: State, enough: Gap) -> bool:
+def _finished(
+    gaps: list[float], lowers: list[float], value: float, state: State, enough: Gap, effort: AscentEffort
+) -> bool:
     """Whether the gap is closed or stalls, or many strategies are ruled out; never before a pass in each direction.
 
     `gaps` (s) and `lowers` (s) have one entry per pass; `value` (s) is the cost of the best plan.
@@ -195,14 +214,16 @@ def _finished(gaps: list[float], lowers: list[float], value: float, state: State
         return False
     if np.isfinite(value) and enough.closed(gaps[-1], value):
         return True
-    if np.isfinite(value) and len(gaps) % REVIEW == 0:
+    if np.isfinite(value) and len(gaps) % effort.review == 0:
         bounds = np.concatenate(state.bounds)
-        if len(bounds) > SMALL and np.count_nonzero(bounds > value + TOLERANCE * abs(value)) > SHRINK * len(bounds):
+        ruled_out = np.count_nonzero(bounds > value + ROUNDING * abs(value))
+        if len(bounds) > effort.small and ruled_out > effort.shrink * len(bounds):
             return True
-    if len(gaps) <= PATIENCE:
+    if len(gaps) <= effort.patience:
         return False
-    rises = lowers[-1] - lowers[-1 - PATIENCE] > RISE * abs(lowers[-1] + enough.constant)
-    return not (rises or gaps[-1] < gaps[-1 - PATIENCE] * (1 - PROGRESS))
+    before = -1 - effort.patience
+    rises = lowers[-1] - lowers[before] > effort.rise * abs(lowers[-1] + enough.constant)
+    return not (rises or gaps[-1] < gaps[before] * (1 - effort.progress))
 
 
 def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -> Problem:
@@ -321,6 +342,6 @@ def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:
             for x in ends[v]:
                 score += x.table[:, x.others[plan[x.other]]][x.classes]
             best = int(score.argmin())
-            if score[best] + TOLERANCE * abs(score[best]) < score[plan[v]]:
+            if score[best] + ROUNDING * abs(score[best]) < score[plan[v]]:
                 plan[v], improved = best, True
     return plan

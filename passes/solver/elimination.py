@@ -35,8 +35,18 @@ import numpy as np
 from autopar.ir.problem import Floats, Ints, Problem, cheapest
 from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
 
-STARTS = 8  # orders that are compared, each from another first node; settled on the zoo
-SPARE = 4  # states in which equal ones are searched for, as a multiple of the width; settled on the zoo
+
+@dataclass(frozen=True, slots=True)
+class EliminationEffort:
+    """Limits of elimination, besides the width that its caller gives."""
+
+    # orders that are compared, each from another first node (settled on the zoo)
+    starts: int = 8
+    # states in which equal ones are searched for, as a multiple of the width (settled on the zoo)
+    spare: int = 4
+
+
+ELIMINATION = EliminationEffort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +64,7 @@ class Found:
     lower: float
 
 
-def order(problem: Problem) -> list[int]:
+def order(problem: Problem, effort: EliminationEffort = ELIMINATION) -> list[int]:
     """An order of the nodes with a narrow frontier, by a greedy rule: next is the node that widens it least.
 
     The width of a frontier is log2 of the number of combinations of its nodes' strategies (bits). The best of several
@@ -65,7 +75,7 @@ def order(problem: Problem) -> list[int]:
         around[e.u].add(e.v)
         around[e.v].add(e.u)
     bits = [float(np.log2(max(2, len(n.cost)))) for n in problem.nodes]
-    starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[:STARTS]
+    starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[: effort.starts]
     orders = [_order_from(v, around, bits) for v in starts]
     return min(orders, key=lambda one: one[0])[1] if orders else []
 
@@ -125,7 +135,14 @@ def _order_from(start: int, around: Sequence[set[int]], bits: Sequence[float]) -
     return (widest, total), taken
 
 
-def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline: float = np.inf) -> Found:
+def search(
+    problem: Problem,
+    ascent: Ascent,
+    limit: float,
+    width: int,
+    deadline: float = np.inf,
+    effort: EliminationEffort = ELIMINATION,
+) -> Found:
     """Search for the best plan that costs at most `limit`.
 
     Args:
@@ -134,6 +151,7 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline:
         limit: s.
         width: most states kept per node.
         deadline: on the clock of `time.monotonic()`; at it, the search ends without a plan and with a bound of -inf.
+        effort: how many states are compared.
     """
     ends = ends_of(problem)
     # the last neighbour of each node: the node is in the frontier until that one is processed
@@ -149,7 +167,7 @@ def search(problem: Problem, ascent: Ascent, limit: float, width: int, deadline:
         kept = np.flatnonzero(total <= limit)
         if not len(kept):
             return Found(None, np.inf, min(lost, limit))
-        kept, least = _least(total, kept, SPARE * width)
+        kept, least = _least(total, kept, effort.spare * width)
         parent, strategy = np.divmod(kept, len(problem.nodes[v].cost))
         frontier = {u: states[parent] for u, states in frontier.items() if last[u] > v}
         if last[v] > v:

@@ -13,8 +13,8 @@ The meaning of `Solution.status`, from the strongest proof to the weakest:
     certified       the lower bound of dual ascent or elimination, valid for the unfolded problem, is the plan's cost
     optimal         the ILP proved the optimum of the unfolded problem
     optimal-tied    the optimum among plans with equal strategies for equal layers; `gap` is relative to all plans
-    near-optimal    the gap is at most the gap asked for; or it is at most `NEAR`, and the problem has more than `LARGE`
-                    strategies, too many for an ILP to close the gap in reasonable time
+    near-optimal    the gap is at most the gap asked for; or it is at most `OptimizerEffort.near`, and the problem has
+                    too many strategies for an ILP to close the gap in reasonable time
     open            a gap is left, and the problem has more strategies than `largest` allows for an ILP
     cutoff          no plan costs less than the cutoff
     time-limit      the best plan within the time limit, with its gap
@@ -38,7 +38,6 @@ from autopar.passes.solver import symmetry as folding
 from autopar.passes.solver.dual_ascent import Ascent
 from autopar.passes.solver.reduced_problem import (
     CLOSED,
-    FIRST_ROUNDS,
     SLACK,
     Clock,
     Incumbent,
@@ -50,10 +49,25 @@ from autopar.passes.solver.reduced_problem import presolve as presolved
 from autopar.passes.solver.symmetry import Folded
 
 SOLVERS = ("auto", "cbc", "highs")
-FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
-NEAR = 1e-3  # relative gap at which a problem with more than LARGE strategies is not given to the ILP
-LARGE = 4_000  # strategies; settled on the zoo
-UNFOLDED_LIMIT = 4_000  # most strategies left, unfolded, to solve the unfolded problem after a tied optimum; likewise
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEffort:
+    """Which problems are solved without symmetry reduction, and which are given to the ILP."""
+
+    # a program has few equal layers if its strategies are at most so many times those of its quotient (settled on the
+    # zoo)
+    few: float = 2
+    # relative gap at which a problem with more than `large` strategies is not given to the ILP (settled on the zoo)
+    near: float = 1e-3
+    # strategies of a reduced problem above which `near` is enough (settled on the zoo)
+    large: int = 4_000
+    # most strategies left, unfolded, to solve the unfolded problem after a tied optimum (settled on the zoo)
+    unfolded: int = 4_000
+
+
+OPTIMIZER = OptimizerEffort()
+
 LATE = "the time limit was reached before the exact phase; the plan is the best of the dual ascent"
 
 
@@ -136,9 +150,10 @@ def optimize(
     presolve: bool = True,
     gap: float = 0.0,
     largest: float = np.inf,
-    rounds: int = FIRST_ROUNDS,
+    rounds: int | None = None,
     until: float = 0.0,
     cutoff: float = np.inf,
+    effort: OptimizerEffort = OPTIMIZER,
 ) -> Solution:
     """The cheapest plan.
 
@@ -150,9 +165,11 @@ def optimize(
         presolve: eliminate dominated strategies and contract nodes; otherwise only infeasible strategies are removed.
         gap: relative gap at which "auto" ends with status "near-optimal".
         largest: most strategies left for which "auto" solves an ILP; above it the status is "open".
-        rounds: sweeps of dead-end elimination at the start; 0 saves them where bounds soon suffice without.
+        rounds: sweeps of dead-end elimination at the start, if other than `ReductionEffort.first_rounds`; 0 saves them
+            where bounds soon suffice without.
         until: relative gap at which a dual ascent ends.
         cutoff: s; the search ends with status "cutoff" once it is proven that no plan costs less.
+        effort: which problems are solved without symmetry reduction, and which by ILP.
 
     Raises:
         SolverError: no plan is feasible; the message names nodes.
@@ -174,7 +191,7 @@ def optimize(
     left = solver == "auto" and bounded.reduced.problem.variables > largest
     if solution is not None and (solution.status == "cutoff" or left):
         return solution
-    return finish(bounded, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap)
+    return finish(bounded, solver=solver, time_limit=time_limit - (time.monotonic() - begin), gap=gap, effort=effort)
 
 
 def bound(
@@ -185,7 +202,7 @@ def bound(
     fold: bool = True,
     presolve: bool = True,
     gap: float = 0.0,
-    rounds: int = FIRST_ROUNDS,
+    rounds: int | None = None,
     until: float = 0.0,
     cutoff: float = np.inf,
     once: bool = False,
@@ -218,6 +235,7 @@ def finish(
     solver: str = "auto",
     time_limit: float = 60.0,
     gap: float = 0.0,
+    effort: OptimizerEffort = OPTIMIZER,
 ) -> Solution:
     """The solution of a bounded problem, by ILP if it is "open" or a solver is named. Arguments as in `optimize`."""
     if solver == "auto" and known.solution is not None and known.solution.status != "open":
@@ -227,9 +245,9 @@ def finish(
     if solver != "auto":  # before fixing and without a cutoff, which makes the ILP a check of the bounds
         incumbent = _by_ilp(folded, known.presolved, solver, incumbent, clock, cutoff=False)
     elif not folded.tied:
-        incumbent = _search(folded, known.reduced, incumbent, clock, gap)
+        incumbent = _search(folded, known.reduced, incumbent, clock, effort, gap)
     else:
-        incumbent = _break_symmetry(problem, folded, known.reduced, known.ascent, incumbent, clock, gap)
+        incumbent = _break_symmetry(problem, folded, known.reduced, known.ascent, incumbent, clock, effort, gap)
         return _solution(problem, folded, incumbent, clock)
     return _solution(problem, folded, _lifted(folded, incumbent), clock)
 
@@ -246,6 +264,7 @@ def _break_symmetry(
     ascent: Ascent,
     incumbent: Incumbent,
     clock: Clock,
+    effort: OptimizerEffort,
     gap: float,
 ) -> Incumbent:
     """Solve the folded problem to its optimum, then the unfolded problem, if bounds leave a gap in the folded problem.
@@ -254,37 +273,43 @@ def _break_symmetry(
     unfolded problem, but is a good start for it. A program with few equal layers is solved unfolded at once. One with
     many is solved unfolded only if few strategies are left.
     """
-    if problem.variables <= FEW * folded.problem.variables:
-        return _unfolded(problem, _lifted(folded, incumbent), clock, gap)
-    tied = _symmetric_optimum(folded, reduced, ascent, incumbent, clock, gap)
+    if problem.variables <= effort.few * folded.problem.variables:
+        return _unfolded(problem, _lifted(folded, incumbent), clock, effort, gap)
+    tied = _symmetric_optimum(folded, reduced, ascent, incumbent, clock, effort, gap)
     reduced, _, found = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
     known = _lifted(folded, found)
     if status := _proven(found, gap):
         return replace(known, status=status, warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(reduced.counts, reduced.problem.nodes, strict=True))
-    if left > UNFOLDED_LIMIT or clock.left <= 0:
+    if left > effort.unfolded or clock.left <= 0:
         return known
-    final = _unfolded(problem, replace(known, warnings=()), clock, gap)
+    final = _unfolded(problem, replace(known, warnings=()), clock, effort, gap)
     return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
 
 
-def _unfolded(problem: Problem, known: Incumbent, clock: Clock, gap: float) -> Incumbent:
+def _unfolded(problem: Problem, known: Incumbent, clock: Clock, effort: OptimizerEffort, gap: float) -> Incumbent:
     """Solve the unfolded problem, from a known plan."""
     whole = folding.identity(problem)
     small, _, found = fix_by_bounds(whole.problem, presolved(whole, clock), known, clock, gap)
     if status := _proven(found, gap):
         return replace(found, status=status)
-    return _search(whole, small, found, clock, gap)
+    return _search(whole, small, found, clock, effort, gap)
 
 
 def _symmetric_optimum(
-    folded: Folded, reduced: ReducedProblem, ascent: Ascent, incumbent: Incumbent, clock: Clock, gap: float
+    folded: Folded,
+    reduced: ReducedProblem,
+    ascent: Ascent,
+    incumbent: Incumbent,
+    clock: Clock,
+    effort: OptimizerEffort,
+    gap: float,
 ) -> Incumbent:
     """The optimum of the folded problem. The lower bound stays that of the unfolded problem."""
     # with class sizes of one, bounds need hold only for plans with equal strategies for equal layers
     start = fixed(replace(reduced, counts=np.ones_like(reduced.counts)), ascent, incumbent, clock)
     small, _, inner = fix_by_bounds(folded.problem, start, incumbent, clock)
-    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, gap)
+    inner = replace(inner, status="optimal-tied") if inner.closed else _search(folded, small, inner, clock, effort, gap)
     return replace(inner, lower=incumbent.lower)
 
 
@@ -293,11 +318,19 @@ def _lifted(folded: Folded, incumbent: Incumbent) -> Incumbent:
     return replace(incumbent, plan=None if incumbent.plan is None else folded.lift(incumbent.plan))
 
 
-def _search(folded: Folded, reduced: ReducedProblem, incumbent: Incumbent, clock: Clock, gap: float = 0.0) -> Incumbent:
+def _search(
+    folded: Folded,
+    reduced: ReducedProblem,
+    incumbent: Incumbent,
+    clock: Clock,
+    effort: OptimizerEffort,
+    gap: float,
+) -> Incumbent:
     """Solve the reduced problem by ILP to a relative gap, unless it is large and its gap is small already."""
     if clock.left <= 0:
         return replace(incumbent, status="time-limit", warnings=(*incumbent.warnings, LATE))
-    if reduced.problem.variables > LARGE and incumbent.value - incumbent.lower <= NEAR * abs(incumbent.value):
+    near = incumbent.value - incumbent.lower <= effort.near * abs(incumbent.value)
+    if near and reduced.problem.variables > effort.large:
         return replace(incumbent, status="near-optimal")
     solver = solvers.quickest()
     return _by_ilp(folded, reduced, solver, incumbent, clock, cutoff=True, gap=gap * max(incumbent.lower, 0.0))

@@ -31,11 +31,27 @@ from autopar.passes.solver.symmetry import Folded
 
 CLOSED = 1e-9  # relative gap that is reported as zero
 SLACK = 1e-9  # share of the best plan's cost by which a bound has to exceed it before its strategy is removed
-FIRST_ROUNDS = 8  # sweeps of dead-end elimination at the start; settled on the zoo
-LATER_ROUNDS = 2  # sweeps of dead-end elimination after strategies were fixed by bounds; settled on the zoo
-KEPT = 0.75  # fixing is repeated while it leaves at most this share of the strategies; settled on the zoo
-NARROW = 256  # most states per node of the elimination after each ascent; settled on the zoo
-WIDE = 8192  # most states per node of the elimination after the last ascent; settled on the zoo
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionEffort:
+    """How long the problem is reduced before an ILP is asked."""
+
+    # sweeps of dead-end elimination at the start (settled on the zoo)
+    first_rounds: int = 8
+    # sweeps of dead-end elimination after strategies were fixed by bounds (settled on the zoo)
+    later_rounds: int = 2
+    # fixing is repeated while it leaves at most this share of the strategies; below 1, or it never ends (settled on
+    # the zoo)
+    kept: float = 0.75
+    # most states per node of the elimination after each ascent (settled on the zoo)
+    narrow: int = 256
+    # most states per node of the elimination after the last ascent (settled on the zoo)
+    wide: int = 8192
+
+
+REDUCTION = ReductionEffort()
+
 
 PHASES = ("fold", "presolve", "bound", "eliminate", "ilp")
 
@@ -119,14 +135,17 @@ class Clock:
         return self.deadline - time.monotonic()
 
 
-def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: bool = False) -> ReducedProblem:
+def presolve(
+    folded: Folded, clock: Clock, rounds: int | None = None, *, raw: bool = False, effort: ReductionEffort = REDUCTION
+) -> ReducedProblem:
     """The reduced problem of a folded problem.
 
     Args:
         folded: the folded problem.
         clock: charged for the phase "presolve".
-        rounds: sweeps of dead-end elimination.
+        rounds: sweeps of dead-end elimination; those of `effort` when None.
         raw: remove only infeasible strategies, and contract nothing.
+        effort: gives the sweeps.
 
     Raises:
         SolverError: no plan is feasible; the message names nodes.
@@ -134,7 +153,7 @@ def presolve(folded: Folded, clock: Clock, rounds: int = FIRST_ROUNDS, *, raw: b
     whole = ReducedProblem(folded.problem, folded.counts, folded.pairings, 0.0, lambda plan: plan)
     with clock.phase("presolve"):
         if not raw:
-            return _ordered(_reduced(whole, None, rounds))
+            return _ordered(_reduced(whole, None, effort.first_rounds if rounds is None else rounds))
         reduced = eliminate(folded.problem, rounds=0)
         return replace(whole, problem=reduced.problem, lift=reduced.lift)
 
@@ -167,6 +186,7 @@ def fix_by_bounds(
     cutoff: float = np.inf,
     *,
     once: bool = False,
+    effort: ReductionEffort = REDUCTION,
 ) -> tuple[ReducedProblem, Ascent, Incumbent]:
     """Bound, eliminate and fix in turn, while that shrinks the problem and the gap is too large.
 
@@ -179,6 +199,7 @@ def fix_by_bounds(
         until: relative gap at which a dual ascent ends.
         cutoff: s; stop once it is proven that no plan costs less.
         once: bound and eliminate only once, and fix nothing.
+        effort: how wide eliminations are, and when fixing ends.
 
     Returns:
         The reduced, the last ascent on it, and the incumbent.
@@ -186,13 +207,13 @@ def fix_by_bounds(
     size = 2 * reduced.problem.variables  # so that the first reduced counts as shrunk
     while True:
         ascent, incumbent = _bound(problem, reduced, incumbent, clock, until, cutoff)
-        incumbent = _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, NARROW)
+        incumbent = _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, effort.narrow)
         if once or incumbent.within(max(gap, CLOSED)) or not np.isfinite(incumbent.value) or incumbent.reaches(cutoff):
             return reduced, ascent, incumbent
-        if reduced.problem.variables > KEPT * size or clock.left <= 0:
-            return reduced, ascent, _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, WIDE)
+        if reduced.problem.variables > effort.kept * size or clock.left <= 0:
+            return reduced, ascent, _eliminated(problem, reduced, ascent, incumbent, clock, cutoff, effort.wide)
         size = reduced.problem.variables
-        reduced = fixed(reduced, ascent, incumbent, clock)
+        reduced = fixed(reduced, ascent, incumbent, clock, effort)
 
 
 def _bound(
@@ -248,7 +269,13 @@ def _eliminated(
     return replace(incumbent, lower=min(incumbent.value, max(incumbent.lower, reduced.constant + result.lower)))
 
 
-def fixed(reduced: ReducedProblem, ascent: Ascent, incumbent: Incumbent, clock: Clock) -> ReducedProblem:
+def fixed(
+    reduced: ReducedProblem,
+    ascent: Ascent,
+    incumbent: Incumbent,
+    clock: Clock,
+    effort: ReductionEffort = REDUCTION,
+) -> ReducedProblem:
     """The reduced without the strategies whose bound exceeds the cost of the best plan, presolved again."""
     limit = incumbent.value - reduced.constant + SLACK * abs(incumbent.value)
     keep = tuple(np.flatnonzero(b <= limit) for b in ascent.strategy_bounds)
@@ -256,4 +283,5 @@ def fixed(reduced: ReducedProblem, ascent: Ascent, incumbent: Incumbent, clock: 
         lost = [k for k, s in zip(keep, ascent.assignment, strict=True) if s not in k]
         assert not lost, f"{len(lost)} strategy bounds exceed the value {ascent.value} of a plan with those strategies"
     with clock.phase("presolve"):
-        return _reduced(replace(reduced, problem=reparametrise(reduced.problem, ascent.messages)), keep, LATER_ROUNDS)
+        moved = replace(reduced, problem=reparametrise(reduced.problem, ascent.messages))
+        return _reduced(moved, keep, effort.later_rounds)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.problem import Problem, absorb_loops
-from autopar.passes.solver import contraction
-from autopar.passes.solver.contraction import contract, min_plus
+from autopar.passes.solver.contraction import ContractionEffort, contract, min_plus
 from autopar.passes.solver.dual_ascent import ascend
 from autopar.passes.solver.symmetry import fold
 from tests.passes.small_problems import all_values, brute, edge, frustrated, layered, node, problems
@@ -48,9 +47,8 @@ def test_degree_three_stays() -> None:
     assert [n.name for n in contract(frustrated("complete-4")).problem.nodes] == ["n0", "n1", "n2", "n3"]
 
 
-def test_an_excessive_table_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contraction, "WORK", 1)
-    assert len(contract(ring(5)).problem.nodes) == 5
+def test_an_excessive_table_is_left_alone() -> None:
+    assert len(contract(ring(5), effort=ContractionEffort(work=1)).problem.nodes) == 5
 
 
 def test_parallel_edges_add_up() -> None:
@@ -77,9 +75,8 @@ def test_the_bound_of_a_contracted_folded_problem_holds_unfolded(seed: int, shif
     assert bound <= brute(problem) + 1e-12
 
 
-def test_min_plus_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_min_plus_in_chunks() -> None:
     a, b = np.arange(12.0).reshape(4, 3) % 5, np.arange(6.0).reshape(3, 2) % 4
     expected = [[min(a[x, k] + b[k, y] for k in range(3)) for y in range(2)] for x in range(4)]
     assert min_plus(a, b).tolist() == expected
-    monkeypatch.setattr(contraction, "CHUNK", 1)
-    assert min_plus(a, b).tolist() == expected
+    assert min_plus(a, b, ContractionEffort(chunk=1)).tolist() == expected

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from autopar.errors import SolverError
 from autopar.ir.problem import Problem, absorb_loops, check
 from autopar.passes.solver import dead_end
-from autopar.passes.solver.dead_end import eliminate
+from autopar.passes.solver.dead_end import DeadEndEffort, eliminate
 from tests.passes.small_problems import brute, dense_problems, edge, layered, node, problems
 
 INF = float("inf")
@@ -90,10 +90,7 @@ def test_an_optimum_survives(problem: Problem) -> None:
 @given(dense_problems)
 def test_few_leaders_drop_less_but_never_the_optimum(problem: Problem) -> None:
     problem = absorb_loops(problem)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dead_end, "FULL", 2)
-        patch.setattr(dead_end, "LEADERS", 2)
-        few = eliminate(problem).problem
+    few = eliminate(problem, effort=DeadEndEffort(full=2, leaders=2)).problem
     assert brute(few) == pytest.approx(brute(problem), abs=1e-12)
     assert few.variables >= eliminate(problem).problem.variables
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.errors import SolverError
 from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver.dead_end import eliminate
-from autopar.passes.solver.dual_ascent import ascend, reparametrise
+from autopar.passes.solver.dual_ascent import AscentEffort, ascend, reparametrise
 from autopar.passes.solver.symmetry import fold
 from tests.passes.small_problems import all_values, brute, dense_problems, edge, frustrated, layered, node, problems
 
@@ -48,7 +48,7 @@ def test_bounds_enclose_the_optimum(problem: Problem) -> None:
 def test_a_strategy_bound_never_exceeds_the_best_plan_with_that_strategy(problem: Problem, passes: int) -> None:
     """Below zero, too: reparametrised costs go there, and then edges that jump over a node count."""
     problem = lowered(feasible(problem), 0.01)
-    bounds = ascend(problem, passes=passes).strategy_bounds
+    bounds = ascend(problem, effort=AscentEffort(passes=passes)).strategy_bounds
     plans, values = all_values(problem)
     for v, bound in enumerate(bounds):
         for s in range(len(bound)):
@@ -60,7 +60,7 @@ def test_a_strategy_bound_never_exceeds_the_best_plan_with_that_strategy(problem
 def test_with_counts_strategy_bounds_hold_for_a_single_member(seed: int, shift: int) -> None:
     problem = layered(seed, 3, shift)
     folded = fold(problem)
-    bounds = ascend(folded.problem, counts=folded.counts, passes=7).strategy_bounds
+    bounds = ascend(folded.problem, counts=folded.counts, effort=AscentEffort(passes=7)).strategy_bounds
     plans, values = all_values(problem)
     for v, c in enumerate(folded.classes):
         for s in range(len(bounds[c])):
@@ -71,7 +71,7 @@ def test_with_counts_strategy_bounds_hold_for_a_single_member(seed: int, shift: 
 @given(dense_problems)
 def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
     problem = feasible(problem)
-    moved = reparametrise(problem, ascend(problem, passes=4).messages)
+    moved = reparametrise(problem, ascend(problem, effort=AscentEffort(passes=4)).messages)
     np.testing.assert_allclose(all_values(moved)[1], all_values(problem)[1], atol=1e-10)
 
 
@@ -79,22 +79,22 @@ def test_messages_move_costs_and_change_no_plan(problem: Problem) -> None:
 @given(dense_problems)
 def test_another_ascent_starts_where_the_first_ended(problem: Problem) -> None:
     problem = feasible(problem)
-    first = ascend(problem, passes=6)
-    again = ascend(reparametrise(problem, first.messages), passes=2)
+    first = ascend(problem, effort=AscentEffort(passes=6))
+    again = ascend(reparametrise(problem, first.messages), effort=AscentEffort(passes=2))
     assert again.lower >= first.lower - 1e-9
 
 
 def test_a_tree_closes_in_two_passes() -> None:
     nodes = tuple(node(f"n{i}", 0.3 * (i % 2), 0.2) for i in range(7))
     tree = Problem(nodes, tuple(edge((i - 1) // 2, i, FREE) for i in range(1, 7)))
-    found = ascend(tree, passes=2)
+    found = ascend(tree, effort=AscentEffort(passes=2))
     assert found.lower == pytest.approx(brute(tree))
     assert found.value == pytest.approx(brute(tree))
 
 
 def test_bounds_rise_from_pass_to_pass() -> None:
     problem = frustrated("circulant-9")
-    lowers = [ascend(problem, passes=p).lower for p in range(2, 12)]
+    lowers = [ascend(problem, effort=AscentEffort(passes=p)).lower for p in range(2, 12)]
     assert lowers == sorted(lowers)
     assert lowers[0] < lowers[-1] < brute(problem)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.ir.problem import Problem, absorb_loops
 from autopar.passes.solver import elimination
 from autopar.passes.solver.dead_end import eliminate
-from autopar.passes.solver.dual_ascent import ascend
+from autopar.passes.solver.dual_ascent import AscentEffort, ascend
 from tests.passes.small_problems import all_values, brute, dense_problems, edge, frustrated, node, random_problem
 
 pytestmark = pytest.mark.core
@@ -26,7 +26,7 @@ def feasible(problem: Problem) -> Problem:
 @given(dense_problems, st.integers(2, 20))
 def test_without_a_limit_it_is_exact(problem: Problem, passes: int) -> None:
     problem = feasible(problem)
-    found = elimination.search(problem, ascend(problem, passes=passes), np.inf, WIDE)
+    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=passes)), np.inf, WIDE)
     assert found.plan is not None
     assert problem.value(found.plan) == pytest.approx(found.value, abs=1e-12)
     assert found.value == found.lower == pytest.approx(brute(problem), abs=1e-12)
@@ -39,7 +39,7 @@ def test_a_narrow_width_is_honest(problem: Problem, width: int, share: float) ->
     problem = feasible(problem)
     best = brute(problem)
     limit = share * best
-    found = elimination.search(problem, ascend(problem, passes=4), limit, width)
+    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=4)), limit, width)
     assert found.lower <= max(best, limit) + 1e-12
     if best <= limit:
         assert found.lower <= best + 1e-12
@@ -95,7 +95,7 @@ def test_states_that_no_edge_tells_apart_are_one() -> None:
     ends = [edge(0, 1, [[0.0, 1.0]]), edge(0, 2, [[0.0, 1.0]])]
     blind = tuple(type(e)(e.u, e.v, same[:, 0], e.gv, e.table, (i,)) for i, e in enumerate(ends))
     problem = Problem(nodes, blind)
-    found = elimination.search(problem, ascend(problem, passes=2), np.inf, 1)
+    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=2)), np.inf, 1)
     assert found.value == found.lower == float(all_values(problem)[1].min()) == 1.0
 
 

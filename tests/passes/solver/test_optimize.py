@@ -17,7 +17,7 @@ from autopar.errors import ArgumentError, SolverError
 from autopar.ir.problem import Problem
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import elimination
-from autopar.passes.solver.optimize import Solution, bound, finish, optimize
+from autopar.passes.solver.optimize import OptimizerEffort, Solution, bound, finish, optimize
 from tests.passes.small_problems import (
     brute,
     dense_problems,
@@ -162,15 +162,13 @@ def test_many_layers_are_solved_as_one() -> None:
     assert len({tuple(solution.assignment[1 + 3 * i : 4 + 3 * i]) for i in range(200)}) == 1
 
 
-def test_a_tied_optimum_that_cannot_be_bettered_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_optimum_that_cannot_be_bettered_says_so() -> None:
     """All rungs alike break four edges, in truth none need be; without leave to unfold, that stays a gap."""
     problem = twisted_ring(4)
-    monkeypatch.setattr("autopar.passes.solver.optimize.UNFOLDED_LIMIT", 0)
-    solution = optimize(problem)
+    solution = optimize(problem, effort=OptimizerEffort(unfolded=0))
     assert (solution.status, solution.objective) == ("optimal-tied", 4.0)
     assert solution.lower_bound <= brute(problem) == 0.0
     assert solution.gap == 1.0
-    monkeypatch.undo()
     assert optimize(problem).objective == 0.0
 
 
@@ -273,13 +271,12 @@ def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, gap: float) 
 
 
 @pytest.mark.usefixtures("no_elimination")
-def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds() -> None:
     problem = frustrated("petersen")
     exact = optimize(problem)
-    monkeypatch.setattr("autopar.passes.solver.optimize.LARGE", 0)
-    assert optimize(problem).status == exact.status == "optimal"  # the gap is not small
-    monkeypatch.setattr("autopar.passes.solver.optimize.NEAR", 1.0)
-    found = optimize(problem)
+    # the gap is not small
+    assert optimize(problem, effort=OptimizerEffort(large=0)).status == exact.status == "optimal"
+    found = optimize(problem, effort=OptimizerEffort(large=0, near=1.0))
     assert (found.status, found.rows) == ("near-optimal", 0)
     assert found.lower_bound <= exact.objective <= found.objective
     assert found.gap > 0
