@@ -24,18 +24,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Pool, ascend
-from autopar.passes.memory.local_search import LocalSearch
+from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, MultiplierEffort, Pool, ascend
+from autopar.passes.memory.local_search import QUICK, LocalSearch
 from autopar.passes.memory.presolve import ConstrainedProblem
 
-# Efforts are settled on the zoo.
-CHANGES = 8  # most changes of multipliers per tree node
-PENALTY = 4.0  # cost of a forbidden strategy, as a multiple of the best plan's cost: dearer than any plan of interest
-MOST = 40  # most tree nodes
-STALE = 8  # splits within which the gap has to shrink by the share PROGRESS, else the search ends
-PROGRESS = 0.1  # share of the gap
-MATTERS = 0.02  # least difference between two plans at a node that is branched on, as a share of the gap
-POOLED = 64  # plans of the pool, least penalised cost first, from which a tree node starts its cutting-plane model
+
+@dataclass(frozen=True, slots=True)
+class TreeEffort:
+    """Limits of one search tree."""
+
+    # most tree nodes (settled on the zoo)
+    most: int = 40
+    # splits within which the gap has to shrink by the share `progress`, else the search ends (settled on the zoo)
+    stale: int = 8
+    # share of the gap that counts as progress over `stale` splits (settled on the zoo)
+    progress: float = 0.1
+    # least difference between two plans at a node that is branched on, as a share of the gap (settled on the zoo)
+    matters: float = 0.02
+    # plans of the pool, least penalised cost first, from which a tree node starts its cutting-plane model (settled on
+    # the zoo)
+    pooled: int = 64
+    # cost of a forbidden strategy, as a multiple of the best plan's cost: dearer than any plan of interest (settled on
+    # the zoo)
+    penalty: float = 4.0
+
+
+TREE = TreeEffort()
+
+#: The ascent at one tree node: short, because it goes on from the multipliers and messages of its parent.
+AT_TREE_NODE = MultiplierEffort(changes=8, adapt=True, scans=0)
+
 
 Mask = NDArray[np.bool_]
 
@@ -87,13 +105,17 @@ class Tree:
         pool: known plans; extended by the plans found.
         budget: bytes.
         branchable: the nodes that may be branched on, shape (nodes,).
+        effort: when the search ends with a gap.
 
     Attributes:
         pairs: for each leaf that was split, the best plan inside it that fits and the best that does not.
         visited: tree nodes bounded so far.
     """
 
-    def __init__(self, messages: Messages, pool: Pool, budget: float, branchable: Mask) -> None:
+    def __init__(
+        self, messages: Messages, pool: Pool, budget: float, branchable: Mask, effort: TreeEffort = TREE
+    ) -> None:
+        self._effort = effort
         self._messages = messages
         self._constrained = messages.constrained
         self._pool = pool
@@ -103,7 +125,7 @@ class Tree:
         self.pairs: list[tuple[Ints, Ints]] = []
         self.visited = 0
 
-    def run(self, root: Dual, upper: float, target: float, deadline: float, most: int = MOST) -> float:
+    def run(self, root: Dual, upper: float, target: float, deadline: float) -> float:
         """Split the leaf of least bound until the bound is within `target` of the best plan.
 
         Args:
@@ -111,24 +133,26 @@ class Tree:
             upper: cost (s) of a known plan that need not be in the pool.
             target: relative gap at which to stop.
             deadline: on the clock of `time.monotonic()`.
-            most: most tree nodes.
 
         Returns:
             A lower bound (s) on all plans that fit: the least bound of the leaves, at most the cost of the best plan.
         """
         # (bound, number, leaf); the number settles ties in the order in which leaves were made
         heap = [(root.lower, 0, _Leaf({}, root, self._messages.copy(), []))]
+        effort = self._effort
         closed, number, gaps = np.inf, 0, list[float]()
         while heap:
             best = min(upper, self._best())
             slack = target * abs(best) if np.isfinite(best) else 0.0
-            if heap[0][0] >= best - slack or time.monotonic() > deadline or self.visited >= most:
+            if heap[0][0] >= best - slack or time.monotonic() > deadline or self.visited >= effort.most:
                 break
             gaps.append(best - heap[0][0])
-            if len(gaps) > STALE and gaps[-1] > gaps[-1 - STALE] * (1 - PROGRESS):
+            if len(gaps) > effort.stale and gaps[-1] > gaps[-1 - effort.stale] * (1 - effort.progress):
                 break
             _, _, leaf = heapq.heappop(heap)
-            children = self._split(leaf, MATTERS * max(0.0, best - leaf.dual.lower) if np.isfinite(best) else 0.0)
+            children = self._split(
+                leaf, effort.matters * max(0.0, best - leaf.dual.lower) if np.isfinite(best) else 0.0
+            )
             if not children:  # the leaf cannot be split further, so its bound limits that of the tree
                 closed = min(closed, leaf.dual.lower)
             for child in children:
@@ -146,11 +170,11 @@ class Tree:
         """Dual ascent at a leaf, from the multipliers and messages of its parent: the leaf with a bound of its own."""
         self.visited += 1
         finite = self._pool.seconds[np.isfinite(self._pool.seconds)]
-        scale = PENALTY * (best if np.isfinite(best) else float(finite.max(initial=1.0)))
+        scale = self._effort.penalty * (best if np.isfinite(best) else float(finite.max(initial=1.0)))
         penalty = {v: np.where(mask, 0.0, scale) for v, mask in leaf.allowed.items()}
         inside = _LeafPool(self._constrained, leaf, self._pool)
         inside.add(self._forced(leaf))
-        inside.add(self._pool.plans[i] for i in self._near(leaf.dual.multipliers)[:POOLED])
+        inside.add(self._pool.plans[i] for i in self._near(leaf.dual.multipliers)[: self._effort.pooled])
         objective = BudgetObjective(self._constrained, self._budget, inside, best)
         self._messages.restore(leaf.messages, penalty)
         start = leaf.dual.multipliers
@@ -161,9 +185,7 @@ class Tree:
             start=start,
             target=target,
             deadline=deadline,
-            changes=CHANGES,
-            scan=False,
-            adapt=True,
+            effort=AT_TREE_NODE,
         )
         self._messages.set(dual.multipliers)
         bound, decoded = self._messages.run(2)  # two passes: one in each direction
@@ -187,7 +209,7 @@ class Tree:
                     bent[v] = int(np.where(mask, score, np.inf).argmin())
             pool = Pool(self._constrained)
             pool.add([bent])
-            forced.append(self._local_search.descend(bent, pool.usage[0], self._budget, 2, leaf.allowed))
+            forced.append(self._local_search.descend(bent, pool.usage[0], self._budget, leaf.allowed, QUICK))
         return forced
 
     def _near(self, multipliers: Floats) -> Ints:
@@ -199,7 +221,7 @@ class Tree:
         fitting = inside.fitting(self._budget)
         if len(fitting):
             plan, usage = inside.plans[fitting[0]], inside.usage[fitting[0]]
-            inside.add([self._local_search.descend(plan, usage, self._budget, 2, leaf.allowed)])
+            inside.add([self._local_search.descend(plan, usage, self._budget, leaf.allowed, QUICK)])
 
     def _split(self, leaf: _Leaf, least: float) -> list[_Leaf]:
         """Two leaves that separate the best plan that fits from the best that does not.

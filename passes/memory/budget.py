@@ -25,19 +25,42 @@ from autopar.ir.problem import Problem
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.memory.presolve import SymmetryReduction, presolve
 from autopar.passes.memory.search import search
-from autopar.passes.memory.search_state import CLOSED, SearchState
+from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
+from autopar.passes.solver.reduced_problem import CLOSED
 
-TARGET = 1e-3  # default relative gap at which the search ends
-ROUNDS = 4  # most rounds of `search`; a round after the first runs only if the one before it added rows
-SMALL = 4_000  # most strategies, without symmetry reduction, of a problem that the ILP solves; settled on the zoo
-TINY = 200  # strategies up to which the ILP solves a problem even with many equal layers; settled on the zoo
-FEW = 2  # a program has few equal layers if its strategies are at most so many times those of its quotient
-FITTING = 60.0  # default for the time (s) in which the search for a plan that fits may ignore the deadline
-AFTER = 15.0  # most time (s) for the ILP after all other steps
-TOLERATED = 1e-6  # most that the solver's tolerance may take from the budget, as a share of it
+
+@dataclass(frozen=True, slots=True)
+class BudgetEffort:
+    """How far a plan within a memory budget is sought."""
+
+    # most rounds of `search`; one after the first runs only if the one before it added rows (settled on the zoo)
+    rounds: int = 4
+    # most strategies, without symmetry reduction, of a problem that the ILP solves (settled on the zoo)
+    small: int = 4_000
+    # strategies up to which the ILP solves a problem even with many equal layers (settled on the zoo)
+    tiny: int = 200
+    # a program has few equal layers if its strategies are at most so many times those of its quotient (settled on the
+    # zoo)
+    few: int = 2
+    # most time (s) for the ILP after all other steps (settled on the zoo)
+    after: float = 15.0
+
+
+BUDGET = BudgetEffort()
+
+#: Most that the solver's tolerance may take from the budget, as a share of it: far below the error of a peak.
+TOLERATED = 1e-6
+
+#: Default relative gap at which the search ends.
+TARGET = 1e-3
+
+#: Default time (s) in which the search for a plan that fits may ignore the deadline: a budget that some plan fits must
+#: not be rejected because time was short.
+FITTING = 60.0
+
 # Status of the ILP -> status of the solution. The ILP looks for a plan below the incumbent: where it is infeasible, the
 # incumbent is optimal.
 ENDS = {"optimal": "optimal", "infeasible": "optimal", "time-limit": "time-limit"}
@@ -87,6 +110,7 @@ def optimize_within(
     free: Solution | None = None,
     cutoff: float = np.inf,
     patience: float = FITTING,
+    effort: BudgetEffort = BUDGET,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget`, to a relative gap of `gap`.
 
@@ -104,6 +128,7 @@ def optimize_within(
         free: the solution without a budget, if it is known already.
         cutoff: s; plans that take as long are rejected, and the search ends once none below it can exist.
         patience: s; the search for a plan that fits may take so long, whatever the time limit.
+        effort: how far a plan within the budget is sought.
 
     Raises:
         Infeasible: no plan fits, or none was found.
@@ -122,13 +147,15 @@ def optimize_within(
         return _solution(free, state, free.status, free.solver_used, 0, begin)
     state.add_rows(source.rows())
     if np.isfinite(cutoff):
-        return _under_cutoff(state, free, cutoff, begin, "tie" if fold else "none", full=presolve)
+        return _under_cutoff(state, free, cutoff, begin, "tie" if fold else "none", effort, full=presolve)
     if solver != "auto":
         return _forced(state, free, solver, begin, "tie" if fold else "none", full=presolve)
-    return _auto(state, free, begin, "tie" if fold else "none", full=presolve)
+    return _auto(state, free, begin, "tie" if fold else "none", effort, full=presolve)
 
 
-def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReduction, *, full: bool) -> BudgetedSolution:
+def _auto(
+    state: SearchState, free: Solution, begin: float, how: SymmetryReduction, effort: BudgetEffort, *, full: bool
+) -> BudgetedSolution:
     """All steps of the module docstring, where the free optimum does not fit. Raises Infeasible."""
     least = _least(state, free)
     state.add_rows(least.rows)
@@ -136,22 +163,29 @@ def _auto(state: SearchState, free: Solution, begin: float, how: SymmetryReducti
         raise Infeasible(least)
     state.submit(least.assignment)
     state.start_plans.append(least.assignment)
-    few = free.variables_unfolded <= FEW * free.variables
-    for _ in range(ROUNDS):
+    few = free.variables_unfolded <= effort.few * free.variables
+    for _ in range(effort.rounds):
         rows_before = len(state.rows)
         search(state, how, few, full=full)
         if state.done or len(state.rows) == rows_before:
             break
     status, used, rows = "", "dual ascent", 0
-    if state.gap > state.target and not state.late and _small(free):
-        status, used, rows = _by_ilp(state, solvers.quickest(), "none", full=full, longest=AFTER)
+    if state.gap > state.target and not state.late and _small(free, effort):
+        status, used, rows = _by_ilp(state, solvers.quickest(), "none", full=full, longest=effort.after)
     if not status or state.gap <= CLOSED:
         status = _status(state)
     return _solution(free, state, status, used, rows, begin)
 
 
 def _under_cutoff(
-    state: SearchState, free: Solution, cutoff: float, begin: float, how: SymmetryReduction, *, full: bool
+    state: SearchState,
+    free: Solution,
+    cutoff: float,
+    begin: float,
+    how: SymmetryReduction,
+    effort: BudgetEffort,
+    *,
+    full: bool,
 ) -> BudgetedSolution:
     """The best plan that fits and takes less than `cutoff` (s). Raises Pruned if none is found.
 
@@ -159,7 +193,7 @@ def _under_cutoff(
     alone mostly proves it, and the search for the least peak is saved.
     """
     state.seconds = cutoff  # an incumbent without a plan, so that bounds are compared with the cutoff
-    few = free.variables_unfolded <= FEW * free.variables
+    few = free.variables_unfolded <= effort.few * free.variables
     if not state.done:
         search(state, how, few, full=full)
     if state.plan is None and not state.done:
@@ -184,9 +218,9 @@ def _least(state: SearchState, free: Solution) -> LeastMemory:
     return least_memory(state.problem, state.source, seeds=seeds, deadline=deadline, asked=state.budget)
 
 
-def _small(free: Solution) -> bool:
+def _small(free: Solution, effort: BudgetEffort) -> bool:
     """Whether the ILP solves the problem without symmetry reduction: few strategies, and few layers to permute."""
-    return free.variables_unfolded <= min(SMALL, max(TINY, FEW * free.variables))
+    return free.variables_unfolded <= min(effort.small, max(effort.tiny, effort.few * free.variables))
 
 
 def _status(state: SearchState) -> str:

@@ -16,12 +16,25 @@ are the multipliers -> MasterProblem.solve. A new plan is a new column, so the l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from autopar.ir.problem import Floats, Ints
 
-PIVOTS = 500  # most pivots of one solve; in the second half Bland's rule chooses columns, which cannot cycle
-TOLERANCE = 1e-9  # reduced cost, as a share of the largest cost, that counts as zero
+
+@dataclass(frozen=True, slots=True)
+class SimplexEffort:
+    """Limits of one solve of the master problem."""
+
+    # most pivots of one solve; in the second half Bland's rule chooses columns, which cannot cycle (guards against
+    # cycling, which no program of the zoo does)
+    pivots: int = 500
+    # reduced cost, as a share of the largest cost, that counts as zero (far above rounding, far below any gap)
+    zero: float = 1e-9
+
+
+SIMPLEX = SimplexEffort()
 
 
 class MasterProblem:
@@ -43,16 +56,16 @@ class MasterProblem:
         self._columns = np.column_stack([self._columns, np.vstack([entries.T, np.ones(len(costs))])])
         self._costs = np.append(self._costs, costs)
 
-    def solve(self) -> tuple[Floats, float]:
+    def solve(self, effort: SimplexEffort = SIMPLEX) -> tuple[Floats, float]:
         """Multipliers of the rows, shape (R,), and the value of the model at these multipliers."""
         right = np.append(np.zeros(len(self._basis) - 1), 1.0)
-        scale = TOLERANCE * max(1e-300, float(np.abs(self._costs).max()))
+        scale = effort.zero * max(1e-300, float(np.abs(self._costs).max()))
         duals = np.zeros(len(self._basis))
-        for pivot in range(PIVOTS):
+        for pivot in range(effort.pivots):
             inverse = np.linalg.inv(self._columns[:, self._basis]).astype(np.float64, copy=False)
             duals = self._costs[self._basis] @ inverse
             reduced = self._costs - duals @ self._columns
-            entering = _entering(reduced, scale, first=2 * pivot >= PIVOTS)
+            entering = _entering(reduced, scale, first=2 * pivot >= effort.pivots)
             if entering < 0:
                 break
             leaving = _leaving(inverse @ right, inverse @ self._columns[:, entering], self._basis)

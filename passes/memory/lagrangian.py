@@ -29,25 +29,66 @@ from autopar.passes.memory.evaluate import Evaluator
 from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, ends_of, initial, sweep
 
-# Efforts and factors are settled on the zoo.
-FIRST = 10  # message passes at the first multipliers
-NEXT = 4  # message passes after each change of multipliers
-CHANGES = 200  # most changes of multipliers in one ascent
-CEILING = 10.0  # cost of the artificial plan of the master problem, as a multiple of the dearest plan of the pool
-RELIEF = 1e-3  # how far the artificial plan stays below the budget, as a share of the budget
-STEP = 0.1  # least scale of a multiplier: the whole budget, times the multiplier, costs this share of the fastest plan
-GROWTH = 3.0  # most factor by which a multiplier grows in one change, from its value or from the least scale
-PATIENCE = 6  # changes of multipliers over which the gap has to shrink by the share PROGRESS, else the ascent stops
-PROGRESS = 0.15  # share of the gap
-# The next multipliers are best + share * (those of the model - best).
-FARTHEST = 0.9  # upper limit of the share
-NEAREST = 0.05  # lower limit of the share
-BOLDER = 1.2  # factor of the share after the bound has risen
-SHYER = 0.8  # factor of the share after the bound has not risen
-SCANS = 8  # most rounds of `_scan`
-GAIN = 0.03  # share of the gap that a round of `_scan` has to close, else it is the last
-FACTORS = (0.5, 0.7, 1.0, 1.4)  # of the best multipliers, which one round of `_scan` tries
-CLOSED = 1e-7  # relative distance between bound and model that counts as zero
+# relative distance between bound and model that counts as zero: the model is solved to 1e-9 of its largest cost
+CLOSED = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplierEffort:
+    """Limits and steps of one dual ascent on the multipliers of memory rows."""
+
+    # message passes at the first multipliers (settled on the zoo)
+    first: int = 10
+    # message passes after each change of multipliers (settled on the zoo)
+    following: int = 4
+    # most changes of multipliers in one ascent; patience ends nearly all of them earlier (settled on the zoo)
+    changes: int = 200
+    # changes of multipliers over which the gap has to shrink by the share `progress` (settled on the zoo)
+    patience: int = 6
+    # share of the gap that counts as progress over `patience` changes (settled on the zoo)
+    progress: float = 0.15
+    # share of the gap; the ascent ends when no multipliers can close more of it (settled on the zoo)
+    enough: float = 0.0
+    # adapt the share of the way to the multipliers of the model, which pays in long ascents (settled on the zoo)
+    adapt: bool = False
+    # most rounds of `_scan` after the ascent; 0: none (settled on the zoo)
+    scans: int = 8
+    # message passes at each of the multipliers that a round of `_scan` tries (settled on the zoo)
+    scan_passes: int = 8
+    # share of the gap that a round of `_scan` has to close, else it is the last (settled on the zoo)
+    gain: float = 0.03
+
+
+#: The effort of an ascent of which nothing else is known.
+MULTIPLIERS = MultiplierEffort()
+
+
+@dataclass(frozen=True, slots=True)
+class StepEffort:
+    """How far one change of multipliers goes: they become best + share * (those of the model - best)."""
+
+    # upper limit of the share, if it is adapted; 1 would be the plain cutting-plane method (settled on the zoo)
+    farthest: float = 0.9
+    # lower limit of the share, if it is adapted (settled on the zoo)
+    nearest: float = 0.05
+    # factor of the share after the bound has risen (settled on the zoo)
+    bolder: float = 1.2
+    # factor of the share after the bound has not risen (settled on the zoo)
+    shyer: float = 0.8
+    # cost of the artificial plan of the master problem, as a multiple of the dearest plan of the pool (settled on the
+    # zoo)
+    ceiling: float = 10.0
+    # how far the artificial plan stays below the budget, as a share of the budget (settled on the zoo)
+    relief: float = 1e-3
+    # least scale of a multiplier: the whole budget, times it, costs this share of the fastest plan (settled on the zoo)
+    scale: float = 0.1
+    # most factor by which a multiplier grows in one change, from its value or the least scale (settled on the zoo)
+    growth: float = 3.0
+    # factors of the best multipliers that one round of `_scan` tries (settled on the zoo)
+    factors: tuple[float, ...] = (0.5, 0.7, 1.0, 1.4)
+
+
+STEPS = StepEffort()
 
 
 class Pool:
@@ -215,17 +256,26 @@ class BudgetObjective:
         budget: bytes.
         pool: gives the scale of costs for the master problem.
         upper: cost (s) of a known plan that need not be in the pool.
+        steps: scales and limits of the multipliers.
     """
 
-    def __init__(self, constrained: ConstrainedProblem, budget: float, pool: Pool, upper: float = np.inf) -> None:
+    def __init__(
+        self,
+        constrained: ConstrainedProblem,
+        budget: float,
+        pool: Pool,
+        upper: float = np.inf,
+        steps: StepEffort = STEPS,
+    ) -> None:
+        self._steps = steps
         self.budget = budget
         self.upper = upper
         self._constants = constrained.constants
         self._unit = max(budget, 1.0)  # bytes; the master problem has shares of the budget
         finite = pool.seconds[np.isfinite(pool.seconds)]
-        ceiling = CEILING * float(np.abs(finite).max(initial=0.0))
-        self._master = within(constrained.rows, ceiling or 1.0, RELIEF)
-        self._floor = STEP * (float(finite.min(initial=np.inf)) if len(finite) else 1.0) / self._unit
+        ceiling = steps.ceiling * float(np.abs(finite).max(initial=0.0))
+        self._master = within(constrained.rows, ceiling or 1.0, steps.relief)
+        self._floor = steps.scale * (float(finite.min(initial=np.inf)) if len(finite) else 1.0) / self._unit
         self._seen = 0
 
     def start(self) -> Floats:
@@ -240,16 +290,16 @@ class BudgetObjective:
         return multipliers / self._unit, value
 
     def next(self, wanted: Floats, best: Floats, share: float) -> Floats:
-        """As in `Objective`, but at most `GROWTH` times the best.
+        """As in `Objective`, but at most `StepEffort.growth` times the best.
 
         As long as no plan of the pool fits, only the artificial plan limits the multipliers of the model. With one row
         there is no oscillation to damp.
         """
-        most = GROWTH * np.maximum(best, self._floor)
+        most = self._steps.growth * np.maximum(best, self._floor)
         return np.minimum(wanted if len(best) == 1 else best + share * (wanted - best), most)
 
     def around(self, multipliers: Floats) -> list[Floats]:
-        return [multipliers * factor for factor in FACTORS] if multipliers.any() else [multipliers]
+        return [multipliers * factor for factor in self._steps.factors] if multipliers.any() else [multipliers]
 
     def lower(self, bound: float, multipliers: Floats) -> float:
         # penalised costs have neither the constant bytes nor the budget
@@ -306,12 +356,8 @@ def ascend(
     start: Floats | None = None,
     target: float = 0.0,
     deadline: float = np.inf,
-    changes: int = CHANGES,
-    scan: bool = True,
-    patience: int = PATIENCE,
-    enough: float = 0.0,
-    adapt: bool = False,
-    passes: tuple[int, int] = (FIRST, NEXT),
+    effort: MultiplierEffort = MULTIPLIERS,
+    steps: StepEffort = STEPS,
 ) -> Dual:
     """Dual ascent on multipliers and messages, until bound and model meet, the gap stalls, or the deadline passes.
 
@@ -323,12 +369,8 @@ def ascend(
         start: multipliers to start from, shape (R,); those of the objective when absent.
         target: gap to the best known plan, as a share of its value, at which to stop.
         deadline: on the clock of `time.monotonic()`.
-        changes: most changes of multipliers.
-        scan: try multipliers around the best at the end.
-        patience: changes of multipliers within which the gap has to shrink by `PROGRESS`.
-        enough: stop when multipliers can close at most this share of the gap.
-        adapt: adapt the share of the way to the multipliers of the model -> _step.
-        passes: message passes at the first multipliers, and after each change of multipliers.
+        effort: how long the ascent lasts.
+        steps: how far one change goes, if `effort.adapt` -> _step.
 
     Returns:
         The best bound and its multipliers.
@@ -337,28 +379,28 @@ def ascend(
     multipliers = objective.start() if start is None else start
     best = Dual(-np.inf, multipliers)
     objective.multipliers(pool)  # adds the plans of the pool to the model
-    first, following = passes
     gaps: list[float] = []
     kept = messages.copy()
-    for change in range(changes):
+    for change in range(effort.changes):
         messages.set(multipliers)
-        bound, plans = messages.run(following if change else first)
+        bound, plans = messages.run(effort.following if change else effort.first)
         lower = objective.lower(bound, multipliers)
         pool.add(plans)
         wanted, value = objective.multipliers(pool)
         better = lower > best.lower
         if better:
             best, kept = Dual(lower, multipliers), messages.copy()
-        share = _step(share, better) if adapt else share
+        share = _step(share, better, steps) if effort.adapt else share
         known = objective.known(pool)
         gaps.append(min(value, known) - best.lower)
-        done = settled(value, known, best.lower, target, enough)
-        stalled = len(gaps) > patience and gaps[-1] > gaps[-1 - patience] * (1 - PROGRESS)
+        done = settled(value, known, best.lower, target, effort.enough)
+        before = -1 - effort.patience
+        stalled = len(gaps) > effort.patience and gaps[-1] > gaps[before] * (1 - effort.progress)
         if done or stalled or time.monotonic() > deadline:
             break
         multipliers = objective.next(wanted, best.multipliers, share)
     messages.rewind(kept, best.multipliers)
-    return best if done or not scan else _scan(messages, pool, objective, best, gaps[-1], deadline)
+    return best if done else _scan(messages, pool, objective, best, gaps[-1], deadline, effort)
 
 
 def settled(value: float, known: float, lower: float, target: float, enough: float) -> bool:
@@ -378,24 +420,32 @@ def settled(value: float, known: float, lower: float, target: float, enough: flo
     return bool(min(value, known) - lower <= slack)
 
 
-def _step(share: float, better: bool) -> float:
+def _step(share: float, better: bool, steps: StepEffort) -> float:
     """The next share of the way to the multipliers of the model, larger after a better bound."""
-    return min(FARTHEST, share * BOLDER) if better else max(NEAREST, share * SHYER)
+    return min(steps.farthest, share * steps.bolder) if better else max(steps.nearest, share * steps.shyer)
 
 
-def _scan(messages: Messages, pool: Pool, objective: Objective, best: Dual, gap: float, deadline: float) -> Dual:
-    """Rounds of passes at multipliers around the best, as long as a round closes the share `GAIN` of the gap.
+def _scan(
+    messages: Messages,
+    pool: Pool,
+    objective: Objective,
+    best: Dual,
+    gap: float,
+    deadline: float,
+    effort: MultiplierEffort,
+) -> Dual:
+    """Rounds of passes at multipliers around the best, as long as a round closes the share `effort.gain` of the gap.
 
     Where the model stalls, the messages have not converged and the pool has few plans. More passes improve both.
     """
-    for _ in range(SCANS):
+    for _ in range(effort.scans):
         before = best.lower
         for multipliers in objective.around(best.multipliers):
             messages.set(multipliers)
-            bound, plans = messages.run(2 * NEXT)
+            bound, plans = messages.run(effort.scan_passes)
             pool.add(plans)
             lower = objective.lower(bound, multipliers)
             best = Dual(lower, multipliers) if lower > best.lower else best
-        if best.lower - before < GAIN * gap or time.monotonic() > deadline:
+        if best.lower - before < effort.gain * gap or time.monotonic() > deadline:
             break
     return best

@@ -11,16 +11,29 @@ A plan that fits stays within the budget and gets cheaper. A plan that does not 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
-from autopar.passes.solver.dual_ascent import End, end_of, ends_of
+from autopar.passes.solver.dual_ascent import ROUNDING, End, end_of, ends_of
 
-SWEEPS = 6  # most sweeps over all nodes; settled on the zoo
-TOLERANCE = 1e-10  # gain, as a share of the cost, above which a change is an improvement and not rounding
+
+@dataclass(frozen=True, slots=True)
+class LocalSearchEffort:
+    """Limits of one local search."""
+
+    # most sweeps over all nodes; most searches end earlier, when no change improves the plan (settled on the zoo)
+    sweeps: int = 6
+
+
+LOCAL_SEARCH = LocalSearchEffort()
+
+#: From plans that were improved before, on large problems or many times.
+QUICK = LocalSearchEffort(sweeps=2)
+
 EVERYTHING: Mapping[int, NDArray[np.bool_]] = {}  # no node is restricted
 
 
@@ -41,20 +54,20 @@ class LocalSearch:
         plan: Ints,
         usage: Floats,
         budget: float,
-        sweeps: int = SWEEPS,
         allowed: Mapping[int, NDArray[np.bool_]] = EVERYTHING,
+        effort: LocalSearchEffort = LOCAL_SEARCH,
     ) -> Ints:
-        """A plan that is at least as good. No change of one node improves it, unless `sweeps` ended the search.
+        """A plan that is at least as good. No change of one node improves it, unless `effort` ended the search.
 
         Args:
             plan: strategy per node, shape (nodes,).
             usage: bytes of the plan in each row, shape (R,).
             budget: bytes.
-            sweeps: most sweeps over all nodes.
             allowed: node -> mask of the strategies that may be chosen; all at absent nodes.
+            effort: most sweeps over all nodes.
         """
         plan, usage = plan.copy(), usage.copy()
-        for _ in range(sweeps):
+        for _ in range(effort.sweeps):
             if not sum([self._improve(v, plan, usage, budget, allowed.get(v)) for v in range(len(plan))]):
                 break
         return plan
@@ -79,10 +92,10 @@ class LocalSearch:
             excess = np.maximum(after - budget, 0.0).sum(axis=0)
             excess[~np.isfinite(seconds)] = np.inf
             best = int(np.where(excess <= excess.min(), seconds, np.inf).argmin())
-            if excess[best] == excess[now] and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
+            if excess[best] == excess[now] and seconds[best] + ROUNDING * abs(seconds[best]) >= seconds[now]:
                 return False
             usage[:] = after[:, best]
-        if bytes_ is None and seconds[best] + TOLERANCE * abs(seconds[best]) >= seconds[now]:
+        if bytes_ is None and seconds[best] + ROUNDING * abs(seconds[best]) >= seconds[now]:
             return False
         plan[v] = best
         return best != now

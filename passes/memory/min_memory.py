@@ -16,28 +16,48 @@ removes a strategy only for one with no more seconds and no more bytes in any ro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from autopar.cost_models.memory.row import Row, RowSource
 from autopar.ir.problem import Floats, Ints, Problem
-from autopar.passes.memory.lagrangian import FIRST, NEXT, Messages, PeakObjective, Pool, ascend
+from autopar.passes.memory.lagrangian import Messages, MultiplierEffort, PeakObjective, Pool, ascend
 from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.presolve import ConstrainedProblem, PresolvedProblem, presolve
-from autopar.passes.memory.search_state import CLOSED
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import optimize
+from autopar.passes.solver.reduced_problem import CLOSED
 
-# Efforts are settled on the zoo.
-ROUNDS = 20  # most rounds that look for plans and add rows
-LIGHT = 1e-6  # weight of all seconds at stake, as a share of all bytes at stake
-SMALL = 2_000  # most strategies of a problem for which the ILP closes the gap
-TINY = 200  # the same if the bound already shows that no plan fits
-QUICK = 4, 2  # message passes at the first and at later multipliers, on a presolved problem that the caller gives
-DESCENTS = 4  # most plans from which local search starts
+
+@dataclass(frozen=True, slots=True)
+class LeastMemoryEffort:
+    """Limits of the search for the least peak."""
+
+    # most rounds that look for plans and add rows (settled on the zoo)
+    rounds: int = 20
+    # weight of all seconds at stake, as a share of all bytes at stake (settled on the zoo)
+    light: float = 1e-6
+    # most plans from which local search starts (settled on the zoo)
+    descents: int = 4
+    # budget of a local search, as a share of the peak that it starts from (not measured)
+    below: float = 0.999
+    # most strategies of a problem for which the ILP closes the gap (settled on the zoo)
+    small: int = 2_000
+    # the same if the bound already shows that no plan fits (settled on the zoo)
+    tiny: int = 200
+    # most time (s) of one ILP (not measured)
+    ilp_seconds: float = 30.0
+
+
+LEAST_MEMORY = LeastMemoryEffort()
+
+#: The ascents on the multipliers of the peak.
+PEAK = MultiplierEffort(adapt=True)
+
+#: The same on a presolved problem of the caller, who runs many more ascents on it.
+PEAK_PRESOLVED = MultiplierEffort(first=4, following=2, adapt=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +90,7 @@ def least_memory(
     exact: bool = True,
     asked: float | None = None,
     presolved: PresolvedProblem | None = None,
+    effort: LeastMemoryEffort = LEAST_MEMORY,
 ) -> LeastMemory:
     """The plan with the least peak, and a certified lower bound on the peak of every plan.
 
@@ -83,16 +104,17 @@ def least_memory(
         asked: bytes; a plan with a peak of at most this ends the search without a bound. A bound above it ends the
             search before the ILP, except on tiny problems.
         presolved: the problem presolved with `rows`, if the caller has it; its bounds must be valid for all plans.
+        effort: limits of the search.
 
     Raises:
         SolverError: no feasible plan exists.
     """
-    state = _State(problem, source, deadline, presolved)
+    state = _State(problem, source, deadline, presolved, effort)
     state.add_rows([*rows, *source.rows()])
     for plan in seeds or [optimize(problem).assignment]:
         state.submit(plan)
     lower, multipliers = -np.inf, np.zeros(0)
-    for _ in range(ROUNDS):
+    for _ in range(effort.rounds):
         rows_before = len(state.rows)
         multipliers = state.with_equal_layers()
         if state.suffices(asked) or len(state.rows) == rows_before or time.monotonic() > deadline:
@@ -100,7 +122,7 @@ def least_memory(
     if state.suffices(asked):
         return state.found(-np.inf)
     lower = state.bound(multipliers)
-    most = SMALL if asked is None or lower <= asked else TINY
+    most = effort.small if asked is None or lower <= asked else effort.tiny
     if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= most:
         lower = max(lower, state.by_ilp())
     return state.found(min(lower, state.peak))
@@ -110,8 +132,14 @@ class _State:
     """The plan with the least peak so far, the rows added, and the plans to start from."""
 
     def __init__(
-        self, problem: Problem, source: RowSource, deadline: float, presolved: PresolvedProblem | None
+        self,
+        problem: Problem,
+        source: RowSource,
+        deadline: float,
+        presolved: PresolvedProblem | None,
+        effort: LeastMemoryEffort,
     ) -> None:
+        self._effort = effort
         self.problem = problem
         self.source = source
         self.deadline = deadline
@@ -152,9 +180,9 @@ class _State:
         )
 
     @property
-    def _passes(self) -> tuple[int, int]:
-        """Message passes of an ascent; fewer on a presolved problem of the caller, who runs many more ascents on it."""
-        return (FIRST, NEXT) if self._usable is None else QUICK
+    def _ascent(self) -> MultiplierEffort:
+        """The effort of an ascent."""
+        return PEAK if self._usable is None else PEAK_PRESOLVED
 
     def found(self, lower: float) -> LeastMemory:
         """The result with this bound (bytes)."""
@@ -171,8 +199,8 @@ class _State:
         pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
         pool.add(plan for plan in map(presolved.project, self.seeds) if plan is not None)
         objective = PeakObjective(presolved.constrained, pool)
-        dual = ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline, adapt=True, passes=self._passes)
-        _descend(presolved.constrained, pool)
+        dual = ascend(messages, pool, objective, target=CLOSED, deadline=self.deadline, effort=self._ascent)
+        _descend(presolved.constrained, pool, self._effort)
         ranked = _by_peak(pool)
         self._warm = messages.copy(), [pool.plans[i] for i in ranked[:1]]
         for plan in self._warm[1]:
@@ -187,13 +215,13 @@ class _State:
         return presolve(_scaled(self.problem, light), self.rows, "tie")
 
     def _light(self) -> float:
-        """Weight of a second, in bytes: all seconds at stake weigh the share `LIGHT` of all bytes at stake."""
+        """Weight of a second, in bytes: all seconds at stake weigh the share `light` of all bytes at stake."""
         usage = sum(
             max((float(b.max()) for b in (*r.nodes.values(), *r.edges.values())), default=0.0) for r in self.rows
         )
         most = {id(a): float(a[np.isfinite(a)].max(initial=0.0)) for a in _distinct(self.problem)}
         stake = sum(most[id(n.cost)] for n in self.problem.nodes) + sum(most[id(e.table)] for e in self.problem.edges)
-        return LIGHT * (usage or 1.0) / (stake or 1.0)
+        return self._effort.light * (usage or 1.0) / (stake or 1.0)
 
     def bound(self, multipliers: Floats) -> float:
         """A lower bound (bytes) on the peak of every plan, from the rows with a positive multiplier."""
@@ -217,8 +245,10 @@ class _State:
     def _bound(self, presolved: PresolvedProblem, pool: Pool, messages: Messages, start: Floats | None = None) -> float:
         """The bound (bytes) of a dual ascent on a presolved problem without seconds."""
         objective = PeakObjective(presolved.constrained, pool)
-        effort: Mapping[str, Any] = {"target": CLOSED, "deadline": self.deadline, "adapt": True, "passes": self._passes}
-        return ascend(messages, pool, objective, start=start, **effort).lower + 0.0  # makes 0.0 of -0.0
+        dual = ascend(
+            messages, pool, objective, start=start, target=CLOSED, deadline=self.deadline, effort=self._ascent
+        )
+        return dual.lower + 0.0  # makes 0.0 of -0.0
 
     def by_ilp(self) -> float:
         """The bound (bytes) that CBC proves, solved again until its plan adds no row. Its plans are submitted."""
@@ -227,7 +257,7 @@ class _State:
             presolved = presolve(_scaled(self.problem, 0.0), self.rows, "none")
             constrained = presolved.constrained
             memory = ilp.Memory(max(self.peak, 1.0), constrained.constants, constrained.nodes, constrained.edges)
-            limit = min(30.0, max(self.deadline - time.monotonic(), 0.1))  # s
+            limit = min(self._effort.ilp_seconds, max(self.deadline - time.monotonic(), 0.1))  # s
             answer = ilp.least(memory, constrained.problem, "cbc", time_limit=limit)
             lower = max(lower, answer.lower * (1 - ilp.ACCURACY))
             rows_before = len(self.rows)
@@ -272,9 +302,9 @@ def _by_peak(pool: Pool) -> Ints:
     return feasible[np.lexsort((pool.seconds[feasible], peaks))]
 
 
-def _descend(constrained: ConstrainedProblem, pool: Pool) -> None:
+def _descend(constrained: ConstrainedProblem, pool: Pool, effort: LeastMemoryEffort) -> None:
     """Local search from the plans of least peak, each with a budget just below its peak. Extends the pool."""
     local_search = LocalSearch(constrained)
-    for i in _by_peak(pool)[:DESCENTS].tolist():
+    for i in _by_peak(pool)[: effort.descents].tolist():
         peak = float(pool.usage[i].max(initial=0.0))
-        pool.add([local_search.descend(pool.plans[i], pool.usage[i], 0.999 * peak)])
+        pool.add([local_search.descend(pool.plans[i], pool.usage[i], effort.below * peak)])

@@ -20,15 +20,14 @@ without a budget.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar.cost_models.memory.row import RowSource
 from autopar.ir.problem import Ints, Problem
-from autopar.passes.memory.lagrangian import BudgetObjective, Messages, Pool, ascend, settled
+from autopar.passes.memory.lagrangian import BudgetObjective, Messages, MultiplierEffort, Pool, ascend, settled
 from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.min_memory import least_memory
 from autopar.passes.memory.path_relinking import relink
@@ -36,14 +35,26 @@ from autopar.passes.memory.presolve import PresolvedProblem, attach, presolve
 from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.optimize import optimize
 
-# Efforts and tolerances are settled on the zoo.
-SWEEPS = 3  # most sweeps over all budgets; a sweep after the first runs only if the one before it added rows
-EVALUATED = 4  # most plans per budget and sweep that are evaluated on all rows
-TARGET = 3e-4  # relative gap at which a budget is finished
-ENOUGH = 0.05  # a budget is also finished if multipliers can close at most this share of its gap
-# Arguments of `lagrangian.ascend`: few passes, as messages carry over.
-EFFORT: Mapping[str, Any] = {"passes": (4, 2), "patience": 10, "enough": ENOUGH, "adapt": True, "scan": False}
-OTHERS = 3  # points above a budget, the nearest ones, whose strategies `_fill` combines
+
+@dataclass(frozen=True, slots=True)
+class FrontEffort:
+    """Limits of the search for a Pareto front."""
+
+    # most sweeps over all budgets; one after the first runs only if the one before it added rows (settled on the zoo)
+    sweeps: int = 3
+    # most plans per budget and sweep that are evaluated on all rows (settled on the zoo)
+    evaluated: int = 4
+    # relative gap at which a budget is finished (settled on the zoo)
+    target: float = 3e-4
+    # points above a budget, the nearest ones, whose strategies `_fill` combines (settled on the zoo)
+    others: int = 3
+
+
+FRONT = FrontEffort()
+
+#: The ascent of one budget: few passes, as messages carry over from the budget before.
+AT_BUDGET = MultiplierEffort(first=4, following=2, patience=10, enough=0.05, adapt=True, scans=0)
+
 
 Cut = tuple[float, float]
 """A line below all plans: its value at budget 0 (s), and its slope (s/byte), by which it falls with the budget."""
@@ -90,7 +101,13 @@ class Front:
 
 
 def front(
-    problem: Problem, source: RowSource, points: int = 8, *, time_limit: float = 60.0, fold: bool = True
+    problem: Problem,
+    source: RowSource,
+    points: int = 8,
+    *,
+    time_limit: float = 60.0,
+    fold: bool = True,
+    effort: FrontEffort = FRONT,
 ) -> Front:
     """The front at `points` budgets, evenly spaced from the least peak to the peak of the optimum without a budget.
 
@@ -100,13 +117,14 @@ def front(
         points: number of budgets.
         time_limit: s.
         fold: share decisions among equal layers.
+        effort: how long each budget is worked on.
 
     Raises:
         SolverError: no plan exists.
     """
     deadline = time.monotonic() + time_limit
     free = optimize(problem, time_limit=time_limit, fold=fold, rounds=0)
-    state = SearchState(problem, source, np.inf, TARGET, deadline)
+    state = SearchState(problem, source, np.inf, effort.target, deadline)
     evaluated = _EvaluatedPlans(state)
     evaluated.add(free.assignment)
     state.add_rows(source.rows())
@@ -120,13 +138,13 @@ def front(
     cuts = [(free.lower_bound, 0.0)]
     # from the largest to the smallest; the peak of the free optimum itself is left out
     budgets = np.linspace(least.peak_bytes, evaluated.points[0].peak_bytes, points + 1)[:-1][::-1]
-    for _ in range(SWEEPS):
+    for _ in range(effort.sweeps):
         rows_before = len(state.rows)
         presolved = presolved if presolved.constrained.rows == rows_before else _presolved(state, fold)
-        _sweep(state, presolved, evaluated, budgets.tolist(), cuts)
+        _sweep(state, presolved, evaluated, budgets.tolist(), cuts, effort)
         if len(state.rows) == rows_before or state.late:
             break
-    _fill(state, evaluated, budgets.tolist())
+    _fill(state, evaluated, budgets.tolist(), effort)
     return Front(evaluated.nondominated(), tuple(cuts), least.lower_bytes)
 
 
@@ -171,7 +189,12 @@ def _presolved(state: SearchState, fold: bool) -> PresolvedProblem:
 
 
 def _sweep(
-    state: SearchState, presolved: PresolvedProblem, evaluated: _EvaluatedPlans, budgets: list[float], cuts: list[Cut]
+    state: SearchState,
+    presolved: PresolvedProblem,
+    evaluated: _EvaluatedPlans,
+    budgets: list[float],
+    cuts: list[Cut],
+    effort: FrontEffort,
 ) -> None:
     """Per budget, from the largest, run a dual ascent unless the gap is small, add its line, and evaluate its plans.
 
@@ -190,11 +213,19 @@ def _sweep(
     for budget in budgets:
         objective = BudgetObjective(presolved.constrained, budget, pool)
         wanted, value = objective.multipliers(pool)
-        if settled(value, objective.known(pool), _lower(cuts, budget) - presolved.constant, TARGET, ENOUGH):
+        if settled(
+            value, objective.known(pool), _lower(cuts, budget) - presolved.constant, effort.target, AT_BUDGET.enough
+        ):
             multipliers = wanted
         else:
             dual = ascend(
-                messages, pool, objective, start=multipliers, target=TARGET, deadline=state.deadline, **EFFORT
+                messages,
+                pool,
+                objective,
+                start=multipliers,
+                target=effort.target,
+                deadline=state.deadline,
+                effort=AT_BUDGET,
             )
             multipliers = dual.multipliers
             slope = float(multipliers.sum())
@@ -202,13 +233,13 @@ def _sweep(
         fitting = pool.fitting(budget)[:1].tolist()
         near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:1].tolist()
         pool.add([local_search.descend(pool.plans[i], pool.usage[i], budget) for i in dict.fromkeys(fitting + near)])
-        for i in pool.fitting(budget)[:EVALUATED].tolist():
+        for i in pool.fitting(budget)[: effort.evaluated].tolist():
             point = evaluated.add(presolved.lift(pool.plans[i]))
             if point is not None and point.peak_bytes <= budget:
                 break
 
 
-def _fill(state: SearchState, evaluated: _EvaluatedPlans, budgets: list[float]) -> None:
+def _fill(state: SearchState, evaluated: _EvaluatedPlans, budgets: list[float], effort: FrontEffort) -> None:
     """At each budget, combine the nearest points below and above it, with different strategies for equal layers."""
     rows = list(state.rows)
     constrained = attach(state.problem, rows)
@@ -219,6 +250,6 @@ def _fill(state: SearchState, evaluated: _EvaluatedPlans, budgets: list[float]) 
         if not under or not over or state.late:
             continue
         usage = np.array([row.value(state.problem, under[0]) for row in rows])
-        plan = relink(constrained, under[0], over[-OTHERS:], usage, budget, np.zeros(constrained.rows))
+        plan = relink(constrained, under[0], over[-effort.others :], usage, budget, np.zeros(constrained.rows))
         if plan is not None:
             evaluated.add(plan)

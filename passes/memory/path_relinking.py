@@ -30,8 +30,18 @@ from numpy.typing import NDArray
 from autopar.ir.problem import Floats, Ints
 from autopar.passes.memory.presolve import ConstrainedProblem
 
-BISECTIONS = 60  # number of bisections of the rate
-DEAREST = 1e6  # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes)
+
+@dataclass(frozen=True, slots=True)
+class RelinkEffort:
+    """The range of penalty rates that path relinking searches."""
+
+    # bisections of the rate; 60 exhaust the precision of a rate (settled on the zoo)
+    bisections: int = 60
+    # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes) (settled on the zoo)
+    dearest: float = 1e6
+
+
+RELINK = RelinkEffort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +70,7 @@ def relink(
     usage: Floats,
     budget: float,
     multipliers: Floats,
+    effort: RelinkEffort = RELINK,
 ) -> Ints | None:
     """The best combination found that fits on the rows of `constrained`; None if none fits or all plans are equal.
 
@@ -70,12 +81,13 @@ def relink(
         usage: bytes of `base` in each row, shape (R,).
         budget: bytes.
         multipliers: weights of the bytes of each row (s/byte), shape (R,); equal weights if all are zero.
+        effort: the rates that are tried.
     """
     items = _items(constrained, base, others)
     if not len(items.seconds):
         return None
     weight = items.usage @ (multipliers if multipliers.any() else np.ones_like(multipliers))
-    chosen = _at_lowest_rate(items, weight, usage, budget)
+    chosen = _at_lowest_rate(items, weight, usage, budget, effort)
     if chosen is None:
         return None
     chosen = _filled_greedily(items, weight, chosen, usage, budget)
@@ -84,7 +96,7 @@ def relink(
     return np.where(moved, mixed[np.where(moved, chosen[items.component], 0), np.arange(len(base))], base)
 
 
-def _at_lowest_rate(items: _Items, weight: Floats, usage: Floats, budget: float) -> Ints | None:
+def _at_lowest_rate(items: _Items, weight: Floats, usage: Floats, budget: float, effort: RelinkEffort) -> Ints | None:
     """The best options, shape (components,), at the lowest rate at which they fit; None if they fit at no rate."""
 
     def at(rate: float) -> Ints:
@@ -96,10 +108,10 @@ def _at_lowest_rate(items: _Items, weight: Floats, usage: Floats, budget: float)
     span, most = float(np.ptp(items.seconds)), float(np.abs(weight).max())
     if not span * most > 0:
         return None
-    low, high = 0.0, DEAREST * span / most
+    low, high = 0.0, effort.dearest * span / most
     if not items.fits(at(high), usage, budget):
         return None
-    for _ in range(BISECTIONS):
+    for _ in range(effort.bisections):
         # the geometric mean, as rates span many orders of magnitude
         middle = float(np.sqrt(max(low, 1e-12 * high) * high))
         low, high = (low, middle) if items.fits(at(middle), usage, budget) else (middle, high)

@@ -31,8 +31,19 @@ from autopar.passes.solver.dual_ascent import reparametrise
 
 Lift = Callable[[Ints], Ints]
 SymmetryReduction = Literal["none", "tie", "bound"]
-ROUNDS = 4  # sweeps of dead-end elimination at the start; settled on the zoo
-LATER_ROUNDS = 2  # sweeps of dead-end elimination after strategies were fixed by bounds; settled on the zoo
+
+
+@dataclass(frozen=True, slots=True)
+class PresolveEffort:
+    """Sweeps of dead-end elimination, which under a memory budget removes less and takes longer."""
+
+    # sweeps at the start (settled on the zoo)
+    first_rounds: int = 4
+    # sweeps after strategies were fixed by bounds (settled on the zoo)
+    later_rounds: int = 2
+
+
+PRESOLVE = PresolveEffort()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,7 +259,10 @@ def ordered(presolved: PresolvedProblem) -> PresolvedProblem:
 
 
 def fixed_by_bounds(
-    presolved: PresolvedProblem, messages: Sequence[tuple[Floats, Floats]], keep: Sequence[Ints]
+    presolved: PresolvedProblem,
+    messages: Sequence[tuple[Floats, Floats]],
+    keep: Sequence[Ints],
+    effort: PresolveEffort = PRESOLVE,
 ) -> PresolvedProblem:
     """The problem over the strategies `keep`, presolved again, with `messages` moved from tables to node costs.
 
@@ -256,11 +270,16 @@ def fixed_by_bounds(
     """
     moved = reparametrise(presolved.constrained.problem, messages)
     start = replace(presolved, constrained=replace(presolved.constrained, problem=moved))
-    return restricted(contracted(restricted(start, keep, LATER_ROUNDS)), None, 0)
+    return restricted(contracted(restricted(start, keep, effort.later_rounds)), None, 0)
 
 
 def presolve(
-    problem: Problem, rows: Sequence[Row], how: SymmetryReduction, *, full: bool = True, rounds: int = ROUNDS
+    problem: Problem,
+    rows: Sequence[Row],
+    how: SymmetryReduction,
+    *,
+    full: bool = True,
+    effort: PresolveEffort = PRESOLVE,
 ) -> PresolvedProblem:
     """Attach the rows, fold, eliminate, contract, and eliminate infeasible strategies again.
 
@@ -269,7 +288,7 @@ def presolve(
         rows: the memory rows added so far.
         how: the symmetry reduction -> fold_rows.
         full: otherwise only infeasible strategies are removed, and nothing is contracted.
-        rounds: sweeps of dead-end elimination.
+        effort: sweeps of dead-end elimination.
 
     Raises:
         SolverError: a node has no strategy left.
@@ -277,4 +296,4 @@ def presolve(
     presolved = fold_rows(attach(problem, rows), how)
     if not full:
         return restricted(presolved, None, 0)
-    return ordered(restricted(contracted(restricted(presolved, None, rounds)), None, 0))
+    return ordered(restricted(contracted(restricted(presolved, None, effort.first_rounds)), None, 0))

@@ -17,34 +17,32 @@ changes of multipliers and in tree nodes, never in seconds. Only the deadline ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.memory.branch_and_bound import MOST, Tree
-from autopar.passes.memory.lagrangian import BudgetObjective, Dual, Messages, Pool, ascend
+from autopar.passes.memory.branch_and_bound import TREE, Tree, TreeEffort
+from autopar.passes.memory.lagrangian import (
+    MULTIPLIERS,
+    BudgetObjective,
+    Dual,
+    Messages,
+    MultiplierEffort,
+    Pool,
+    ascend,
+)
 from autopar.passes.memory.local_search import LocalSearch
 from autopar.passes.memory.presolve import PresolvedProblem, SymmetryReduction, fixed_by_bounds, presolve
-from autopar.passes.memory.search_state import CLOSED, SearchState
+from autopar.passes.memory.search_state import SearchState
 from autopar.passes.memory.symmetry_breaking import hubs, mix, polish
+from autopar.passes.solver.reduced_problem import CLOSED
 
-# All limits of effort are settled on the zoo.
-ROUNDS = 20  # most rounds of presolve and ascent that add rows, in `_symmetric`
-DESCENTS = 6  # most plans of a pool from which local search starts, besides the cheapest that fits
-SUBMITTED = 4  # most plans of one pool that are evaluated on all rows before the presolve runs again
-SETTLE = 4  # message passes at the best multipliers before strategies are fixed
-KEPT = 0.75  # fixing by bounds is repeated while it leaves at most this share of the strategies
-EXPLORED = 12  # most tree nodes of a search among plans with equal strategies for equal layers
-WORK = 100_000  # most strategies that one search tree visits, summed over its tree nodes
-PER_NODE = 8  # fixed cost of visiting one node of the problem, counted in strategies
-FEWEST = 10  # tree nodes that a search tree may visit whatever `WORK` says
-# Arguments of `lagrangian.ascend` for a long ascent.
-LONG: Mapping[str, Any] = {"changes": 150, "patience": 25, "enough": 0.05, "adapt": True, "scan": False}
+#: A long ascent, where a short one left a gap.
+LONG = MultiplierEffort(changes=150, patience=25, enough=0.05, adapt=True, scans=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,29 +118,29 @@ def _explore(state: SearchState, relaxation: _Relaxation) -> None:
     """Branch and bound over plans with equal strategies for equal layers. Its bound holds only for these plans."""
     deeper = _deepen(state, relaxation)
     if not state.late:
-        _branch(state, deeper, deeper.presolved.counts > 0, EXPLORED)
+        _branch(state, deeper, deeper.presolved.counts > 0, replace(TREE, most=state.effort.explored))
 
 
 def _branch(
-    state: SearchState, relaxation: _Relaxation, branchable: NDArray[np.bool_], most: int = MOST
+    state: SearchState, relaxation: _Relaxation, branchable: NDArray[np.bool_], tree: TreeEffort = TREE
 ) -> tuple[float, list[tuple[Ints, Ints]]]:
     """Run a search tree and submit the plans that fit.
 
     Args:
         branchable: the nodes of the presolved problem that may be branched on, shape (nodes,).
-        most: most tree nodes.
+        tree: when the search tree ends with a gap.
 
     Returns:
         The lower bound of the tree (s, without `presolved.constant`), and the pairs of plans that it met.
     """
     presolved, problem = relaxation.presolved, relaxation.presolved.constrained.problem
-    able = WORK // (problem.variables + PER_NODE * len(problem.nodes))
-    most = min(most, max(FEWEST, able))
-    tree = Tree(relaxation.messages, relaxation.pool, state.budget, branchable)
+    able = state.effort.work // (problem.variables + state.effort.per_node * len(problem.nodes))
+    effort = replace(tree, most=min(tree.most, max(state.effort.fewest, able)))
+    search_tree = Tree(relaxation.messages, relaxation.pool, state.budget, branchable, effort)
     upper = state.seconds - presolved.constant
-    lower = tree.run(relaxation.dual, upper, state.target / 2, state.deadline, most)
+    lower = search_tree.run(relaxation.dual, upper, state.target / 2, state.deadline)
     _submit(state, presolved, relaxation.pool)
-    return lower, tree.pairs
+    return lower, search_tree.pairs
 
 
 def _start(state: SearchState, presolved: PresolvedProblem) -> Pool:
@@ -160,7 +158,7 @@ def _symmetric(state: SearchState, how: SymmetryReduction, *, full: bool) -> _Re
         rows = tuple(state.rows)
         relaxation = _relax(state, presolve(state.problem, rows, how, full=full), rows)
         rounds += 1
-        if len(state.rows) == len(rows) or state.late or rounds == ROUNDS:
+        if len(state.rows) == len(rows) or state.late or rounds == state.effort.rounds:
             return relaxation
 
 
@@ -189,7 +187,7 @@ def _fix_by_bounds(state: SearchState, relaxation: _Relaxation, patient: bool = 
     """Remove strategies whose lower bound exceeds the incumbent and ascend again, while that removes many of them."""
     while not state.done:
         keep = _within_bound(state, relaxation)
-        if sum(map(len, keep)) > KEPT * relaxation.presolved.constrained.problem.variables:
+        if sum(map(len, keep)) > state.effort.kept * relaxation.presolved.constrained.problem.variables:
             break
         smaller = fixed_by_bounds(relaxation.presolved, relaxation.messages.pairs, keep)
         relaxation = _relax(state, smaller, relaxation.rows, relaxation.dual.multipliers, patient)
@@ -233,8 +231,10 @@ def _ascend(
 ) -> Dual:
     """A dual ascent to a quarter of the target gap, which leaves the rest of the target to later steps."""
     objective = BudgetObjective(presolved.constrained, state.budget, pool, state.seconds - presolved.constant)
-    effort: Mapping[str, Any] = LONG if patient else {}
-    return ascend(messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, **effort)
+    effort = LONG if patient else MULTIPLIERS
+    return ascend(
+        messages, pool, objective, start=start, target=state.target / 4, deadline=state.deadline, effort=effort
+    )
 
 
 def _within_bound(state: SearchState, relaxation: _Relaxation) -> list[Ints]:
@@ -245,7 +245,7 @@ def _within_bound(state: SearchState, relaxation: _Relaxation) -> list[Ints]:
     """
     presolved, messages, multipliers = relaxation.presolved, relaxation.messages, relaxation.dual.multipliers
     messages.set(multipliers)
-    messages.run(SETTLE)
+    messages.run(state.effort.settle)
     # lambda (constants - budget): `messages.bounds` has neither the constant bytes nor the budget
     spare = float(multipliers @ (presolved.constrained.constants - state.budget))
     limit = state.seconds - presolved.constant - spare + CLOSED * abs(state.seconds)
@@ -259,7 +259,7 @@ def _within_bound(state: SearchState, relaxation: _Relaxation) -> list[Ints]:
 def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: Dual) -> None:
     """Local search from the cheapest plan that fits, and from the plans of least penalised cost. Extends the pool."""
     local_search = LocalSearch(presolved.constrained)
-    near = np.argsort(pool.seconds + pool.usage @ dual.multipliers, kind="stable")[:DESCENTS]
+    near = np.argsort(pool.seconds + pool.usage @ dual.multipliers, kind="stable")[: state.effort.descents]
     first = pool.fitting(state.budget)[:1]
     starts = dict.fromkeys([*first.tolist(), *near.tolist()])
     pool.add([local_search.descend(pool.plans[i], pool.usage[i], state.budget) for i in starts])
@@ -267,6 +267,6 @@ def _descend(state: SearchState, presolved: PresolvedProblem, pool: Pool, dual: 
 
 def _submit(state: SearchState, presolved: PresolvedProblem, pool: Pool) -> None:
     """Submit the plans that fit on the known rows, cheapest first, until one fits on all or none can be better."""
-    for i in pool.fitting(state.budget)[:SUBMITTED]:
+    for i in pool.fitting(state.budget)[: state.effort.submitted]:
         if pool.seconds[i] + presolved.constant >= state.seconds or state.submit(presolved.lift(pool.plans[i])):
             return

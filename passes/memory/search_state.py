@@ -14,8 +14,35 @@ import numpy as np
 
 from autopar.cost_models.memory.row import Row, RowSource
 from autopar.ir.problem import Ints, Problem
+from autopar.passes.solver.reduced_problem import CLOSED
 
-CLOSED = 1e-9  # relative gap between incumbent and bound that is reported as 0
+
+@dataclass(frozen=True, slots=True)
+class SearchEffort:
+    """Limits of one round of the search under a memory budget."""
+
+    # most rounds of presolve and ascent that add rows, in `search._symmetric` (settled on the zoo)
+    rounds: int = 20
+    # most plans of a pool from which local search starts, besides the cheapest that fits (settled on the zoo)
+    descents: int = 6
+    # most plans of one pool that are evaluated on all rows before the presolve runs again (settled on the zoo)
+    submitted: int = 4
+    # message passes at the best multipliers before strategies are fixed (settled on the zoo)
+    settle: int = 4
+    # fixing by bounds is repeated while it leaves at most this share of the strategies; below 1, or it never ends
+    # (settled on the zoo)
+    kept: float = 0.75
+    # most tree nodes of a search among plans with equal strategies for equal layers (settled on the zoo)
+    explored: int = 12
+    # most strategies that one search tree visits, summed over its tree nodes (settled on the zoo)
+    work: int = 100_000
+    # fixed cost of visiting one node of the problem, counted in strategies (settled on the zoo)
+    per_node: int = 8
+    # tree nodes that a search tree may visit whatever `work` says (settled on the zoo)
+    fewest: int = 10
+
+
+SEARCH = SearchEffort()
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +63,7 @@ class SearchState:
         multipliers: name of a row -> multiplier (s/byte), positive ones only, at which `lower` was reached.
         start_plans: plans from which the pools of plans start.
         patience: seconds that the search for a first plan that fits may take, even beyond the deadline.
+        effort: limits of one round of `search.search`.
     """
 
     problem: Problem
@@ -51,6 +79,7 @@ class SearchState:
     multipliers: dict[str, float] = field(default_factory=dict)
     start_plans: list[Ints] = field(default_factory=list)
     patience: float = 0.0
+    effort: SearchEffort = SEARCH
 
     def add_rows(self, rows: Iterable[Row]) -> bool:
         """Add the rows whose names are new. Returns whether there was one."""

@@ -10,6 +10,7 @@ Hubs are the nodes that connect the layers, such as an embedding that all layers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +18,26 @@ from numpy.typing import NDArray
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Floats, Ints, Problem
 from autopar.passes.memory.lagrangian import Pool
-from autopar.passes.memory.local_search import LocalSearch
+from autopar.passes.memory.local_search import QUICK, LocalSearch
 from autopar.passes.memory.path_relinking import relink
 from autopar.passes.memory.presolve import PresolvedProblem, attach
 from autopar.passes.memory.search_state import SearchState
 from autopar.passes.solver.symmetry import fold
 
-# Efforts are settled on the zoo.
-PLANS = 40  # most plans of the pool that are mixed, least penalised cost first
-GROUPS = 6  # most groups of plans with equal hubs
-OPTIONS = 8  # most plans of one group
-SWEEPS = 2  # sweeps of local search over the unfolded problem
+
+@dataclass(frozen=True, slots=True)
+class MixEffort:
+    """How many plans are combined, layer by layer."""
+
+    # most plans of the pool that are mixed, least penalised cost first (settled on the zoo)
+    plans: int = 40
+    # most groups of plans with equal hubs (settled on the zoo)
+    groups: int = 6
+    # most plans of one group (settled on the zoo)
+    options: int = 8
+
+
+MIX = MixEffort()
 
 
 def hubs(problem: Problem) -> NDArray[np.bool_]:
@@ -53,6 +63,7 @@ def mix(
     rows: Sequence[Row],
     multipliers: Floats,
     pairs: Sequence[tuple[Ints, Ints]] = (),
+    effort: MixEffort = MIX,
 ) -> None:
     """Submit combinations of known plans in which equal layers may differ.
 
@@ -63,8 +74,9 @@ def mix(
         rows: the rows of `multipliers`.
         multipliers: s/byte, shape (len(rows),).
         pairs: plans of the presolved problem to combine as well.
+        effort: how many plans.
     """
-    near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[:PLANS]
+    near = np.argsort(pool.seconds + pool.usage @ multipliers, kind="stable")[: effort.plans]
     plans = [pool.plans[i] for i in near if np.isfinite(pool.seconds[i])]
     plans += [plan for pair in pairs for plan in pair]
     lifted = ([] if state.plan is None else [state.plan]) + [presolved.lift(plan) for plan in plans]
@@ -72,7 +84,7 @@ def mix(
     constrained = attach(state.problem, added)
     names = [row.name for row in rows]
     weights = np.array([multipliers[names.index(row.name)] if row.name in names else 0.0 for row in added])
-    for group in _groups(lifted, _joints(state.problem)):
+    for group in _groups(lifted, _joints(state.problem), effort):
         usage = np.array([row.value(state.problem, group[0]) for row in added])
         plan = relink(constrained, group[0], group[1:], usage, state.budget, weights)
         if plan is not None and state.problem.value(plan) < state.seconds:
@@ -81,13 +93,13 @@ def mix(
             return
 
 
-def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_]) -> list[list[Ints]]:
+def _groups(plans: Sequence[Ints], alone: NDArray[np.bool_], effort: MixEffort) -> list[list[Ints]]:
     """Groups of at least two distinct plans that are equal on the mask `alone`, in order of their first plan."""
     by_hubs: dict[bytes, dict[bytes, Ints]] = {}
     for plan in plans:
         by_hubs.setdefault(plan[alone].tobytes(), {})[plan.tobytes()] = plan
-    groups = [list(group.values())[:OPTIONS] for group in by_hubs.values()]
-    return [group for group in groups if len(group) > 1][:GROUPS]
+    groups = [list(group.values())[: effort.options] for group in by_hubs.values()]
+    return [group for group in groups if len(group) > 1][: effort.groups]
 
 
 def polish(state: SearchState) -> None:
@@ -95,6 +107,6 @@ def polish(state: SearchState) -> None:
     if state.plan is None:
         return
     usage = np.array([row.value(state.problem, state.plan) for row in state.rows])
-    plan = LocalSearch(attach(state.problem, state.rows)).descend(state.plan, usage, state.budget, SWEEPS)
+    plan = LocalSearch(attach(state.problem, state.rows)).descend(state.plan, usage, state.budget, effort=QUICK)
     if not np.array_equal(plan, state.plan):
         state.submit(plan)

@@ -19,7 +19,7 @@ from autopar.ir.problem import Problem
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.memory.budget import BudgetedSolution, Infeasible, optimize_within
-from autopar.passes.memory.min_memory import SMALL, least_memory
+from autopar.passes.memory.min_memory import LEAST_MEMORY, least_memory
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.solver import backends as solvers
 from autopar.rules import rules_of
@@ -193,7 +193,7 @@ def best_of_layers(problem: Problem, source: Points, layers: int, budget: float)
 def test_the_least_peak_of_a_refusal_is_a_budget_that_plans(seed: int) -> None:
     """Too many strategies for an exact least peak: what one way finds another need not."""
     problem = layered(seed, 240)
-    assert problem.variables > SMALL
+    assert problem.variables > LEAST_MEMORY.small
     source = layered_points(problem, 240, seed)
     least = least_memory(problem, source)
     with pytest.raises(Infeasible) as refusal:

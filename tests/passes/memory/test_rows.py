@@ -16,8 +16,8 @@ from autopar.ir.problem import Floats, Problem
 from autopar.passes.memory.branch_and_bound import Tree
 from autopar.passes.memory.cutting_plane import smallest, within
 from autopar.passes.memory.evaluate import Evaluator
-from autopar.passes.memory.lagrangian import BudgetObjective, Messages, PeakObjective, Pool, ascend
-from autopar.passes.memory.local_search import LocalSearch
+from autopar.passes.memory.lagrangian import BudgetObjective, Messages, MultiplierEffort, PeakObjective, Pool, ascend
+from autopar.passes.memory.local_search import LocalSearch, LocalSearchEffort
 from autopar.passes.memory.path_relinking import relink
 from autopar.passes.memory.presolve import (
     PresolvedProblem,
@@ -27,6 +27,7 @@ from autopar.passes.memory.presolve import (
     fold_rows,
     presolve,
 )
+from autopar.passes.memory.search import LONG
 from autopar.passes.solver import backends as solvers
 from tests.passes.small_problems import all_values, dense_problems, edge, layered, node, problems
 from tests.passes.small_rows import Points, all_peaks, brute_within, layered_points, random_points
@@ -183,8 +184,8 @@ def test_a_patient_ascent_goes_on_from_its_best_prices(problem: Problem, seed: i
     presolved, budget = presolve_with(problem, source, "none"), middle(problem, source)
     pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
     objective = BudgetObjective(presolved.constrained, budget, pool)
-    quick = ascend(messages, pool, objective, scan=False)
-    found = ascend(messages, pool, objective, start=quick.multipliers, scan=False, patience=25, enough=0.05, adapt=True)
+    quick = ascend(messages, pool, objective, effort=MultiplierEffort(scans=0))
+    found = ascend(messages, pool, objective, start=quick.multipliers, effort=LONG)
     assert quick.lower - 1e-9 <= found.lower <= brute_within(problem, source, budget) - presolved.constant + 1e-9
     assert objective.lower(messages.run(2)[0], found.multipliers) >= found.lower - 1e-9
 
@@ -234,7 +235,9 @@ def test_descent_ends_where_no_single_change_helps(problem: Problem, seed: int, 
         total = evaluator.totals(x[None])[0]
         return float(np.maximum(total[1:] - budget, 0.0).sum()), float(total[0])
 
-    end = LocalSearch(constrained).descend(plan, evaluator.totals(plan[None])[0, 1:], budget, sweeps=100)
+    end = LocalSearch(constrained).descend(
+        plan, evaluator.totals(plan[None])[0, 1:], budget, effort=LocalSearchEffort(sweeps=100)
+    )
     assert rank(end) <= rank(plan)
     for v, n in enumerate(problem.nodes):
         for s in range(len(n.cost)):
