@@ -34,6 +34,10 @@ class GraphError(AutoparError):
     """The graph breaks an invariant; raised by the verifier between passes."""
 
 
+class GraphTextError(AutoparError, ValueError):
+    """A text is no printed form of a graph; the message begins with the number of the line."""
+
+
 class RuleError(AutoparError, ValueError):
     """A sharding rule has a syntax error, or does not fit its operation."""
 

@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import os
+import sys
 import sysconfig
 import types
 import weakref
@@ -173,6 +174,27 @@ def equation_of(function: Callable[..., Any], avals: Sequence[Any], like: jex.Ja
     """
     (equation,) = jax.make_jaxpr(function)(*avals).jaxpr.eqns
     return equation.replace(source_info=like.source_info, ctx=like.ctx)
+
+
+def primitive(name: str) -> Any:
+    """JAX's primitive of this name; KeyError if no module of JAX has one. Tried on 0.10.2."""
+    return _primitives()[name]
+
+
+@functools.cache
+def _primitives() -> Mapping[str, Any]:
+    modules = [vars(m) for name, m in sorted(sys.modules.items()) if name.partition(".")[0] == "jax"]
+    return {x.name: x for values in modules for x in list(values.values()) if isinstance(x, jex.Primitive)}
+
+
+def name_stack(scopes: str) -> Any:
+    """A name stack whose text is `scopes`. Tried on 0.10.2."""
+    return source_info_util.new_name_stack(*[scopes] if scopes else [])
+
+
+def without_source(equation: jex.JaxprEqn) -> jex.JaxprEqn:
+    """The equation without the Python frames that recorded it. Tried on 0.10.2."""
+    return equation.replace(source_info=source_info_util.new_source_info())
 
 
 def scan_equation(equation: jex.JaxprEqn, constants: int, carries: int) -> jex.JaxprEqn:

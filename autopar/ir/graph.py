@@ -4,11 +4,11 @@ A value is an integer; `Graph.types[value]` is its type. An operation takes atom
 values; `scan`, `while`, `cond`, rematerialised bodies and unknown higher-order primitives hold regions, whose values
 are numbered in the same space, so one flat array can hold a fact about every value of the program.
 
-The printed form (`Graph.__str__`) is what tests are written in:
+The printed form (`Graph.__str__`) is what tests are written in; `autopar.ir.text.parser` describes and reads it:
 
     graph(%0: f32[8,4] "w", %1: f32[2,8] "x") {
-      %2: f32[2,4] = dot_general(%1, %0)  # forward model.py:3
-      return %2
+      %2: f32[2,4] = dot_general[dimension_numbers=(((1,), (0,)), ((), ()))](%1, %0)  # forward model.py:3
+      return %2 "y"
     }
 """
 
@@ -25,14 +25,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from autopar.errors import GraphError
+from autopar.ir.text.printer import graph_lines, short_dtype
 
 Phase = Literal["forward", "backward", "update"]
 PHASES: tuple[Phase, ...] = ("forward", "backward", "update")
 
 #: Trip count assumed for a loop whose bound is only known at run time.
 UNKNOWN_TRIPS = 10
-
-_SHORT = {"float": "f", "bfloat": "bf", "uint": "u", "int": "i", "complex": "c"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +58,7 @@ class Type:
         return len(self.shape)
 
     def __str__(self) -> str:
-        name = self.dtype
-        for long, short in _SHORT.items():
-            if name.startswith(long):
-                name = short + name[len(long) :]
-                break
-        return f"{name}[{','.join(map(str, self.shape))}]"
+        return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,7 +261,7 @@ class Graph:
         return dict(zip(self.inputs, self.input_paths, strict=True))
 
     def __str__(self) -> str:
-        return "\n".join(_print_graph(self)) + "\n"
+        return "\n".join(graph_lines(self)) + "\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,42 +309,6 @@ def numbered(ops: Sequence[Op], numbers: count[int]) -> tuple[Op, ...]:
         regions = tuple(replace(r, ops=numbered(r.ops, numbers)) for r in op.regions)
         renumbered.append(replace(op, index=index, regions=regions))
     return tuple(renumbered)
-
-
-# Printing
-
-
-def _atom(atom: Atom) -> str:
-    return f"%{atom}" if isinstance(atom, int) else str(atom)
-
-
-def _print_graph(graph: Graph) -> Iterator[str]:
-    heads = [f'%{v}: {graph.types[v]} "{p}"' for v, p in zip(graph.inputs, graph.input_paths, strict=True)]
-    yield f"graph({', '.join(heads)}) {{"
-    yield from _print_body(graph, graph.constants, graph.ops, graph.outputs, "  ")
-    yield "}"
-
-
-def _print_body(
-    graph: Graph, constants: tuple[tuple[int, Any], ...], ops: tuple[Op, ...], outputs: tuple[Atom, ...], indent: str
-) -> Iterator[str]:
-    for value, _ in constants:
-        yield f"{indent}%{value}: {graph.types[value]} = constant"
-    for op in ops:
-        yield from _print_op(graph, op, indent)
-    yield f"{indent}return {', '.join(map(_atom, outputs))}"
-
-
-def _print_op(graph: Graph, op: Op, indent: str) -> Iterator[str]:
-    outs = ", ".join(f"%{v}: {graph.types[v]}" for v in op.outputs)
-    head = f"{indent}{outs}{' = ' if outs else ''}{op.name}({', '.join(map(_atom, op.inputs))})"
-    trips = "" if not op.regions or op.trips == 1 else f" x{'?' if op.trips is None else op.trips}"
-    yield f"{head}{trips}  # {op.phase}{' ' if op.source else ''}{op.source}"
-    for region in op.regions:
-        args = ", ".join(f"%{v}: {graph.types[v]}" for v in region.inputs)
-        yield f"{indent}  {region.name}({args}) {{"
-        yield from _print_body(graph, region.constants, region.ops, region.outputs, indent + "    ")
-        yield f"{indent}  }}"
 
 
 # The verifier: its checks are data, each a name and a generator of complaints.

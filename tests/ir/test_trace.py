@@ -17,10 +17,11 @@ from autopar.ir.trace import trace
 from tests.programs.real_programs import array
 
 W, X = array(8, 4), array(2, 8)
+HALVES = jnp.full((8, 4), 0.5)
 
 
 def text(fn: Any, *args: Any, **options: Any) -> str:
-    return re.sub(r" \w+\.py:\d+\n", "\n", str(trace(fn, *args, **options).graph))
+    return re.sub(r"(  # \w+).*", r"\1", str(trace(fn, *args, **options).graph))
 
 
 def scanned(x: jax.Array) -> Any:
@@ -61,7 +62,7 @@ def custom_jvp(x: jax.Array) -> Any:
 
 
 def constants(x: jax.Array) -> Any:
-    return x @ W, 3, x
+    return lax.dot(x, HALVES), 3, x
 
 
 def dead_code(x: jax.Array, unused: jax.Array) -> Any:
@@ -74,14 +75,14 @@ GRAPHS = {
         (array(3, 4),),
         """
         graph(%0: f32[3,4] "x") {
-          %1: f32[4] = broadcast_in_dim(0.0)  # forward
-          %6: f32[4], %7: f32[3,4] = scan(%1, %0) x3  # forward
+          %1: f32[4] = broadcast_in_dim(0.0:f32[])  # forward
+          %6: f32[4], %7: f32[3,4] = scan[num_consts=0, num_carry=1](%1, %0) x3  # forward
             body(%2: f32[4], %3: f32[4]) {
               %4: f32[4] = add(%2, %3)  # forward
-              %5: f32[4] = mul(%2, 2.0)  # forward
+              %5: f32[4] = mul(%2, 2.0:f32[])  # forward
               return %4, %5
             }
-          return %6, %7
+          return %6 "0", %7 "1"
         }
         """,
     ),
@@ -89,17 +90,17 @@ GRAPHS = {
         (array(4),),
         """
         graph(%0: f32[4] "x") {
-          %8: f32[4], %9: i32[] = while(%0, 0) x?  # forward
+          %8: f32[4], %9: i32[] = while[cond_nconsts=0, body_nconsts=0](%0, 0:i32[]) x?  # forward
             cond(%1: f32[4], %2: i32[]) {
-              %3: bool[] = lt(%2, 5)  # forward
+              %3: bool[] = lt(%2, 5:i32[])  # forward
               return %3
             }
             body(%4: f32[4], %5: i32[]) {
-              %6: f32[4] = mul(%4, 2.0)  # forward
-              %7: i32[] = add(%5, 1)  # forward
+              %6: f32[4] = mul(%4, 2.0:f32[])  # forward
+              %7: i32[] = add(%5, 1:i32[])  # forward
               return %6, %7
             }
-          return %8, %9
+          return %8 "0", %9 "1"
         }
         """,
     ),
@@ -107,18 +108,18 @@ GRAPHS = {
         (array(4), 1),
         """
         graph(%0: f32[4] "x", %1: i32[] "i") {
-          %2: bool[] = gt(%1, 0)  # forward
+          %2: bool[] = gt(%1, 0:i32[])  # forward
           %3: i32[] = convert_element_type(%2)  # forward
           %8: f32[4] = cond(%3, %0)  # forward
             branch0(%4: f32[4]) {
-              %5: f32[4] = mul(%4, 2.0)  # forward
+              %5: f32[4] = mul(%4, 2.0:f32[])  # forward
               return %5
             }
             branch1(%6: f32[4]) {
-              %7: f32[4] = add(%6, 1.0)  # forward
+              %7: f32[4] = add(%6, 1.0:f32[])  # forward
               return %7
             }
-          return %8
+          return %8 ""
         }
         """,
     ),
@@ -126,8 +127,8 @@ GRAPHS = {
         (array(4),),
         """
         graph(%0: f32[4] "x") {
-          %1: f32[4] = broadcast_in_dim(1.0)  # backward
-          %9: f32[4] = remat2(%0, %1)  # backward
+          %1: f32[4] = broadcast_in_dim(1.0:f32[])  # backward
+          %9: f32[4] = remat2[differentiated=True](%0, %1)  # backward
             body(%2: f32[4], %3: f32[4]) {
               %4: f32[4] = sin(%2)  # backward
               %5: f32[4] = cos(%2)  # backward
@@ -136,7 +137,7 @@ GRAPHS = {
               %8: f32[4] = mul(%7, %5)  # backward
               return %8
             }
-          return %9
+          return %9 ""
         }
         """,
     ),
@@ -148,7 +149,7 @@ GRAPHS = {
           %2: f32[4] = add(%1, %0)  # forward
           %3: f32[4] = sin(%2)  # forward
           %4: f32[4] = add(%3, %2)  # forward
-          return %4
+          return %4 ""
         }
         """,
     ),
@@ -157,9 +158,9 @@ GRAPHS = {
         """
         graph(%0: f32[4] "x") {
           %1: f32[4] = sin(%0)  # forward
-          %2: f32[4] = broadcast_in_dim(1.0)  # backward
-          %3: f32[4] = mul(%2, 2.0)  # backward
-          return %1, %3
+          %2: f32[4] = broadcast_in_dim(1.0:f32[])  # backward
+          %3: f32[4] = mul(%2, 2.0:f32[])  # backward
+          return %1 "0", %3 "1"
         }
         """,
     ),
@@ -167,12 +168,12 @@ GRAPHS = {
         (array(4),),
         """
         graph(%0: f32[4] "x") {
-          %1: f32[4] = max(%0, 0.0)  # forward
-          %2: bool[4] = gt(%0, 0.0)  # forward
-          %3: f32[4] = broadcast_in_dim(1.0)  # backward
-          %4: f32[4] = broadcast_in_dim(0.0)  # backward
+          %1: f32[4] = max(%0, 0.0:f32[])  # forward
+          %2: bool[4] = gt(%0, 0.0:f32[])  # forward
+          %3: f32[4] = broadcast_in_dim(1.0:f32[])  # backward
+          %4: f32[4] = broadcast_in_dim(0.0:f32[])  # backward
           %5: f32[4] = select_n(%2, %4, %3)  # backward
-          return %1, %5
+          return %1 "0", %5 "1"
         }
         """,
     ),
@@ -180,9 +181,9 @@ GRAPHS = {
         (X,),
         """
         graph(%0: f32[2,8] "x") {
-          %1: f32[8,4] = constant
-          %2: f32[2,4] = dot_general(%0, %1)  # forward
-          return %2, 3, %0
+          %1: f32[8,4] = constant full(0.5)
+          %2: f32[2,4] = dot_general[dimension_numbers=(((1,), (0,)), ((), ()))](%0, %1)  # forward
+          return %2 "0", 3:i32[] "1", %0 "2"
         }
         """,
     ),
@@ -190,12 +191,12 @@ GRAPHS = {
         (array(4), array(5)),
         """
         graph(%0: f32[4] "x", %1: f32[5] "unused") {
-          %4: f32[4] = scan(%0) x2  # forward
+          %4: f32[4] = scan[num_consts=0, num_carry=1](%0) x2  # forward
             body(%2: f32[4]) {
-              %3: f32[4] = add(%2, 1.0)  # forward
+              %3: f32[4] = add(%2, 1.0:f32[])  # forward
               return %3
             }
-          return %4
+          return %4 ""
         }
         """,
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cost_models.flops import model_flops
-from autopar.ir.graph import Repeats, graph_hash, verify
+from autopar.ir.graph import Graph, Repeats, graph_hash, verify
 from autopar.ir.trace import trace
 from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
@@ -58,6 +59,11 @@ def test_graphs_are_valid_and_have_every_program(name: str, weights: bool) -> No
     assert len(carried) == len(state)
 
 
+def without_scopes(graph: Graph) -> str:
+    """The printed form without JAX's scopes, which have the numbers of the step's operations."""
+    return re.sub(r"(  # \w+( \S+:\d+)?) in .*", r"\1", str(graph))
+
+
 #: Model -> pairs of isomorphic stages, of four. Experts run on blocks by bodies of their own.
 ISOMORPHIC = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2, "llama3-toy": 2}
 
@@ -71,7 +77,7 @@ def test_the_graph_of_an_isomorphic_stage_is_the_traced_one_renamed(name: str) -
     assert len(isomorphic) == ISOMORPHIC[name]
     for a, b in [*isomorphic, *((s, s) for s in range(4))]:
         made, exact = renamed(graphs[a], found[a], found[b]), graphs[b]
-        assert str(made.graph) == str(exact.graph)
+        assert without_scopes(made.graph) == without_scopes(exact.graph)
         assert graph_hash(made.graph) == graph_hash(exact.graph)
         for one in fields(StageGraph):
             if one.name != "graph":
@@ -98,7 +104,7 @@ def test_sent_values_are_received() -> None:
 
 def test_middle_stages_are_equal_but_for_names() -> None:
     _, graphs, _ = staged("gpt-toy", 4, layers=4)
-    one, other = (str(graphs[s].graph).partition(") {")[2] for s in (1, 2))
+    one, other = (re.sub('"[^"]*"', "", without_scopes(graphs[s].graph)) for s in (1, 2))
     assert one == other
 
 
