@@ -21,7 +21,7 @@ export AUTOPAR_TEST_JAX_CACHE ?= $(CURDIR)/.cache/jax
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo plan test core bench lint format docs ci clean
+.PHONY: help demo plan test core goldens bench lint format docs ci clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -37,6 +37,9 @@ test: $(VENV)/.installed-test ## run the whole test suite, or a part of it: AT=t
 
 core: $(VENV)/.installed-test ## run the core of the test suite
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m core $(PYTEST_ARGS)
+
+goldens: $(VENV)/.installed-test ## write what the text cases expect anew, all or some: ARGS="op_groups remat"
+	@$(BIN)/python -m tests.goldens $(ARGS)
 
 bench: $(VENV)/.installed-test ## run a benchmark: ARGS="equal --models gpt-toy"; ARGS=--help lists them
 	@$(BIN)/autopar bench $(ARGS)

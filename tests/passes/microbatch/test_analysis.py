@@ -168,19 +168,6 @@ def test_without_reasons_the_same_is_refused(name: str, loops: int) -> None:
         assert split(graph, COUNT, loops=loops, reasons=False).loop_share == share
 
 
-@pytest.mark.parametrize(
-    ("shape", "count", "message"),
-    [((6, 4), 4, r"'b/x' of shape \(6, 4\) cannot be cut into 4"), ((), 2, "none of the 3 arguments holds a batch")],
-)
-def test_batch_that_does_not_divide_is_refused(shape: tuple[int, ...], count: int, message: str) -> None:
-    def step(p: Any, b: Any) -> Any:
-        return p * b["x"].sum()
-
-    graph = trace(step, jnp.ones(()), {"x": jnp.ones(shape)}).graph
-    with pytest.raises(MicrobatchError, match=message):
-        split(graph, count)
-
-
 def test_counts_and_arguments_are_checked() -> None:
     traced = trace(lambda p, x: p * x, jnp.ones(()), jnp.ones(4))
     with pytest.raises(ArgumentError, match="at least 1, got 0"):
@@ -567,18 +554,3 @@ def random_step(rng: np.random.Generator, size: int) -> tuple[Any, tuple[Any, ..
 
     weights = [jnp.asarray(rng.normal(size=(4, 4)) / 2) for _ in chosen]
     return step, (weights, jnp.asarray(rng.normal(size=(size, 4, 4))))
-
-
-def test_adamw_on_a_mean_loss_in_print() -> None:
-    """The states of a small step, as text."""
-
-    def step(w: jax.Array, b: Any) -> Any:
-        value, grad = jax.value_and_grad(lambda w: jnp.mean((b["x"] @ w) ** 2))(w)
-        return w - 0.1 * grad, value
-
-    traced = trace(step, jnp.ones(3), {"x": jnp.ones((8, 3))})
-    found = split(traced.graph, 2)
-    lines = [f"{p.op.name} -> {', '.join(str(found.states[v]) for v in p.op.outputs)}" for p in found.body]
-    assert lines[0] == "dot_general -> split(0)"
-    assert "reduce_sum -> partial sum" in lines
-    assert lines[-1] == "dot_general -> partial sum"

@@ -1,4 +1,4 @@
-"""Rematerialisation as a rewriting of graphs: text out, the same numbers, less memory."""
+"""Rematerialisation as a rewriting of graphs: the same numbers, less memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from jax.experimental import io_callback
 
 from autopar import jax_compat, zoo
 from autopar.cost_models.flops import work
-from autopar.errors import ArgumentError
 from autopar.ir.graph import Graph, Op, Region, verify
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.trace import trace
@@ -36,177 +35,6 @@ def doubles(*shape: int) -> jax.ShapeDtypeStruct:
 def everywhere(graph: Graph, policy: str) -> Graph:
     """Every layer recomputed that can be."""
     return verify(remat.rewrite(graph, [policy if open_ else "none" for open_ in remat.recomputable(graph)]))
-
-
-# Text
-
-
-def unrolled(ws: Any, x: Any) -> Any:
-    for w in ws:
-        x = jnp.sin(jnp.sin(x @ w))
-    return (x @ ws[0]).sum()
-
-
-def scanned(ws: Any, x: Any) -> Any:
-    x, _ = jax.lax.scan(lambda x, w: (jnp.sin(jnp.sin(x @ w)), None), x, ws)
-    return (x @ ws[0]).sum()
-
-
-FULL_UNROLLED = """\
-graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
-  %3: f32[8,4] = dot_general(%2, %0)  # forward
-  %4: f32[8,4] = sin(%3)  # forward
-  %6: f32[8,4] = sin(%4)  # forward
-  %8: f32[8,4] = dot_general(%6, %1)  # forward
-  %9: f32[8,4] = sin(%8)  # forward
-  %10: f32[8,4] = cos(%8)  # forward
-  %11: f32[8,4] = sin(%9)  # forward
-  %12: f32[8,4] = cos(%9)  # forward
-  %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
-  %14: f32[4,4] = dot_general(%13, %11)  # backward
-  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
-  %15: f32[4,4] = transpose(%27)  # backward
-  %16: f32[8,4] = dot_general(%13, %28)  # backward
-  %17: f32[8,4] = mul(%16, %12)  # backward
-  %18: f32[8,4] = mul(%17, %10)  # backward
-  %19: f32[4,4] = dot_general(%18, %6)  # backward
-  %20: f32[4,4] = transpose(%19)  # backward
-  %21: f32[8,4] = dot_general(%18, %1)  # backward
-  %29: f32[8,4], %30: f32[4,4], %31: f32[8,4] = optimization_barrier(%2, %0, %21)  # backward
-  %32: f32[8,4] = dot_general(%29, %30)  # backward
-  %33: f32[8,4] = sin(%32)  # backward
-  %34: f32[8,4] = cos(%32)  # backward
-  %35: f32[8,4] = cos(%33)  # backward
-  %22: f32[8,4] = mul(%31, %35)  # backward
-  %23: f32[8,4] = mul(%22, %34)  # backward
-  %24: f32[4,4] = dot_general(%23, %29)  # backward
-  %25: f32[4,4] = transpose(%24)  # backward
-  %26: f32[4,4] = add_any(%15, %25)  # backward
-  return %26, %20
-}
-"""
-
-DOTS_UNROLLED = """\
-graph(%0: f32[4,4] "ws/0", %1: f32[4,4] "ws/1", %2: f32[8,4] "x") {
-  %3: f32[8,4] = dot_general(%2, %0)  # forward
-  %4: f32[8,4] = sin(%3)  # forward
-  %6: f32[8,4] = sin(%4)  # forward
-  %8: f32[8,4] = dot_general(%6, %1)  # forward
-  %9: f32[8,4] = sin(%8)  # forward
-  %10: f32[8,4] = cos(%8)  # forward
-  %11: f32[8,4] = sin(%9)  # forward
-  %12: f32[8,4] = cos(%9)  # forward
-  %13: f32[8,4] = broadcast_in_dim(1.0)  # backward
-  %14: f32[4,4] = dot_general(%13, %11)  # backward
-  %27: f32[4,4], %28: f32[4,4] = optimization_barrier(%14, %0)  # backward
-  %15: f32[4,4] = transpose(%27)  # backward
-  %16: f32[8,4] = dot_general(%13, %28)  # backward
-  %17: f32[8,4] = mul(%16, %12)  # backward
-  %18: f32[8,4] = mul(%17, %10)  # backward
-  %19: f32[4,4] = dot_general(%18, %6)  # backward
-  %20: f32[4,4] = transpose(%19)  # backward
-  %21: f32[8,4] = dot_general(%18, %1)  # backward
-  %29: f32[8,4], %30: f32[8,4], %31: f32[8,4] = optimization_barrier(%3, %21, %2)  # backward
-  %32: f32[8,4] = sin(%29)  # backward
-  %33: f32[8,4] = cos(%29)  # backward
-  %34: f32[8,4] = cos(%32)  # backward
-  %22: f32[8,4] = mul(%30, %34)  # backward
-  %23: f32[8,4] = mul(%22, %33)  # backward
-  %24: f32[4,4] = dot_general(%23, %31)  # backward
-  %25: f32[4,4] = transpose(%24)  # backward
-  %26: f32[4,4] = add_any(%15, %25)  # backward
-  return %26, %20
-}
-"""
-
-FULL_SCANNED = """\
-graph(%0: f32[2,4,4] "ws", %1: f32[8,4] "x") {
-  %9: f32[8,4], %10: f32[2,8,4] = scan(%1, %0) x2  # forward
-    body(%2: f32[8,4], %3: f32[4,4]) {
-      %4: f32[8,4] = dot_general(%2, %3)  # forward
-      %5: f32[8,4] = sin(%4)  # forward
-      %7: f32[8,4] = sin(%5)  # forward
-      return %7, %2
-    }
-  %13: f32[1,4,4] = slice(%0)  # forward
-  %14: f32[4,4] = squeeze(%13)  # forward
-  %15: f32[8,4] = broadcast_in_dim(1.0)  # backward
-  %16: f32[4,4] = dot_general(%15, %9)  # backward
-  %17: f32[4,4] = transpose(%16)  # backward
-  %18: f32[8,4] = dot_general(%15, %14)  # backward
-  %19: f32[1,4,4] = broadcast_in_dim(%17)  # backward
-  %20: f32[2,4,4] = pad(%19, 0.0)  # backward
-  %31: f32[8,4], %32: f32[2,4,4] = scan(%18, %0, %10) x2  # backward
-    body(%21: f32[8,4], %22: f32[4,4], %23: f32[8,4]) {
-      %34: f32[8,4] = dot_general(%23, %22)  # backward
-      %35: f32[8,4] = sin(%34)  # backward
-      %36: f32[8,4] = cos(%34)  # backward
-      %37: f32[8,4] = cos(%35)  # backward
-      %26: f32[8,4] = mul(%21, %37)  # backward
-      %27: f32[8,4] = mul(%26, %36)  # backward
-      %28: f32[4,4] = dot_general(%27, %23)  # backward
-      %29: f32[4,4] = transpose(%28)  # backward
-      %30: f32[8,4] = dot_general(%27, %22)  # backward
-      return %30, %29
-    }
-  %33: f32[2,4,4] = add_any(%20, %32)  # backward
-  return %33
-}
-"""
-
-DOTS_SCANNED = """\
-graph(%0: f32[2,4,4] "ws", %1: f32[8,4] "x") {
-  %9: f32[8,4], %10: f32[2,8,4], %34: f32[2,8,4] = scan(%1, %0) x2  # forward
-    body(%2: f32[8,4], %3: f32[4,4]) {
-      %4: f32[8,4] = dot_general(%2, %3)  # forward
-      %5: f32[8,4] = sin(%4)  # forward
-      %7: f32[8,4] = sin(%5)  # forward
-      return %7, %2, %4
-    }
-  %13: f32[1,4,4] = slice(%0)  # forward
-  %14: f32[4,4] = squeeze(%13)  # forward
-  %15: f32[8,4] = broadcast_in_dim(1.0)  # backward
-  %16: f32[4,4] = dot_general(%15, %9)  # backward
-  %17: f32[4,4] = transpose(%16)  # backward
-  %18: f32[8,4] = dot_general(%15, %14)  # backward
-  %19: f32[1,4,4] = broadcast_in_dim(%17)  # backward
-  %20: f32[2,4,4] = pad(%19, 0.0)  # backward
-  %31: f32[8,4], %32: f32[2,4,4] = scan(%18, %0, %10, %34) x2  # backward
-    body(%21: f32[8,4], %22: f32[4,4], %23: f32[8,4], %35: f32[8,4]) {
-      %36: f32[8,4] = sin(%35)  # backward
-      %37: f32[8,4] = cos(%35)  # backward
-      %38: f32[8,4] = cos(%36)  # backward
-      %26: f32[8,4] = mul(%21, %38)  # backward
-      %27: f32[8,4] = mul(%26, %37)  # backward
-      %28: f32[4,4] = dot_general(%27, %23)  # backward
-      %29: f32[4,4] = transpose(%28)  # backward
-      %30: f32[8,4] = dot_general(%27, %22)  # backward
-      return %30, %29
-    }
-  %33: f32[2,4,4] = add_any(%20, %32)  # backward
-  return %33
-}
-"""
-TEXTS = (
-    ("full, unrolled", unrolled, (array(4, 4), array(4, 4)), "full", FULL_UNROLLED),
-    ("dots, unrolled", unrolled, (array(4, 4), array(4, 4)), "dots", DOTS_UNROLLED),
-    ("full, scanned", scanned, array(2, 4, 4), "full", FULL_SCANNED),
-    ("dots, scanned", scanned, array(2, 4, 4), "dots", DOTS_SCANNED),
-)
-
-
-def text(graph: Graph) -> str:
-    """The printed graph without source lines."""
-    lines = [line.partition("  # ") for line in str(graph).splitlines()]
-    return "".join(f"{head}{mark}{tail.split(' ')[0]}\n" for head, mark, tail in lines)
-
-
-@pytest.mark.parametrize(("title", "fn", "ws", "policy", "expected"), TEXTS, ids=[t[0] for t in TEXTS])
-def test_rewritten_programs_print_as_text(
-    title: str, fn: Callable[..., Any], ws: Any, policy: str, expected: str
-) -> None:
-    graph = trace(jax.grad(fn), ws, array(8, 4)).graph
-    assert text(everywhere(graph, policy)) == expected
 
 
 # The same numbers: by value numbering, so that programs of equal numbers do the same operations on the same operands
@@ -405,13 +233,6 @@ def test_results_of_the_program_are_not_recomputed() -> None:
     rewritten = everywhere(graph, "full")
     assert count(rewritten) > count(graph)
     assert products(rewritten) == products(graph)
-
-
-@pytest.mark.parametrize("policies", [("full",), ("full", "some", "none")])
-def test_policies_are_checked(policies: tuple[str, ...]) -> None:
-    graph = trace(jax.grad(unrolled), (array(4, 4),) * 2, array(8, 4)).graph
-    with pytest.raises(ArgumentError, match="must be 2 of 'none', 'dots', 'full', one for each layer"):
-        remat.rewrite(graph, policies)
 
 
 # Less memory, measured by the compiler on one device
