@@ -32,7 +32,7 @@ def apply_loaded_plan(traced: Traced, plan: Plan, registered: Mapping[str, str])
     with mismatches():
         if plan.stages[0].graph_hash != rewritten_hash(traced, run):
             expected = "that of the program that its remat, num_microbatches, batch and per_microbatch make"
-            raise FieldError(expected, repr(plan.stages[0].graph_hash), "stages[0].graph_hash")
+            raise FieldError(expected, f"{plan.stages[0].graph_hash!r}", "stages[0].graph_hash")
         check_arguments(plan, run.graph)
         check_layouts(plan, 0, run.graph, plan.mesh_sizes, registered)
     return run

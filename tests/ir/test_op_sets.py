@@ -34,6 +34,7 @@ DERIVED = {
     "codegen.start_indices": ("_STARTS",),
     "cost_models.compiler.compiled_program": ("OVERWRITES", "IN_PLACE_OPERAND", "RENAMINGS", "COMMUTATIVE", "MOVES"),
     "cost_models.compiler.cpu_kernels": ("_UNKNOWN",),
+    "cost_models.compiler.hbm_traffic": ("KERNELS", "_WRITING"),
     "cost_models.compiler.simplifications": ("_TABLE",),
     "cost_models.reductions": ("REDUCTIONS",),
     "ir.jaxpr": ("SAME_VALUES",),
@@ -52,7 +53,6 @@ DERIVED = {
     "rules.inherent": ("REASONS",),
     "rules.own": ("OWN_RULES",),
     "verification.dataflow": ("SAME_DATA", "UNIFORM"),
-    "verification.hbm_traffic": ("KERNELS", "_WRITING"),
     "verification.lowering_tpu": ("REARRANGING",),
     "verification.verify": ("LOWERED_FOR_DEVICES",),
 }
