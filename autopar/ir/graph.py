@@ -1,8 +1,14 @@
 """The program as autopar sees it: operations in static single assignment form, with regions for loops and branches.
 
 A value is an integer; `Graph.types[value]` is its type. An operation takes atoms (values or literals) and defines
-values; `scan`, `while`, `cond`, rematerialised bodies and unknown higher-order primitives hold regions, whose values
-are numbered in the same space, so one flat array can hold a fact about every value of the program.
+values; `scan`, `while`, `cond` and rematerialised bodies hold regions, whose values are numbered in the same space, so
+one flat array can hold a fact about every value of the program. Analyses see nested regions through
+
+    Graph.walk                  every operation, outer before inner, in program order
+    Graph.bodies, Graph.runs    every level of the program, with its executions
+    Graph.producers, Graph.uses where a value comes from, and where it is read
+    control_flow.entries        how operands enter regions
+    Copier                      operations again, with values of their own
 
 The printed form (`Graph.__str__`) is what tests are written in; `autopar.ir.text.parser` describes and reads it:
 
