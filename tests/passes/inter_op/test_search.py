@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar import parallel_map, zoo
+from autopar import zoo
 from autopar.cost_models.pipeline import Prices, simulate
 from autopar.errors import MicrobatchError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced, trace
-from autopar.passes.inter_op.dynamic_program import search
-from autopar.passes.inter_op.extrapolate import options_at
 from autopar.passes.inter_op.layer_costs import (
     Border,
     LayerClasses,
@@ -35,7 +32,6 @@ from autopar.passes.inter_op.layer_costs import (
 )
 from autopar.passes.inter_op.search import (
     LITTLE,
-    MADE_FOR,
     RESERVE,
     TOLERANCE,
     InterOpSearch,
@@ -45,7 +41,7 @@ from autopar.passes.inter_op.search import (
     splittable_counts,
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simulated_seconds
-from autopar.passes.inter_op.stage_options import ENOUGH, StageOption
+from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import batch_leaves, split
 from autopar.passes.remat.options import Options
@@ -283,56 +279,6 @@ def fresh(searcher: InterOpSearch) -> InterOpSearch:
     return InterOpSearch(searcher.graph, searcher.avals, searcher.cluster, searcher.batch, Options())
 
 
-def alone(task: Generator[float, Sequence[float], Any]) -> Any:
-    """What one number of microbatches finds without others beside it."""
-    return parallel_map.in_this_process([lambda: task])[0]
-
-
-@pytest.mark.parametrize("share", [None, 0.9, 0.8, 0.7, 0.6, 0.5])
-def test_ways_that_hold_less_are_priced_where_they_are_wanted(searcher: InterOpSearch, share: float | None) -> None:
-    """As good a division as with all of them priced; without need of memory none of them is."""
-    free = searcher.best(opened(searcher, counts=(4,)))
-    assert free is not None
-    choice = opened(searcher, counts=(4,), memory=None if share is None else share * max(free.peaks))
-    wanted, everything = fresh(searcher), fresh(searcher)
-    everything.whole(4, everything.meshes)
-    found, best = wanted.best(choice), everything.best(choice)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert found.seconds <= best.seconds * (1 + ENOUGH)
-    asked = [any(p.penalties.values()) for p in wanted.known[4].values()]
-    assert any(asked) == (share is not None)
-
-
-@pytest.mark.parametrize("share", [0.5, 1.0])
-def test_what_is_guessed_is_priced_before_it_is_played(searcher: InterOpSearch, share: float) -> None:
-    """The best is found as without guesses that promise too much, and nothing that is guessed is in it."""
-    exact, again, choice = fresh(searcher), fresh(searcher), opened(searcher)
-    best = alone(exact.at(4, choice)).best
-    at_two = searcher.priced(2, searcher.meshes)
-    priced = {n: {k: t.up_to(0)[:1] for k, t in one.by_kind.items()} for n, one in at_two.items()}
-    guesses = options_at(4, {2: priced})
-    again.guesses[4] = {n: {k: (w[0].scaled(share),) for k, w in options.items()} for n, options in guesses.items()}
-    found = alone(again.at(4, choice)).best
-    assert best is not None
-    assert found is not None
-    assert found.seconds == pytest.approx(best.seconds, rel=TOLERANCE)
-    shapes = {stage.shape for stage in found.stages}
-    guessed = {n: one.guessed for n, one in again.known[4].items() if searcher.meshes[n].sizes in shapes}
-    assert guessed
-    assert not any(kind in some for some in guessed.values() for kind in searcher.kinds.of_layer)
-
-
-def test_layers_are_not_priced_on_submeshes_that_cannot_hold_them(searcher: InterOpSearch) -> None:
-    again, least = fresh(searcher), searcher.kinds.least_bytes()
-    choice = opened(again, memory=0.6 * max(least.values()))
-    alone(again.divisions(4, choice))
-    on_one = again.known[4][0].by_kind
-    priced = {kind for kind, options in on_one.items() if options.found}
-    assert priced == {kind for kind, nbytes in least.items() if nbytes <= again.usable(choice)[0]}
-    assert 0 < len(priced) < len(least)
-
-
 def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(searcher: InterOpSearch) -> None:
     """The bound is on every option to run a layer, and nothing is priced where it says no."""
     least = searcher.kinds.least_bytes()
@@ -376,17 +322,6 @@ def test_the_bound_is_what_1f1b_takes_where_it_waits_for_transfers() -> None:
     assert least_seconds(prices, 64, (64,) * 4) < 0.9 * exact
 
 
-@pytest.mark.parametrize(("alpha", "count"), [(1e-1, 4), (1e-6, 4), (1e-6, 8)])
-def test_submeshes_of_more_hosts_are_left_where_fewer_do(alpha: float, count: int) -> None:
-    """Eight hosts of one device: what is left would have made no better division."""
-    step = traced("gpt-toy", layers=2)
-    many = replace(Cluster.custom((8,), alpha, 1e-6, {"float32": 1e9}, 1e10, 10**9), hosts=8, devices_per_host=1)
-    searcher = InterOpSearch(step.graph, step.in_avals, many, batch_leaves(step.graph, 1), Options())
-    _, found = alone(searcher.divisions(count, opened(searcher)))
-    whole = [one for name in MADE_FOR for one in search(searcher.question(count, opened(searcher), name), TOLERANCE)]
-    assert min(d.seconds for d in found) <= min(d.seconds for d in whole) * (1 + 2 * TOLERANCE)
-
-
 @pytest.mark.parametrize("beta", [1e-9, 1e-7])
 def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     """What lets submeshes be left out before anything is priced there."""
@@ -398,7 +333,6 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     for kind in searcher.kinds.stage:
         used = {n: sizes[n] * min(t.times.seconds(4) for t in priced[n].by_kind[kind].all) for n in priced}
         assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
-    assert searcher.mesh_groups() == ((0,), (1,), (3,), (2,))
     real = {n: {kind: options.all for kind, options in one.by_kind.items()} for n, one in priced.items()}
     some = {n: {kind: options for kind, options in real[n].items() if kind == searcher.kinds.of_layer[1]} for n in real}
     for known in ((0,), (0, 1), (0, 1, 3)):
@@ -431,12 +365,11 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
     assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
 
 
-def test_a_number_that_cannot_be_below_a_limit_is_left_and_others_are_found(searcher: InterOpSearch) -> None:
-    choice = opened(searcher)
-    found = alone(searcher.at(4, choice)).best
+def test_only_pipelines_below_a_limit_are_found(searcher: InterOpSearch) -> None:
+    found = searcher.best(opened(searcher, counts=(4,)))
     assert found is not None
-    assert alone(searcher.at(4, choice, 0.9 * found.formula)).best is None
-    again = alone(searcher.at(4, choice, 1.1 * found.formula)).best
+    assert searcher.best(opened(searcher, counts=(4,), limit=0.9 * found.formula)) is None
+    again = searcher.best(opened(searcher, counts=(4,), limit=1.1 * found.formula))
     assert again is not None
     assert (again.stages, again.seconds) == (found.stages, found.seconds)
 
