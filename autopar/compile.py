@@ -47,18 +47,32 @@ from autopar.runtime.planned_step import PlannedStep
 
 MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
 
-#: Default time limit of planning in seconds: the larger of a minimum and a time per operation, which is about the time
-#: that compilation takes.
-MIN_PLANNING_SECONDS, SECONDS_PER_OP = 5.0, 2e-3
-STAGE_SOLVER_SECONDS = 60.0  # default time limit of one problem in a search for stages
-#: Assumed smallest ratio of the step time of planned stages to the step time that the inter-operator search forecasts:
-#: 0.94 to 1.05 on T5, BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e.
-PLANNED_OVER_FORECAST = 0.9
-#: A step is planned on one mesh before the search for stages, if the memory that it needs without fusion is at most
-#: this many times that of the cluster. Chosen on BERT-large, whose plan peaks at a third of its memory without fusion.
-UNFUSED_OVER_PEAK = 3.0
-#: How many times the memory of all devices a step as written must need for stages to be searched even on one host.
-FAR = 2.0
+
+@dataclass(frozen=True, slots=True)
+class DriverEffort:
+    """Which of the two compilers is asked, and how long planning may take."""
+
+    # default time limit of planning (s), at least (not measured)
+    planning_seconds: float = 5.0
+    # the same per operation (s), which is about the time that compilation takes; the larger of both counts (not
+    # measured)
+    seconds_per_op: float = 2e-3
+    # default time limit of one problem in a search for stages (s; guards against rare problems)
+    stage_solver_seconds: float = 60.0
+    # assumed least ratio of the step time of planned stages to the step time that the inter-operator search forecasts:
+    # 0.94 to 1.05 on T5, BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e
+    planned_over_forecast: float = 0.9
+    # a step is planned on one mesh before the search for stages, if the memory that it needs without fusion is at most
+    # this many times that of the cluster (chosen on BERT-large, whose plan peaks at a third of its memory without
+    # fusion)
+    unfused_over_peak: float = 3.0
+    # how many times the memory of all devices a step as written must need for stages to be searched even on one host
+    # (not measured)
+    far: float = 2.0
+
+
+DRIVER = DriverEffort()
+
 #: Number of graphs whose rewriting into microbatches is cached: each mesh asks for the same rematerialised graphs.
 SPLIT_CACHE_SIZE = 4
 
@@ -235,7 +249,7 @@ class _OneMeshPlanner:
 
 def _time_limit(graph: Graph) -> float:
     """Default time limit of planning in seconds."""
-    return max(MIN_PLANNING_SECONDS, SECONDS_PER_OP * sum(1 for _ in graph.walk()))
+    return max(DRIVER.planning_seconds, DRIVER.seconds_per_op * sum(1 for _ in graph.walk()))
 
 
 def _offload(s: Settings, target: Target, local: bool) -> str:
@@ -273,10 +287,10 @@ def _searches_stages(s: Settings, graph: Graph) -> bool:
 
 
 def _is_far_too_large(s: Settings, graph: Graph) -> bool:
-    """Whether a step needs more than `FAR` times the memory of all devices, without options for it."""
+    """Whether a step needs more than `DRIVER.far` times the memory of all devices, without options for it."""
     if s.memory_budget is not None or s.num_microbatches != "auto" or not pipelines.has_backward(graph):
         return False
-    return not pipelines.fits_evenly(graph, s.cluster or Cluster.local(), FAR)
+    return not pipelines.fits_evenly(graph, s.cluster or Cluster.local(), DRIVER.far)
 
 
 def _pipeline_options(s: Settings) -> PipelineOptions:
@@ -309,7 +323,7 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
 
     best, tried = None, set[int | str]()
     # forecasts above the first limit (s) cannot beat the plan on one mesh; the second round has no limit
-    first_limit = () if step is None or math.isinf(expected) else (expected / PLANNED_OVER_FORECAST,)
+    first_limit = () if step is None or math.isinf(expected) else (expected / DRIVER.planned_over_forecast,)
     for limit in (*first_limit, math.inf):
         call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
         searching, fewest = time.perf_counter(), 2 if as_written else 1
@@ -359,7 +373,7 @@ def _one_microbatch(
         None and inf, if the step is too large or the settings exclude such a plan; inf also if no plan is known to fit.
     """
     tried = s.num_microbatches in ("auto", 1) and (
-        indivisible or pipelines.fits_evenly(call.traced.graph, cluster, UNFUSED_OVER_PEAK)
+        indivisible or pipelines.fits_evenly(call.traced.graph, cluster, DRIVER.unfused_over_peak)
     )
     if s.schedule == "auto" and tried:
         with contextlib.suppress(AutoparError):  # a step that cannot be planned on one mesh may still have stages
@@ -392,7 +406,7 @@ def _assemble_choice(
 
 def _stage_options(s: Settings) -> Options:
     """The solver options for the layouts of stages."""
-    limit, rules = s.time_limit or STAGE_SOLVER_SECONDS, registered_rules()
+    limit, rules = s.time_limit or DRIVER.stage_solver_seconds, registered_rules()
     return Options(solver=s.solver, time_limit=limit, gap=s.gap, pins=s.pins, rules=rules)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import RunCosts
-from autopar.passes.inter_op.stage_options import SHARES, StageOption, StageOptions
+from autopar.passes.inter_op.stage_options import STAGE_OPTIONS, StageOption, StageOptions
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches
 from autopar.passes.microbatch.constant_indices import constant_component
@@ -190,7 +190,7 @@ class SubmeshCosts:
 
     def whole(self) -> SubmeshCosts:
         """The same with all penalty rates for all kinds."""
-        return replace(self, penalties=dict.fromkeys(self.by_kind, len(SHARES)), guessed={})
+        return replace(self, penalties=dict.fromkeys(self.by_kind, len(STAGE_OPTIONS.shares)), guessed={})
 
 
 class LayerCosts:
@@ -228,7 +228,7 @@ def option_at(found: Sequence[StageOption], number: int, policy: str) -> StageOp
 
 def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     """(rematerialisation policy, number of the option): the options of consecutive layers, in order."""
-    return tuple(itertools.product(policies, range(1 + len(SHARES))))
+    return tuple(itertools.product(policies, range(1 + len(STAGE_OPTIONS.shares))))
 
 
 def run_costs(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> RunCosts:

@@ -9,7 +9,8 @@
 
 All decisions are in a `StageChoice`; a plan contains one, so that the same step can be assembled from it again.
 
-A *rank* is a submesh with its instruction list. Every rank has one stage, under interleaved-1f1b `CHUNKS`.
+A *rank* is a submesh with its instruction list. Every rank has one stage, under interleaved-1f1b several
+(`PipelineEffort.chunks`).
 """
 
 from __future__ import annotations
@@ -43,12 +44,20 @@ from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import PlannedStage, StagePlans, plan_stages
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
 
-#: Stages per rank, for schedules with several.
-CHUNKS = 2
-#: Microbatches per rank by default.
-PER_RANK = 2
-#: Largest number of pieces of a scan over layers, each of which may be on its own submesh.
-MOST_PIECES = 16
+
+@dataclass(frozen=True, slots=True)
+class PipelineEffort:
+    """Which pipelines are opened to the search."""
+
+    # stages per rank, for schedules with several (by definition of the plan that a user gets without options)
+    chunks: int = 2
+    # microbatches per rank by default (by definition of the plan that a user gets without options)
+    per_rank: int = 2
+    # most pieces of a scan over layers, each of which may be on its own submesh (settled on the zoo)
+    pieces: int = 16
+
+
+PIPELINES = PipelineEffort()
 
 
 @dataclass(frozen=True)
@@ -314,7 +323,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     except MicrobatchError:
         return None
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
-    pieces = min(cluster.num_devices, MOST_PIECES)
+    pieces = min(cluster.num_devices, PIPELINES.pieces)
     shorter = split_scan.split_scans(graph, pieces, batch)
     counts = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.microbatch_counts(extent)
     own, notes = s.per_microbatch, ()
@@ -412,7 +421,7 @@ def has_backward(graph: Graph) -> bool:
 
 
 def _chunks(schedule: str) -> int:
-    return CHUNKS if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
+    return PIPELINES.chunks if schedule in SCHEDULES and "chunks" in SCHEDULES[schedule].several else 1
 
 
 def _has_backward_passes(stages: Stages) -> bool:
@@ -452,7 +461,7 @@ def _microbatches(
     extent = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
     complaint = SCHEDULES[schedule].size_error
     return next(
-        _numbers(extent, PER_RANK * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
+        _numbers(extent, PIPELINES.per_rank * ranks, lambda m: not complaint(Size(ranks, m, _chunks(schedule)))), 1
     ), batch
 
 

@@ -23,8 +23,8 @@ nearly all of the time, so a cost is computed only where it may lead to a faster
                                                                                            -> InterOpSearch.divisions
     nothing        is costed if state and gradient accumulators exceed the memory of the cluster -> InterOpSearch.fits
 
-Divisions leave a share `RESERVE` of the memory free, unless nothing fits so. The plan of a whole stage takes a little
-more or less memory than the sum of its layers.
+Divisions leave a share `InterOpEffort.reserve` of the memory free, unless nothing fits so. The plan of a whole stage
+takes a little more or less memory than the sum of its layers.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
 from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, RunCosts, placements, search
+from autopar.passes.inter_op.effort import INTER_OP, InterOpEffort
 from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import (
     Border,
@@ -68,28 +69,10 @@ from autopar.passes.remat.memory_policy import MARGIN
 from autopar.passes.remat.options import Options
 from autopar.schedules import SCHEDULES, Size
 
-#: Relative step time by which the dynamic program may miss a better division.
-TOLERANCE = 1e-3
-#: Divisions that are simulated per number of microbatches and per schedule of `MADE_FOR`.
-SIMULATED = 8
 #: Schedules that are simulated by default, in ascending order of the microbatches in flight.
 OPEN = ("1f1b", "eager-1f1b", "gpipe")
 #: Schedules for whose memory divisions are searched, in descending order of the microbatches in flight.
 MADE_FOR = ("eager-1f1b", "1f1b")
-#: Relative gain over the incumbent that the estimate of another number of microbatches must promise.
-LITTLE = 0.02
-#: Relative error of the dynamic program's step time against the simulated one.
-SLACK = 0.05
-#: Relative gain that further submeshes must promise before layers are costed on them.
-WORTH = 0.01
-#: Share of the memory that divisions leave free.
-RESERVE = 0.03
-#: Microbatches per stage after the first at which the bubble is an eighth of the computation.
-FULL = 8
-#: Examples per microbatch, at most.
-LARGEST = 128
-#: On clusters with more devices than this, the size of a submesh divides the number of devices.
-ANY_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,7 @@ class SearchSpace:
     per_microbatch: tuple[str, ...] = ()
     fewest: int = 1
     limit: float = math.inf
-    reserve: float = RESERVE
+    reserve: float = field(default_factory=lambda: INTER_OP.reserve)
 
 
 def find(
@@ -144,9 +127,9 @@ def find(
     )
 
 
-def microbatch_counts(extent: int) -> tuple[int, ...]:
+def microbatch_counts(extent: int, effort: InterOpEffort = INTER_OP) -> tuple[int, ...]:
     """Numbers of microbatches to try for a batch: the smallest divisor in every interval [2^k, 2^(k+1))."""
-    divisors = [m for m in range(1, extent + 1) if extent % m == 0 and extent // m <= LARGEST]
+    divisors = [m for m in range(1, extent + 1) if extent % m == 0 and extent // m <= effort.examples]
     first = {m.bit_length(): m for m in reversed(divisors)}
     return tuple(sorted(first.values()))
 
@@ -211,6 +194,7 @@ class InterOpSearch:
     options: Options
     per_microbatch: tuple[str, ...] = ()
     parts: Mapping[int, Microbatches] = field(default_factory=dict)
+    effort: InterOpEffort = INTER_OP
     layers: Layers = field(init=False)
     kinds: LayerClasses = field(init=False)
     borders: tuple[Border, ...] = field(init=False)
@@ -231,7 +215,7 @@ class InterOpSearch:
         total = self.cluster.num_devices
 
         def may_be(n: int) -> bool:
-            return (total <= ANY_SIZE or total % n == 0) and _is_part(self.cluster, n)
+            return (total <= self.effort.any_size or total % n == 0) and _is_part(self.cluster, n)
 
         self.where = tuple(
             placements([(g.num_devices // g.devices_per_host, g.devices_per_host) for g in groups], may_be)
@@ -261,7 +245,7 @@ class InterOpSearch:
             some = parallel_map.with_barrier([partial(self.at, count, space, limit) for count in group])
             results.update(zip(group, some, strict=True))
             best = min((one.best for one in results.values() if one.best is not None), key=rank, default=None)
-            limit = space.limit if best is None else min(space.limit, (1 + SLACK) * best.formula)
+            limit = space.limit if best is None else min(space.limit, (1 + self.effort.formula_error) * best.formula)
             priced = {count: one.options for count, one in results.items()}
             group = self._next(falling, space, priced, best)
             self.guesses.update((count, options_at(count, priced)) for count in group)
@@ -288,9 +272,9 @@ class InterOpSearch:
             else:
                 known = self.lower_bounds_of(options_anywhere(count, priced))
             prices = self._run_costs(space, known)
-            return _seconds(search(self._asked(count, space, prices, schedule), TOLERANCE, limit))
+            return _seconds(search(self._asked(count, space, prices, schedule), self.effort.near, limit))
 
-        limit = (1 - LITTLE) * estimated(best.microbatches) if best else space.limit
+        limit = (1 - self.effort.gain_of_count) * estimated(best.microbatches) if best else space.limit
         estimates: dict[int, float] = {}
         for some in (falling[from_ + 1 :], falling[:from_][::-1]):
             found = ((estimated(count, limit), count) for count in some if count not in priced)
@@ -305,7 +289,7 @@ class InterOpSearch:
         """
         hosts, capacity = self.cluster.hosts, self._capacity_bytes(space) - self._state_bytes
         activations = written_bytes(self.graph) - sum(self.graph.types[v].nbytes for v in self.graph.inputs)
-        flying, full = activations * (hosts + 1) / 2, FULL * (hosts - 1)
+        flying, full = activations * (hosts + 1) / 2, self.effort.bubble * (hosts - 1)
         fit = [i for i, count in enumerate(falling) if flying <= count * capacity and count >= full]
         return max(fit[-1] - 1, 0) if fit else 0
 
@@ -400,9 +384,9 @@ class InterOpSearch:
         limit = min(limit, *(yield _seconds(found)))
         for n, some in enumerate(others):
             known = (*first, *itertools.chain(*others[:n]))
-            if not self._may_improve(count, space, known, some, limit * (1 - WORTH)):
+            if not self._may_improve(count, space, known, some, limit * (1 - self.effort.gain_of_submeshes)):
                 break
-            question, better = self._best_divisions(count, space, (*known, *some), limit * (1 - TOLERANCE))
+            question, better = self._best_divisions(count, space, (*known, *some), limit * (1 - self.effort.near))
             found = (*better, *found)
             limit = min(limit, _seconds(found))
         if space.reserve and math.isinf(limit):
@@ -423,7 +407,7 @@ class InterOpSearch:
             some = {n: self._options_on(count, space, n, kinds[:done]) for n in others}
             lower_bounds = self.lower_bounds_of({**prices, **some})
             if not search(
-                self._asked(count, space, self._run_costs(space, lower_bounds), holds_least), TOLERANCE, limit
+                self._asked(count, space, self._run_costs(space, lower_bounds), holds_least), self.effort.near, limit
             ):
                 return False
         return True
@@ -439,9 +423,9 @@ class InterOpSearch:
         settled: list[tuple[Question, Sequence[Division]]] = []
         for schedule in _made_for(space):
             question, divisions = self._best_divisions_for(schedule, count, space, submeshes, limit)
-            best = self._plain(divisions, space)[:SIMULATED]
+            best = self._plain(divisions, space)[: self.effort.simulated]
             settled.append((question, best))
-            limit = min(limit, _seconds(best) * (1 - WORTH))
+            limit = min(limit, _seconds(best) * (1 - self.effort.gain_of_submeshes))
         return settled[-1][0], tuple(division for _, best in settled for division in best)
 
     def _best_divisions_for(
@@ -454,10 +438,12 @@ class InterOpSearch:
         while True:
             priced = {n: self._options_on(count, space, n) for n in submeshes}
             question = self._asked(count, space, self._run_costs(space, priced), schedule)
-            found = search(question, TOLERANCE, limit)
+            found = search(question, self.effort.near, limit)
             without_costs = [self._without_costs(count, space, division) for division in found]
             near_best = [
-                h for h, d in zip(without_costs, found, strict=True) if d.seconds <= found[0].seconds * (1 + WORTH)
+                h
+                for h, d in zip(without_costs, found, strict=True)
+                if d.seconds <= found[0].seconds * (1 + self.effort.gain_of_submeshes)
             ]
             missing = set[tuple[int, int]]().union(*near_best)
             if not missing:

@@ -7,7 +7,7 @@
 A schedule of many microbatches is simulated for two smaller numbers, since it repeats itself from there on
                                                                             -> simulated_seconds
 A schedule whose lower bound is no faster than the best is not simulated    -> least_seconds
-A schedule with more microbatches in flight has to be faster by `SAVED`, because it takes more memory.
+A schedule with more microbatches in flight has to be faster by `SimulationEffort.saved`, because it takes more memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.schedules import REPEATING, SCHEDULES, Size, make
 
-#: Relative step time that a schedule with more microbatches in flight has to save.
-SAVED = 0.01
+
+@dataclass(frozen=True, slots=True)
+class SimulationEffort:
+    """Which schedules are preferred among the simulated."""
+
+    # relative step time that a schedule with more microbatches in flight has to save (settled on the zoo)
+    saved: float = 0.01
+
+
+SIMULATION = SimulationEffort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +119,12 @@ class Simulator:
         peaks = {name: _peaks(division, question, flights[name]) for name in self.schedules}
         simulated: dict[str, float] = {}
         for name in reversed(self.schedules):
-            useful = min(limit, min(simulated.values(), default=math.inf) / (1 - SAVED))
+            useful = min(limit, min(simulated.values(), default=math.inf) / (1 - SIMULATION.saved))
             capacity = (question.memory[p.placement.submesh] for p in division.parts)
             fits = all(most <= nbytes for most, nbytes in zip(peaks[name], capacity, strict=True))
             if fits and least_seconds(prices, size.microbatches, flights[name]) < useful:
                 simulated[name] = simulated_seconds(name, size, prices)
-        good = min(limit, min(simulated.values(), default=math.inf) / (1 - SAVED))
+        good = min(limit, min(simulated.values(), default=math.inf) / (1 - SIMULATION.saved))
         name = next((name for name in self.schedules if simulated.get(name, math.inf) < good), None)
         if name is None:
             return None

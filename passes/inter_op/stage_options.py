@@ -4,7 +4,7 @@ The bytes that a stage keeps, and those live where its fastest plan peaks, get a
 
     seconds(x) + rate bytes(x),      rate = share x (seconds / bytes of the fastest plan)
 
-for the shares in `SHARES`. Each option is one more solution of the same problem, without memory rows; dominated options
+for `OptionEffort.shares`. Each option is one more solution of the same problem, without memory rows; dominated options
 are dropped. A solution is quick enough for hundreds of calls by `autopar.passes.inter_op.search`. The plan of a chosen
 stage is made with memory rows, within the budget (`autopar.passes.stages.plan`).
 """
@@ -33,16 +33,26 @@ from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.plan import PenalisedPlans, StagePlan, planned
 from autopar.rules import Rule
 
-#: Penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes.
-SHARES = (0.3, 6.0)
-#: Weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers.
-LAYERS = 4.0
-#: Relative gap at which the solution of an option is accepted.
-ENOUGH = 0.03
-#: Relative gap at which the dual ascent of a penalised problem ends.
-NEAR = 0.01
-#: Remaining strategies above which the ILP is not run; it takes half a minute there.
-LARGEST = 2_000
+
+@dataclass(frozen=True, slots=True)
+class OptionEffort:
+    """Which options of a stage are sought, and how near their optimum."""
+
+    # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (settled on the
+    # zoo)
+    shares: tuple[float, ...] = (0.3, 6.0)
+    # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (not
+    # measured)
+    layers: float = 4.0
+    # relative gap at which the solution of an option is accepted (settled on the zoo)
+    gap: float = 0.03
+    # relative gap at which the dual ascent of a penalised problem ends (settled on the zoo)
+    until: float = 0.01
+    # remaining strategies above which the ILP is not run; it takes half a minute there (settled on the zoo)
+    largest: int = 2_000
+
+
+STAGE_OPTIONS = OptionEffort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,7 @@ class StageOptions:
         rules: of the graph's operations.
         options: of the intra-operator solver.
         entering: values of the graph that the forward pass receives from other stages.
-        shares: penalty rates besides 0.
+        effort: penalty rates besides 0, and gaps of the solutions.
     """
 
     graph: StageGraph
@@ -99,21 +109,21 @@ class StageOptions:
     rules: Mapping[int, Rule]
     options: Options
     entering: Sequence[int]
-    shares: Sequence[float] = SHARES
+    effort: OptionEffort = STAGE_OPTIONS
     found: dict[float, _CostedOption] = field(default_factory=dict[float, "_CostedOption"])  # by rate
 
     @cached_property
     def penalised(self) -> PenalisedPlans:
         """The plans at rising penalty rates."""
-        how = {"gap": ENOUGH, "largest": LARGEST, "fold": False, "rounds": 0}
+        how = {"gap": self.effort.gap, "largest": self.effort.largest, "fold": False, "rounds": 0}
         return PenalisedPlans(
             self.graph,
             self.mesh,
             self.rules,
             self.options,
-            layers=LAYERS,
+            layers=self.effort.layers,
             solver_options=how,
-            penalised_solver_options={"until": NEAR},
+            penalised_solver_options={"until": self.effort.until},
         )
 
     @cached_property
@@ -124,12 +134,12 @@ class StageOptions:
     @cached_property
     def open(self) -> Sequence[float]:
         """Penalty rates that can change the plan; on one device there is only one option."""
-        return self.shares if self.mesh.size > 1 and self.penalised.peak > 0 else ()
+        return self.effort.shares if self.mesh.size > 1 and self.penalised.peak > 0 else ()
 
     @property
     def all(self) -> tuple[StageOption, ...]:
         """All options."""
-        return self.up_to(len(self.shares))
+        return self.up_to(len(self.effort.shares))
 
     def up_to(self, penalties: int) -> tuple[StageOption, ...]:
         """Options of the first `penalties` rates besides 0, the fastest first, each with fewer bytes than those before.

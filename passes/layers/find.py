@@ -7,8 +7,8 @@
                  more rounds, then to the latest                                                    -> _best_borders
     the rest     before, between and after such rounds, in the same way. Where nothing repeats, H products make
                  floor(sqrt(H)) layers (Chen et al., 2016, "Training deep nets with sublinear memory cost",
-                 section 4.1): of equal FLOPs within `BALANCE_TOLERANCE`, then with the fewest bytes at the border, then
-                 with the latest border                                                             -> _balanced
+                 section 4.1): of equal FLOPs within `LayerEffort.balance`, then with the fewest bytes at the border,
+                 then with the latest border                                                        -> _balanced
     loops        a scan with products in its body is a chain of equal layers by itself: one `Layer` with `trips`
 
 Two layers are of one kind if their operations are equal once values are renumbered in the order of their first use
@@ -37,8 +37,17 @@ from autopar.ir.op_sets import ADDITIONS, RELAYOUTS
 from autopar.ir.problem import Floats, Ints
 from autopar.ir.train_state import match_state
 
-#: Where nothing repeats: share of a layer's FLOPs by which a border may be off the balanced position.
-BALANCE_TOLERANCE = 0.35
+
+@dataclass(frozen=True, slots=True)
+class LayerEffort:
+    """Where a program that repeats nothing may be cut into layers."""
+
+    # share of a layer's FLOPs by which a border may be off the balanced position (not measured)
+    balance: float = 0.35
+
+
+LAYERS = LayerEffort()
+
 #: The operation that recomputed parts follow; see `autopar.passes.remat.rewrite`.
 BARRIER = "optimization_barrier"
 #: Operations that do not change the values of a gradient.
@@ -271,7 +280,7 @@ def _balanced(chain: _Chain, start: int, stop: int) -> Iterator[int]:
     for k in range(1, count):
         target = float(chain.flops_before[start]) + k * size
         off = {i: abs(float(chain.flops_before[i]) - target) for i in range(last + 1, stop)}
-        candidates = [i for i, flops in off.items() if flops <= BALANCE_TOLERANCE * size]
+        candidates = [i for i, flops in off.items() if flops <= LAYERS.balance * size]
         if candidates:
             last = max(candidates, key=lambda i: (-int(chain.bytes[i]), i))
             yield last

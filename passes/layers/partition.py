@@ -1,7 +1,7 @@
 """Partition of a chain of layers into stages.
 
     subdivide   gives at least as many layers as stages: halves the layer with the most FLOPs again and again, at equal
-                FLOPs within `BALANCE_TOLERANCE`, then where the fewest bytes cross, then at the latest such border
+                FLOPs within `LayerEffort.balance`, then where the fewest bytes cross, then at the latest such border
     borders     divides layers into stages: minimises the forward FLOPs of the largest stage (a backward pass takes
                 twice as many); among equals the bytes that cross; then it takes the latest borders
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from autopar.cost_models.flops import work
 from autopar.errors import ArgumentError
-from autopar.passes.layers.find import BALANCE_TOLERANCE, Layers, crossing_bytes, with_border
+from autopar.passes.layers.find import LAYERS, Layers, crossing_bytes, with_border
 
 #: Relative and absolute difference (FLOPs) of sums in another order, below which they are equal.
 ROUNDING = 1e-9
@@ -52,7 +52,7 @@ def _middle(layers: Layers, layer: int) -> int:
     flops_before = [0.0, *itertools.accumulate(work(layers.graph, op) for op in layers.ops(layer))]
     total = flops_before[-1] or 1.0
     inner = range(start + 1, stop)
-    balanced = [i for i in inner if abs(flops_before[i - start] / total - 0.5) <= BALANCE_TOLERANCE]
+    balanced = [i for i in inner if abs(flops_before[i - start] / total - 0.5) <= LAYERS.balance]
     return max(balanced or inner, key=lambda i: (-crossing_bytes(layers, i), i))
 
 

@@ -43,8 +43,16 @@ from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Bounded, Pruned, Solution, bound, finish
 from autopar.rules import Rule, rules_of
 
-#: Relative gap to which a mesh is bounded before it is compared with others. Chosen on T5-large and U-Net-470M.
-ROUGH = 0.02
+
+@dataclass(frozen=True, slots=True)
+class MeshEffort:
+    """How well a mesh is bounded before it is compared with others."""
+
+    # relative gap of that bound (chosen on T5-large and U-Net-470M)
+    rough: float = 0.02
+
+
+MESHES = MeshEffort()
 
 
 def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
@@ -237,7 +245,7 @@ class Planner:
 
         Plans that take `cutoff` (s) or longer need not be found.
         """
-        draft, gap = self._draft(*self.as_written), max(ROUGH, self.options.gap)
+        draft, gap = self._draft(*self.as_written), max(MESHES.rough, self.options.gap)
         return self._bounded(draft, cutoff * (1 - self.options.gap), gap, once=True)
 
     def learn(self, bound: Solution, laps: Mapping[str, float]) -> None:

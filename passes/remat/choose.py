@@ -37,12 +37,25 @@ CHOICES: tuple[str, ...] = (AUTO, *POLICIES)
 #: Policy -> share of forecast seconds by which a forecast may be too high: on five models of published sizes up to 0.08
 #: for "full", 0.20 for "dots" (0.40 on toys).
 OVERESTIMATE: Mapping[str, float] = MappingProxyType({DOTS: 0.3, FULL: 0.1})
-#: Share of the forecast bytes of one layer by which they may be too high, next to a number of layers that was planned.
-LAYER_OVERESTIMATE = 0.05
-#: Relative gain of step time that the estimate of another plan must promise for it to be searched.
-MIN_GAIN = 0.005
-#: Every third guess bisects the remaining numbers of layers, in case the peak does not fall as forecast.
-BISECT_EVERY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RematSearchEffort:
+    """How far the numbers of layers to rematerialise are searched."""
+
+    # share of the forecast bytes of one layer by which they may be too high, next to a number of layers that was
+    # planned (settled on the zoo)
+    layer_overestimate: float = 0.05
+    # relative gain of step time that the estimate of another plan must promise for it to be searched (settled on the
+    # zoo)
+    min_gain: float = 0.005
+    # every so many guesses, one bisects the remaining numbers of layers, in case the peak does not fall as forecast
+    # (not measured)
+    bisect_every: int = 3
+
+
+REMAT = RematSearchEffort()
+
 
 T = TypeVar("T")
 
@@ -150,12 +163,12 @@ def search(
         layer_search.calibrate(sufficient)
         shortest = min([cutoff, *(other.estimate for other in sufficient)])
         is_futile = layer_search.insufficient and (shortest < math.inf or layer_search is not closest)
-        if layer_search.least_estimate < (1 - MIN_GAIN) * shortest and not is_futile:
+        if layer_search.least_estimate < (1 - REMAT.min_gain) * shortest and not is_futile:
             layer_search.start()
     started = [layer_search for layer_search in searches if layer_search.planned]
     best, results = cutoff, [layer_search.best for layer_search in started]
     for layer_search in sorted(started, key=lambda layer_search: layer_search.estimate):
-        if layer_search.estimate < (1 - MIN_GAIN) * best:
+        if layer_search.estimate < (1 - REMAT.min_gain) * best:
             results.append(layer_search.run(best))
         best = min([best, *(result.seconds for result in results if result.fits)])
     as_written = attempt((), "fitting", cutoff=best) if as_written_fastest.seconds < best else as_written_fastest
@@ -337,8 +350,12 @@ class LayerSearch(Generic[T]):
             if high is None:
                 self._plan_layers(self._forecast_count())
                 continue
-            guess = (low + high) // 2 if iteration % BISECT_EVERY == BISECT_EVERY - 1 else self._forecast_count()
-            gains_little = self._seconds_with(high) - self._seconds_with(high - 1) <= MIN_GAIN * self.best.seconds
+            guess = (
+                (low + high) // 2
+                if iteration % REMAT.bisect_every == REMAT.bisect_every - 1
+                else self._forecast_count()
+            )
+            gains_little = self._seconds_with(high) - self._seconds_with(high - 1) <= REMAT.min_gain * self.best.seconds
             if high - low <= 1 or (guess == high and (gains_little or self._is_least(high))):
                 break
             self._plan_layers(min(guess, high - 1))
@@ -381,7 +398,7 @@ class LayerSearch(Generic[T]):
     def _is_least(self, high: int) -> bool:
         """Whether one layer fewer than `high`, which suffice, is too few by the forecast of that layer alone."""
         freed = min(self._scale, 1.0) * (self._bytes[high] - self._bytes[high - 1])
-        return self._forecast and self._results[high].peak_bytes + (1 - LAYER_OVERESTIMATE) * freed > self._budget
+        return self._forecast and self._results[high].peak_bytes + (1 - REMAT.layer_overestimate) * freed > self._budget
 
     def _seconds_with(self, count: int) -> float:
         """Estimated seconds of the plan with `count` layers."""

@@ -5,8 +5,8 @@
     all           all candidates, with no layer rematerialised or with the best policies found so far
                                                                                               -> _all_offloaded
                   if nothing fits so far, with as many layers rematerialised as necessary     -> _all_offloaded
-    some          only the largest leaves, in up to `STEPS` steps of about equal bytes: as few as fit, unless the copies
-                  saved are too short to matter                                               -> _fewer_offloaded
+    some          only the largest leaves, in up to `OffloadSearchEffort.steps` steps of about equal bytes: as few as
+                  fit, unless the copies saved are too short to matter                        -> _fewer_offloaded
 
 Copies over the host's link are slow, and their cost is known before planning. Each byte above the budget is copied
 twice a step, so that from the fastest plan of the same program without offload
@@ -42,12 +42,22 @@ CHOICES: tuple[str, ...] = (AUTO, NONE, ALL)
 
 #: Paths in a note.
 SHOWN_PATHS = 3
-#: Plans that are tried with fewer candidates offloaded.
-MAX_TRIES = 4
-#: Share of a step that saved copies must take for another search.
-MIN_GAIN = 0.03
-#: Parts of the candidates that are offloaded one after another.
-STEPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSearchEffort:
+    """How far the number of arguments to offload is searched."""
+
+    # most plans that are tried with fewer candidates offloaded (not measured)
+    tries: int = 4
+    # share of a step that saved copies must take for another search (not measured)
+    min_gain: float = 0.03
+    # parts of the candidates, of about equal bytes, that are offloaded one after another (not measured)
+    steps: int = 32
+
+
+OFFLOAD = OffloadSearchEffort()
+
 
 T = TypeVar("T")
 
@@ -77,7 +87,7 @@ class OffloadCandidates:
 
     def steps(self) -> tuple[tuple[int, ...], ...]:
         """The offloaded positions after each step, from none to all."""
-        step_bytes = self.total / STEPS
+        step_bytes = self.total / OFFLOAD.steps
         steps: list[tuple[int, ...]] = [()]
         cumulative = 0.0
         for count, nbytes in enumerate(self.nbytes, 1):
@@ -209,7 +219,9 @@ def _all_offloaded(
     added: list[RematResult[T]] = []
     for policies in dict.fromkeys(((), best.policies)):
         fastest = attempts(policies, (), "fastest")
-        if fastest.seconds + state.seconds(max(0.0, fastest.peak_bytes - budget)) < best.seconds * (1 - MIN_GAIN):
+        if fastest.seconds + state.seconds(max(0.0, fastest.peak_bytes - budget)) < best.seconds * (
+            1 - OFFLOAD.min_gain
+        ):
             added.append(attempts(policies, state.positions, "fitting"))
     return added
 
@@ -217,7 +229,7 @@ def _all_offloaded(
 def _too_slow(result: RematResult[T], state: OffloadCandidates, budget: float, cutoff: float) -> bool:
     """Whether even with all candidates offloaded the layers of a result are too few, and more layers take too long."""
     is_too_large = bool(result.policies) and result.plan is not None and result.peak_bytes - state.total > budget
-    return is_too_large and result.seconds + state.seconds(state.total) >= cutoff * (1 - MIN_GAIN)
+    return is_too_large and result.seconds + state.seconds(state.total) >= cutoff * (1 - OFFLOAD.min_gain)
 
 
 def _fewer_offloaded(
@@ -237,7 +249,7 @@ def _fewer_offloaded(
     if not with_all:
         return []
     result = min(with_all, key=lower_bound)
-    if lower_bound(result) >= _best([*results, result]).seconds * (1 - MIN_GAIN):
+    if lower_bound(result) >= _best([*results, result]).seconds * (1 - OFFLOAD.min_gain):
         return [result]
     return [result, *_bisected(attempts, result, state, budget)]
 
@@ -249,7 +261,7 @@ def _bisected(
     steps = state.steps()
     effort: Effort = "fastest" if attempts(result.policies, result.offloaded, "fastest").fits else "fitting"
     low, high, spare = 0, len(steps) - 1, budget - result.peak_bytes
-    for iteration in range(MAX_TRIES):
+    for iteration in range(OFFLOAD.tries):
         fitting = [k for k in range(low + 1, high) if state.between(k, len(steps) - 1) <= spare / 2**iteration]
         count = (low + high) // 2 if effort == "fitting" else min(fitting, default=high)
         if not low < count < high:

@@ -39,16 +39,25 @@ from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.summary import BoundaryLayouts, StageSummary, StageWithLayouts, boundary_layouts, summarize
 from autopar.rules import Rule
 
-#: Penalty rates that are tried in ascending order: at rate r a plan may take r x share more seconds for a share fewer
-#: bytes, both relative to the reference plan.
-RATES = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
-#: If the plan at the lowest fitting rate takes more than this share longer than that below, a rate between is tried.
-REFINE_ABOVE = 0.05
-#: The rate between two others is their geometric mean. The lower one counts as at least the higher one divided by this,
-#: as it may be 0.
-ZERO_RATE_DIVISOR = 16
-#: Relative gap at which the solver stops on a penalised problem.
-PENALISED_GAP = 0.02
+
+@dataclass(frozen=True, slots=True)
+class PenaltyEffort:
+    """At which penalty rates a stage is planned, and how well."""
+
+    # rates that are tried in ascending order: at rate r a plan may take r x share more seconds for a share fewer bytes,
+    # both relative to the reference plan (settled on the zoo)
+    rates: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
+    # if the plan at the lowest fitting rate takes more than this share longer than that below, a rate between is tried
+    # (settled on the zoo)
+    refine_above: float = 0.05
+    # the rate between two others is their geometric mean, where the lower one counts as at least the higher one
+    # divided by this, as it may be 0 (settled on the zoo)
+    zero_rate_divisor: float = 16
+    # relative gap at which the solver stops on a penalised problem (settled on the zoo)
+    gap: float = 0.02
+
+
+PENALTIES = PenaltyEffort()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +153,11 @@ class PenalisedPlans:
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
     layers: float = 1.0
-    solver_options: Mapping[str, Any] = field(default_factory=lambda: {"gap": PENALISED_GAP, "rounds": 0})
+    solver_options: Mapping[str, Any] = field(default_factory=lambda: {"gap": PENALTIES.gap, "rounds": 0})
     penalised_solver_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     rough_reference: bool = False
     solved: dict[float, Solution] = field(default_factory=dict)
+    effort: PenaltyEffort = PENALTIES
 
     def __post_init__(self) -> None:
         self.model, self.liveness = problem_of(self.graph, self.mesh, self.rules, self.arguments, self.results)
@@ -158,7 +168,7 @@ class PenalisedPlans:
         The search starts at the rate below that of the limit: layers by themselves may need a higher rate than the
         whole stage. It goes down from a rate that fits, and up from one that does not. If the lowest fitting rate costs
         much more than the one below it, a rate between the two is tried. If no rate fits, the plan is that of the last
-        of `RATES`; a warning says how many bytes are missing.
+        of `effort.rates`; a warning says how many bytes are missing.
         """
         plans: dict[float, StagePlan] = {}
         excess: dict[float, float] = {}
@@ -171,11 +181,11 @@ class PenalisedPlans:
         def seconds(rate: float) -> float:
             return plans[rate].solution.objective
 
-        rates = sorted({limit.rate, *RATES})
+        rates = sorted({limit.rate, *self.effort.rates})
         start = max(rates.index(limit.rate) - 1, 0)
         if fits(rates[start]):
             for rate in reversed(rates[:start]):
-                if seconds(min(plans)) <= (1 + PENALISED_GAP) * self.reference.objective or not fits(rate):
+                if seconds(min(plans)) <= (1 + self.effort.gap) * self.reference.objective or not fits(rate):
                     break
         elif not any(map(fits, rates[start + 1 :])):
             smallest, missing = plans[rates[-1]], size(excess[rates[-1]])
@@ -185,8 +195,8 @@ class PenalisedPlans:
             )
         lowest_fitting = min(rate for rate, nbytes in excess.items() if nbytes <= 0)
         highest_below = max((rate for rate in plans if rate < lowest_fitting), default=lowest_fitting)
-        if seconds(lowest_fitting) > (1 + REFINE_ABOVE) * seconds(highest_below):
-            fits(math.sqrt(max(highest_below, lowest_fitting / ZERO_RATE_DIVISOR) * lowest_fitting))
+        if seconds(lowest_fitting) > (1 + self.effort.refine_above) * seconds(highest_below):
+            fits(math.sqrt(max(highest_below, lowest_fitting / self.effort.zero_rate_divisor) * lowest_fitting))
         return plans[min((rate for rate, nbytes in excess.items() if nbytes <= 0), key=seconds)]
 
     def at(self, rate: float) -> Solution:

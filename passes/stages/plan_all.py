@@ -39,12 +39,22 @@ from autopar.passes.stages.plan import MemoryLimit, PenalisedPlans, StagePlan, p
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, StageSummary, SummarizedStage
 from autopar.rules import Rule, RuleReader
 
-#: Operations of a step from which its stages are planned in two runs.
-TWO_RUNS_FROM = 5_000
-#: Share of all operations that the longer of two independent runs may have.
-LARGEST_SHARE = 0.85
-#: Relative cost of planning a stage with as many operations and a submesh of the same shape as an earlier one.
-REPEAT_COST = 0.2
+
+@dataclass(frozen=True, slots=True)
+class RunEffort:
+    """When and how stages are planned in two runs side by side."""
+
+    # operations of a step from which its stages are planned in two runs (settled on the zoo)
+    two_from: int = 5_000
+    # share of all operations that the longer of two independent runs may have (settled on the zoo)
+    longer: float = 0.85
+    # relative cost of planning a stage with as many operations and a submesh of the same shape as an earlier one
+    # (measured on the zoo)
+    repeated: float = 0.2
+
+
+RUNS = RunEffort()
+
 
 PlanKey: TypeAlias = tuple[str, LogicalMesh, Hashable]
 """Determines the plan of a stage: a hash of its graph, its submesh, pins of arguments and of results."""
@@ -96,6 +106,7 @@ def plan_stages(
     meshes: Sequence[LogicalMesh],
     options: Options | None = None,
     limits: Sequence[MemoryLimit] = (),
+    effort: RunEffort = RUNS,
 ) -> StagePlans[PlannedStage]:
     """Plans every stage.
 
@@ -106,6 +117,7 @@ def plan_stages(
         options: of planning; `pins` are those of the step's arguments, by path, and apply to every stage that has them.
             Rematerialisation and donation are not among them.
         limits: memory limits of every stage; empty: the budget of the options, for one microbatch at a time.
+        effort: when stages are planned in two runs.
 
     Returns:
         The plans. Those of another process are `SummarizedStage`, without the problem that they solve.
@@ -115,7 +127,7 @@ def plan_stages(
         MemoryBudgetError: no plan of a stage fits into the budget.
     """
     planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), tuple(limits))
-    runs = planning_runs(stages, meshes)
+    runs = planning_runs(stages, meshes, effort)
     if parallel_map.runs_in_processes(len(runs)):
         results = parallel_map.results([partial(_results, planner, run) for run in runs])
         planned = {n: planner.recorded(n, result) for run in results for n, result in run.items()}
@@ -124,17 +136,19 @@ def plan_stages(
     return _join(planner, runs, planned)
 
 
-def planning_runs(stages: Stages, meshes: Sequence[LogicalMesh]) -> tuple[tuple[int, ...], ...]:
+def planning_runs(
+    stages: Stages, meshes: Sequence[LogicalMesh], effort: RunEffort = RUNS
+) -> tuple[tuple[int, ...], ...]:
     """Stages to be planned in parallel: two runs of about equal cost, or a single one of few operations."""
     operations, numbers = _operations(stages), range(len(meshes))
-    if len(meshes) < 2 or sum(operations) < TWO_RUNS_FROM:
+    if len(meshes) < 2 or sum(operations) < effort.two_from:
         return (tuple(numbers),)
-    weights = _weights(operations, meshes)
+    weights = _weights(operations, meshes, effort)
     first_run, second_run = set[int](), set[int]()
     components = _coupled(stages, meshes)
     for component in sorted(components, key=lambda numbers: (-sum(weights[n] for n in numbers), numbers)):
         min(first_run, second_run, key=lambda run: sum(weights[n] for n in run)).update(component)
-    if max(sum(weights[n] for n in run) for run in (first_run, second_run)) <= LARGEST_SHARE * sum(weights):
+    if max(sum(weights[n] for n in run) for run in (first_run, second_run)) <= effort.longer * sum(weights):
         return tuple(sorted(first_run)), tuple(sorted(second_run))
     cumulative = list(itertools.accumulate(weights))
     split_at = min(numbers[1:], key=lambda k: (max(cumulative[k - 1], cumulative[-1] - cumulative[k - 1]), k))
@@ -150,12 +164,12 @@ def _operations(stages: Stages) -> list[int]:
     ]
 
 
-def _weights(operations: Sequence[int], meshes: Sequence[LogicalMesh]) -> list[float]:
+def _weights(operations: Sequence[int], meshes: Sequence[LogicalMesh], effort: RunEffort) -> list[float]:
     """Estimated cost of planning every stage, in operations."""
     solved = set[tuple[int, tuple[int, ...]]]()
     weights: list[float] = []
     for count, mesh in zip(operations, meshes, strict=True):
-        weights.append(count * (REPEAT_COST if (count, mesh.sizes) in solved else 1.0))
+        weights.append(count * (effort.repeated if (count, mesh.sizes) in solved else 1.0))
         solved.add((count, mesh.sizes))
     return weights
 

@@ -20,6 +20,7 @@ from autopar.errors import MicrobatchError
 from autopar.hardware.cluster import Cluster
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.trace import Traced, trace
+from autopar.passes.inter_op.effort import INTER_OP
 from autopar.passes.inter_op.layer_costs import (
     Border,
     LayerClasses,
@@ -31,9 +32,6 @@ from autopar.passes.inter_op.layer_costs import (
     shape_of,
 )
 from autopar.passes.inter_op.search import (
-    LITTLE,
-    RESERVE,
-    TOLERANCE,
     InterOpSearch,
     SearchSpace,
     find,
@@ -243,7 +241,7 @@ def test_no_choice_is_better_than_the_one_that_is_free(searcher: InterOpSearch) 
     for stages in (1, 2, 3, 4):
         for number in (2, 4):
             fixed = searcher.best(opened(searcher, stages=stages, counts=(number,)))
-            assert fixed is None or fixed.seconds >= free.seconds * (1 - 2 * TOLERANCE)
+            assert fixed is None or fixed.seconds >= free.seconds * (1 - 2 * INTER_OP.near)
 
 
 def test_memory_forces_recomputation_and_then_nothing_fits(searcher: InterOpSearch) -> None:
@@ -270,7 +268,7 @@ def test_no_memory_is_left_free_where_nothing_else_fits(searcher: InterOpSearch)
     found = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
     assert [one is None for one in found] == [one is None for one in exact]
     least = exact.index(None) - 1
-    assert searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budgets[least] * (1 - RESERVE))) is None
+    assert searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budgets[least] * (1 - INTER_OP.reserve))) is None
     assert found[least] == exact[least]
 
 
@@ -348,7 +346,7 @@ def test_trying_every_number_of_microbatches_finds_little_more(searcher: InterOp
     best = searcher.best(opened(searcher, counts=(1, 2, 4, 8)))
     alone = [searcher.best(opened(searcher, counts=(number,))) for number in (1, 2, 4, 8)]
     assert best is not None
-    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(found.seconds for found in alone if found is not None)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
@@ -362,7 +360,7 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
     alone = [searcher.best(opened(searcher, counts=(count,), memory=memory)) for count in counts]
     best = searcher.best(opened(searcher, counts=counts, memory=memory))
     assert best is not None
-    assert best.seconds <= (1 + LITTLE) * min(found.seconds for found in alone if found is not None)
+    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(found.seconds for found in alone if found is not None)
 
 
 def test_only_pipelines_below_a_limit_are_found(searcher: InterOpSearch) -> None:

@@ -137,7 +137,7 @@ def test_steps_are_of_about_equal_bytes() -> None:
     steps = state.steps()
     assert steps[0] == ()
     assert steps[-1] == state.positions
-    assert len(steps) <= choose_offload.STEPS + 1
+    assert len(steps) <= choose_offload.OFFLOAD.steps + 1
     assert all(0 < state.between(i, i + 1) <= 64 + sum(state.nbytes) / 32 for i in range(len(steps) - 1))
 
 

@@ -10,22 +10,22 @@ import pytest
 from autopar import parallel_map
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.passes.remat.options import Options
-from autopar.passes.stages import plan_all as stage_runs
 from autopar.passes.stages.cost import stage_memory
-from autopar.passes.stages.plan import PENALISED_GAP, RATES, REFINE_ABOVE, MemoryLimit, PenalisedPlans, StagePlan
+from autopar.passes.stages.plan import PENALTIES, MemoryLimit, PenalisedPlans, StagePlan
 from autopar.passes.stages.plan import planned as plan_at
-from autopar.passes.stages.plan_all import StagePlans, plan_stages, planning_runs
+from autopar.passes.stages.plan_all import RUNS, RunEffort, StagePlans, plan_stages, planning_runs
 from autopar.rules import RuleReader
 from tests import processes
 from tests.passes.stages.test_graph import staged
 
+TWO_RUNS = RunEffort(two_from=0)
+
 SCRIPT = """
 import json, sys
 from autopar import parallel_map
-from autopar.passes.stages import plan_all
-from tests.passes.stages.test_plan_all import described, planned
-plan_all.TWO_RUNS_FROM, parallel_map.WORKERS = 0, int(sys.argv[1])
-plans = planned()
+from tests.passes.stages.test_plan_all import TWO_RUNS, described, planned
+parallel_map.WORKERS = int(sys.argv[1])
+plans = planned(TWO_RUNS)
 print(json.dumps([sorted({type(p).__name__ for p in plans.plans}), described(plans)]))
 """
 
@@ -34,9 +34,9 @@ def mesh(devices: int = 2) -> LogicalMesh:
     return Cluster.custom((devices,), 1e-6, 1e-9, {"float32": 1e9}, 1e10, 10**9).logical_mesh((devices,))
 
 
-def planned() -> StagePlans:
+def planned(effort: RunEffort = RUNS) -> StagePlans:
     stages, _, traced = staged("gpt-toy", 4, layers=4)
-    return plan_stages(stages, traced.in_avals, [mesh()] * 4)
+    return plan_stages(stages, traced.in_avals, [mesh()] * 4, effort=effort)
 
 
 def described(plans: StagePlans) -> str:
@@ -62,26 +62,24 @@ def test_few_operations_are_one_run() -> None:
     ],
 )
 def test_stages_without_coupled_boundaries_are_planned_in_parallel(
-    devices: tuple[int, ...], expected: set[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    devices: tuple[int, ...], expected: set[tuple[int, ...]]
 ) -> None:
     stages, _, traced = staged("gpt-toy", 4, layers=4)
     meshes = [mesh(n) for n in devices]
     in_order = plan_stages(stages, traced.in_avals, meshes).plans
-    monkeypatch.setattr(stage_runs, "TWO_RUNS_FROM", 0)
-    found = planning_runs(stages, meshes)
+    found = planning_runs(stages, meshes, TWO_RUNS)
     assert set(found) == expected
-    parallel = plan_stages(stages, traced.in_avals, meshes).plans
+    parallel = plan_stages(stages, traced.in_avals, meshes, effort=TWO_RUNS).plans
     seconds = [p.solution.objective for p in in_order]
-    assert [p.solution.objective for p in parallel] == pytest.approx(seconds, rel=PENALISED_GAP)
+    assert [p.solution.objective for p in parallel] == pytest.approx(seconds, rel=PENALTIES.gap)
     if len(set(devices)) > 1:  # halves may choose other boundary layouts of about the same cost
         assert [p.summary.boundary for p in parallel] == [p.summary.boundary for p in in_order]
 
 
-def test_two_runs_agree_on_boundary_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_agree_on_boundary_layouts() -> None:
     """The second run does not know the layouts of the first; its stages are planned again where these differ."""
-    monkeypatch.setattr(stage_runs, "TWO_RUNS_FROM", 0)
-    plans = planned()
-    assert len(planning_runs(plans.stages, [mesh()] * 4)) == 2
+    plans = planned(TWO_RUNS)
+    assert len(planning_runs(plans.stages, [mesh()] * 4, TWO_RUNS)) == 2
     borders = [p.summary.boundary for p in plans.plans]
     for transfer, values in plans.stages.transfers.items():
         for v in values:
@@ -90,10 +88,9 @@ def test_two_runs_agree_on_boundary_layouts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_plan_is_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_runs, "TWO_RUNS_FROM", 0)
     monkeypatch.setattr(parallel_map, "WORKERS", 1)
     _, two_processes = json.loads(processes.printed(SCRIPT, "0", "2"))
-    one_process = planned()
+    one_process = planned(TWO_RUNS)
     assert [type(p).__name__ for p in one_process.plans] == ["StagePlan", "StagePlan", "SummarizedStage", "StagePlan"]
     assert described(one_process) == two_processes
 
@@ -105,7 +102,7 @@ def slow() -> tuple[PenalisedPlans, list[StagePlan]]:
     on = Cluster.custom((4,), 1e-6, 1e-7, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
     graph, rules = graphs[0], RuleReader({}).read(graphs[0].graph)
     penalised = PenalisedPlans(graph, on, rules, Options())
-    solutions = [penalised.at(rate) for rate in RATES]
+    solutions = [penalised.at(rate) for rate in PENALTIES.rates]
     return penalised, [plan_at(graph, on, rules, penalised.model, penalised.liveness, s) for s in solutions]
 
 
@@ -117,9 +114,9 @@ def test_a_stage_has_the_lowest_penalty_rate_that_fits(slow: tuple[PenalisedPlan
     assert min(peaks) < 0.8 * peaks[0]
     assert max(seconds) > 1.2 * seconds[0]
     for limit in (max(peaks), *(0.5 * (a + b) for a, b in itertools.pairwise(peaks) if a > b), min(peaks)):
-        found = [penalised.within(graph, rules, MemoryLimit(limit, 1, rate)) for rate in RATES]
+        found = [penalised.within(graph, rules, MemoryLimit(limit, 1, rate)) for rate in PENALTIES.rates]
         assert all(stage_memory(plan).peak(1) <= limit for plan in found)
-        assert max(p.solution.objective for p in found) <= (1 + PENALISED_GAP) * min(
+        assert max(p.solution.objective for p in found) <= (1 + PENALTIES.gap) * min(
             p.solution.objective for p in found
         )
 
@@ -128,21 +125,21 @@ def test_a_rate_between_is_tried_where_the_next_one_costs_much(slow: tuple[Penal
     penalised, at = slow
     graph, rules = penalised.graph, penalised.rules
     below, fits = (stage_memory(at[n]).peak(1) for n in (-2, -1))
-    assert at[-1].solution.objective > (1 + REFINE_ABOVE) * at[-2].solution.objective
+    assert at[-1].solution.objective > (1 + PENALTIES.refine_above) * at[-2].solution.objective
     between = PenalisedPlans(graph, penalised.mesh, rules, Options())
     found = between.within(graph, rules, MemoryLimit(0.5 * (below + fits), 1))
     assert stage_memory(found).peak(1) <= 0.5 * (below + fits)
     assert found.solution.objective <= at[-1].solution.objective
-    (rate,) = {*between.solved} - {*RATES}
-    assert RATES[-2] < rate < RATES[-1]
+    (rate,) = {*between.solved} - {*PENALTIES.rates}
+    assert PENALTIES.rates[-2] < rate < PENALTIES.rates[-1]
     enough = PenalisedPlans(graph, penalised.mesh, rules, Options())
     enough.within(graph, rules, MemoryLimit(below, 1))
-    assert {*enough.solved} <= {*RATES}
+    assert {*enough.solved} <= {*PENALTIES.rates}
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
 def test_rates_may_refer_to_a_rough_solution(slow: tuple[PenalisedPlans, list[StagePlan]], rate: float) -> None:
     penalised, _ = slow
     rough = PenalisedPlans(penalised.graph, penalised.mesh, penalised.rules, Options(), rough_reference=True)
-    assert rough.at(rate).objective == pytest.approx(penalised.at(rate).objective, rel=PENALISED_GAP)
-    assert rough.reference.objective >= penalised.unpenalised.objective * (1 - PENALISED_GAP)
+    assert rough.at(rate).objective == pytest.approx(penalised.at(rate).objective, rel=PENALTIES.gap)
+    assert rough.reference.objective >= penalised.unpenalised.objective * (1 - PENALTIES.gap)
