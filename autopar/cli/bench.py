@@ -316,6 +316,24 @@ def bench_sizes(
     finish(all(map(measure.holds, rows)))
 
 
+@app.command("sensitivity")
+def bench_sensitivity(
+    algorithm: Annotated[str | None, typer.Option(help="such as dual-ascent,search-tree; default: all")] = None,
+    fields: Annotated[str | None, typer.Option(help="such as patience,progress; default: all")] = None,
+    programs: Annotated[str | None, typer.Option(help="names, with commas between; default: all")] = None,
+    resume: Annotated[Path | None, typer.Option(help="JSONL file that keeps rows")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each number of the planner's algorithms changes in step time and planning time, halved and doubled."""
+    from autopar.bench.sensitivity import programs as known
+    from autopar.bench.sensitivity import records
+    from autopar.bench.sensitivity import run as measure
+
+    every, planned = words(algorithm, tuple(records.RECORDS)), words(programs, tuple(known.PROGRAMS))
+    rows = measure.run(every, words(fields, ()), planned, resume, say)
+    report(as_json, {"fields": measure.summary(rows), "rows": rows}, lambda: measure.table(rows))
+
+
 @app.command("published")
 def bench_published(as_json: Json = False) -> None:
     """Count and price GPT of the Alpa paper beside what was published."""

@@ -1,0 +1,138 @@
+"""The records of effort of the planner's algorithms, and the values that their fields are tried with.
+
+A field is halved and doubled, a bool negated, the numbers of a tuple are scaled together. `VALUES` has those fields for
+which these values mean nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from autopar import compile as driver
+from autopar.passes.inter_op import effort, pipelines, simulate, stage_options
+from autopar.passes.intra_op import plan as intra_op
+from autopar.passes.layers import find
+from autopar.passes.memory import (
+    branch_and_bound,
+    budget,
+    cutting_plane,
+    lagrangian,
+    local_search,
+    min_memory,
+    pareto,
+    path_relinking,
+    presolve,
+    search,
+    search_state,
+    symmetry_breaking,
+)
+from autopar.passes.remat import choose, choose_offload
+from autopar.passes.solver import contraction, dead_end, dual_ascent, elimination, optimize, reduced_problem
+from autopar.passes.stages import plan, plan_all
+
+Value = bool | int | float | tuple[float, ...]
+
+#: Algorithm -> the record that planning uses unless it is given another.
+RECORDS: Mapping[str, Any] = MappingProxyType(
+    {
+        "dual-ascent": dual_ascent.ASCENT,
+        "elimination": elimination.ELIMINATION,
+        "dead-ends": dead_end.DEAD_ENDS,
+        "contraction": contraction.CONTRACTION,
+        "reduction": reduced_problem.REDUCTION,
+        "optimizer": optimize.OPTIMIZER,
+        "memory-presolve": presolve.PRESOLVE,
+        "multipliers": lagrangian.MULTIPLIERS,
+        "multipliers-long": search.LONG,
+        "multipliers-tree": branch_and_bound.AT_TREE_NODE,
+        "multipliers-peak": min_memory.PEAK,
+        "multipliers-peak-front": min_memory.PEAK_PRESOLVED,
+        "multipliers-front": pareto.AT_BUDGET,
+        "multiplier-steps": lagrangian.STEPS,
+        "master-problem": cutting_plane.SIMPLEX,
+        "search-tree": branch_and_bound.TREE,
+        "local-search": local_search.LOCAL_SEARCH,
+        "local-search-quick": local_search.QUICK,
+        "mix": symmetry_breaking.MIX,
+        "path-relinking": path_relinking.RELINK,
+        "memory-search": search_state.SEARCH,
+        "least-memory": min_memory.LEAST_MEMORY,
+        "budget": budget.BUDGET,
+        "front": pareto.FRONT,
+        "meshes": intra_op.MESHES,
+        "layers": find.LAYERS,
+        "remat": choose.REMAT,
+        "offload": choose_offload.OFFLOAD,
+        "penalties": plan.PENALTIES,
+        "stage-runs": plan_all.RUNS,
+        "stage-options": stage_options.STAGE_OPTIONS,
+        "inter-op": effort.INTER_OP,
+        "simulation": simulate.SIMULATION,
+        "pipelines": pipelines.PIPELINES,
+        "driver": driver.DRIVER,
+    }
+)
+
+_SHARE, _OFF = (0.5, 0.9), (0.02, 0.05)
+
+#: (algorithm, field) -> values, where half and double make no sense: shares up to 1, and what is 0.
+VALUES: Mapping[tuple[str, str], tuple[Value, ...]] = MappingProxyType(
+    {
+        ("reduction", "kept"): _SHARE,
+        ("memory-search", "kept"): _SHARE,
+        ("multipliers", "enough"): _OFF,
+        ("multipliers-tree", "enough"): _OFF,
+        ("multipliers-peak", "enough"): _OFF,
+        ("multipliers-peak-front", "enough"): _OFF,
+        ("multipliers-long", "scans"): (4, 8),
+        ("multipliers-tree", "scans"): (4, 8),
+        ("multipliers-front", "scans"): (4, 8),
+        ("multiplier-steps", "farthest"): (0.6, 1.0),
+        ("multiplier-steps", "bolder"): (1.0, 1.5),
+        ("multiplier-steps", "shyer"): (0.6, 1.0),
+        ("least-memory", "below"): (0.99, 1.0),
+        ("stage-runs", "longer"): (0.6, 1.0),
+        ("driver", "planned_over_forecast"): (0.8, 1.0),
+    }
+)
+
+
+def fields(algorithm: str) -> tuple[str, ...]:
+    """The fields of the record of an algorithm."""
+    return tuple(field.name for field in dataclasses.fields(RECORDS[algorithm]))
+
+
+def values(algorithm: str, field: str) -> tuple[Value, ...]:
+    """The values that a field is tried with, other than its own."""
+    own = getattr(RECORDS[algorithm], field)
+    found = VALUES.get((algorithm, field)) or tuple(_scaled(own, factor) for factor in (0.5, 2.0))
+    return tuple(value for value in dict.fromkeys(found) if value != own)
+
+
+def _scaled(value: Value, factor: float) -> Value:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, tuple):
+        return tuple(factor * x for x in value)
+    return max(1, int(factor * value)) if isinstance(value, int) else factor * value
+
+
+def every(algorithms: tuple[str, ...] = tuple(RECORDS), names: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """(algorithm, field) of these algorithms; `names`: of these fields only, unless empty."""
+    for algorithm in algorithms:
+        for field in fields(algorithm):
+            if not names or field in names:
+                yield algorithm, field
+
+
+def replace_in_process(algorithm: str, field: str, value: Value) -> None:
+    """Change a default record for the rest of this process.
+
+    Records are frozen, and the planner hands on the one instance of each. A process that plans one variant and ends may
+    therefore change it in place; nothing else may.
+    """
+    own = getattr(RECORDS[algorithm], field)
+    object.__setattr__(RECORDS[algorithm], field, tuple(value) if isinstance(own, tuple) else value)  # JSON has lists
