@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 SECONDS = (
     300.0  # time limit of planning, which is not reached: a limit in time would make the plan depend on the machine
@@ -33,30 +34,26 @@ class Program:
     hosts: int | None = None
 
     budget: float | None = None
-    remat: str = "none"
-    stages: str = "auto"
+    remat: Literal["none", "auto"] = "none"
+    stages: Literal["auto", "search"] = "auto"
     points: int = 0
 
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
+        "mlp-toy 0.7": Program("mlp-toy", (8,), budget=0.7),
         "gpt-toy-scan": Program("gpt-toy-scan"),
         "moe-toy": Program("moe-toy"),
-        "unet-toy": Program("unet-toy"),
         "t5-toy": Program("t5-toy"),
-        "mlp-toy 0.7": Program("mlp-toy", (8,), budget=0.7),
-        "gpt-toy-scan 0.8": Program("gpt-toy-scan", (8,), budget=0.8),
-        "moe-toy 0.8": Program("moe-toy", (8,), budget=0.8),
-        "t5-toy 0.6 remat": Program("t5-toy", (8,), budget=0.6, remat="auto"),
-        "gpt-toy-scan front": Program("gpt-toy-scan", (8,), points=3),
+        "unet-toy": Program("unet-toy"),
+        "moe-toy 0.9": Program("moe-toy", (8,), budget=0.9),
+        "gpt-toy-scan 0.4 remat": Program("gpt-toy-scan", (8,), budget=0.4, remat="auto"),
         "gpt-toy-scan stages": Program("gpt-toy-scan", (), stages="search"),
-        "gpt-toy-scan 2x4 0.7": Program("gpt-toy-scan", budget=0.7),
-        "moe-toy 2x4 0.7": Program("moe-toy", budget=0.7),
-        "unet-toy 2x4 0.7": Program("unet-toy", budget=0.7),
-        "wresnet-toy": Program("wresnet-toy"),
         "gpt-2.6b-scan": Program("gpt-2.6b-scan", (4, 8)),
-        "gpt-2.6b-scan 0.6": Program("gpt-2.6b-scan", (4, 8), budget=0.6),
         "llama3-8b": Program("llama3-8b", (4, 8), "dgx-h100"),
+        "gpt-toy-scan 0.9": Program("gpt-toy-scan", (8,), budget=0.9),
+        "wresnet-toy 0.8": Program("wresnet-toy", (8,), budget=0.8),
+        "gpt-toy-scan front": Program("gpt-toy-scan", (8,), points=3),
         "llama3-8b 0.7": Program("llama3-8b", (4, 8), "dgx-h100", budget=0.7),
         "llama3-8b 0.4 remat": Program("llama3-8b", (4, 8), "dgx-h100", budget=0.4, remat="auto"),
         "gpt-2.6b-scan stages": Program("gpt-2.6b-scan", (), hosts=2, stages="search"),

@@ -131,7 +131,7 @@ def every(algorithms: tuple[str, ...] = tuple(RECORDS), names: tuple[str, ...] =
 def replace_in_process(algorithm: str, field: str, value: Value) -> None:
     """Change a default record for the rest of this process.
 
-    Records are frozen, and the planner hands on the one instance of each. A process that plans one variant and ends may
+    Records are frozen, and the planner refers to the one instance of each. A process that plans one variant and ends may
     therefore change it in place; nothing else may.
     """
     own = getattr(RECORDS[algorithm], field)

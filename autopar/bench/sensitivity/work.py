@@ -49,7 +49,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Outcome]:
             yield {"program": spec["program"], "algorithm": algorithm, "field": field, "read": False}
             continue
         if algorithm != last:  # again for each record: the machine may be busier than before
-            last, base = algorithm, min((_forked(plan, math.inf) for _ in range(2)), key=lambda one: one["cpu_s"])
+            last, base = algorithm, _forked(plan, math.inf)
         for value in values:
             found = _forked(partial(_varied, plan, algorithm, field, value), _patience(base))
             row = {"program": spec["program"], "algorithm": algorithm, "field": field, "value": value, "read": True}
