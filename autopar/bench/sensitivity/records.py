@@ -128,11 +128,11 @@ def every(algorithms: tuple[str, ...] = tuple(RECORDS), names: tuple[str, ...] =
                 yield algorithm, field
 
 
-def replace_in_process(algorithm: str, field: str, value: Value) -> None:
+def replace_in_process(algorithm: str, field: str, value: Value | list[float]) -> None:
     """Change a default record for the rest of this process.
 
     Records are frozen, and the planner refers to the one instance of each. A process that plans one variant and ends may
     therefore change it in place; nothing else may.
     """
-    own = getattr(RECORDS[algorithm], field)
-    object.__setattr__(RECORDS[algorithm], field, tuple(value) if isinstance(own, tuple) else value)  # JSON has lists
+    # JSON, in which a worker is told the value, has lists and no tuples
+    object.__setattr__(RECORDS[algorithm], field, tuple(value) if isinstance(value, list) else value)
