@@ -13,7 +13,6 @@ from typing import Any
 
 from autopar import compile as driver
 from autopar.passes.inter_op import effort, pipelines, simulate, stage_options
-from autopar.passes.intra_op import plan as intra_op
 from autopar.passes.layers import find
 from autopar.passes.memory import (
     branch_and_bound,
@@ -29,6 +28,7 @@ from autopar.passes.memory import (
     search_state,
     symmetry_breaking,
 )
+from autopar.passes.mesh_search import planner
 from autopar.passes.remat import choose, choose_offload
 from autopar.passes.solver import contraction, dead_end, dual_ascent, elimination, optimize, reduced_problem
 from autopar.passes.stages import plan, plan_all
@@ -62,7 +62,7 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "least-memory": min_memory.LEAST_MEMORY,
         "budget": budget.BUDGET,
         "front": pareto.FRONT,
-        "meshes": intra_op.MESHES,
+        "meshes": planner.MESHES,
         "layers": find.LAYERS,
         "remat": choose.REMAT,
         "offload": choose_offload.OFFLOAD,
@@ -131,8 +131,8 @@ def every(algorithms: tuple[str, ...] = tuple(RECORDS), names: tuple[str, ...] =
 def replace_in_process(algorithm: str, field: str, value: Value | list[float]) -> None:
     """Change a default record for the rest of this process.
 
-    Records are frozen, and the planner refers to the one instance of each. A process that plans one variant and ends may
-    therefore change it in place; nothing else may.
+    Records are frozen, and the planner refers to the one instance of each. A process that plans one variant may
+    therefore change it in place before it plans; nothing else may.
     """
     # JSON, in which a worker is told the value, has lists and no tuples
     object.__setattr__(RECORDS[algorithm], field, tuple(value) if isinstance(value, list) else value)
