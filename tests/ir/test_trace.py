@@ -1,4 +1,4 @@
-"""From functions to graphs: text in, text out. Source lines are left out where a test is not about them."""
+"""From functions to graphs: text out, without source lines, and without parameters, whose names are those of JAX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ HALVES = jnp.full((8, 4), 0.5)
 
 
 def text(fn: Any, *args: Any, **options: Any) -> str:
-    return re.sub(r"(  # \w+).*", r"\1", str(trace(fn, *args, **options).graph))
+    without_params = re.sub(r"(= [\w-]+)\[.*\]\(", r"\1(", str(trace(fn, *args, **options).graph))
+    return re.sub(r"(  # \w+).*", r"\1", without_params)
 
 
 def scanned(x: jax.Array) -> Any:
@@ -76,7 +77,7 @@ GRAPHS = {
         """
         graph(%0: f32[3,4] "x") {
           %1: f32[4] = broadcast_in_dim(0.0:f32[])  # forward
-          %6: f32[4], %7: f32[3,4] = scan[num_consts=0, num_carry=1](%1, %0) x3  # forward
+          %6: f32[4], %7: f32[3,4] = scan(%1, %0) x3  # forward
             body(%2: f32[4], %3: f32[4]) {
               %4: f32[4] = add(%2, %3)  # forward
               %5: f32[4] = mul(%2, 2.0:f32[])  # forward
@@ -90,7 +91,7 @@ GRAPHS = {
         (array(4),),
         """
         graph(%0: f32[4] "x") {
-          %8: f32[4], %9: i32[] = while[cond_nconsts=0, body_nconsts=0](%0, 0:i32[]) x?  # forward
+          %8: f32[4], %9: i32[] = while(%0, 0:i32[]) x?  # forward
             cond(%1: f32[4], %2: i32[]) {
               %3: bool[] = lt(%2, 5:i32[])  # forward
               return %3
@@ -128,7 +129,7 @@ GRAPHS = {
         """
         graph(%0: f32[4] "x") {
           %1: f32[4] = broadcast_in_dim(1.0:f32[])  # backward
-          %9: f32[4] = remat2[differentiated=True](%0, %1)  # backward
+          %9: f32[4] = remat2(%0, %1)  # backward
             body(%2: f32[4], %3: f32[4]) {
               %4: f32[4] = sin(%2)  # backward
               %5: f32[4] = cos(%2)  # backward
@@ -182,7 +183,7 @@ GRAPHS = {
         """
         graph(%0: f32[2,8] "x") {
           %1: f32[8,4] = constant full(0.5)
-          %2: f32[2,4] = dot_general[dimension_numbers=(((1,), (0,)), ((), ()))](%0, %1)  # forward
+          %2: f32[2,4] = dot_general(%0, %1)  # forward
           return %2 "0", 3:i32[] "1", %0 "2"
         }
         """,
@@ -191,7 +192,7 @@ GRAPHS = {
         (array(4), array(5)),
         """
         graph(%0: f32[4] "x", %1: f32[5] "unused") {
-          %4: f32[4] = scan[num_consts=0, num_carry=1](%0) x2  # forward
+          %4: f32[4] = scan(%0) x2  # forward
             body(%2: f32[4]) {
               %3: f32[4] = add(%2, 1.0:f32[])  # forward
               return %3
