@@ -48,9 +48,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             for `autopar.plan` with a given mesh the preset "dgx-h100".
         mesh: a jax `Mesh` or `AbstractMesh`, a tuple of axis sizes, or `{axis name: size}`, of as many devices as
             `cluster` has. None: candidates are all factorizations of the number of devices into one or two axes, and
-            the prime factorization if it has three factors. A candidate whose lower bound shows that it cannot improve
-            the step time by more than `gap` is not solved. If an Explicit mesh shards an argument or a constraint, it
-            is the only candidate.
+            the prime factorization if it has three factors. An Explicit mesh in the program is the only candidate.
         batch_argnums: positions of the arguments that contain the batch, which is dimension 0 of each of their leaves.
             "auto": the arguments that are not state.
         donate_argnums: positions of the arguments whose buffers the step may reuse. "auto": the state, which is every
@@ -61,15 +59,12 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
             plan with the least peak. If no plan fits, `MemoryBudgetError` is raised. None: nine tenths of the memory
             of a device; if no plan fits, the plan that exceeds it least is used, with a warning. Not with `stages`.
-        pins: layouts that every plan keeps: `{key: PartitionSpec}`. A key is a glob over the paths of argument leaves,
-            or "arg:i" or "out:i", where i counts the array leaves of all arguments or results. Of a `NamedSharding` the
-            PartitionSpec is used.
+        pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
+            paths of argument leaves, or "arg:i", "out:i", where i counts the array leaves of all arguments or results.
         solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
             "highs": always the ILP, with this solver.
         time_limit: seconds for planning, all candidate meshes, recomputation and offloading included. After it the
-            best plan so far is used, with a warning that states its gap. None: about the compilation time, at
-            least 5. If stages are searched, the limit of each subproblem (None: 60), and again of planning the chosen
-            stages, in equal shares.
+            best plan so far is used, with a warning that states its gap. None: about the compilation time, at least 5.
         gap: relative gap between the step time and the lower bound on all plans of all candidate meshes at which the
             search ends. 0 requires a proof of optimality.
         plan: a `Plan`, or the path of a saved one, that replaces planning.
@@ -77,32 +72,26 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
             of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few
-            layers as suffice. With a number of `stages`, "auto" is "none". `jax.checkpoint` in `fn` is kept. Each
-            microbatch recomputes its own layers.
+            layers as suffice. With a number of `stages`, "auto" is "none". `jax.checkpoint` in `fn` is kept.
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
             donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
-            it and the copies take less time than recomputation; chosen together with `remat`. Such arrays, also those
-            of `ParallelFunction.init`, have memory kind `pinned_host`; outside the step use `autopar.gather` or
-            `jax.device_put` before computing with them. Requires a backend with this memory kind and a cluster whose
-            `Device` has `host_bandwidth` and `host_memory_bytes`. "all" is not available with `stages`.
+            it and the copies take less time than recomputation. Requires a backend with memory of the kind
+            `pinned_host`, and the cluster's `host_bandwidth` and `host_memory_bytes`. "all" not with `stages`.
         num_microbatches: parts of the batch that are computed one after the other, with gradients and metrics
-            accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. Sums over the batch in
-            bfloat16, float16 or float8 are accumulated in float32. A step whose examples depend on each other raises
-            `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the next number that
-            divides the batch. Where examples depend on each other, "auto" is 1, and a note of the plan states why.
+            accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. A step whose examples depend
+            on each other raises `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the
+            next number that divides the batch, or 1 where examples depend on each other, which a note states.
         stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
-            devices or a slice of `mesh` along its first axis. A scan over layers is divided into as many scans.
-            "search": stages, submeshes, microbatches, schedule and recomputation are optimized together (Alpa, Zheng et
-            al., 2022, section 5); the result may be one stage. "auto": "search" without `mesh` if the cluster has
-            several hosts, or if `memory_budget` and `num_microbatches` are not given and the step as written needs more
-            than twice the memory of all devices; otherwise 1.
+            devices or a slice of `mesh` along its first axis. "search": stages, submeshes, microbatches, schedule and
+            recomputation are optimized together (Alpa, Zheng et al., 2022, section 5); the result may be one stage.
+            "auto": "search" without `mesh` if the cluster has several hosts, or if `memory_budget` and
+            `num_microbatches` are not given and the step as written needs more than twice the memory of all devices;
+            otherwise 1.
         schedule: order of the passes of each stage: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two stages per
             submesh), "zb-h1" or "inference"; "none" is for one stage. "auto": "1f1b", or "inference" without a backward
             pass; if stages are searched, the best of "1f1b", "eager-1f1b" and "gpipe".
         per_microbatch: globs of source lines ("model.py:30"), scopes of `jax.named_scope` or primitives whose totals
-            over the batch may be replaced by those of each microbatch; "*": all. With it, batch norm normalizes each
-            microbatch by its own mean and variance, as gradient accumulation in other frameworks does. A running mean
-            is that of the whole batch, a running variance the mean of the variances within microbatches.
+            over the batch may be replaced by those of each microbatch, as of batch norm; "*": all.
 
     Returns:
         A `ParallelFunction`, which is called like `fn`.

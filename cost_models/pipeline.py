@@ -246,11 +246,14 @@ class _State:
         key = (i.kind, i.to, i.microbatch)
         self.arrived[key] = max(self.arrived.get(key, 0), start + seconds)
         if self.border:
-            nbytes = self.border.get((i.stage % self.stages, i.to % self.stages), 0)
-            self.inbox[key] = self.inbox.get(key, 0) + nbytes
-            self._hold(rank, 0, nbytes)
+            self._keep_received(rank, key, self.border.get((i.stage % self.stages, i.to % self.stages), 0))
         self._record(sender, start, start + seconds)
         self._record(rank, start, start + seconds)
+
+    def _keep_received(self, rank: int, key: tuple[str, int, int], nbytes: float) -> None:
+        """What a pass (kind, stage, microbatch) receives is live from now on until the pass has run."""
+        self.inbox[key] = self.inbox.get(key, 0) + nbytes
+        self._hold(rank, 0, nbytes)
 
     def reduce(self, rank: int, i: Instruction) -> None:
         """All copies of the stage start together; the first of them in the order fixes when."""

@@ -168,9 +168,14 @@ def table(found: Result) -> str:
     choices = [f"{c['algorithm']} from {size(c['from_bytes'])}" for c in found["crossovers"]]
     link = f"{found['alpha_s'] * 1e6:g} us and {size(found['bandwidth'])}/s at the slowest link"
     title = f"{found['kind']} of n bytes, {found['workers']} workers of {found['cluster']}: {link}"
+    return "\n".join(
+        [title, grid("algorithm", heads, body), "", f"fastest: {', '.join(choices)}", *_planner_line(found)]
+    )
+
+
+def _planner_line(found: Result) -> list[str]:
     price = ", ".join(map(duration, found["planner_s"]))
-    planner = [f"the planner, over all levels at once: {price}"] if price else []
-    return "\n".join([title, grid("algorithm", heads, body), "", f"fastest: {', '.join(choices)}", *planner])
+    return [f"the planner, over all levels at once: {price}"] if price else []
 
 
 def plot(found: Result, path: Path) -> None:

@@ -110,11 +110,19 @@ def _params(config: Config) -> Tree:
     relative, norm = Param((BUCKETS, heads), width**-0.5), Param((width,), mean=1.0)
     encoder = {"self": _attention_params(config), "ffn": _feed_forward_params(config)}
     decoder = {**encoder, "cross": _attention_params(config)}
-
-    def stack(block: Tree) -> Tree:
-        return {"relative": relative, "blocks": block_params(block, config.layers, scan=config.scan), "norm": norm}
-
-    return {"embed": Param((config.vocab, width), 1.0), "encoder": stack(encoder), "decoder": stack(decoder)}
+    return {
+        "embed": Param((config.vocab, width), 1.0),
+        "encoder": {
+            "relative": relative,
+            "blocks": block_params(encoder, config.layers, scan=config.scan),
+            "norm": norm,
+        },
+        "decoder": {
+            "relative": relative,
+            "blocks": block_params(decoder, config.layers, scan=config.scan),
+            "norm": norm,
+        },
+    }
 
 
 def _attention_params(config: Config) -> dict[str, Param]:
