@@ -221,14 +221,19 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "ratio_most": max(ratios, default=1.0),
         "unexplained_rows": sum(bool(r["unexplained"]) for r in rows),
     }
-    for what in ("flops", "accessed_bytes"):
-        counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
-        known = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
-        predicted, compiled = zip(*known, strict=True) if known else ((), ())
-        if len(set(predicted)) > 1 and len(set(compiled)) > 1:
-            found[f"{what}_spearman"] = float(spearmanr(predicted, compiled)[0])  # type: ignore[arg-type]
-        if known:
-            found[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in known)
+    return {**found, **_accuracy(rows, "flops"), **_accuracy(rows, "accessed_bytes")}
+
+
+def _accuracy(rows: Sequence[Row], what: str) -> dict[str, float]:
+    """Rank correlation and median error of predictions against the cost analysis, which counts no loops."""
+    found: dict[str, float] = {}
+    counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
+    known = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
+    predicted, compiled = zip(*known, strict=True) if known else ((), ())
+    if len(set(predicted)) > 1 and len(set(compiled)) > 1:
+        found[f"{what}_spearman"] = float(spearmanr(predicted, compiled)[0])  # type: ignore[arg-type]
+    if known:
+        found[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in known)
     return found
 
 

@@ -12,7 +12,7 @@ reduction and dead-end elimination work once per distinct layer and not once per
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,14 +154,17 @@ def restrict(problem: Problem, keep: Sequence[Ints]) -> Problem:
         Node(n.name, n.cost[k], (costs.setdefault(n.signature, len(costs)), i))
         for n, k, i in zip(problem.nodes, keep, numbers_kept, strict=True)
     )
+    return Problem(nodes, tuple(_restricted_edges(problem.edges, keep, numbers_kept)))
+
+
+def _restricted_edges(edges: Sequence[Edge], keep: Sequence[Ints], numbers: Sequence[int]) -> Iterator[Edge]:
+    """The edges over the strategies `keep[v]`, which have these numbers; equal edges share their arrays."""
     compacted: dict[tuple[int, ...], tuple[Ints, Ints, Floats]] = {}
-    edges: list[Edge] = []
-    for e in problem.edges:
-        key = (*e.key, numbers_kept[e.u], numbers_kept[e.v])
+    for e in edges:
+        key = (*e.key, numbers[e.u], numbers[e.v])
         if key not in compacted:
             compacted[key] = compact(e.gu[keep[e.u]], e.gv[keep[e.v]], e.table)
-        edges.append(Edge(e.u, e.v, *compacted[key], key))
-    return Problem(nodes, tuple(edges))
+        yield Edge(e.u, e.v, *compacted[key], key)
 
 
 def compact(gu: Ints, gv: Ints, table: Floats) -> tuple[Ints, Ints, Floats]:

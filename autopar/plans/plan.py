@@ -349,7 +349,15 @@ def check_matches(plan: Plan, graph: Graph, name: str) -> None:
         with mismatches():
             check_all(*(unlike(field, getattr(plan, field), found) for field, found in _of_graph(graph).items()))
         return
-    types = tuple(str(graph.types[v]) for v in graph.inputs)
+    _check_arguments(plan, tuple(str(graph.types[v]) for v in graph.inputs), name)
+    raise PlanMismatchError(
+        f"the plan was made for another program than {name} traces to (same arguments, other operations; "
+        f"planned with autopar {plan.version}, this is {VERSION} on {jax_compat.versions()}). Plan again."
+    )
+
+
+def _check_arguments(plan: Plan, types: Sequence[str], name: str) -> None:
+    """PlanMismatchError unless the plan is for arguments of these types."""
     for path, theirs, ours in zip(plan.input_paths, plan.input_types, types, strict=False):
         if theirs != ours:
             raise PlanMismatchError(
@@ -359,7 +367,3 @@ def check_matches(plan: Plan, graph: Graph, name: str) -> None:
         raise PlanMismatchError(
             f"the plan was made for {len(plan.input_types)} argument leaves, {name} has {len(types)}. Plan again."
         )
-    raise PlanMismatchError(
-        f"the plan was made for another program than {name} traces to (same arguments, other operations; "
-        f"planned with autopar {plan.version}, this is {VERSION} on {jax_compat.versions()}). Plan again."
-    )

@@ -18,7 +18,7 @@ each pair of classes at several program points, and b dominates a only if none o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -297,13 +297,16 @@ def _thriftier(usage: Floats, leaders: Ints, parts: list[Part]) -> NDArray[np.bo
 
 
 def _leaders(cost: Floats, parts: list[Part], usage: Floats, effort: DeadEndEffort) -> Ints:
-    """Candidates for dominating others, ascending: all strategies, or the cheapest of more than `effort.full`.
-
-    The scores are the cost with the best and with the average classes of the neighbours, and, where the node has
-    bytes, the best cost plus bytes at several weights.
-    """
+    """Candidates for dominating others, ascending: all strategies, or the cheapest of more than `effort.full`."""
     if len(cost) <= effort.full:
         return np.arange(len(cost))
+    share = effort.leaders // 2
+    scores = _scores(cost, parts, usage, effort.rates)
+    return np.unique(np.concatenate([np.argsort(s, kind="stable")[:share] for s in scores]))
+
+
+def _scores(cost: Floats, parts: list[Part], usage: Floats, rates: Sequence[float]) -> list[Floats]:
+    """The cost with the best and with the average classes of the neighbours; with bytes, also plus bytes at `rates`."""
     best, mean = cost.copy(), cost.copy()
     for side, rows, row_of, cols in parts:
         table = side.table[rows[:, None], cols]
@@ -314,9 +317,8 @@ def _leaders(cost: Floats, parts: list[Part], usage: Floats, effort: DeadEndEffo
     if len(usage):
         weight = usage.sum(axis=0)
         price = np.ptp(best[np.isfinite(best)]) / max(np.ptp(weight), np.finfo(float).tiny)
-        scores += [best + price * p * weight for p in effort.rates]
-    share = effort.leaders // 2
-    return np.unique(np.concatenate([np.argsort(s, kind="stable")[:share] for s in scores]))
+        scores += [best + price * p * weight for p in rates]
+    return scores
 
 
 def _differences(table: Floats, lead: Ints) -> Floats:

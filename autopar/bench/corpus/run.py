@@ -106,20 +106,19 @@ def table(rows: Sequence[Row]) -> str:
     by_program = _grouped(rows, lambda row: (row["program"],))
     names = sorted(by_program, key=lambda name: (-_count(by_program[name], FAILED), -_count(by_program[name], REFUSED)))
     wrong = sorted((row for row in rows if row["state"] in (FAILED, REFUSED)), key=lambda r: _ORDER.index(r["state"]))
+    summaries = [_summary(name, by_program[name]) for name in names]
+    return "\n".join([*map(line, wrong), "", *summaries, "", *packages(rows), "", *_totals(rows)])
+
+
+def _totals(rows: Sequence[Row]) -> Iterator[str]:
     found = figures(rows)
-    return "\n".join(
-        [
-            *map(line, wrong),
-            "",
-            *(_summary(name, by_program[name]) for name in names),
-            "",
-            *packages(rows),
-            "",
-            f"{found['programs']} programs, {found['whole']} without a failure; of {len(rows)} checks "
-            f"{found['failed']} failed, {found['refused']} were refused, {found['absent']} lacked their packages",
-            f"memory: median {100 * found['memory_median']:.1f}%, worst {100 * found['memory_worst']:.1f}%, lowest "
-            f"{100 * found['memory_lowest']:+.1f}%",
-        ]
+    yield (
+        f"{found['programs']} programs, {found['whole']} without a failure; of {len(rows)} checks "
+        f"{found['failed']} failed, {found['refused']} were refused, {found['absent']} lacked their packages"
+    )
+    yield (
+        f"memory: median {100 * found['memory_median']:.1f}%, worst {100 * found['memory_worst']:.1f}%, lowest "
+        f"{100 * found['memory_lowest']:+.1f}%"
     )
 
 
