@@ -263,7 +263,7 @@ FITTED: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "state that cannot wait": (
         "whole",
         put([0], "offloaded"),
-        "field 'offloaded' is params/down, expected state that .*",
+        "field 'offloaded' is 'params/down', expected state that .*",
     ),
     "more layers than there are": (
         "stages",
