@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from autopar.cost_models.sharding.groups import Model
+from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats, Ints, Node, Problem
-from autopar.passes.intra_op.build import Model
-from autopar.passes.op_groups.strategies import share, shares
 
 WAYS = 2  # to the device and back
 

@@ -19,13 +19,13 @@ from autopar import zoo
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report
+from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.text import seconds, size
 from autopar.ir.text import table as grid
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import extract
-from autopar.passes.intra_op.build import Model
 from autopar.passes.memory.pareto import Front, front
 from autopar.passes.mesh_search.planner import collector_paused, make_model
 from autopar.passes.remat.options import Options

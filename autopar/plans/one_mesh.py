@@ -17,15 +17,14 @@ from dataclasses import dataclass, replace
 from autopar.cost_models import offload
 from autopar.cost_models.compiler import hbm_traffic
 from autopar.cost_models.flops import main_dtype, model_flops
+from autopar.cost_models.sharding.groups import Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout, ProgramLayouts, cuts, divides, replicated
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
-from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.mesh_search.planner import MeshSolution, Parts, Planner
-from autopar.passes.op_groups.bindings import Grouping
 from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
@@ -50,7 +49,7 @@ class Planned:
     plan: Plan
     graph: Graph
     rules: Mapping[int, Rule]
-    model: intra_op.Model
+    model: Model
     solution: Solution
 
 
@@ -173,7 +172,7 @@ def _output_layout(
     return layout
 
 
-def _parts(model: intra_op.Model, solution: Solution, copied: float) -> Mapping[str, float]:
+def _parts(model: Model, solution: Solution, copied: float) -> Mapping[str, float]:
     """Seconds per step by part: operations with their reductions, reshards, and copies between device and host if any.
 
     `copied` are the seconds of these copies, which the node costs include.

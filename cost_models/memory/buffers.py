@@ -38,13 +38,12 @@ from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.compiler.simplifications import hashes
 from autopar.cost_models.memory.copies import add_copies
 from autopar.cost_models.memory.sizes import Buffer, End, Sizes
+from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_dims
+from autopar.cost_models.sharding.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
 from autopar.ir.train_state import match_state
-from autopar.passes.intra_op.build import Model, source_dims
-from autopar.passes.op_groups.bindings import WHOLE, Binding
-from autopar.passes.op_groups.strategies import NOTHING, REDUCE_SCATTER, StrategySet
 
 
 @dataclass(eq=False)

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from autopar.cost_models.compiler.compiled_program import HALVES, IN_PLACE_OPERAND
 from autopar.cost_models.memory.delayed_products import Waiting
 from autopar.cost_models.memory.sizes import End, Kind, Sizes
+from autopar.cost_models.sharding.groups import projection
+from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.op_groups.bindings import projection
-from autopar.passes.op_groups.strategies import StrategySet
 
 
 class _Side(NamedTuple):

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.memory.buffers import Buffer, buffers
 from autopar.cost_models.memory.row import Row
+from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op
 from autopar.ir.problem import Edge, Floats, Ints
 from autopar.ir.train_state import match_state
-from autopar.passes.intra_op.build import Model
 
 SHOWN = 8  # local peaks of one assignment that become rows at once
 

@@ -19,11 +19,11 @@ from autopar.cost_models.compiler.backends import Backend
 from autopar.cost_models.compiler.compiled_program import LIGHT, Frame, Program, Step
 from autopar.cost_models.compiler.fusion import Written
 from autopar.cost_models.compiler.lifetimes import Lifetimes
+from autopar.cost_models.sharding.groups import Model
+from autopar.cost_models.sharding.strategies import StrategySet, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
-from autopar.passes.intra_op.build import Model
-from autopar.passes.op_groups.strategies import StrategySet, shares
 
 NEAR = 1  # most moments between what makes a buffer in on-chip memory and what reads it last, outside of loops
 WHOLE = 4  # times `Backend.near_bytes` is all of the on-chip memory

@@ -24,29 +24,13 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.cost_models.resharding import Resharding
+from autopar.cost_models.sharding.groups import Binding, Grouping, Model, OpGroup, projection, source_dims
+from autopar.cost_models.sharding.strategies import StrategySet, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Type
 from autopar.ir.layout import Layout
 from autopar.ir.problem import Edge, Node, Problem
-from autopar.passes.op_groups.bindings import FREE, Binding, Grouping, OpGroup, Use, projection
-from autopar.passes.op_groups.strategies import StrategySet, layouts_of, padding, share, shares
-
-
-@dataclass(frozen=True, eq=False)
-class Model:
-    """The problem of one graph on one mesh, and the meaning of its nodes.
-
-    Attributes:
-        problem: its nodes are the groups, then the copies.
-        grouping: the groups, bindings and uses.
-        copies: bound value -> node of its copy.
-        copy_sets: bound value -> layouts of its copy.
-    """
-
-    problem: Problem
-    grouping: Grouping
-    copies: Mapping[int, int]
-    copy_sets: Mapping[int, StrategySet]
+from autopar.passes.op_groups.strategies import layouts_of
 
 
 @dataclass(frozen=True)
@@ -167,17 +151,6 @@ class _End:
     weight: float
     behind: bool
     narrow: bool
-
-
-def source_dims(binding: Binding, use: Use) -> tuple[int, ...]:
-    """The consumer's factor for each dimension of `Binding.value`, which differs from the value read for a view."""
-    if binding.view is None:
-        return use.dims
-    dims = [-1] * len(binding.dims)
-    for of_view, factor in zip(binding.view, use.dims, strict=True):
-        if of_view != FREE:
-            dims[of_view] = factor
-    return tuple(dims)
 
 
 def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, list[_End]]:

@@ -16,15 +16,15 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cost_models.collectives import collective_time
+from autopar.cost_models.sharding.groups import Binding, Charge, Model, OpGroup, Use
+from autopar.cost_models.sharding.strategies import ALL_REDUCE, REDUCE_SCATTER, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op, Type
 from autopar.ir.layout import REPLICATED, Layout, ProgramLayouts, device_share, divides, steps
 from autopar.ir.problem import Ints
-from autopar.passes.intra_op.build import Model, layout_at
-from autopar.passes.op_groups.bindings import Binding, Charge, OpGroup, Use
-from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, REDUCE_SCATTER, emitted
-from autopar.passes.op_groups.strategies import padding, share, shares
+from autopar.passes.intra_op.build import layout_at
+from autopar.passes.op_groups.reduction_lowering import emitted
 
 
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:

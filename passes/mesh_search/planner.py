@@ -26,6 +26,7 @@ from autopar.cost_models.compiler.backends import Backend, backend_of
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import Memory, report
 from autopar.cost_models.memory.row import Row, even_share, smallest
+from autopar.cost_models.sharding.groups import Model
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
@@ -55,7 +56,7 @@ class MeshEffort:
 MESHES = MeshEffort()
 
 
-def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.Model:
+def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> Model:
     """The problem whose solutions are the plans of one traced function on one mesh. Raises PinError."""
     clock = _Clock()
     return _model(traced, mesh, options, rules_of(traced.graph, options.rules), clock)[0]
@@ -63,7 +64,7 @@ def make_model(traced: Traced, mesh: LogicalMesh, options: Options) -> intra_op.
 
 def _model(
     traced: Traced, mesh: LogicalMesh, options: Options, rules: Mapping[int, Rule], clock: _Clock
-) -> tuple[intra_op.Model, Pinned]:
+) -> tuple[Model, Pinned]:
     """The problem and the resolved pins. Raises PinError."""
     axes = None if traced.mesh is None else dict(traced.mesh.shape)
     pinned = resolve(options.pins, traced.graph, mesh, traced.pins, axes)
@@ -97,7 +98,7 @@ class _Program:
 
     graph: Graph
     rules: Mapping[int, Rule]
-    model: intra_op.Model
+    model: Model
     pinned: Pinned
 
 
@@ -119,7 +120,7 @@ class Draft:
     hosted: tuple[int, ...]
     graph: Graph
     rules: Mapping[int, Rule]
-    model: intra_op.Model
+    model: Model
     pinned: Pinned
     alive: Callable[[], Liveness]
 
@@ -520,7 +521,7 @@ class Planner:
 
 def _liveness(
     program: _Program,
-    model: intra_op.Model,
+    model: Model,
     mesh: LogicalMesh,
     backend: Backend,
     donated: Sequence[int],

@@ -1,161 +1,23 @@
-"""Bindings and uses: the group that decides the layout of a value, and the layouts in which groups read it.
-
-    binding    maps the dimensions of a value to factors of the group that decides its layout          -> Binding
-    use        maps the dimensions of an operand to factors of the group that reads it                 -> Use
-    class      strategies of a group that give a value the same layout                                 -> projection
-
-An edge of the optimization problem joins the classes of a binding to the classes of a use. `Builder` collects groups,
-bindings and uses while `merge.group` visits the operations.
-"""
+"""Collects groups, bindings and uses (`autopar.cost_models.sharding.groups`) while `merge.group` visits operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
+from autopar.cost_models.sharding.groups import WHOLE, Binding, Charge, Overlap, Use
+from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import UNKNOWN_TRIPS, Atom, Graph, Op
 from autopar.ir.layout import Layout
-from autopar.passes.op_groups.overlap import Overlap
-from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, layouts_of
+from autopar.passes.op_groups.strategies import MOST_PADDING, layouts_of
 from autopar.passes.op_groups.unreduced import Deferral
 from autopar.rules import Rule
 
-#: A dimension of a view that may be cut in any way at no cost.
-FREE = -3
-#: A dimension that the group never cuts.
-WHOLE = -1
-
 #: For an operation that follows an operand: the group's factors for the dimensions of each operand and of each result.
 Followed = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """The group that decides the layout of a value.
-
-    Attributes:
-        group: index of the group.
-        value: the value itself, or the value of which it is a view.
-        dims: for each dimension of `value`, the group's factor, or WHOLE.
-        view: for each dimension of the view, the dimension of `value` that it broadcasts, or FREE; None if the value is
-            not a view.
-    """
-
-    group: int
-    value: int
-    dims: tuple[int, ...]
-    view: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A read of a value, in the layout that the strategy of a group requires.
-
-    Attributes:
-        site: the place of the read: "op12.in0", "op12.body.out1" or "out3".
-        value: the value read.
-        consumer: the group that decides the layout.
-        dims: for each dimension of the value, the consumer's factor, or WHOLE.
-        assigned: the layout is given by `StrategySet.assigned`, the factors cut during execution; otherwise by
-            `StrategySet.result`, those of the result.
-        weight: executions per step.
-        op: index of the operation that reads, -1 for results of the graph.
-    """
-
-    site: str
-    value: int
-    consumer: int
-    dims: tuple[int, ...]
-    assigned: bool
-    weight: float
-    op: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpGroup:
-    """Operations that share one strategy variable.
-
-    Attributes:
-        name: text for people, which also breaks ties.
-        strategies: the strategies to choose from.
-        weight: executions per step.
-        op: index of the operation that has the strategies, -1 for arguments, copies and region borders.
-        value: the value whose layout the group decides: the largest result of the operation.
-        light: HBM traffic of the operations that follow: group factors of a value -> bytes per execution, uncut.
-    """
-
-    name: str
-    strategies: StrategySet
-    weight: float
-    op: int
-    value: int
-    light: tuple[tuple[tuple[int, ...], float], ...] = ()
-
-
-class Charge(NamedTuple):
-    """HBM traffic of a light operation, which depends on the strategy of a group.
-
-    Attributes:
-        group: index of the group.
-        dims: factors of the group that cut the value; each device moves its share of the bytes.
-        nbytes: bytes of the uncut value per step.
-        op: index of the operation that moves the bytes; -1 for writing the batch.
-    """
-
-    group: int
-    dims: tuple[int, ...]
-    nbytes: float
-    op: int
-
-
-@dataclass(frozen=True, eq=False)
-class Grouping:
-    """The groups of a program, and the bindings and uses of its values.
-
-    Attributes:
-        groups: all groups.
-        bindings: value -> its binding; free values are absent.
-        uses: all reads at which a value may be resharded.
-        rules: signature of an operation -> sharding rule.
-        overlap: the communication that can overlap with computation.
-        charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
-    """
-
-    groups: tuple[OpGroup, ...]
-    bindings: Mapping[int, Binding]
-    uses: tuple[Use, ...]
-    rules: Mapping[int, Rule]
-    overlap: Overlap
-    charges: tuple[Charge, ...] = ()
-
-
-def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The classes of strategies that give a value the same layout.
-
-    Args:
-        strategies: n strategies.
-        dims: the group's factor for each dimension of the value, or WHOLE.
-        assigned: take the layout during execution instead of that of the result.
-
-    Returns:
-        The class of each strategy, shape (n,), and the layout of each class, shape (classes, axes). Classes are ordered
-        by the code of their layout.
-    """
-    factors = strategies.assigned if assigned else strategies.result
-    dim_of = np.full(len(strategies.sizes) + 2, -1, np.int8)
-    dim_of[-2] = -2  # PARTIAL stays PARTIAL
-    for dim, factor in enumerate(dims):
-        if factor >= 0:
-            dim_of[factor] = dim
-    layouts = dim_of[factors]
-    # base 16: entries are from -2 (PARTIAL) to 13
-    codes = ((layouts.astype(np.int64) + 2) * (16 ** np.arange(layouts.shape[1]))).sum(1)
-    _, first, classes = np.unique(codes, return_index=True, return_inverse=True)
-    return classes.astype(np.int64), layouts[first]
 
 
 @dataclass

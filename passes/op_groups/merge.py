@@ -30,29 +30,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.flops import flops
 from autopar.cost_models.reductions import combines
+from autopar.cost_models.sharding.groups import FREE, WHOLE, Binding, Charge, Grouping, OpGroup, projection
+from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Atom, Graph, Op, Repeats
 from autopar.ir.layout import Layout, divides
 from autopar.ir.op_sets import ALL_PRODUCTS, PRODUCTS
 from autopar.ir.train_state import match_state
 from autopar.passes.op_groups import overlap, unreduced
-from autopar.passes.op_groups.bindings import (
-    FREE,
-    WHOLE,
-    Binding,
-    Builder,
-    Charge,
-    Followed,
-    Grouping,
-    Kind,
-    OpGroup,
-    alias,
-    projection,
-    use,
-)
+from autopar.passes.op_groups.bindings import Builder, Followed, Kind, alias, use
 from autopar.passes.op_groups.constraints import constraint
 from autopar.passes.op_groups.regions import REGIONS
-from autopar.passes.op_groups.strategies import MOST_PADDING, StrategySet, Work, strategies_of, sum_strategies
+from autopar.passes.op_groups.strategies import MOST_PADDING, Work, strategies_of, sum_strategies
 from autopar.rules import SHARD_MAPPED, Rule
 
 #: Operations that always have strategies of their own.

@@ -16,35 +16,12 @@ the next pass of the stage waits for the sum of each pass.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.cost_models.sharding.groups import Overlap
 from autopar.ir.control_flow import entries, num_carries
 from autopar.ir.graph import Graph, Op
 from autopar.ir.train_state import match_state
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """The values and operations whose communication can overlap with computation.
-
-    Attributes:
-        early: values that do not depend on the batch.
-        late: indices of operations whose results only the update or the caller reads.
-        update: indices of operations of the update.
-    """
-
-    early: frozenset[int]
-    late: frozenset[int]
-    update: frozenset[int]
-
-    def moves(self, value: int, reader: int) -> bool:
-        """Whether resharding `value` for the operation `reader` (-1: the caller) can overlap."""
-        return reader < 0 or value in self.early or reader in self.update
-
-    def sums(self, op: Op) -> bool:
-        """Whether reducing the partial results of `op` can overlap."""
-        return op.index in self.late
 
 
 @lru_cache(maxsize=4)  # the same for every mesh

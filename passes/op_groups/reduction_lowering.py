@@ -23,13 +23,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_models.sharding.strategies import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER, Factors
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout
-
-# The treatment of a partial sum along an axis; NOTHING, the least code, where there is none.
-NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
-
-Factors = NDArray[np.int16]
-"""Shape (strategies, mesh axes)."""
 
 
 def emitted(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[int], *, dot: bool) -> Factors:
@@ -38,7 +33,7 @@ def emitted(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[
     The reduce-scatters run first, in the order of the axes, then the all-reduce.
 
     Args:
-        after, assigned, result: as in `autopar.passes.op_groups.strategies.StrategySet`, shape (n, axes).
+        after, assigned, result: as in `autopar.cost_models.sharding.strategies.StrategySet`, shape (n, axes).
         sizes: of the mesh axes.
         dot: the operation is a dot.
     """

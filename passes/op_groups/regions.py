@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar import jax_compat
+from autopar.cost_models.sharding.groups import WHOLE, Binding
 from autopar.ir.graph import UNKNOWN_TRIPS, Op, Region
-from autopar.passes.op_groups.bindings import WHOLE, Binding, Builder, alias, use
+from autopar.passes.op_groups.bindings import Builder, alias, use
 
 #: Groups a list of operations of a weight (executions per step).
 Visit = Callable[[Builder, Sequence[Op], float], None]

@@ -19,50 +19,32 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.collectives import collective_time
 from autopar.cost_models.compute import op_time, product_efficiency
+from autopar.cost_models.sharding.strategies import (
+    ALL_REDUCE,
+    DEFERRED,
+    NOTHING,
+    REDUCE_SCATTER,
+    Factors,
+    StrategySet,
+    piece_counts,
+    share,
+    shares,
+)
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
 from autopar.ir.layout import PARTIAL, REPLICATED
-from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER, Factors, emitted
+from autopar.passes.op_groups.reduction_lowering import emitted
 from autopar.rules import Rule
 
 #: Largest extent of a dimension after padding to even pieces, as a multiple of its extent. All costs below are those of
 #: the padded pieces.
 MOST_PADDING = 1.5
-
-
-Layouts = NDArray[np.integer[Any]]
-"""Factor or dimension that each mesh axis cuts, shape (n, axes)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StrategySet:
-    """All strategies of one kind of operation (or the layouts of one shape).
-
-    Attributes:
-        index: identity within one planning run; equal sets share it.
-        assigned: factor that each axis cuts during execution, shape (n, axes).
-        result: factor of the results that each axis cuts, shape (n, axes).
-        after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
-        cost: seconds of one execution, shape (n,).
-        sizes: extent of each factor.
-    """
-
-    index: int
-    assigned: Factors
-    result: Factors
-    after: NDArray[np.int16]
-    cost: NDArray[np.float64]
-    sizes: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +176,6 @@ def _product(options: Sequence[int], axes: int) -> NDArray[np.int16]:
     return np.array(list(itertools.product(options, repeat=axes)), np.int16).reshape(-1, axes)
 
 
-def _parts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
-    """Number of pieces into which each of `count` factors is cut, shape (n, count)."""
-    parts = np.ones((len(factors), count + 1), np.int64)
-    rows = np.arange(len(factors))
-    column = np.where(factors >= 0, factors, count)  # the last column collects axes that cut no factor
-    for axis, size in enumerate(sizes):
-        parts[rows, column[:, axis]] *= size
-    return parts[:, :count]
-
-
 def _fits(
     factors: Factors, extents: Sequence[int], sizes: Sequence[int], most: float | NDArray[np.float64]
 ) -> NDArray[np.bool_]:
@@ -213,31 +185,11 @@ def _fits(
     Only one axis may cut a factor unevenly: with two axes, the compiler gathers the value at the next reshard.
     """
     extent = np.array(extents, np.int64)
-    parts = _parts(factors, len(extents), sizes)
+    parts = piece_counts(factors, len(extents), sizes)
     padded = -(-extent // parts) * parts  # -(-a // b) rounds up
     alone = (factors[:, :, None] == np.arange(len(extents))).sum(1) <= 1
     fits = (parts <= np.maximum(extent, 1)) & (padded <= most * extent) & (alone | (padded == extent))
     return fits.all(1)
-
-
-def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """The share of every factor that is on one device, padding included; shape (n, factors)."""
-    extent = np.array([max(n, 1) for n in extents], np.int64)
-    return -(-extent // _parts(factors, len(extents), sizes)) / extent
-
-
-def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
-    """The share of a value that is on one device, from the shares of its factors, `each`; shape (n,)."""
-    return each[:, [d for d in dims if d >= 0]].prod(1)
-
-
-def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """Factor >= 1 by which uneven pieces increase the bytes that a reshard moves, shape (sources, targets)."""
-    if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
-        return np.ones((len(sources), len(targets)))
-    extent = np.array([max(n, 1) for n in shape], np.int64)
-    parts = np.maximum(_parts(sources, len(shape), sizes)[:, None], _parts(targets, len(shape), sizes)[None])
-    return (-(-extent // parts) * parts / extent).prod(-1)
 
 
 def _scatters_in_order(after: NDArray[np.int16], result: Factors) -> NDArray[np.bool_]:
@@ -264,7 +216,7 @@ def _defers_evenly(
 
     With a deferred sum, each cut of a contracted factor becomes a dimension of its own, so the cuts must be even.
     """
-    uneven = (np.array(extents, np.int64) % _parts(assigned, len(extents), sizes) > 0)[:, None]
+    uneven = (np.array(extents, np.int64) % piece_counts(assigned, len(extents), sizes) > 0)[:, None]
     split = (after != NOTHING)[:, :, None] & (assigned[:, :, None] == np.arange(len(extents)))
     return ~((after == DEFERRED).any(1) & (split & uneven).any((1, 2)))
 

@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import smallest
+from autopar.cost_models.sharding.groups import Model, Use
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.layout import ProgramLayouts, device_share
 from autopar.ir.problem import Ints
 from autopar.passes.intra_op import extract
-from autopar.passes.intra_op.build import Model
 from autopar.passes.layers import find as layers_pass
-from autopar.passes.op_groups.bindings import Use
 from autopar.passes.remat.rewrite import DOTS, FULL, Rematerialised, rematerialised
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import Row
+from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, ProgramLayouts
@@ -85,7 +86,7 @@ class StagePlan(StageWithLayouts):
     graph: StageGraph
     mesh: LogicalMesh
     rules: Mapping[int, Rule]
-    model: intra_op.Model
+    model: Model
     solution: Solution
     liveness: Liveness
     layouts: ProgramLayouts
@@ -259,7 +260,7 @@ def problem_of(
     rules: Mapping[int, Rule],
     arguments: Mapping[int, Layout] | None = None,
     results: Mapping[int, Layout] | None = None,
-) -> tuple[intra_op.Model, Liveness]:
+) -> tuple[Model, Liveness]:
     """The intra-operator problem of a stage and the memory of its solutions; arguments as for `plan_stage`.
 
     Passes run one after another: no value of a pass is live before the pass in front of it has ended.
@@ -277,7 +278,7 @@ def planned(
     graph: StageGraph,
     mesh: LogicalMesh,
     rules: Mapping[int, Rule],
-    model: intra_op.Model,
+    model: Model,
     liveness: Liveness,
     solution: Solution,
 ) -> StagePlan:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost_models.memory.row import Row
+from autopar.cost_models.sharding.groups import Model
+from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats, Ints
-from autopar.passes.intra_op.build import Model
-from autopar.passes.op_groups.strategies import share, shares
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,22 +11,14 @@ ROOT = Path(__file__).parents[2]
 #: Packages, and modules beside them, each of which may import those before it.
 ORDER = (
     *("version", "errors", "jax_compat", "parallel_map", "progress", "ir", "rules", "schedules", "hardware"),
-    *("cost_models", "cost_models.compiler", "cost_models.memory"),
+    *("cost_models.sharding", "cost_models", "cost_models.compiler", "cost_models.memory"),
     *("passes", "passes.microbatch", "passes.layers", "passes.op_groups", "passes.solver", "passes.intra_op"),
     *("passes.memory", "passes.remat", "passes.mesh_search", "passes.stages", "passes.inter_op"),
     *("plans", "codegen", "runtime", "options", "argnums", "verification", "compile", "api", "zoo", "", "bench", "cli"),
 )
 
 #: Pairs that go up, to be untied: none may be added, and what is untied is taken out.
-UPWARD = frozenset(
-    {
-        ("cost_models", "passes.intra_op"),
-        ("cost_models", "passes.op_groups"),
-        ("cost_models.memory", "passes.intra_op"),
-        ("cost_models.memory", "passes.op_groups"),
-        ("hardware", "cost_models"),
-    }
-)
+UPWARD = frozenset({("hardware", "cost_models")})
 
 
 def package(module: str) -> str:

@@ -16,12 +16,12 @@ from autopar.bench.equal.case import dear
 from autopar.codegen import emit as codegen
 from autopar.cost_models.compiler.backends import CPU
 from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.sharding.strategies import DEFERRED
 from autopar.ir.trace import trace
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.mesh_search.planner import Draft, MeshSolution
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.constraints import Pinned
-from autopar.passes.op_groups.strategies import DEFERRED
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import one_mesh

@@ -13,15 +13,9 @@ import pytest
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
+from autopar.cost_models.sharding.strategies import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, route, spec
-from autopar.passes.op_groups.reduction_lowering import (
-    ALL_REDUCE,
-    DEFERRED,
-    NOTHING,
-    REDUCE_SCATTER,
-    emitted,
-    first_stage,
-)
+from autopar.passes.op_groups.reduction_lowering import emitted, first_stage
 from autopar.verification import hlo
 
 NAMES = ("x", "y", "z")

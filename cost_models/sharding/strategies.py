@@ -1,0 +1,81 @@
+"""Strategies of an op group as arrays, and the pieces that they leave on a device.
+
+parts    number of pieces into which each factor is cut                                             -> piece_counts
+share    share of a value on one device, padding of uneven pieces included                          -> shares, share
+padding  factor by which uneven pieces increase the bytes of a reshard                              -> padding
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The treatment of a partial sum along an axis; NOTHING, the least code, where there is none.
+NOTHING, ALL_REDUCE, REDUCE_SCATTER, DEFERRED = range(4)
+
+Factors = NDArray[np.int16]
+"""Shape (strategies, mesh axes)."""
+
+
+Layouts = NDArray[np.integer[Any]]
+"""Factor or dimension that each mesh axis cuts, shape (n, axes)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrategySet:
+    """All strategies of one kind of operation (or the layouts of one shape).
+
+    Attributes:
+        index: identity within one planning run; equal sets share it.
+        assigned: factor that each axis cuts during execution, shape (n, axes).
+        result: factor of the results that each axis cuts, shape (n, axes).
+        after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
+        cost: seconds of one execution, shape (n,).
+        sizes: extent of each factor.
+    """
+
+    index: int
+    assigned: Factors
+    result: Factors
+    after: NDArray[np.int16]
+    cost: NDArray[np.float64]
+    sizes: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+
+def piece_counts(factors: Layouts, count: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Number of pieces into which each of `count` factors is cut, shape (n, count)."""
+    parts = np.ones((len(factors), count + 1), np.int64)
+    rows = np.arange(len(factors))
+    column = np.where(factors >= 0, factors, count)  # the last column collects axes that cut no factor
+    for axis, size in enumerate(sizes):
+        parts[rows, column[:, axis]] *= size
+    return parts[:, :count]
+
+
+def shares(factors: Factors, extents: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The share of every factor that is on one device, padding included; shape (n, factors)."""
+    extent = np.array([max(n, 1) for n in extents], np.int64)
+    return -(-extent // piece_counts(factors, len(extents), sizes)) / extent
+
+
+def share(each: NDArray[np.float64], dims: Sequence[int]) -> NDArray[np.float64]:
+    """The share of a value that is on one device, from the shares of its factors, `each`; shape (n,)."""
+    return each[:, [d for d in dims if d >= 0]].prod(1)
+
+
+def padding(sources: Layouts, targets: Layouts, shape: Sequence[int], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """Factor >= 1 by which uneven pieces increase the bytes that a reshard moves, shape (sources, targets)."""
+    if all(n <= 1 or n % math.prod(sizes) == 0 for n in shape):
+        return np.ones((len(sources), len(targets)))
+    extent = np.array([max(n, 1) for n in shape], np.int64)
+    before, after = (piece_counts(layouts, len(shape), sizes) for layouts in (sources, targets))
+    parts = np.maximum(before[:, None], after[None])
+    return (-(-extent // parts) * parts / extent).prod(-1)
