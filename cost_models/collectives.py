@@ -1,9 +1,9 @@
 """Seconds of a collective in the alpha-beta model, over one mesh axis or several at once: the planner's prices.
 
 An algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes one after the other (b as in
-`autopar.ir.collective`; the closed forms are those of `autopar.cost_models.algorithms`), so it is a line in b:
+`autopar.ir.collective`; the closed forms are those of `autopar.hardware.algorithms`), so it is a line in b:
 
-    t(b) = S(n) alpha + V(n) beta b                                       -> _line
+    t(b) = S(n) alpha + V(n) beta b                                       -> autopar.hardware.collective_lines.line_of
 
 Which of them a backend runs depends on the link's network (-> COLLECTIVES): on a switch all that may be the best;
 along a ring or a line (an axis of a torus) only those that talk to neighbours, because others would share links; in the
@@ -50,36 +50,11 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost_models.algorithms import ALGORITHMS, Algorithm
 from autopar.errors import ArgumentError
+from autopar.hardware.algorithms import ALGORITHMS
 from autopar.hardware.cluster import Device, Level, Link, LogicalMesh
+from autopar.hardware.collective_lines import COLLECTIVES, Lines, envelope, line_of, one_level
 from autopar.hardware.links import NEIGHBOURS, inner_sizes, merge_levels
-from autopar.ir.collective import wire_bytes
-
-__all__ = ["COLLECTIVES", "Lines", "collective_time", "envelope", "linear_coefficients", "wire_bytes"]
-
-Lines = tuple[tuple[float, float], ...]
-"""(s, s/byte) pairs; the time of b bytes is min over pairs of first + second * b."""
-
-_ALONG = {"ring": ("ring",), "line": ("ring",), "mesh": ("ring",)}
-_HALVES = {**_ALONG, "switch": ("ring", "bruck"), "memory": ("copy",)}
-_SHIFTED = {"ring": ("shift",), "mesh": ("shift",)}
-
-COLLECTIVES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "all-reduce": {**_HALVES, "switch": ("ring", "halving-doubling", "butterfly")},
-        "all-gather": _HALVES,
-        "reduce-scatter": _HALVES,
-        "all-to-all": {**_SHIFTED, "switch": ("pairwise", "bruck"), "line": ("shift",), "memory": ("copy",)},
-        "collective-permute": {**_SHIFTED, "switch": ("direct",), "line": ("direct",), "memory": ("copy",)},
-    }
-)
-"""Kind -> network -> the algorithms that run on it at the link's full rate, by their names in `ALGORITHMS`."""
-
-
-def _line(algorithm: Algorithm, size: int, link: Link) -> tuple[float, float]:
-    """(s, s/byte) over `size` groups on `link`."""
-    return algorithm.messages(size) * link.alpha, algorithm.volume(size) * link.beta
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +89,7 @@ STAGED: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
 def _flat_ring(kind: str, levels: Sequence[Level]) -> Lines:
     inner = inner_sizes(levels)
     link = Link(max(v.link.alpha for v in levels), max(v.link.beta / p for v, p in zip(levels, inner, strict=True)))
-    return (_line(ALGORITHMS[kind]["ring"], inner[0] * levels[0].size, link),)
+    return (line_of(ALGORITHMS[kind]["ring"], inner[0] * levels[0].size, link),)
 
 
 def _flat_pairwise(levels: Sequence[Level]) -> Lines:
@@ -129,7 +104,7 @@ def _flat_pairwise(levels: Sequence[Level]) -> Lines:
 
 
 def _flat_permute(levels: Sequence[Level]) -> Lines:
-    alone = [line for v in levels for line in _one_level("collective-permute", v)]
+    alone = [line for v in levels for line in one_level("collective-permute", v)]
     return ((max(a for a, _ in alone), max(s for _, s in alone)),)
 
 
@@ -144,32 +119,12 @@ FLAT: Mapping[str, Callable[[Sequence[Level]], Lines]] = MappingProxyType(
 )
 
 
-def envelope(lines: Sequence[tuple[float, float]]) -> Lines:
-    """The lines that are the minimum for some b >= 0, by rising intercept and falling slope."""
-    hull: list[tuple[float, float]] = []
-    for a, s in sorted(lines):
-        if hull and s >= hull[-1][1]:
-            continue
-        # Drop the last line where this one takes over before the last has taken over from the one before it.
-        while len(hull) > 1 and (a - hull[-2][0]) * (hull[-2][1] - hull[-1][1]) <= (hull[-1][0] - hull[-2][0]) * (
-            hull[-2][1] - s
-        ):
-            hull.pop()
-        hull.append((a, s))
-    return tuple(hull)
-
-
 def _chain(*parts: Lines) -> Lines:
     return envelope([(sum(a for a, _ in combo), sum(s for _, s in combo)) for combo in product(*parts)])
 
 
 def _scaled(lines: Lines, factor: float) -> Lines:
     return tuple((a, s * factor) for a, s in lines)
-
-
-def _one_level(kind: str, level: Level) -> Lines:
-    names = COLLECTIVES[kind][level.link.network]
-    return envelope([_line(ALGORITHMS[kind][name], level.size, level.link) for name in names])
 
 
 def _merged(levels: Sequence[Level]) -> tuple[Level, ...]:
@@ -210,16 +165,16 @@ def _rotated(kind: str, levels: Sequence[Level]) -> Lines:
 
 def _phase(kind: str, level: Level, later: Sequence[Level]) -> tuple[float, float]:
     """One dimension's turn; an all-gather leaves what later dimensions multiply, so that the last sends the most."""
-    ((alpha, slope),) = _one_level(kind, level)
+    ((alpha, slope),) = one_level(kind, level)
     return alpha, slope / (math.prod(v.size for v in later) if kind == "all-gather" else 1)
 
 
 def _over_levels(kind: str, levels: tuple[Level, ...]) -> Lines:
     if len(levels) == 1:
-        return _one_level(kind, levels[0])
+        return one_level(kind, levels[0])
     lines = [*FLAT[kind](levels), *_rotated(kind, levels)]
     for stage in STAGED[kind]:
-        inside = [_one_level(k, levels[-1]) for k in stage.inside]
+        inside = [one_level(k, levels[-1]) for k in stage.inside]
         outside = _scaled(_over_levels(stage.outside, levels[:-1]), 1 / levels[-1].size if stage.scattered else 1.0)
         lines.extend(_chain(outside, *inside))
     return envelope(lines)

@@ -2,7 +2,7 @@
 
 For `workers` devices of a cluster, one row per algorithm: bytes over all links, bytes that a worker sends on average,
 steps, bytes one after the other, and seconds at each message size; then the sizes at which another algorithm becomes
-the fastest. Nothing is measured: the forms are those of `autopar.cost_models.algorithms`, which the tests confirm
+the fastest. Nothing is measured: the forms are those of `autopar.hardware.algorithms`, which the tests confirm
 message by message. A single algorithm sees the slowest link between the workers; where they span hosts of equal size,
 "two-level" is the ring of `two_level_time`. Additions cost three memory accesses a byte: gamma = 3 / memory bandwidth.
 """
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.cost_models.algorithms import ALGORITHMS, Algorithm, two_level_time
-from autopar.cost_models.collectives import COLLECTIVES, collective_time
+from autopar.cost_models.collectives import collective_time
 from autopar.errors import ArgumentError
+from autopar.hardware.algorithms import ALGORITHMS, Algorithm, two_level_time
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.collective_lines import COLLECTIVES
 from autopar.hardware.links import slowest
 from autopar.ir.text import seconds as duration
 from autopar.ir.text import size

@@ -2,7 +2,7 @@
 
 Every model gets a dozen plans that differ widely: each is the best one for a machine that does not exist, whose network
 or arithmetic is far dearer or cheaper than here, on one or two mesh axes, with the batch free or pinned whole. All are
-priced on the figures of this machine, measured just before (`autopar.cost_models.measure`), and run in turns in one
+priced on the figures of this machine, measured just before (`autopar.hardware.measure`), and run in turns in one
 process on 8 virtual CPU devices. Per model:
 
     Spearman's rank correlation of predicted and measured step times, over plans whose measured times span `SPAN`
@@ -29,8 +29,8 @@ import autopar
 from autopar import zoo
 from autopar.bench import worker
 from autopar.bench.step import BENCH_SIZES, DEVICES, Variant, take_turns
-from autopar.cost_models import measure
 from autopar.errors import ArgumentError
+from autopar.hardware import measure
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.text import seconds
 from autopar.ir.text import table as grid

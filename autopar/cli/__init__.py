@@ -218,7 +218,7 @@ def _calibrate(path: str, as_json: bool) -> None:
     from rich.progress import Progress
 
     from autopar.cli import calibration_tables
-    from autopar.cost_models import measure
+    from autopar.hardware import measure
     from autopar.hardware.cluster import Cluster
 
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from autopar.cost_models.calibrate import Calibration, Fit
+from autopar.hardware.calibrate import Calibration, Fit
 from autopar.ir.text import size, table
 
 HEADS = ("", "measured", "fitted", "error")

@@ -439,12 +439,12 @@ class Cluster:
         """The local devices with measured rates of matrix products, memory bandwidth, latency and bandwidth.
 
         Measures matrix products, reads of memory and collectives on all local devices, for about half a minute.
-        `autopar.cost_models.measure.calibrate` also returns the error of the fit.
+        `autopar.hardware.measure.calibrate` also returns the error of the fit.
 
         Args:
             tell: called with the name of each measurement when it begins.
         """
-        from autopar.cost_models import measure
+        from autopar.hardware import measure
 
         return measure.calibrate(tell).cluster
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.bench import collectives
-from autopar.cost_models.algorithms import ALGORITHMS
 from autopar.errors import ArgumentError, ClusterError
+from autopar.hardware.algorithms import ALGORITHMS
 from autopar.hardware.cluster import Cluster
 
 EXCHANGES = {

@@ -9,19 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_models.algorithms import ALGORITHMS, two_level_time
-from autopar.cost_models.collectives import (
-    COLLECTIVES,
-    FLAT,
-    STAGED,
-    collective_time,
-    envelope,
-    linear_coefficients,
-    wire_bytes,
-)
+from autopar.cost_models.collectives import FLAT, STAGED, collective_time, linear_coefficients
 from autopar.errors import ArgumentError
+from autopar.hardware.algorithms import ALGORITHMS, two_level_time
 from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Device, Level, Link, LogicalMesh
-from autopar.ir.collective import WIRE_FRACTION
+from autopar.hardware.collective_lines import COLLECTIVES, envelope
+from autopar.ir.collective import WIRE_FRACTION, wire_bytes
 
 ALPHA, BETA = 1e-5, 1e-9
 KINDS = tuple(COLLECTIVES)

@@ -8,8 +8,8 @@ Errors are relative: a kernel of a microsecond counts as much as one of a second
 
 The first is the roofline of `compute` written out, since the efficiency of a product is 1 / ((1 + m_half / m) ...); it
 is fitted to products that are bound by arithmetic, together with the second: the overhead o is the same. The last uses
-the very formulas that price plans (`collectives`), so that alpha and beta are what those formulas need, whatever the
-network is.
+the very lines from which plans are priced (`collective_lines`), so that alpha and beta are what those formulas need,
+whatever the network is.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.cost_models.collectives import collective_time
-from autopar.hardware.cluster import Cluster, Device, Level, LogicalMesh
-from autopar.hardware.links import Link
+from autopar.hardware.cluster import Cluster, Device
+from autopar.hardware.collective_lines import one_level
+from autopar.hardware.links import Level, Link
 
 Floats = NDArray[np.float64]
 
@@ -163,16 +163,21 @@ def _compute(
 
 def _link(samples: Mapping[Message, float], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
     seconds = np.array(list(samples.values()))
-    groups = sorted({s.group for s in samples})
+    kinds = sorted({(s.kind, s.group) for s in samples})
 
     def model(p: Floats) -> Floats:
         link = replace(base.intra, alpha=float(p[0]), beta=float(p[1]))
-        meshes = {n: LogicalMesh(("x",), (n,), (link,), device, ((Level(n, link),),)) for n in groups}
-        return np.array([collective_time(s.kind, s.nbytes, (0,), meshes[s.group]) for s in samples])
+        lines = {(kind, n): one_level(_run(kind, device), Level(n, link)) for kind, n in kinds}
+        return np.array([min(a + b * s.nbytes for a, b in lines[s.kind, s.group]) for s in samples])
 
     found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
     link = replace(base.intra, alpha=float(found[0]), beta=float(found[1]))
     return link, _fits(samples, seconds, model(found))
+
+
+def _run(kind: str, device: Device) -> str:
+    """The collective that runs: without a reduce-scatter, an all-reduce followed by a local slice."""
+    return "all-reduce" if kind == "reduce-scatter" and not device.reduce_scatter else kind
 
 
 def _fits(what: Iterable[Product | Stream | Message], seconds: Floats, predicted: Floats) -> list[Fit]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_models.algorithms import ALGORITHMS, two_level_time
-from tests.cost_models.simulation import STEPS, Message, Outcome, pipelined_server, run, start, two_level
+from autopar.hardware.algorithms import ALGORITHMS, two_level_time
+from tests.hardware.simulation import STEPS, Message, Outcome, pipelined_server, run, start, two_level
 
 ALPHA, BETA, GAMMA = 1e-5, 1e-9, 1e-10
 CASES = [(kind, name) for kind, algorithms in STEPS.items() for name in algorithms]

@@ -1,4 +1,4 @@
-"""Collectives run message by message: the judge of the closed forms in `autopar.cost_models.algorithms`.
+"""Collectives run message by message: the judge of the closed forms in `autopar.hardware.algorithms`.
 
 p workers hold real vectors cut into pieces, each under a key: chunk c of the message, or (source, destination) in an
 all-to-all. A step is a list of messages, all of which leave before any arrives; a worker sends at most one and receives

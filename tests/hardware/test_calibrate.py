@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autopar.cli import calibration_tables
-from autopar.cost_models import measure
-from autopar.cost_models.calibrate import Measured, Message, Product, Stream, fit
 from autopar.cost_models.collectives import collective_time
+from autopar.hardware import measure
+from autopar.hardware.calibrate import Measured, Message, Product, Stream, fit
 from autopar.hardware.cluster import Cluster, Device, Level, LogicalMesh
 from autopar.hardware.links import Link
 

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.cost_models.calibrate import Calibration, Measured, Message, Product, Stream, fit
+from autopar.hardware.calibrate import Calibration, Measured, Message, Product, Stream, fit
 from autopar.hardware.cluster import Cluster
 
 SHORT, LONG = 6, 48
