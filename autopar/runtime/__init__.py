@@ -6,6 +6,7 @@ layouts                                             on each submesh  -> layouts.
 """
 
 from autopar.codegen.layouts import Layouts, data_parallel
-from autopar.runtime.pipeline import PipelineStep, build
+from autopar.runtime.executor import PipelineStep
+from autopar.runtime.pipeline import build
 
 __all__ = ["Layouts", "PipelineStep", "build", "data_parallel"]

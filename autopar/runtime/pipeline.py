@@ -12,123 +12,24 @@ concurrently. The state stays on the submesh of its stage from step to step, so 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from autopar.codegen.layouts import Layouts
 from autopar.codegen.planned_programs import programs_of
-from autopar.codegen.stage_shardings import StageShardings
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
-from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
-from autopar.runtime.executor import Observer, StepExecution
-from autopar.runtime.lowered_schedule import LoweredSchedule, lower_schedule
-from autopar.runtime.programs import CompiledPrograms, compile_programs
+from autopar.runtime.executor import PipelineStep
+from autopar.runtime.programs import compile_programs
 from autopar.schedules.complete import forward_only
 from autopar.schedules.pipeline import Schedule
-
-#: Prefix of the names of programs of a loop that runs first.
-FIRST_LOOP = "first loop, "
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PipelineStep:
-    """A step that runs as a pipeline, called as the step is.
-
-    Attributes:
-        traced: the step.
-        stages: its stages.
-        schedule: the order of its instructions.
-        shardings: the submesh of every stage, and the shardings on it.
-        compiled: its programs.
-        indices: per stage, the number of every microbatch, on its devices.
-        blocking: wait for every instruction. An error then names its instruction and, before the updates, leaves the
-            state valid; measured times are those of single instructions.
-        before: a loop over the microbatches that runs first; its results are further arguments.
-        observer: called after every instruction that is dispatched, in order.
-    """
-
-    traced: Traced
-    stages: Stages
-    schedule: Schedule
-    shardings: StageShardings
-    compiled: CompiledPrograms
-    indices: tuple[tuple[Any, ...], ...]
-    blocking: bool = False
-    before: PipelineStep | None = None
-    observer: Observer | None = None
-
-    @cached_property
-    def lowered_schedule(self) -> LoweredSchedule:
-        """The schedule, lowered to calls of the compiled programs."""
-        return lower_schedule(self.shardings, self.schedule, self.compiled)
-
-    @cached_property
-    def argument_shardings(self) -> tuple[NamedSharding | None, ...]:
-        """The sharding of every argument between steps; None for the batch."""
-        batch, owners = self.stages.split.batch, self.stages.updates.owners
-        return tuple(None if v in batch else self.shardings.argument(owners[v], v) for v in self.traced.graph.inputs)
-
-    @cached_property
-    def result_shardings(self) -> Mapping[int, NamedSharding]:
-        """Position of a result that is state -> its sharding between steps, if another stage makes than stores it."""
-        graph, updates = self.stages.split.graph, self.stages.updates
-        carried = [(out, self.stages.split.flat.outputs[out], i) for out, i in match_state(graph).items()]
-        new_state = [
-            (out, updates.programs[updates.computed_in[v]].stage, i)
-            for out, v, i in carried
-            if isinstance(v, int) and v in updates.computed_in
-        ]
-        return {
-            out: sharding
-            for out, stage, i in new_state
-            if (sharding := self.argument_shardings[i]) is not None and updates.owners[graph.inputs[i]] != stage
-        }
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the step.
-
-        Raises:
-            ArgumentError: the arguments differ from those that were traced.
-            StageError: a stage failed. The arguments are still valid, except after an error in an update, whose message
-                says that the state may be used up.
-        """
-        flat = self.traced.leaves(*args, **kwargs)
-        for path, array, aval in zip(self.traced.graph.input_paths, flat, self.traced.in_avals, strict=True):
-            if np.shape(array) != aval.shape:
-                raise ArgumentError(
-                    f"argument '{path}' has shape {np.shape(array)}, the step was traced for {aval.shape}"
-                )
-        return jax.tree.unflatten(self.traced.out_tree, self.results(flat))
-
-    def results(self, leaves: Sequence[Any]) -> list[Any]:
-        """Leaves of the results from those of the arguments; StageError as for a call."""
-        first_loop = [] if self.before is None else self.before.results(leaves)
-        return StepExecution(self, [*leaves, *first_loop]).results()
-
-    @cached_property
-    def programs(self) -> Mapping[str, Any]:
-        """Name -> JAX's compiled object: "stage 0 begin", "stage 0 F", "stage 1 update 0", and so on."""
-        programs: dict[str, Any] = {}
-        if self.before is not None:
-            programs.update((f"{FIRST_LOOP}{name}", program) for name, program in self.before.programs.items())
-        for number, begin in enumerate(self.compiled.begin):
-            programs[f"stage {number} begin"] = begin
-            programs.update((f"stage {number} {kind}", one) for kind, one in self.compiled.passes[number].items())
-        for number, (update, program) in enumerate(
-            zip(self.stages.updates.programs, self.compiled.updates, strict=True)
-        ):
-            programs[f"stage {update.stage} update {number}"] = program
-        return programs
 
 
 def build(

@@ -20,7 +20,8 @@ from autopar.passes.inter_op.pipelines import Pipelined
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.plans.plan import Plan
 from autopar.rules import Rule, rules_of
-from autopar.runtime.pipeline import PipelineStep, build
+from autopar.runtime.executor import PipelineStep
+from autopar.runtime.pipeline import build
 
 #: The sharding of an argument on an Explicit mesh: its spec (None if it is replicated) and the mesh.
 Pin = tuple[PartitionSpec | None, Any]

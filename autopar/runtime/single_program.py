@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from autopar import jax_compat
 from autopar.errors import ArgumentError, DonatedError
 from autopar.plans.plan import Plan
-from autopar.runtime import PipelineStep
+from autopar.runtime.executor import PipelineStep
 
 #: Locked while a step is dispatched, not while it runs; one per process, since threads share its devices.
 DISPATCH_LOCK = threading.RLock()

@@ -19,8 +19,8 @@ from autopar.ir.trace import Traced
 from autopar.passes.op_groups.bindings import assumed_trips
 from autopar.plans import comparison
 from autopar.plans.plan import Plan
+from autopar.runtime.executor import FIRST_LOOP
 from autopar.runtime.load import load
-from autopar.runtime.pipeline import FIRST_LOOP
 from autopar.runtime.planned_step import PlannedStep
 from autopar.schedules.instructions import Kind
 from autopar.verification import exceptions as known_exceptions

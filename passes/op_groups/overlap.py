@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from autopar.cost_models.sharding.groups import Overlap
 from autopar.ir.control_flow import entries, num_carries
-from autopar.ir.graph import Graph, Op
+from autopar.ir.graph import Graph
 from autopar.ir.train_state import match_state
 
 

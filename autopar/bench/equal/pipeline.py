@@ -4,7 +4,7 @@ One worker per model and dtype goes through the schedules (`pipeline_case`). A r
 as soon as it is known; rows found there are not run again. XLA optimises as little as in `equal`.
 
 A model whose examples depend on each other runs in one microbatch: its row says why, and counts as a refusal. That is
-right for `COUPLED` alone, and these must be refused.
+right for `pipeline_case.COUPLED` alone, and these must be refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 STAGES = (2, 4)
 #: What the devices of a stage divide among them: the batch, or parameters by the model's table for tensor parallelism.
 INNER = ("data", "tensor")
-DEVICES = 8
-#: Batch norm over the whole batch, and a loss that compares all of its examples.
-COUPLED = ("wresnet-toy", "resnet-toy", "clip-toy")
 
 Row = Mapping[str, Any]
 Key = tuple[str, str, int, str, str]
