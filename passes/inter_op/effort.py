@@ -9,18 +9,18 @@ from dataclasses import dataclass
 class InterOpEffort:
     """How far the search for stages goes."""
 
-    # relative step time by which the dynamic program may miss a better division (settled on the zoo)
+    # relative step time by which the dynamic program may miss a better division (not measured)
     near: float = 1e-3
-    # divisions that are simulated per number of microbatches and per schedule of `MADE_FOR` (settled on the zoo)
+    # divisions that are simulated per number of microbatches and per schedule of `MADE_FOR` (not measured)
     simulated: int = 8
-    # relative gain over the incumbent that the estimate of another number of microbatches must promise (settled on the
-    # zoo)
+    # relative gain over the incumbent that the estimate of another number of microbatches must promise (not
+    # measured)
     gain_of_count: float = 0.02
-    # relative error of the dynamic program's step time against the simulated one (settled on the zoo)
+    # relative error of the dynamic program's step time against the simulated one (not measured)
     formula_error: float = 0.05
-    # relative gain that further submeshes must promise before layers are costed on them (settled on the zoo)
+    # relative gain that further submeshes must promise before layers are costed on them (not measured)
     gain_of_submeshes: float = 0.01
-    # share of the memory that divisions leave free, as whole stages take more than their layers (settled on the zoo)
+    # share of the memory that divisions leave free, as whole stages take more than their layers (not measured)
     reserve: float = 0.03
     # microbatches per stage after the first at which the bubble is an eighth of the computation (by the formula)
     bubble: int = 8

@@ -53,7 +53,7 @@ class PipelineEffort:
     chunks: int = 2
     # microbatches per rank by default (by definition of the plan that a user gets without options)
     per_rank: int = 2
-    # most pieces of a scan over layers, each of which may be on its own submesh (settled on the zoo)
+    # most pieces of a scan over layers, each of which may be on its own submesh (not measured)
     pieces: int = 16
 
 

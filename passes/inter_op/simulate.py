@@ -31,7 +31,7 @@ from autopar.schedules import REPEATING, SCHEDULES, Size, make
 class SimulationEffort:
     """Which schedules are preferred among the simulated."""
 
-    # relative step time that a schedule with more microbatches in flight has to save (settled on the zoo)
+    # relative step time that a schedule with more microbatches in flight has to save (not measured)
     saved: float = 0.01
 
 

@@ -38,17 +38,17 @@ from autopar.rules import Rule
 class OptionEffort:
     """Which options of a stage are sought, and how near their optimum."""
 
-    # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (settled on the
-    # zoo)
+    # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (not
+    # measured)
     shares: tuple[float, ...] = (0.3, 6.0)
     # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (not
     # measured)
     layers: float = 4.0
-    # relative gap at which the solution of an option is accepted (settled on the zoo)
+    # relative gap at which the solution of an option is accepted (not measured)
     gap: float = 0.03
-    # relative gap at which the dual ascent of a penalised problem ends (settled on the zoo)
+    # relative gap at which the dual ascent of a penalised problem ends (not measured)
     until: float = 0.01
-    # remaining strategies above which the ILP is not run; it takes half a minute there (settled on the zoo)
+    # remaining strategies above which the ILP is not run; it takes half a minute there (not measured)
     largest: int = 2_000
 
 

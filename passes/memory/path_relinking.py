@@ -35,9 +35,9 @@ from autopar.passes.memory.presolve import ConstrainedProblem
 class RelinkEffort:
     """The range of penalty rates that path relinking searches."""
 
-    # bisections of the rate; 60 exhaust the precision of a rate (settled on the zoo)
+    # bisections of the rate; 60 exhaust the precision of a rate (not measured)
     bisections: int = 60
-    # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes) (settled on the zoo)
+    # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes) (not measured)
     dearest: float = 1e6
 
 

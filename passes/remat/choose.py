@@ -44,10 +44,10 @@ class RematSearchEffort:
     """How far the numbers of layers to rematerialise are searched."""
 
     # share of the forecast bytes of one layer by which they may be too high, next to a number of layers that was
-    # planned (settled on the zoo)
+    # planned (not measured)
     layer_overestimate: float = 0.05
-    # relative gain of step time that the estimate of another plan must promise for it to be searched (settled on the
-    # zoo)
+    # relative gain of step time that the estimate of another plan must promise for it to be searched (not
+    # measured)
     min_gain: float = 0.005
     # every so many guesses, one bisects the remaining numbers of layers, in case the peak does not fall as forecast
     # (not measured)

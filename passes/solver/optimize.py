@@ -55,10 +55,10 @@ SOLVERS = ("auto", "cbc", "highs")
 class OptimizerEffort:
     """Which problems are solved without symmetry reduction, and which are given to the ILP."""
 
-    # a program has few equal layers if its strategies are at most so many times those of its quotient (settled on the
-    # zoo)
+    # a program has few equal layers if its strategies are at most so many times those of its quotient (not
+    # measured)
     few: float = 2
-    # relative gap at which a problem with more than `large` strategies is not given to the ILP (settled on the zoo)
+    # relative gap at which a problem with more than `large` strategies is not given to the ILP (not measured)
     near: float = 1e-3
     # strategies of a reduced problem above which `near` is enough (settled on the zoo)
     large: int = 4_000

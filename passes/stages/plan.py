@@ -46,15 +46,15 @@ class PenaltyEffort:
     """At which penalty rates a stage is planned, and how well."""
 
     # rates that are tried in ascending order: at rate r a plan may take r x share more seconds for a share fewer bytes,
-    # both relative to the reference plan (settled on the zoo)
+    # both relative to the reference plan (not measured)
     rates: tuple[float, ...] = (0.0, 0.1, 0.3, 1.0, 6.0, 30.0)
     # if the plan at the lowest fitting rate takes more than this share longer than that below, a rate between is tried
-    # (settled on the zoo)
+    # (not measured)
     refine_above: float = 0.05
     # the rate between two others is their geometric mean, where the lower one counts as at least the higher one
-    # divided by this, as it may be 0 (settled on the zoo)
+    # divided by this, as it may be 0 (not measured)
     zero_rate_divisor: float = 16
-    # relative gap at which the solver stops on a penalised problem (settled on the zoo)
+    # relative gap at which the solver stops on a penalised problem (not measured)
     gap: float = 0.02
 
 

@@ -44,12 +44,12 @@ from autopar.rules import Rule, RuleReader
 class RunEffort:
     """When and how stages are planned in two runs side by side."""
 
-    # operations of a step from which its stages are planned in two runs (settled on the zoo)
+    # operations of a step from which its stages are planned in two runs (not measured)
     two_from: int = 5_000
-    # share of all operations that the longer of two independent runs may have (settled on the zoo)
+    # share of all operations that the longer of two independent runs may have (not measured)
     longer: float = 0.85
     # relative cost of planning a stage with as many operations and a submesh of the same shape as an earlier one
-    # (measured on the zoo)
+    # (not measured)
     repeated: float = 0.2
 
 

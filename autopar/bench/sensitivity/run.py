@@ -142,7 +142,7 @@ def table(rows: Sequence[Row]) -> str:
     head = ("", "default", "value", "programs", "step, worst", "median", "planning", "from", "to", "gap", "given up")
     read = [row for row in found if row["programs"]]
     tables = [
-        grid(algorithm, head, [_cells(row) for row in read if row["algorithm"] == algorithm])
+        f"\n{algorithm}{grid('field', head, [_cells(row) for row in read if row['algorithm'] == algorithm])}"
         for algorithm in dict.fromkeys(row["algorithm"] for row in read)
     ]
     every = dict.fromkeys(f"{row['algorithm']}.{row['field']}" for row in found)
@@ -174,4 +174,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _short(value: Any) -> str:
-    return " ".join(f"{x:g}" for x in value) if isinstance(value, tuple | list) else f"{value:g}"
+    if isinstance(value, tuple | list):
+        return " ".join(f"{x:g}" for x in value)
+    return f"{value:g}" if isinstance(value, float) else f"{value:,}"
