@@ -35,7 +35,7 @@ from autopar.zoo import targets
 #: Microbatches for each stage of a named pipeline.
 PER_STAGE = 4
 #: Share of the shortest named step by which an answer may be longer.
-TOLERANCE = memory_policy.GAP
+PLANNED_GAP = memory_policy.GAP
 
 Row = dict[str, Any]
 
@@ -175,7 +175,7 @@ def run(
 
 def holds(row: Row) -> bool:
     """Whether no named plan is shorter than the answer by more than the tolerance."""
-    return row["fits"] and row["ratio"] <= 1 + TOLERANCE
+    return row["fits"] and row["ratio"] <= 1 + PLANNED_GAP
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -10,7 +10,7 @@ The programs of a pipeline are compiled for "cpu" only, and compared stage by st
 (`autopar.verification.verify_stages`).
 
 Planned collectives are first lowered in the way that the compiler of the target is known to lower them
-(`autopar.verification.lowering`). A check passes if the bytes on the wire are within `TOLERANCE` of the plan's; on
+(`autopar.verification.lowering`). A check passes if the bytes on the wire are within `MOST_WIRE_RATIO` of the plan's; on
 "shardy", if all pieces are equal.
 """
 
@@ -46,7 +46,7 @@ from autopar.verification import exceptions as known_exceptions
 from autopar.verification import hlo, lowering, shardy, verify_stages
 
 #: Largest ratio of emitted to predicted wire bytes, or its inverse, at which a check passes.
-TOLERANCE = 1.10
+MOST_WIRE_RATIO = 1.10
 
 #: Operations that JAX lowers for devices at hand only. Tried on 0.10.2 and 0.12.0.
 LOWERED_FOR_DEVICES = (*RETURNING_CALLBACKS, "custom_partitioning", "inspect_sharding")
@@ -238,7 +238,7 @@ def _verify_stages(plan: Plan, name: str, traced: Traced, target: str) -> Report
 def _within_tolerance(c: comparison.Comparison, target: str) -> bool:
     if target == "shardy":
         return not c.predicted_only and not c.emitted_only
-    return 1 / TOLERANCE <= c.ratio <= TOLERANCE
+    return 1 / MOST_WIRE_RATIO <= c.ratio <= MOST_WIRE_RATIO
 
 
 def _abstract(plan: Plan, graph: Graph, topology: str) -> Any:
