@@ -10,8 +10,8 @@ The programs of a pipeline are compiled for "cpu" only, and compared stage by st
 (`autopar.verification.verify_stages`).
 
 Planned collectives are first lowered in the way that the compiler of the target is known to lower them
-(`autopar.verification.lowering`). A check passes if the bytes on the wire are within `MOST_WIRE_RATIO` of the plan's; on
-"shardy", if all pieces are equal.
+(`autopar.verification.lowering`). A check passes if the bytes on the wire are within `MOST_WIRE_RATIO` of the plan's;
+on "shardy", if all pieces are equal.
 """
 
 from __future__ import annotations
