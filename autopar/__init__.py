@@ -27,7 +27,7 @@ _HOMES = {
     "Report": "autopar.verification.verify",
     "Cluster": "autopar.hardware.cluster",
     "Plan": "autopar.plans.plan",
-    "Stage": "autopar.plans.plan",
+    "Stage": "autopar.plans.record",
     "register_rule": "autopar.rules.registry",
     "AutoparError": "autopar.errors",
     "AutoparWarning": "autopar.errors",
@@ -87,7 +87,8 @@ if TYPE_CHECKING:
     from autopar.errors import StageError as StageError
     from autopar.errors import TraceError as TraceError
     from autopar.hardware.cluster import Cluster
-    from autopar.plans.plan import Plan, Stage
+    from autopar.plans.plan import Plan
+    from autopar.plans.record import Stage
     from autopar.rules.registry import register_rule
     from autopar.verification.checking import Check
     from autopar.verification.verify import Report, verify

@@ -24,7 +24,7 @@ from autopar.hardware.links import slowest
 from autopar.ir.text import seconds as duration
 from autopar.ir.text import size
 from autopar.ir.text import table as grid
-from autopar.plans.picture import picture
+from autopar.plans.views.picture import picture
 from autopar.zoo import targets
 
 Result = dict[str, Any]
@@ -180,7 +180,7 @@ def _planner_line(found: Result) -> list[str]:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Seconds against bytes, a line per algorithm, as a picture; see `autopar.plans.picture`."""
+    """Seconds against bytes, a line per algorithm, as a picture; see `autopar.plans.views.picture`."""
     title = f"{found['kind']}, {found['workers']} workers of {found['cluster']}"
     sizes = [2.0**k for k in range(6, 33)]
     lines: dict[tuple[float, float], list[str]] = {}

@@ -29,7 +29,7 @@ from autopar.passes.intra_op import extract
 from autopar.passes.memory.pareto import Front, front
 from autopar.passes.mesh_search.planner import collector_paused, make_model
 from autopar.passes.remat.options import Options
-from autopar.plans.picture import picture
+from autopar.plans.views.picture import picture
 
 Result = dict[str, Any]
 
@@ -100,7 +100,7 @@ def table(found: Result) -> str:
 
 
 def plot(found: Result, path: Path) -> None:
-    """Step time against peak memory with the bound below, as a picture; see `autopar.plans.picture`."""
+    """Step time against peak memory with the bound below, as a picture; see `autopar.plans.views.picture`."""
     title = f"{found['model']} on {' x '.join(map(str, found['mesh']))}"
     peaks = [p["peak_bytes"] / 1e9 for p in found["points"]]
     with picture(path, title, xlabel="peak memory per device, GB", ylabel="predicted step, s") as axes:

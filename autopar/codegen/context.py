@@ -15,7 +15,7 @@ from autopar.codegen.fold_transpose import folded_transposes
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import PARTIAL, REPLICATED, Layout, ProgramLayouts, partial_axes, replicated, route, spec, steps
 from autopar.passes.op_groups.reduction_lowering import first_stage
-from autopar.plans.plan import Stage
+from autopar.plans.record import Stage
 from autopar.rules import Rule
 
 AnyMesh = Mesh | AbstractMesh

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts
-from autopar.plans.plan import Stage
+from autopar.plans.record import Stage
 
 
 def folded_transposes(graph: Graph, stage: Stage | ProgramLayouts) -> Mapping[int, Op]:

@@ -3,5 +3,5 @@
     in     the solution of a planner
     out    Plan; its JSON; tables, pictures and reasons for people
 
-`one_mesh` and `pipeline` make plans of solutions. Read `plan` first, then `summary`.
+`one_mesh` and `pipeline` make plans of solutions, `views` shows them. Read `record` first, then `plan`.
 """

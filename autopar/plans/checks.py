@@ -20,12 +20,12 @@ from autopar.plans.schema import FieldError, shown
 from autopar.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from autopar.plans.plan import Plan, Stage
+    from autopar.plans.record import PlanRecord, Stage
 
 Complaints = Iterator[FieldError]
 
 
-def check_consistent(plan: Plan) -> None:
+def check_consistent(plan: PlanRecord) -> None:
     """FieldError for the first field that contradicts the others."""
     for check in CHECKS:
         check_all(check(plan))
@@ -80,7 +80,7 @@ def unlike(field: str, found: Any, expected: Any) -> Complaints:
     yield FieldError(shown(expected), shown(found), field)
 
 
-def _mesh(plan: Plan) -> Complaints:
+def _mesh(plan: PlanRecord) -> Complaints:
     names, sizes = plan.mesh_names, plan.mesh_sizes
     if not names or "" in names or len(set(names)) < len(names):
         yield FieldError("names of mesh axes, each once", shown(names), "mesh_names")
@@ -88,7 +88,7 @@ def _mesh(plan: Plan) -> Complaints:
         yield FieldError(f"sizes of {len(names)} mesh axes, each at least 1", shown(sizes), "mesh_sizes")
 
 
-def _leaves(plan: Plan) -> Complaints:
+def _leaves(plan: PlanRecord) -> Complaints:
     for paths, others in (
         ("input_paths", ("inputs", "input_types", "input_shapes")),
         ("output_paths", ("outputs", "output_shapes")),
@@ -100,7 +100,7 @@ def _leaves(plan: Plan) -> Complaints:
                 yield FieldError(f"{count}, one for each of {paths}", f"a list of {there}", name)
 
 
-def _positions(plan: Plan) -> Complaints:
+def _positions(plan: PlanRecord) -> Complaints:
     count = len(plan.input_paths)
     fields = {name: getattr(plan, name) for name in ("donated", "offloaded", "batch")}
     fields |= {f"stages[{i}].arguments": stage.arguments for i, stage in enumerate(plan.stages)}
@@ -109,7 +109,7 @@ def _positions(plan: Plan) -> Complaints:
             yield FieldError(f"positions of the {count} argument leaves, each once", shown(positions), name)
 
 
-def _choices(plan: Plan) -> Complaints:
+def _choices(plan: PlanRecord) -> Complaints:
     if plan.num_microbatches < 1:
         yield FieldError("at least 1", str(plan.num_microbatches), "num_microbatches")
     if plan.num_microbatches > 1 and not plan.batch:
@@ -122,7 +122,7 @@ def _choices(plan: Plan) -> Complaints:
             yield FieldError("a glob", "empty", f"per_microbatch[{i}]")
 
 
-def _schedule(plan: Plan) -> Complaints:
+def _schedule(plan: PlanRecord) -> Complaints:
     known = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
     if plan.schedule not in known:
         yield FieldError(f"one of {', '.join(known)}", shown(plan.schedule), "schedule")
@@ -133,7 +133,7 @@ def _schedule(plan: Plan) -> Complaints:
         yield FieldError("empty, as in every plan with several stages", shown(plan.offloaded), "offloaded")
 
 
-def _submeshes(plan: Plan) -> Complaints:
+def _submeshes(plan: PlanRecord) -> Complaints:
     for i, stage in enumerate(plan.stages):
         yield from unlike(f"the axes of stages[{i}].submesh", sorted(stage.submesh), sorted(plan.mesh_names))
         yield from unlike(f"stages[{i}].devices", stage.devices, math.prod(stage.submesh.values()))
@@ -149,7 +149,7 @@ def _submeshes(plan: Plan) -> Complaints:
         yield from unlike("stages[0].submesh", plan.stages[0].submesh, plan.mesh)
 
 
-def _layers(plan: Plan) -> Complaints:
+def _layers(plan: PlanRecord) -> Complaints:
     if not plan.pipelined:
         return
     yield from unlike("stages[0].layers[0]", plan.stages[0].layers[0], 0)
@@ -160,7 +160,7 @@ def _layers(plan: Plan) -> Complaints:
             yield FieldError("its first layer and that behind its last", shown(stage.layers), f"stages[{i}].layers")
 
 
-def _holders(plan: Plan) -> Complaints:
+def _holders(plan: PlanRecord) -> Complaints:
     seen: dict[int, int] = {}
     for i, stage in enumerate(plan.stages):
         for position in stage.arguments:
@@ -169,7 +169,7 @@ def _holders(plan: Plan) -> Complaints:
                 yield FieldError(other, shown(stage.arguments), f"stages[{i}].arguments")
 
 
-def _layouts(plan: Plan) -> Complaints:
+def _layouts(plan: PlanRecord) -> Complaints:
     axes = len(plan.mesh_names)
     for i, stage in enumerate(plan.stages):
         for name in ("values", "uses", "copies"):
@@ -178,7 +178,7 @@ def _layouts(plan: Plan) -> Complaints:
                     yield FieldError(f"a layout of {axes} mesh axes", shown(layout), f"stages[{i}].{name}[{key!r}]")
 
 
-def _leaf_layouts(plan: Plan) -> Complaints:
+def _leaf_layouts(plan: PlanRecord) -> Complaints:
     """Arguments and results are cut evenly, over the submesh of the stage that holds them; none is partial."""
     holder = {position: stage for stage in reversed(plan.stages) for position in stage.arguments}
     for i, (layout, shape) in enumerate(zip(plan.inputs, plan.input_shapes, strict=True)):
@@ -188,7 +188,7 @@ def _leaf_layouts(plan: Plan) -> Complaints:
             yield from _even(f"outputs[{i}]", layout, shape, plan.mesh_sizes)
 
 
-def _sizes(plan: Plan, stage: Stage) -> Sequence[int]:
+def _sizes(plan: PlanRecord, stage: Stage) -> Sequence[int]:
     return [stage.submesh[name] for name in plan.mesh_names]
 
 
@@ -199,7 +199,7 @@ def _even(field: str, layout: Layout, shape: Sequence[int], sizes: Sequence[int]
         yield FieldError(expected, shown(layout), field)
 
 
-def _collectives(plan: Plan) -> Complaints:
+def _collectives(plan: PlanRecord) -> Complaints:
     lists = {"collectives": plan.collectives}
     lists |= {f"stages[{i}].collectives": stage.collectives for i, stage in enumerate(plan.stages)}
     for name, found in lists.items():
@@ -215,7 +215,7 @@ def _collectives(plan: Plan) -> Complaints:
 
 
 #: In this order: each relies on those before it.
-CHECKS: tuple[Callable[[Plan], Complaints], ...] = (
+CHECKS: tuple[Callable[[PlanRecord], Complaints], ...] = (
     _mesh,
     _leaves,
     _positions,

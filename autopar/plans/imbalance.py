@@ -26,7 +26,7 @@ from autopar.cost_models.flops import flops
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import REPLICATED, Layout
 from autopar.ir.op_sets import BROADCASTS, CASTS, JOINS, REORDERINGS, RESHAPES, SLICES
-from autopar.plans.plan import Stage
+from autopar.plans.record import Stage
 from autopar.rules import Rule
 
 #: Operations that move data and compute nothing.

@@ -34,7 +34,8 @@ from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlan
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts
-from autopar.plans.plan import Plan, Stage
+from autopar.plans.plan import Plan
+from autopar.plans.record import Stage
 from autopar.rules import RuleReader
 from autopar.schedules import peak_stash
 from autopar.schedules.complete import forward_only

@@ -10,72 +10,23 @@ import fnmatch
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from autopar import jax_compat
 from autopar.errors import ArgumentError, PlanMismatchError
-from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, graph_hash
-from autopar.ir.layout import Layout, spec
 from autopar.plans.checks import check_all, check_consistent, mismatches, unlike
-from autopar.plans.schema import FieldError, Listed, Packed, form, parsed, shown
+from autopar.plans.record import FORMAT, PlanRecord, Stage
+from autopar.plans.schema import FieldError, form, parsed, shown
+from autopar.plans.views.picture import draw
+from autopar.plans.views.summary import summary
 from autopar.version import VERSION
 
-FORMAT = 1
-
 
 @dataclass(frozen=True)
-class Stage:
-    """One part of the program on one submesh; a plan without pipelining has one.
-
-    Attributes:
-        name: "all" for the whole step; "stage 0" and so on in a pipeline.
-        submesh: axis name -> size.
-        devices: number of devices.
-        values: number of a value in the graph -> its layout: for each mesh axis the dimension that it shards, "-" for
-            replicated or "+" for partial sums.
-        uses: use of a value, such as "op12.in0" or "out3" -> the layout in which it is read, if that differs.
-        copies: number of a value -> layout of a resharded copy that its readers share, if that differs.
-        peak_memory_bytes: predicted peak memory, bytes per device.
-        memory: kind of tensor (`autopar.cost_models.memory.report.KINDS`) -> bytes per device at the peak.
-        rank: number of the submesh; its devices follow those of lower ranks.
-        layers: range (first, end) of the layers that `autopar.passes.inter_op.pipelines.layers_for` finds.
-        arguments: positions of the argument leaves that it stores between steps.
-        seconds: pass -> predicted seconds: "F", "B" and "W" (forward, backward, weight gradients) per microbatch,
-            "once" per step.
-        host_memory_bytes: state in host memory between steps, bytes per device.
-        collectives: predicted communication inside the stage.
-        graph_hash: hash of the program that `values`, `uses` and `copies` number; "": the program of the plan.
-    """
-
-    name: str
-    submesh: Mapping[str, int]
-    devices: int
-    values: Mapping[int, Packed]
-    uses: Mapping[str, Packed]
-    copies: Mapping[int, Packed]
-    peak_memory_bytes: int = 0
-    memory: Mapping[str, int] = field(default_factory=dict)
-    rank: int = 0
-    layers: tuple[int, int] = (0, 0)
-    arguments: tuple[int, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    host_memory_bytes: int = 0
-    collectives: tuple[Collective, ...] = ()
-    graph_hash: str = ""
-
-    @property
-    def layouts(self) -> Mapping[int, Layout]:
-        """The same as `values`."""
-        return self.values
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(PlanRecord):
     """How a program runs on a mesh, on all of it or in stages; printed, a table.
 
     Data, not code: layouts, costs, and what is proven about them. Positions count the leaves of all arguments, or of
@@ -105,7 +56,7 @@ class Plan:
         gap: (objective - lower bound) / objective; 1 for stages, for which no bound is known. If the budget is "min",
             the gap of the peak memory.
         solver_status: what is proven: "certified", "optimal", "optimal-tied", "near-optimal", "least-memory", "open",
-            "time-limit", "fallback" or "chosen"; `autopar.plans.summary.STATUS` has the meaning of each.
+            "time-limit", "fallback" or "chosen"; `autopar.plans.views.summary.STATUS` has the meaning of each.
         solver: what found the solution, such as "dual ascent" or "highs".
         variables: strategies of all operations after symmetric ones are merged.
         variables_unfolded: strategies of all operations.
@@ -129,122 +80,10 @@ class Plan:
         format: version of the file format.
     """
 
-    graph_hash: str
-    mesh_names: tuple[str, ...]
-    mesh_sizes: tuple[int, ...]
-    cluster: str
-    stages: tuple[Stage, ...]
-    inputs: tuple[Listed, ...]
-    outputs: tuple[Listed, ...]
-    input_paths: tuple[str, ...]
-    output_paths: tuple[str, ...]
-    input_types: tuple[str, ...]
-    input_shapes: tuple[tuple[int, ...], ...]
-    output_shapes: tuple[tuple[int, ...], ...]
-    donated: tuple[int, ...]
-    collectives: tuple[Collective, ...]
-    step_time_s: float
-    parts: Mapping[str, float]
-    objective_s: float
-    lower_bound_s: float
-    gap: float
-    solver_status: str
-    solver: str
-    variables: int
-    variables_unfolded: int
-    rows: int
-    phases: Mapping[str, float]
-    mfu: float = 0.0
-    hfu: float = 0.0
-    flops_per_device: float = 0.0
-    bytes_per_device: float = 0.0
-    schedule: str = "none"
-    num_microbatches: int = 1
-    batch: tuple[int, ...] = ()
-    per_microbatch: tuple[str, ...] = ()
-    remat: tuple[str, ...] = ()
-    pieces: int = 0
-    offloaded: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    version: str = VERSION
-    format: int = FORMAT
-
-    @property
-    def pipelined(self) -> bool:
-        """Whether the plan has several stages."""
-        return self.schedule != "none"
-
-    @property
-    def mesh(self) -> Mapping[str, int]:
-        """Axis name -> size of the whole mesh."""
-        return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))
-
-    # For people
-
-    def in_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
-        """The PartitionSpec of each argument leaf."""
-        return tuple(
-            spec(layout, len(shape), self.mesh_names)
-            for layout, shape in zip(self.inputs, self.input_shapes, strict=True)
-        )
-
-    def out_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
-        """The PartitionSpec of each result leaf."""
-        return tuple(
-            spec(layout, len(shape), self.mesh_names)
-            for layout, shape in zip(self.outputs, self.output_shapes, strict=True)
-        )
-
-    def shardings(self, tree: Any = None) -> Any:
-        """The PartitionSpecs of the arguments.
-
-        Args:
-            tree: the tuple of arguments, or one of them; arrays or `ShapeDtypeStruct`s.
-
-        Returns:
-            A tree of the same structure; without `tree`, a dict from paths of argument leaves.
-
-        Raises:
-            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
-        """
-        specs = self.in_specs()
-        if tree is None:
-            return dict(zip(self.input_paths, specs, strict=True))
-        try:
-            structure = jax.tree.structure(tree)
-        except ValueError as error:  # keys of a dict that cannot be sorted
-            raise ArgumentError(f"the tree is none that JAX can flatten: {error}") from error
-        return jax.tree.unflatten(structure, [specs[i] for i in self.positions(tree)])
-
-    def positions(self, tree: Any) -> range:
-        """The positions of the leaves of a tree, found by their shapes.
-
-        Args:
-            tree: the tuple of arguments, or one of them.
-
-        Raises:
-            ArgumentError: the shapes of the leaves are neither those of all arguments nor those of one.
-        """
-        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(tree)]
-        count = len(self.input_shapes)
-        for start in range(count - len(shapes) + 1):
-            if list(self.input_shapes[start : start + len(shapes)]) == shapes:
-                return range(start, start + len(shapes))
-        raise ArgumentError(
-            f"no argument of the planned function has the {len(shapes)} leaves given; "
-            f"it has {count}: {', '.join(self.input_paths[:8])}{', ...' if count > 8 else ''}"
-        )
-
     def explain(self, name: str) -> str:
         """A line with path and PartitionSpec for each argument leaf whose path matches the glob `name`."""
         lines = [f"{p}: {s}" for p, s in self.shardings().items() if fnmatch.fnmatch(p, str(name))]
         return "\n".join(lines) if lines else f"no argument matches '{name}'"
-
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends per step; in a pipeline those inside the stage that sends most."""
-        if self.pipelined:
-            return max(sum(c.bytes_sent(stage.submesh) for c in stage.collectives) for stage in self.stages)
-        return float(sum(c.bytes_sent(self.mesh) for c in self.collectives))
 
     def summary(self, graph: Graph | None = None) -> str:
         """The plan as tables for a terminal.
@@ -255,8 +94,6 @@ class Plan:
         Args:
             graph: the program that is executed, for a table of the largest activations as well.
         """
-        from autopar.plans.summary import summary
-
         return summary(self, graph)
 
     def picture(self, path: str | os.PathLike[str]) -> None:
@@ -268,8 +105,6 @@ class Plan:
         Raises:
             ArgumentError: matplotlib (`pip install "autopar[report]"`) is missing, or the file cannot be written.
         """
-        from autopar.plans.picture import draw
-
         draw(self, Path(path))
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ from autopar.ir.trace import trace
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import optimize
 from autopar.plans.one_mesh import Planned, make_plan
-from autopar.plans.plan import Stage
+from autopar.plans.record import Stage
 from autopar.zoo.table import TOYS
 from tests.judge.model import Judge
 from tests.judge.survey import survey

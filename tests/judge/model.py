@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.ir.layout import Layout
-from autopar.plans.plan import Stage
+from autopar.plans.record import Stage
 
 WHOLE, PARTIAL, ANY = -1, -2, -3
 ENUMERATED = 2_000_000  # assignments up to which every one is priced

@@ -17,8 +17,8 @@ from autopar.bench.equal.case import dear
 from autopar.compile import apply_rewrites
 from autopar.ir.collective import Collective
 from autopar.ir.trace import trace
-from autopar.plans.parallelism import axis_forms, describe
 from autopar.plans.plan import Plan
+from autopar.plans.views.parallelism import axis_forms, describe
 from tests.passes.intra_op.test_optimality import data_parallel, megatron, sequence_parallel
 from tests.programs.real_programs import array
 

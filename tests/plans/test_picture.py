@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.plans.picture import Tensor, tensors, times
 from autopar.plans.plan import Plan
+from autopar.plans.views.picture import Tensor, tensors, times
 from autopar.zoo import build
 
 PINS = {"*/w1": P(None, "y"), "*/b1": P(("x", "y")), "batch/x": P("x")}

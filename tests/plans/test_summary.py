@@ -15,8 +15,15 @@ from autopar.ir.collective import Collective
 from autopar.ir.text import WIDTH, seconds, size
 from autopar.ir.trace import trace
 from autopar.plans.plan import from_json
-from autopar.plans.reasons import Reasons, layout_text
-from autopar.plans.summary import ACTIVATIONS, COLLECTIVES, activation_rows, argument_rows, collective_rows, sections
+from autopar.plans.views.reasons import Reasons, layout_text
+from autopar.plans.views.summary import (
+    ACTIVATIONS,
+    COLLECTIVES,
+    activation_rows,
+    argument_rows,
+    collective_rows,
+    sections,
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,12 @@ ORDER = (
 )
 
 
-#: Modules that import each other, to be untied: constructors of `Cluster` that other modules have, what a printed plan
-#: is made of, and the costs of a planned stage. None may be added, and what is untied is taken out.
+#: Modules that import each other, to be untied: constructors of `Cluster` that other modules have, and the costs of a
+#: planned stage. None may be added, and what is untied is taken out.
 CYCLES = frozenset(
     frozenset(f"autopar.{folder}.{name}" for name in names.split())
     for folder, names in (
         ("hardware", "calibrate cluster files heterogeneous local measure"),
-        ("plans", "checks drawing plan reasons summary"),
         ("passes.stages", "cost plan plan_all summary"),
     )
 )

@@ -20,12 +20,12 @@ from autopar.ir.control_flow import entries
 from autopar.ir.graph import Graph, Op, Use
 from autopar.ir.layout import Layout, cuts
 from autopar.ir.op_sets import LINEAR_UNARY
-from autopar.plans.plan import Plan
+from autopar.plans.record import PlanRecord
 
 MAX_WALK = 64  # operations followed from one value
 
 
-def layout_text(layout: Layout, shape: Sequence[int], plan: Plan) -> str:
+def layout_text(layout: Layout, shape: Sequence[int], plan: PlanRecord) -> str:
     """The effect of a layout: which dimensions it shards and how much that saves, or why it cannot shard."""
     parts = cuts(layout, plan.mesh_sizes)
     found = [(d, n) for d, n in sorted(parts.items()) if n > 1]
@@ -42,7 +42,7 @@ def _padding(extent: int, parts: int) -> str:
     return f" (padded by {-extent % parts})" if extent % parts else ""
 
 
-def _axes(layout: Layout, dim: int, plan: Plan) -> str:
+def _axes(layout: Layout, dim: int, plan: PlanRecord) -> str:
     return "+".join(n for n, d in zip(plan.mesh_names, layout, strict=True) if d == dim)
 
 
@@ -50,7 +50,7 @@ def _axes(layout: Layout, dim: int, plan: Plan) -> str:
 class Reasons:
     """Reasons for the values of one graph under one plan."""
 
-    plan: Plan
+    plan: PlanRecord
     graph: Graph
     _new_values: Mapping[str, int] = field(init=False)
 

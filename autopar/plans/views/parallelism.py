@@ -37,8 +37,8 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.train_state import match_state
-from autopar.plans.groups import sections
-from autopar.plans.plan import Plan
+from autopar.plans.record import PlanRecord
+from autopar.plans.views.groups import sections
 from autopar.rules import Rule, rules_of
 
 #: Form -> its name, and what is said of it besides.
@@ -85,7 +85,7 @@ class AxisForms:
         return names, tuple(sorted(detail for form in told if (detail := FORMS[form][1])))
 
 
-def describe(plan: Plan, graph: Graph | None) -> str:
+def describe(plan: PlanRecord, graph: Graph | None) -> str:
     """The forms of parallelism of a plan in a sentence.
 
     Args:
@@ -118,7 +118,7 @@ def _rounded(
     return tuple((name, round(100 * names[name])) for name in ranked), details
 
 
-def axis_forms(plan: Plan, graph: Graph) -> tuple[AxisForms, ...]:
+def axis_forms(plan: PlanRecord, graph: Graph) -> tuple[AxisForms, ...]:
     """The forms of every axis of more than one device; empty for a plan in stages, whose programs are others."""
     products = _Products(plan, graph)
     totals: list[dict[str, float]] = [{} for _ in plan.mesh_names]
@@ -153,7 +153,7 @@ def _shares(total: Mapping[str, float], flops: float) -> Mapping[str, float]:
 class _Products:
     """Classifies the products of a plan on one mesh."""
 
-    plan: Plan
+    plan: PlanRecord
     graph: Graph
     rules: Mapping[int, Rule] = field(init=False)
     batch: Mapping[int, frozenset[int]] = field(init=False)
@@ -283,7 +283,7 @@ def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], found: dict
 # State
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: PlanRecord) -> list[str]:
     microbatches = f"{plan.num_microbatches} microbatches"
     if not plan.pipelined:
         return [microbatches] if plan.num_microbatches > 1 else []
@@ -292,7 +292,7 @@ def _stages(plan: Plan) -> list[str]:
     return [f"{len(plan.stages)} stages{on}, {microbatches}, schedule {plan.schedule}"]
 
 
-def _sharded_state(plan: Plan, forms: Sequence[AxisForms]) -> Iterator[str]:
+def _sharded_state(plan: PlanRecord, forms: Sequence[AxisForms]) -> Iterator[str]:
     """The stage of ZeRO along the axes with data parallelism."""
     members = sections(plan)
     for axis in forms:
@@ -312,14 +312,14 @@ def _of(share: float) -> str:
     return "" if share >= MOST_SHARE else f"{share:.0%} of the "
 
 
-def _share(plan: Plan, members: Sequence[int], axis: int) -> float:
+def _share(plan: PlanRecord, members: Sequence[int], axis: int) -> float:
     """Share of the elements of these leaves that is in leaves sharded along an axis."""
     sizes = {i: math.prod(plan.input_shapes[i]) for i in members}
     whole = sum(sizes.values())
     return sum(n for i, n in sizes.items() if plan.inputs[i][axis] >= 0) / whole if whole else 0.0
 
 
-def _scatters(plan: Plan, axis: str) -> bool:
+def _scatters(plan: PlanRecord, axis: str) -> bool:
     """Whether more bytes are reduce-scattered than all-reduced along an axis."""
     sent = {
         kind: math.fsum(c.bytes_sent(plan.mesh) for c in plan.collectives if c.kind == kind and axis in c.axes)
@@ -328,7 +328,7 @@ def _scatters(plan: Plan, axis: str) -> bool:
     return sent["reduce-scatter"] > sent["all-reduce"]
 
 
-def _memory_savings(plan: Plan) -> Iterator[str]:
+def _memory_savings(plan: PlanRecord) -> Iterator[str]:
     """Rematerialised layers as ranges, and state in host memory."""
     for policy, run in groupby(enumerate(plan.remat), key=lambda layer: layer[1]):
         layers = [number for number, _ in run]

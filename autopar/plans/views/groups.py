@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.plans.plan import Plan
+from autopar.plans.record import PlanRecord
 
 
-def sections(plan: Plan) -> Mapping[str, tuple[int, ...]]:
+def sections(plan: PlanRecord) -> Mapping[str, tuple[int, ...]]:
     """Title -> argument leaves, in their order; empty sections are left out."""
     found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
     for i, path in enumerate(plan.input_paths):
@@ -26,7 +26,7 @@ def _title(state: bool, optimizer: bool) -> str:
     return "other arguments" if not state else "optimizer state" if optimizer else "parameters and other state"
 
 
-def argument_groups(plan: Plan, members: Sequence[int]) -> Mapping[tuple[str, ...], Sequence[int]]:
+def argument_groups(plan: PlanRecord, members: Sequence[int]) -> Mapping[tuple[str, ...], Sequence[int]]:
     """The leaves by what they have in common: path but for layer numbers, type, layout, stage and memory.
 
     Leaves of the optimizer that are sharded as their parameters are one group, whose key has two entries.
@@ -41,7 +41,7 @@ def argument_groups(plan: Plan, members: Sequence[int]) -> Mapping[tuple[str, ..
     return groups
 
 
-def _like_parameters(plan: Plan, members: Sequence[int]) -> Mapping[int, str]:
+def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, str]:
     """Leaves of the optimizer that have shape and layout of the parameter they belong to -> their path before it.
 
     "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
@@ -65,10 +65,10 @@ def label(paths: Sequence[str]) -> str:
     return name if len(paths) == 1 else f"{name} x{len(paths)}"
 
 
-def owner(plan: Plan, i: int) -> str:
+def owner(plan: PlanRecord, i: int) -> str:
     """The stage of a pipeline that stores an argument."""
     return next((stage.name for stage in plan.stages if i in stage.arguments), "")
 
 
-def host(plan: Plan, i: int) -> str:
+def host(plan: PlanRecord, i: int) -> str:
     return "; in host memory" if i in plan.offloaded else ""

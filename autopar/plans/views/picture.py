@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import ArgumentError
 from autopar.ir.layout import cuts, spec
 from autopar.ir.text import seconds, size, spec_text
-from autopar.plans.groups import argument_groups, label, sections
+from autopar.plans.views.groups import argument_groups, label, sections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from autopar.plans.plan import Plan
+    from autopar.plans.record import PlanRecord
 
 COLUMNS, ROWS = 6, 2  # of tensors
 CELLS = 64  # most cells along one side of a box: more cannot be told apart
@@ -57,7 +57,7 @@ class Tensor:
     elements: int
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: PlanRecord, path: Path) -> None:
     """Write the picture of a plan to a file. Errors as for `picture.figure`."""
     shown = tensors(plan)[: COLUMNS * ROWS]
     rows = -(-len(shown) // COLUMNS)
@@ -77,24 +77,24 @@ def draw(plan: Plan, path: Path) -> None:
         _stacked(right, f"peak memory per device: {size(peak)}", memory, size)
 
 
-def _bars_height(plan: Plan) -> float:
+def _bars_height(plan: PlanRecord) -> float:
     return 1.5 + 0.3 * len(plan.stages)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: PlanRecord) -> str:
     mesh = " x ".join(f"{name}={n}" for name, n in plan.mesh.items())
     stages = f", {len(plan.stages)} stages, {plan.schedule}" if plan.pipelined else ""
     return f"{math.prod(plan.mesh_sizes)} devices of {plan.cluster}, mesh {mesh}{stages}; one colour for each shard"
 
 
-def tensors(plan: Plan) -> list[Tensor]:
+def tensors(plan: PlanRecord) -> list[Tensor]:
     """The argument leaves by groups of equal layers, optimizer state left out, the largest first."""
     kinds = (members for title, members in sections(plan).items() if title != "optimizer state")
     groups = (group for members in kinds for group in argument_groups(plan, members).values())
     return sorted((_tensor(plan, group) for group in groups), key=lambda tensor: -tensor.elements)
 
 
-def _tensor(plan: Plan, group: Sequence[int]) -> Tensor:
+def _tensor(plan: PlanRecord, group: Sequence[int]) -> Tensor:
     layout, shape, sizes = plan.inputs[group[0]], plan.input_shapes[group[0]], _sizes(plan, group[0])
     parts = cuts(layout, sizes)
     # The two dimensions with the most shards; the longer ones of equally many, which are the matrix of a weight.
@@ -112,7 +112,7 @@ def _tensor(plan: Plan, group: Sequence[int]) -> Tensor:
     )
 
 
-def _sizes(plan: Plan, leaf: int) -> tuple[int, ...]:
+def _sizes(plan: PlanRecord, leaf: int) -> tuple[int, ...]:
     """Sizes of the mesh over which an argument leaf is sharded: with stages, that of the stage that stores it."""
     owner = next((stage for stage in plan.stages if leaf in stage.arguments), plan.stages[0])
     return tuple(owner.submesh.values())
@@ -146,7 +146,7 @@ def _short(name: str, most: int = 26) -> str:
     return name if len(name) <= most else f"...{name[3 - most :]}"
 
 
-def times(plan: Plan) -> Mapping[str, Mapping[str, float]]:
+def times(plan: PlanRecord) -> Mapping[str, Mapping[str, float]]:
     """Row -> part -> seconds: the parts of the step; with stages, the time of each pass over the whole batch."""
     if not plan.pipelined:
         return {"all": {part: t for part, t in plan.parts.items() if part != "hidden"}}

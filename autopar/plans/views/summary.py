@@ -18,10 +18,10 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import local_shape, spec
 from autopar.ir.text import WIDTH, Rows, seconds, size, spec_text, table
-from autopar.plans.groups import argument_groups, host, label, owner, sections
-from autopar.plans.parallelism import describe
-from autopar.plans.plan import Plan, Stage
-from autopar.plans.reasons import Reasons, layout_text
+from autopar.plans.record import PlanRecord, Stage
+from autopar.plans.views.groups import argument_groups, host, label, owner, sections
+from autopar.plans.views.parallelism import describe
+from autopar.plans.views.reasons import Reasons, layout_text
 
 ACTIVATIONS = 10  # rows of the table of activations
 COLLECTIVES = 16  # rows of the table of collectives
@@ -39,7 +39,7 @@ STATUS: Mapping[str, str] = {
 }
 
 
-def summary(plan: Plan, graph: Graph | None = None) -> str:
+def summary(plan: PlanRecord, graph: Graph | None = None) -> str:
     """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
     reasons = None if graph is None or plan.pipelined else Reasons(plan, graph)
     parts = _head(plan, graph)
@@ -55,7 +55,7 @@ def summary(plan: Plan, graph: Graph | None = None) -> str:
     return "\n".join([*parts, "", *_foot(plan)])
 
 
-def _head(plan: Plan, graph: Graph | None) -> list[str]:
+def _head(plan: PlanRecord, graph: Graph | None) -> list[str]:
     """What the plan is for, its forms of parallelism, and the figures that matter most."""
     mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
     peak = max(stage.peak_memory_bytes for stage in plan.stages)
@@ -70,7 +70,7 @@ def _head(plan: Plan, graph: Graph | None) -> list[str]:
 # Stages
 
 
-def stage_rows(plan: Plan) -> Rows:
+def stage_rows(plan: PlanRecord) -> Rows:
     """(name, layers, devices, seconds of each pass, bytes per device) of every stage."""
     ends = [sum(s.devices for s in _ranks(plan)[: rank + 1]) for rank in range(len(_ranks(plan)))]
     rows: Rows = []
@@ -84,7 +84,7 @@ def stage_rows(plan: Plan) -> Rows:
     return rows
 
 
-def _ranks(plan: Plan) -> list[Stage]:
+def _ranks(plan: PlanRecord) -> list[Stage]:
     """The first stage of every rank, in order."""
     return [next(s for s in plan.stages if s.rank == rank) for rank in sorted({s.rank for s in plan.stages})]
 
@@ -96,12 +96,12 @@ def _span(first: int, last: int) -> str:
 # Arguments
 
 
-def argument_rows(plan: Plan, members: Sequence[int], reasons: Reasons | None) -> Rows:
+def argument_rows(plan: PlanRecord, members: Sequence[int], reasons: Reasons | None) -> Rows:
     """(path, shape, spec, why) of every group of leaves that differ in layer numbers only."""
     return [_argument(plan, key, group, reasons) for key, group in argument_groups(plan, members).items()]
 
 
-def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
+def _argument(plan: PlanRecord, key: tuple[str, ...], group: Sequence[int], reasons: Reasons | None) -> tuple[str, ...]:
     first = group[0]
     if len(key) == 2:
         why = f"lies as the parameter does{host(plan, first)}"
@@ -110,7 +110,7 @@ def _argument(plan: Plan, key: tuple[str, ...], group: Sequence[int], reasons: R
     return label([plan.input_paths[i] for i in group]), plan.input_types[first], spec_text(plan.in_specs()[first]), why
 
 
-def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
+def _why(plan: PlanRecord, i: int, reasons: Reasons | None) -> str:
     if plan.pipelined:
         stage = owner(plan, i)
         return f"held by {stage}" if stage else "cut into microbatches in the stages that read it"
@@ -120,7 +120,7 @@ def _why(plan: Plan, i: int, reasons: Reasons | None) -> str:
 # Activations
 
 
-def activation_rows(plan: Plan, reasons: Reasons) -> Rows:
+def activation_rows(plan: PlanRecord, reasons: Reasons) -> Rows:
     """(operations and lines, shape, spec, why) of the layouts with the most bytes in all, update left out."""
     graph, values = reasons.graph, plan.stages[0].values
     groups: dict[tuple[str, str], list[tuple[Op, int]]] = {}
@@ -132,7 +132,7 @@ def activation_rows(plan: Plan, reasons: Reasons) -> Rows:
     return [_activation(plan, reasons, group) for group in ranked[:ACTIVATIONS]]
 
 
-def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -> tuple[str, ...]:
+def _activation(plan: PlanRecord, reasons: Reasons, group: Sequence[tuple[Op, int]]) -> tuple[str, ...]:
     value = group[0][1]
     kind, layout = reasons.graph.types[value], plan.stages[0].values[value]
     names = list(dict.fromkeys(f"{op.name} {op.source}".strip() for op, _ in group))
@@ -145,7 +145,7 @@ def _activation(plan: Plan, reasons: Reasons, group: Sequence[tuple[Op, int]]) -
 # Collectives and figures
 
 
-def collective_rows(plan: Plan) -> Rows:
+def collective_rows(plan: PlanRecord) -> Rows:
     """(kind, axes, times, bytes on the wire, line), most bytes first."""
     groups: dict[tuple[str, str, str], tuple[int, float]] = {}
     for c, sent_now in _sent(plan):
@@ -161,7 +161,7 @@ def collective_rows(plan: Plan) -> Rows:
     return rows
 
 
-def _result(plan: Plan, c: Collective) -> str:
+def _result(plan: PlanRecord, c: Collective) -> str:
     """The result that a collective without a source line is for: its tag is "out" and a position."""
     position = c.op.removeprefix("out")
     if plan.pipelined:
@@ -169,14 +169,14 @@ def _result(plan: Plan, c: Collective) -> str:
     return f"result {plan.output_paths[int(position)]}" if position != c.op and position.isdigit() else c.op
 
 
-def _sent(plan: Plan) -> list[tuple[Collective, float]]:
+def _sent(plan: PlanRecord) -> list[tuple[Collective, float]]:
     """Every collective with the bytes that a device sends for it per step."""
     if plan.pipelined:
         return [(c, c.bytes_sent(stage.submesh)) for stage in plan.stages for c in stage.collectives]
     return [(c, c.bytes_sent(plan.mesh)) for c in plan.collectives]
 
 
-def _foot(plan: Plan) -> list[str]:
+def _foot(plan: PlanRecord) -> list[str]:
     parts = ", ".join(f"{name} {seconds(t)}" for name, t in plan.parts.items() if name != "hidden")
     if hidden := plan.parts.get("hidden", 0.0):
         parts += f"; {seconds(hidden)} of communication saved by combining, or hidden behind it"
