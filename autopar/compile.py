@@ -60,11 +60,12 @@ class DriverEffort:
     # default time limit of one problem in a search for stages (s; guards against rare problems)
     stage_solver_seconds: float = 60.0
     # assumed least ratio of the step time of planned stages to the step time that the inter-operator search forecasts
-    # (0.94 to 1.05 on T5, BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e)
+    # (0.94 to 1.05 on T5, BERT, Conformer, a speech model and GPT-39B on p3.16xlarge and TPU v5e; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     planned_over_forecast: float = 0.9
     # a step is planned on one mesh before the search for stages, if the memory that it needs without fusion is at most
     # this many times that of the cluster (chosen on BERT-large, whose plan peaks at a third of its memory without
-    # fusion)
+    # fusion; `bench sensitivity`, 2026-11: no effect on small programs)
     unfused_over_peak: float = 3.0
     # how many times the memory of all devices a step as written must need for stages to be searched even on one host
     # (not measured)

@@ -53,7 +53,8 @@ class PipelineEffort:
     chunks: int = 2
     # microbatches per rank by default (by definition of the plan that a user gets without options)
     per_rank: int = 2
-    # most pieces of a scan over layers, each of which may be on its own submesh (not measured)
+    # most pieces of a scan over layers, each of which may be on its own submesh (not recorded; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     pieces: int = 16
 
 

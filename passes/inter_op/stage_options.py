@@ -38,17 +38,20 @@ from autopar.rules import Rule
 class OptionEffort:
     """Which options of a stage are sought, and how near their optimum."""
 
-    # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (not
-    # measured)
+    # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (not recorded;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     shares: tuple[float, ...] = (0.3, 6.0)
-    # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (not
-    # measured)
+    # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (chosen by
+    # hand; `bench sensitivity`, 2026-11: no effect on small programs)
     layers: float = 4.0
-    # relative gap at which the solution of an option is accepted (not measured)
+    # relative gap at which the solution of an option is accepted (not recorded; `bench sensitivity`, 2026-11: no
+    # effect on small programs)
     gap: float = 0.03
-    # relative gap at which the dual ascent of a penalised problem ends (not measured)
+    # relative gap at which the dual ascent of a penalised problem ends (not recorded; `bench sensitivity`, 2026-11:
+    # no effect on small programs)
     until: float = 0.01
-    # remaining strategies above which the ILP is not run; it takes half a minute there (not measured)
+    # remaining strategies above which the ILP is not run; it takes half a minute there (not recorded; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     largest: int = 2_000
 
 

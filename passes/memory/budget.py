@@ -36,14 +36,15 @@ from autopar.passes.solver.reduced_problem import CLOSED
 class BudgetEffort:
     """How far a plan within a memory budget is sought."""
 
-    # most rounds of `search`; one after the first runs only if the one before it added rows (not measured)
+    # most rounds of `search`; one after the first runs only if the one before it added rows (not recorded; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     rounds: int = 4
     # most strategies, without symmetry reduction, of a problem that the ILP solves (settled on the zoo)
     small: int = 4_000
     # strategies up to which the ILP solves a problem even with many equal layers (settled on the zoo)
     tiny: int = 200
-    # a program has few equal layers if its strategies are at most so many times those of its quotient (not
-    # measured)
+    # a program has few equal layers if its strategies are at most so many times those of its quotient (not recorded;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     few: int = 2
     # most time (s) for the ILP after all other steps (not measured)
     after: float = 15.0

@@ -28,9 +28,10 @@ class SimplexEffort:
     """Limits of one solve of the master problem."""
 
     # most pivots of one solve; in the second half Bland's rule chooses columns, which cannot cycle (guards against
-    # cycling, which no program of the zoo does)
+    # cycling; `bench sensitivity`, 2026-11: no effect on small programs)
     pivots: int = 500
-    # reduced cost, as a share of the largest cost, that counts as zero (far above rounding, far below any gap)
+    # reduced cost, as a share of the largest cost, that counts as zero (far above rounding, far below any gap; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     zero: float = 1e-9
 
 

@@ -37,19 +37,26 @@ CLOSED = 1e-7
 class MultiplierEffort:
     """Limits and steps of one dual ascent on the multipliers of memory rows."""
 
-    # message passes at the first multipliers (settled on the zoo)
+    # message passes at the first multipliers (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
     first: int = 10
-    # message passes after each change of multipliers (settled on the zoo)
+    # message passes after each change of multipliers (settled on the zoo; `bench sensitivity`, 2026-11: no effect on
+    # small programs)
     following: int = 4
-    # most changes of multipliers in one ascent; patience ends nearly all of them earlier (settled on the zoo)
+    # most changes of multipliers in one ascent (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
     changes: int = 200
-    # changes of multipliers over which the gap has to shrink by the share `progress` (settled on the zoo)
+    # changes of multipliers over which the gap has to shrink by the share `progress` (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     patience: int = 6
-    # share of the gap that counts as progress over `patience` changes (settled on the zoo)
+    # share of the gap that counts as progress over `patience` changes (settled on the zoo; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     progress: float = 0.15
-    # share of the gap; the ascent ends when no multipliers can close more of it (settled on the zoo)
+    # share of the gap; the ascent ends when no multipliers can close more of it (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     enough: float = 0.0
-    # adapt the share of the way to the multipliers of the model, which pays in long ascents (settled on the zoo)
+    # adapt the share of the way to the multipliers of the model, for long ascents (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     adapt: bool = False
     # most rounds of `_scan` after the ascent; 0: none (settled on the zoo)
     scans: int = 8
@@ -67,22 +74,26 @@ MULTIPLIERS = MultiplierEffort()
 class StepEffort:
     """How far one change of multipliers goes: they become best + share * (those of the model - best)."""
 
-    # upper limit of the share, if it is adapted; 1 would be the plain cutting-plane method (settled on the zoo)
+    # upper limit of the share, if it is adapted; 1 would be the plain cutting-plane method (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     farthest: float = 0.9
     # lower limit of the share, if it is adapted (settled on the zoo)
     nearest: float = 0.05
-    # factor of the share after the bound has risen (settled on the zoo)
+    # factor of the share after the bound has risen (settled on the zoo; `bench sensitivity`, 2026-11: 1: 12% more time)
     bolder: float = 1.2
     # factor of the share after the bound has not risen (settled on the zoo)
     shyer: float = 0.8
     # cost of the artificial plan of the master problem, as a multiple of the dearest plan of the pool (settled on the
-    # zoo)
+    # zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     ceiling: float = 10.0
-    # how far the artificial plan stays below the budget, as a share of the budget (settled on the zoo)
+    # how far the artificial plan stays below the budget, as a share of the budget (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     relief: float = 1e-3
-    # least scale of a multiplier: the whole budget, times it, costs this share of the fastest plan (settled on the zoo)
+    # least scale of a multiplier: the whole budget, times it, costs this share of the fastest plan (settled on the zoo;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     scale: float = 0.1
-    # most factor by which a multiplier grows in one change, from its value or the least scale (settled on the zoo)
+    # most factor by which a multiplier grows in one change, from its value or the least scale (settled on the zoo;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     growth: float = 3.0
     # factors of the best multipliers that one round of `_scan` tries (settled on the zoo)
     factors: tuple[float, ...] = (0.5, 0.7, 1.0, 1.4)

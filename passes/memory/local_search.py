@@ -25,7 +25,8 @@ from autopar.passes.solver.dual_ascent import ROUNDING, End, end_of, ends_of
 class LocalSearchEffort:
     """Limits of one local search."""
 
-    # most sweeps over all nodes; most searches end earlier, when no change improves the plan (settled on the zoo)
+    # most sweeps over all nodes; a search ends earlier if no change improves the plan (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     sweeps: int = 6
 
 

@@ -35,13 +35,17 @@ from autopar.passes.solver.reduced_problem import CLOSED
 class LeastMemoryEffort:
     """Limits of the search for the least peak."""
 
-    # most rounds that look for plans and add rows (settled on the zoo)
+    # most rounds that look for plans and add rows (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
     rounds: int = 20
-    # weight of all seconds at stake, as a share of all bytes at stake (settled on the zoo)
+    # weight of all seconds at stake, as a share of all bytes at stake (settled on the zoo; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     light: float = 1e-6
-    # most plans from which local search starts (settled on the zoo)
+    # most plans from which local search starts (settled on the zoo; `bench sensitivity`, 2026-11: doubled: 19% more
+    # time)
     descents: int = 4
-    # budget of a local search, as a share of the peak that it starts from (not measured)
+    # budget of a local search, as a share of the peak that it starts from (not recorded; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     below: float = 0.999
     # most strategies of a problem for which the ILP closes the gap (settled on the zoo)
     small: int = 2_000

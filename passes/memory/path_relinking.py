@@ -35,7 +35,7 @@ from autopar.passes.memory.presolve import ConstrainedProblem
 class RelinkEffort:
     """The range of penalty rates that path relinking searches."""
 
-    # bisections of the rate; 60 exhaust the precision of a rate (not measured)
+    # bisections of the rate (not measured)
     bisections: int = 60
     # highest rate, as a multiple of (spread of all seconds) / (largest change of weighted bytes) (not measured)
     dearest: float = 1e6

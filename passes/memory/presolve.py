@@ -37,7 +37,7 @@ SymmetryReduction = Literal["none", "tie", "bound"]
 class PresolveEffort:
     """Sweeps of dead-end elimination, which under a memory budget removes less and takes longer."""
 
-    # sweeps at the start (settled on the zoo)
+    # sweeps at the start (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     first_rounds: int = 4
     # sweeps after strategies were fixed by bounds (settled on the zoo)
     later_rounds: int = 2

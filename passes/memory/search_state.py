@@ -23,9 +23,11 @@ class SearchEffort:
 
     # most rounds of presolve and ascent that add rows, in `search._symmetric` (settled on the zoo)
     rounds: int = 20
-    # most plans of a pool from which local search starts, besides the cheapest that fits (settled on the zoo)
+    # most plans of a pool from which local search starts, besides the cheapest that fits (settled on the zoo; `bench
+    # sensitivity`, 2026-11: doubled: 13% more time)
     descents: int = 6
-    # most plans of one pool that are evaluated on all rows before the presolve runs again (settled on the zoo)
+    # most plans of one pool that are evaluated on all rows before the presolve runs again (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     submitted: int = 4
     # message passes at the best multipliers before strategies are fixed (settled on the zoo)
     settle: int = 4

@@ -29,11 +29,13 @@ from autopar.passes.solver.symmetry import fold
 class MixEffort:
     """How many plans are combined, layer by layer."""
 
-    # most plans of the pool that are mixed, least penalised cost first (settled on the zoo)
+    # most plans of the pool that are mixed, least penalised cost first (settled on the zoo; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     plans: int = 40
-    # most groups of plans with equal hubs (settled on the zoo)
+    # most groups of plans with equal hubs (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
     groups: int = 6
-    # most plans of one group (settled on the zoo)
+    # most plans of one group (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     options: int = 8
 
 

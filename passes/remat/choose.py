@@ -46,11 +46,11 @@ class RematSearchEffort:
     # share of the forecast bytes of one layer by which they may be too high, next to a number of layers that was
     # planned (not measured)
     layer_overestimate: float = 0.05
-    # relative gain of step time that the estimate of another plan must promise for it to be searched (not
-    # measured)
+    # relative gain of step time that the estimate of another plan must promise for it to be searched (not recorded;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     min_gain: float = 0.005
     # every so many guesses, one bisects the remaining numbers of layers, in case the peak does not fall as forecast
-    # (not measured)
+    # (not recorded; `bench sensitivity`, 2026-11: no effect on small programs)
     bisect_every: int = 3
 
 

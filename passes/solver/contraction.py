@@ -31,9 +31,11 @@ from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
 class ContractionEffort:
     """Limits of the min-plus products of contraction."""
 
-    # most additions to eliminate one node; above it the node stays in the problem (guards against rare huge tables)
+    # most additions to eliminate one node; above it the node stays in the problem (guards against rare huge tables;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     work: float = 2e8
-    # most entries of an intermediate array of `min_plus`: 16 MiB, about the size of a cache (not measured)
+    # most entries of an intermediate array of `min_plus`: 16 MiB (not recorded; `bench sensitivity`, 2026-11: no effect
+    # on small programs)
     chunk: int = 1 << 21
 
 

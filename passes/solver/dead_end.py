@@ -32,10 +32,11 @@ from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest, renumber, 
 class DeadEndEffort:
     """How many strategies of a node are tried as those that dominate others."""
 
-    # most strategies of a node for which every pair is compared; larger nodes compare with leaders only (settled on
-    # the zoo)
+    # most strategies of a node for which every pair is compared; larger nodes compare with leaders only (settled on the
+    # zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     full: int = 160
-    # leaders by cost alone; every score gives half as many, and without bytes there are two scores (settled on the zoo)
+    # leaders by cost alone; every score gives half as many, and without bytes there are two scores (settled on the zoo;
+    # `bench sensitivity`, 2026-11: no effect on small programs)
     leaders: int = 64
     # weights of bytes in the scores of leaders; at 1 the spread of all bytes weighs as much as that of all seconds
     # (settled on the zoo)

@@ -50,19 +50,23 @@ ROUNDING = 1e-10
 class AscentEffort:
     """Limits of one dual ascent."""
 
-    # most passes of one ascent; patience ends nearly all of them earlier (settled on the zoo)
+    # most passes of one ascent (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small programs)
     passes: int = 400
-    # passes over which the gap has to shrink by `progress` or the bound to rise by `rise` (settled on the zoo)
+    # passes over which the gap has to shrink by `progress` or the bound to rise by `rise` (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     patience: int = 12
     # share of the gap that counts as progress over `patience` passes (settled on the zoo)
     progress: float = 0.15
     # share of the bound that counts as progress over `patience` passes (settled on the zoo)
     rise: float = 1e-3
-    # every so many passes, the strategies ruled out by their bounds are counted (settled on the zoo)
+    # every so many passes, the strategies ruled out by their bounds are counted (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     review: int = 8
-    # share of all strategies; the ascent stops to remove those ruled out if they are more (settled on the zoo)
+    # share of all strategies; the ascent stops to remove those ruled out if they are more (settled on the zoo; `bench
+    # sensitivity`, 2026-11: no effect on small programs)
     shrink: float = 0.4
-    # most strategies of a problem that the ascent does not stop for (settled on the zoo)
+    # most strategies of a problem that the ascent does not stop for (settled on the zoo; `bench sensitivity`, 2026-11:
+    # no effect on small programs)
     small: int = 100
 
 

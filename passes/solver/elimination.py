@@ -40,9 +40,11 @@ from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
 class EliminationEffort:
     """Limits of elimination, besides the width that its caller gives."""
 
-    # orders that are compared, each from another first node (settled on the zoo)
+    # orders that are compared, each from another first node (settled on the zoo; `bench sensitivity`, 2026-11: no
+    # effect on small programs)
     starts: int = 8
-    # states in which equal ones are searched for, as a multiple of the width (settled on the zoo)
+    # states in which equal ones are searched for, as a multiple of the width (settled on the zoo; `bench sensitivity`,
+    # 2026-11: no effect on small programs)
     spare: int = 4
 
 

@@ -37,14 +37,16 @@ SLACK = 1e-9  # share of the best plan's cost by which a bound has to exceed it 
 class ReductionEffort:
     """How long the problem is reduced before an ILP is asked."""
 
-    # sweeps of dead-end elimination at the start (settled on the zoo)
+    # sweeps of dead-end elimination at the start (settled on the zoo; `bench sensitivity`, 2026-11: no effect on small
+    # programs)
     first_rounds: int = 8
     # sweeps of dead-end elimination after strategies were fixed by bounds (settled on the zoo)
     later_rounds: int = 2
     # fixing is repeated while it leaves at most this share of the strategies; below 1, or it never ends (settled on
     # the zoo)
     kept: float = 0.75
-    # most states per node of the elimination after each ascent (settled on the zoo)
+    # most states per node of the elimination after each ascent (settled on the zoo; `bench sensitivity`, 2026-11: no
+    # effect on small programs)
     narrow: int = 256
     # most states per node of the elimination after the last ascent (settled on the zoo)
     wide: int = 8192

@@ -52,6 +52,8 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "gpt-2.6b-scan": Program("gpt-2.6b-scan", (4, 8)),
         "llama3-8b": Program("llama3-8b", (4, 8), "dgx-h100"),
         "gpt-toy-scan 0.9": Program("gpt-toy-scan", (8,), budget=0.9),
+        "moe-toy 2x4 0.7": Program("moe-toy", budget=0.7),
+        "unet-toy 2x4 0.7": Program("unet-toy", budget=0.7),
         "wresnet-toy 0.8": Program("wresnet-toy", (8,), budget=0.8),
         "gpt-toy-scan front": Program("gpt-toy-scan", (8,), points=3),
         "llama3-8b 0.7": Program("llama3-8b", (4, 8), "dgx-h100", budget=0.7),
