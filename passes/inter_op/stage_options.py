@@ -41,8 +41,8 @@ class OptionEffort:
     # penalty rates: a plan may take this share more seconds for a plan with the same share fewer bytes (not recorded;
     # `bench sensitivity`, 2026-11: no effect on small programs)
     shares: tuple[float, ...] = (0.3, 6.0)
-    # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (chosen by
-    # hand; `bench sensitivity`, 2026-11: no effect on small programs)
+    # weight of the persistent bytes of a layer against those of one microbatch: a stage has several layers (not
+    # recorded; `bench sensitivity`, 2026-11: no effect on small programs)
     layers: float = 4.0
     # relative gap at which the solution of an option is accepted (not recorded; `bench sensitivity`, 2026-11: no
     # effect on small programs)
