@@ -52,14 +52,22 @@ def modules() -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Modules of the project that a file imports, inside functions too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Modules of the project that a file imports at run time, inside functions too."""
+    for node in _at_run_time(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module in known:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in known else node.module
+
+
+def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """The node and all in it, without what only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _at_run_time(child)
 
 
 def test_no_import_goes_up() -> None:
