@@ -28,9 +28,8 @@ from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.microbatch.loop import StepPrograms
-from autopar.passes.stages.cost import pipeline_times
 from autopar.passes.stages.graph import stage_graph
-from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans
+from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts

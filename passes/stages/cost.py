@@ -14,26 +14,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from functools import cached_property
+from typing import Protocol
 
-from autopar.cost_models.pipeline import Prices
+from autopar.cost_models.memory.liveness import Liveness
+from autopar.cost_models.sharding.groups import Model
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.collective import Collective
 from autopar.ir.graph import Type
-from autopar.ir.layout import device_share
+from autopar.ir.layout import Layout, ProgramLayouts, device_share
 from autopar.passes.intra_op import extract
+from autopar.passes.solver.optimize import Solution
 from autopar.passes.stages.divide import PASS_KINDS
-from autopar.passes.stages.graph import BEGIN
-
-if TYPE_CHECKING:
-    from autopar.passes.stages.plan import StagePlan
-    from autopar.passes.stages.plan_all import PlannedStage, StagePlans
+from autopar.passes.stages.graph import BEGIN, StageGraph
 
 UPDATE = "update"
+
+
+class SolvedStage(Protocol):
+    """A stage with its problem and solution, as `autopar.passes.stages.plan.StagePlan` describes them."""
+
+    @property
+    def graph(self) -> StageGraph: ...
+    @property
+    def mesh(self) -> LogicalMesh: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def solution(self) -> Solution: ...
+    @property
+    def liveness(self) -> Liveness: ...
+    @property
+    def layouts(self) -> ProgramLayouts: ...
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    def layout(self, value: int) -> Layout | None: ...
 
 
 class DeviceBytes(Protocol):
     """Bytes per device of a value; `wide`: at least four per number."""
 
-    def __call__(self, plan: StagePlan, value: int, *, wide: bool = False) -> float: ...
+    def __call__(self, plan: SolvedStage, value: int, *, wide: bool = False) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +117,7 @@ class StageMemory:
         return self.state + self.sums + max(passes, self.update)
 
 
-def stage_times(plan: StagePlan) -> StageTimes:
+def stage_times(plan: SolvedStage) -> StageTimes:
     """Seconds of a planned stage."""
     graph, microbatches = plan.graph.graph, _microbatches(plan)
     by_program: dict[str, float] = dict.fromkeys((*PASS_KINDS, UPDATE), 0.0)
@@ -108,36 +129,14 @@ def stage_times(plan: StagePlan) -> StageTimes:
     return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent)
 
 
-def pipeline_times(plans: StagePlans[PlannedStage]) -> Prices:
-    """Times of all stages, as the simulator of schedules takes them, without times of transfers.
-
-    Times of transfers depend on the links: `autopar.cost_models.pipeline.transfer_times` computes them from
-    `Prices.border`, the bytes.
-    """
-    stages = [plan.summary.times for plan in plans.plans]
-    bytes_sent: dict[tuple[int, int], float] = {}
-    for transfer, values in plans.stages.transfers.items():
-        pair = (transfer.source, transfer.target)
-        bytes_sent[pair] = bytes_sent.get(pair, 0.0) + sum(stages[transfer.source].sent[v] for v in values)
-    return Prices(
-        forward=tuple(p.forward for p in stages),
-        backward=tuple(p.backward for p in stages),
-        weight=tuple(p.weight for p in stages),
-        reduce=tuple(p.reduce for p in stages),
-        update=tuple(p.update for p in stages),
-        stash=tuple(plan.summary.memory.stash for plan in plans.plans),
-        border=bytes_sent,
-    )
-
-
-def _microbatches(plan: StagePlan) -> int:
+def _microbatches(plan: SolvedStage) -> int:
     """Number of microbatches."""
     repeats = plan.graph.graph.repeats
     assert repeats is not None
     return repeats.inputs[plan.graph.index]
 
 
-def _program(plan: StagePlan, op: int) -> str:
+def _program(plan: SolvedStage, op: int) -> str:
     """F, B, W, or "update" for a program that runs once."""
     name = plan.graph.program_of(op)
     return name if name in PASS_KINDS else UPDATE
@@ -146,19 +145,19 @@ def _program(plan: StagePlan, op: int) -> str:
 # Seconds per step, by program
 
 
-def _operations(plan: StagePlan) -> Iterator[tuple[str, float]]:
+def _operations(plan: SolvedStage) -> Iterator[tuple[str, float]]:
     for op, seconds in extract.operation_seconds(plan.model, plan.solution.assignment):
         yield _program(plan, op), seconds
 
 
-def _traffic(plan: StagePlan) -> Iterator[tuple[str, float]]:
+def _traffic(plan: SolvedStage) -> Iterator[tuple[str, float]]:
     groups, readers = plan.model.grouping.groups, _first_readers(plan)
     for charge, seconds in extract.traffic_seconds(plan.model, plan.solution.assignment, plan.mesh):
         value = groups[charge.group].value
         yield _program(plan, charge.op) if charge.op >= 0 else readers.get(value, UPDATE), seconds
 
 
-def _first_readers(plan: StagePlan) -> Mapping[int, str]:
+def _first_readers(plan: SolvedStage) -> Mapping[int, str]:
     """Argument -> the program that first reads it."""
     readers: dict[int, str] = {}
     for op in plan.graph.graph.ops:
@@ -168,7 +167,7 @@ def _first_readers(plan: StagePlan) -> Mapping[int, str]:
     return readers
 
 
-def _reshards(plan: StagePlan, *, in_update: bool) -> Iterator[tuple[str, float]]:
+def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[tuple[str, float]]:
     """Collectives between operations; `in_update`: only those of updates, otherwise only the others."""
     mesh, overlap = plan.mesh, plan.model.grouping.overlap
     overlapped, uses = mesh.with_overlap(), {use.site: use for use in plan.model.grouping.uses}
@@ -183,7 +182,7 @@ def _reshards(plan: StagePlan, *, in_update: bool) -> Iterator[tuple[str, float]
             yield UPDATE if is_shared else program, extract.collective_seconds(c, submesh)
 
 
-def _program_at(plan: StagePlan, op: int, site: str) -> str:
+def _program_at(plan: SolvedStage, op: int, site: str) -> str:
     """The program that reshards a value for a site; for a result of the graph, the program that computes it."""
     if op >= 0:
         return _program(plan, op)
@@ -195,7 +194,7 @@ def _program_at(plan: StagePlan, op: int, site: str) -> str:
 # Bytes
 
 
-def stage_memory(plan: StagePlan) -> StageMemory:
+def stage_memory(plan: SolvedStage) -> StageMemory:
     """Bytes per device of a planned stage.
 
     The stash counts every value once, in its layout. Of a forward value that is recomputed at every reader, it has the
@@ -206,12 +205,12 @@ def stage_memory(plan: StagePlan) -> StageMemory:
     return replace(persistent, copies=copies, temporaries=max(0.0, passes - copies - persistent.stash), update=update)
 
 
-def least_memory(plan: StagePlan) -> StageMemory:
+def least_memory(plan: SolvedStage) -> StageMemory:
     """A lower bound on the memory of every plan of a stage: even shards, without copies and temporaries."""
     return _persistent(plan, even_bytes)
 
 
-def _persistent(plan: StagePlan, device_bytes: DeviceBytes) -> StageMemory:
+def _persistent(plan: SolvedStage, device_bytes: DeviceBytes) -> StageMemory:
     """State, sums, the batch and the stash, by the bytes per device of each value."""
     graph, microbatches = plan.graph, _microbatches(plan)
     state = sum(device_bytes(plan, v) for v in graph.arguments.values())
@@ -221,7 +220,7 @@ def _persistent(plan: StagePlan, device_bytes: DeviceBytes) -> StageMemory:
     return StageMemory(state, sums, batch, 0.0, stash, 0.0, 0.0)
 
 
-def _shared_copies(plan: StagePlan) -> float:
+def _shared_copies(plan: SolvedStage) -> float:
     """Bytes per device shared by passes: of each whole value or argument, its largest copy that is live in passes."""
     graph, sizes = plan.graph, plan.liveness.sizes(plan.solution.assignment)
     whole = {a for a in graph.whole.values() if isinstance(a, int)}
@@ -235,13 +234,13 @@ def _shared_copies(plan: StagePlan) -> float:
     return sum(largest.values())
 
 
-def stored_bytes(plan: StagePlan, value: int, *, wide: bool = False) -> float:
+def stored_bytes(plan: SolvedStage, value: int, *, wide: bool = False) -> float:
     """Bytes per device of a value in its layout; `wide`: at least four per number, as accumulators have."""
     type_, layout = plan.graph.graph.types[value], plan.layout(value)
     return _dense_bytes(type_, wide) * device_share(layout, type_.shape, plan.mesh.sizes)
 
 
-def even_bytes(plan: StagePlan, value: int, *, wide: bool = False) -> float:
+def even_bytes(plan: SolvedStage, value: int, *, wide: bool = False) -> float:
     """Bytes per device of a value that is sharded evenly over the whole submesh."""
     return _dense_bytes(plan.graph.graph.types[value], wide) / plan.mesh.size
 
@@ -250,7 +249,7 @@ def _dense_bytes(type_: Type, wide: bool) -> float:
     return type_.size * (max(type_.itemsize, 4) if wide and "float" in type_.dtype else type_.itemsize)
 
 
-def _stashed(plan: StagePlan) -> Sequence[int]:
+def _stashed(plan: SolvedStage) -> Sequence[int]:
     """Values that later passes read of earlier ones or of other stages."""
     graph, has_layout = plan.graph, plan.layouts.values
     program_of, received = graph.maker, {*graph.received.values()}
@@ -275,7 +274,7 @@ def _stashed(plan: StagePlan) -> Sequence[int]:
     return tuple(sorted(stashed))
 
 
-def _transient_peaks(plan: StagePlan) -> tuple[float, float]:
+def _transient_peaks(plan: SolvedStage) -> tuple[float, float]:
     """Peak bytes besides arguments while passes run, and while updates run."""
     profile = plan.liveness.profile(plan.solution.assignment)
     passes, update = 0.0, 0.0

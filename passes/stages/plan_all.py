@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import networkx as nx
 
 from autopar import parallel_map
+from autopar.cost_models.pipeline import Prices
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout, ProgramLayouts
@@ -134,6 +135,28 @@ def plan_stages(
     else:
         planned = {n: stage for run in runs for n, stage in planner.run(run).items()}
     return _join(planner, runs, planned)
+
+
+def pipeline_times(plans: StagePlans[PlannedStage]) -> Prices:
+    """Times of all stages, as the simulator of schedules takes them, without times of transfers.
+
+    Times of transfers depend on the links: `autopar.cost_models.pipeline.transfer_times` computes them from
+    `Prices.border`, the bytes.
+    """
+    stages = [plan.summary.times for plan in plans.plans]
+    bytes_sent: dict[tuple[int, int], float] = {}
+    for transfer, values in plans.stages.transfers.items():
+        pair = (transfer.source, transfer.target)
+        bytes_sent[pair] = bytes_sent.get(pair, 0.0) + sum(stages[transfer.source].sent[v] for v in values)
+    return Prices(
+        forward=tuple(p.forward for p in stages),
+        backward=tuple(p.backward for p in stages),
+        weight=tuple(p.weight for p in stages),
+        reduce=tuple(p.reduce for p in stages),
+        update=tuple(p.update for p in stages),
+        stash=tuple(plan.summary.memory.stash for plan in plans.plans),
+        border=bytes_sent,
+    )
 
 
 def planning_runs(

@@ -19,20 +19,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.graph import graph_hash
 from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts, divides
 from autopar.passes.solver.optimize import Solution
-from autopar.passes.stages.cost import StageMemory, StageTimes, stage_memory, stage_times
+from autopar.passes.stages.cost import SolvedStage, StageMemory, StageTimes, stage_memory, stage_times
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.rules import Rule, rules_of
-
-if TYPE_CHECKING:
-    from autopar.passes.stages.plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,15 @@ class StageSummary:
     boundary: BoundaryLayouts
 
 
-def summarize(plan: StagePlan) -> StageSummary:
+class _Bounded(SolvedStage, Protocol):
+    """A solved stage with the layouts of what crosses its boundary, and of its arguments."""
+
+    @cached_property
+    def boundary(self) -> BoundaryLayouts: ...
+    def arguments(self, graph: StageGraph) -> Mapping[int, Layout | None]: ...
+
+
+def summarize(plan: _Bounded) -> StageSummary:
     """The summary of a planned stage."""
     return StageSummary(
         stage_times(plan),
@@ -82,7 +87,7 @@ def summarize(plan: StagePlan) -> StageSummary:
     )
 
 
-def boundary_layouts(plan: StagePlan) -> BoundaryLayouts:
+def boundary_layouts(plan: SolvedStage) -> BoundaryLayouts:
     """Layouts of values that a planned stage sends and receives, if they shard evenly and are no partial sums."""
     graph, types = plan.graph.graph, plan.graph.graph.types
     sent: dict[int, Layout] = {}

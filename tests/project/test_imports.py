@@ -20,14 +20,10 @@ ORDER = (
 )
 
 
-#: Modules that import each other, to be untied: constructors of `Cluster` that other modules have, and the costs of a
-#: planned stage. None may be added, and what is untied is taken out.
+#: Modules that import each other, to be untied: constructors of `Cluster` that other modules have. None may be added.
 CYCLES = frozenset(
     frozenset(f"autopar.{folder}.{name}" for name in names.split())
-    for folder, names in (
-        ("hardware", "calibrate cluster files heterogeneous local measure"),
-        ("passes.stages", "cost plan plan_all summary"),
-    )
+    for folder, names in (("hardware", "calibrate cluster files heterogeneous local measure"),)
 )
 
 

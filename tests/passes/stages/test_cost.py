@@ -10,9 +10,9 @@ import pytest
 from autopar.cost_models.pipeline import simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.layout import local_shape
-from autopar.passes.stages.cost import pipeline_times, stage_memory, stage_times
+from autopar.passes.stages.cost import stage_memory, stage_times
 from autopar.passes.stages.divide import PASS_KINDS
-from autopar.passes.stages.plan_all import StagePlans, plan_stages
+from autopar.passes.stages.plan_all import StagePlans, pipeline_times, plan_stages
 from autopar.schedules import Size, make
 from tests.passes.stages.test_graph import COUNT, staged
 
