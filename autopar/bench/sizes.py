@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar import zoo
-from autopar.bench import alpa, plan
+from autopar.bench import plan
 from autopar.bench import rows as rows_kept
+from autopar.bench.references import alpa
 from autopar.ir.text import seconds as pretty
 from autopar.ir.text import table as grid
 

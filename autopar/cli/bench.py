@@ -243,7 +243,7 @@ def bench_schedules(
     as_json: Json = False,
 ) -> None:
     """Simulate every pipeline schedule at one size; nothing is measured but the simulator."""
-    from autopar.bench import schedules
+    from autopar.bench.pipelines import schedules
     from autopar.schedules import Size
 
     rows = schedules.run(Size(ranks, microbatches), chunks, slices, repeats)
@@ -257,7 +257,7 @@ def bench_pipeline(
     as_json: Json = False,
 ) -> None:
     """Time the passes and steps of two stages on two cores under every schedule, beside the simulator; and dispatch."""
-    from autopar.bench import pipeline
+    from autopar.bench.pipelines import simulated as pipeline
 
     found = pipeline.run(model, repeats, say)
     report(as_json, found, lambda: pipeline.table(found))
@@ -266,7 +266,7 @@ def bench_pipeline(
 @app.command("gpipe")
 def bench_gpipe(repeats: Repeats = 5, as_json: Json = False) -> None:
     """Time autopar's 1f1b pipeline against GPipe written by hand, 4 stages of 2 virtual devices, taking turns."""
-    from autopar.bench import gpipe
+    from autopar.bench.pipelines import gpipe
 
     found = gpipe.run(repeats)
     report(as_json, found, lambda: gpipe.table(found))
@@ -280,7 +280,7 @@ def bench_alpa(
     as_json: Json = False,
 ) -> None:
     """Pipelines that are found beside those that Alpa published, under one model of cost and memory."""
-    from autopar.bench import alpa
+    from autopar.bench.references import alpa
 
     rows = alpa.run(words(models, tuple(alpa.PUBLISHED)), resume, say)
     report(as_json, {"rows": rows}, lambda: alpa.table(rows))
@@ -293,7 +293,7 @@ def bench_named(
     as_json: Json = False,
 ) -> None:
     """What the search answers beside every mesh and every uniform pipeline that a user can name."""
-    from autopar.bench import named
+    from autopar.bench.references import named
 
     rows = named.run(resume=resume, tell=say)
     report(as_json, {"rows": rows}, lambda: named.table(rows))
@@ -337,7 +337,7 @@ def bench_sensitivity(
 @app.command("published")
 def bench_published(as_json: Json = False) -> None:
     """Count and price GPT of the Alpa paper beside what was published."""
-    from autopar.bench import published
+    from autopar.bench.references import published
 
     found = published.run()
     report(as_json, found, lambda: published.table(found))

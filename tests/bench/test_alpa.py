@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from autopar import zoo
-from autopar.bench.alpa import CLUSTER, OPTIMIZERS, PUBLISHED
+from autopar.bench.references.alpa import CLUSTER, OPTIMIZERS, PUBLISHED
 from autopar.hardware.cluster import Cluster
 
 

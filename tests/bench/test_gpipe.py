@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar import jax_compat, zoo
-from autopar.bench import gpipe
+from autopar.bench.pipelines import gpipe
 from autopar.bench.step import Variant
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from autopar.bench import named, sizes
-from autopar.bench.named import Pair
+from autopar.bench import sizes
+from autopar.bench.references import named
+from autopar.bench.references.named import Pair
 
 
 def test_every_mesh_and_every_uniform_pipeline_is_named_once() -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.bench import pipeline
+from autopar.bench.pipelines import simulated as pipeline
 from autopar.cost_models.pipeline import Prices
 from autopar.schedules import Instruction, Size, make
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.bench import published
+from autopar.bench.references import published
 
 
 @pytest.mark.parametrize("remat", [False, True])

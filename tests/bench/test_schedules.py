@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.bench import schedules
+from autopar.bench.pipelines import schedules
 from autopar.errors import ArgumentError
 from autopar.schedules import SCHEDULES, Size
 

@@ -170,7 +170,7 @@ def run(
     known = {row["model"] for row in rows}
     for model in models:
         if model not in known:
-            for row in worker.lines("autopar.bench.alpa", {"model": model}):
+            for row in worker.lines("autopar.bench.references.alpa", {"model": model}):
                 rows.append(row)
                 rows_kept.keep(resume, row)
                 tell(table([row]))

@@ -329,11 +329,13 @@ def run(model: str, repeats: int, tell: Callable[[str], None] = lambda text: Non
     env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip(), **worker.KEEP}
     rows: list[Row] = []
     for found in worker.lines(
-        "autopar.bench.pipeline", {"model": model, "schedules": SCHEDULES, "repeats": repeats}, env
+        "autopar.bench.pipelines.simulated", {"model": model, "schedules": SCHEDULES, "repeats": repeats}, env
     ):
         rows.append(found)
         tell(line(found))
-    dispatched = [one for n in (1, 2) for one in worker.lines("autopar.bench.pipeline", {"dispatch": n}, env)]
+    dispatched = [
+        one for n in (1, 2) for one in worker.lines("autopar.bench.pipelines.simulated", {"dispatch": n}, env)
+    ]
     return {"rows": rows, "dispatch": dispatched, **figures(rows)}
 
 

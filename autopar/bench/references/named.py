@@ -165,7 +165,7 @@ def run(
     for pair in pairs:
         if pair.name not in known:
             spec = {"model": pair.model, "batch": pair.batch, "cluster": pair.cluster, "hosts": pair.hosts}
-            for row in worker.lines("autopar.bench.named", spec):
+            for row in worker.lines("autopar.bench.references.named", spec):
                 rows.append(row)
                 rows_kept.keep(resume, row)
                 tell(table([row]))

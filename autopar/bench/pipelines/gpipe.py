@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat, zoo
 from autopar.bench import worker
-from autopar.bench.pipeline import Clock
+from autopar.bench.pipelines.simulated import Clock
 from autopar.bench.step import Variant, take_turns
 from autopar.compile import plan_step
 from autopar.ir.text import seconds
@@ -253,7 +253,7 @@ def row(
 
 def run(repeats: int) -> Row:
     """The comparison; WorkerError where its process dies."""
-    (found,) = worker.lines("autopar.bench.gpipe", {"repeats": repeats}, worker.KEEP)
+    (found,) = worker.lines("autopar.bench.pipelines.gpipe", {"repeats": repeats}, worker.KEEP)
     return found
 
 
