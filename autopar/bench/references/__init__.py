@@ -1,1 +1,1 @@
-"""Plans beside reference plans: those of Alpa (`alpa`), published figures (`published`), plans entered by hand (`named`)."""
+"""Plans beside references: those of Alpa (`alpa`), published figures (`published`), plans by hand (`named`)."""
