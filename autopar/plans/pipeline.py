@@ -261,7 +261,12 @@ def _memory(found: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Map
     stages = found.schedule.pipeline.placement.count(rank)
     under_way = -(-peak_stash(found.schedule)[rank] // stages)
     one = plan.summary.memory
-    passes = {"arguments": one.batch, "residuals": under_way * one.stash, "temporaries": one.temporaries}
+    passes = {
+        "arguments": one.batch,
+        "resharding": one.copies,
+        "residuals": under_way * one.stash,
+        "temporaries": one.temporaries,
+    }
     most = passes if sum(passes.values()) >= one.update else {"update": one.update}
     kinds = {"state": one.state, "gradients": one.sums, **most}
     return math.ceil(one.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}

@@ -125,6 +125,13 @@ def test_equal_blocks_are_dealt_out_equally() -> None:
     assert seconds[1] == pytest.approx(seconds[2])
 
 
+def test_kinds_of_memory_add_up_to_the_peak_of_a_stage() -> None:
+    plan = planned("gpt-toy", layers=4, schedule="1f1b", num_microbatches=4)
+    for stage in plan.stages:
+        assert sum(stage.memory.values()) == pytest.approx(stage.peak_memory_bytes, abs=len(stage.memory))
+    assert any("resharding" in stage.memory for stage in plan.stages)  # copies of weights, gathered once for all passes
+
+
 def test_more_microbatches_shrink_the_bubble() -> None:
     dear = Cluster.custom((8,), 1e-9, 1e-15, {"float32": 1e9}, 1e15, 2**34)
     times = [planned("gpt-toy", layers=6, cluster=dear, num_microbatches=m).step_time_s for m in (1, 2, 4)]
