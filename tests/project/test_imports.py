@@ -20,6 +20,8 @@ ORDER = (
 )
 
 
+#: Most parts that follow each other from the API down.
+LONGEST = 12
 #: Modules that import each other, to be untied: constructors of `Cluster` that other modules have. None may be added.
 CYCLES = frozenset(
     frozenset(f"autopar.{folder}.{name}" for name in names.split())
@@ -80,3 +82,13 @@ def test_no_modules_import_each_other_but_those_that_are_listed() -> None:
     graph = nx.DiGraph((m, other) for m, path in known.items() for other in imported(path, known) if other != m)
     cycles = {frozenset(cycle) for cycle in nx.strongly_connected_components(graph) if len(cycle) > 1}
     assert cycles == CYCLES
+
+
+def test_the_way_from_the_api_to_the_errors_is_short() -> None:
+    """Over folders of the top level, which are the parts of the architecture."""
+    known = modules()
+    parts = {m: package(m).split(".")[0] for m in known}
+    edges = ((parts[m], parts[other]) for m, path in known.items() for other in imported(path, known))
+    graph = nx.DiGraph((a, b) for a, b in edges if a != b)
+    ahead = graph.subgraph(nx.descendants(graph, "api") | {"api"})
+    assert len(nx.dag_longest_path(ahead)) <= LONGEST
