@@ -3,7 +3,7 @@
 An algorithm on one level of n groups takes S(n) messages and sends V(n) b bytes one after the other (b as in
 `autopar.ir.collective`; the closed forms are those of `autopar.hardware.algorithms`), so it is a line in b:
 
-    t(b) = S(n) alpha + V(n) beta b                                       -> autopar.hardware.collective_lines.line_of
+    t(b) = S(n) alpha + V(n) beta b                                       -> autopar.hardware.algorithms.line_of
 
 Which of them a backend runs depends on the link's network (-> COLLECTIVES): on a switch all that may be the best;
 along a ring or a line (an axis of a torus) only those that talk to neighbours, because others would share links; in the
@@ -51,9 +51,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import ArgumentError
-from autopar.hardware.algorithms import ALGORITHMS
-from autopar.hardware.cluster import Device, Level, Link, LogicalMesh
-from autopar.hardware.collective_lines import COLLECTIVES, Lines, envelope, line_of, one_level
+from autopar.hardware.algorithms import ALGORITHMS, COLLECTIVES, Lines, envelope, line_of, one_level
+from autopar.hardware.cluster import Level, Link, LogicalMesh
+from autopar.hardware.description import Device
 from autopar.hardware.links import NEIGHBOURS, inner_sizes, merge_levels
 
 

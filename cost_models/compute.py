@@ -29,7 +29,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.hardware.cluster import Device
+from autopar.hardware.description import Device
 
 DotDimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """((lhs contracted, rhs contracted), (lhs batch, rhs batch)), as in `jax.lax.dot_general`."""

@@ -17,9 +17,8 @@ from typing import Any
 
 from autopar.cost_models.collectives import collective_time
 from autopar.errors import ArgumentError
-from autopar.hardware.algorithms import ALGORITHMS, Algorithm, two_level_time
+from autopar.hardware.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, two_level_time
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.collective_lines import COLLECTIVES
 from autopar.hardware.links import slowest
 from autopar.ir.text import seconds as duration
 from autopar.ir.text import size

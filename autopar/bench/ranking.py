@@ -106,7 +106,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     """The row of one model, or the error of a calibration."""
     worker.cpu_devices(DEVICES)
     if "calibrate" in spec:
-        calibration = measure.calibrate()
+        calibration = measure.calibrate(Cluster.local())
         calibration.cluster.save(spec["calibrate"])
         yield {"median_error": calibration.median_error, "worst_error": calibration.worst_error}
         return

@@ -223,7 +223,7 @@ def _calibrate(path: str, as_json: bool) -> None:
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("calibrating", total=measure.steps(Cluster.local()))
-        found = measure.calibrate(lambda what: progress.update(task, advance=1, description=what))
+        found = measure.calibrate(Cluster.local(), lambda what: progress.update(task, advance=1, description=what))
     found.cluster.save(path)
     report(
         as_json,

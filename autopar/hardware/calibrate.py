@@ -8,7 +8,7 @@ Errors are relative: a kernel of a microsecond counts as much as one of a second
 
 The first is the roofline of `compute` written out, since the efficiency of a product is 1 / ((1 + m_half / m) ...); it
 is fitted to products that are bound by arithmetic, together with the second: the overhead o is the same. The last uses
-the very lines from which plans are priced (`collective_lines`), so that alpha and beta are what those formulas need,
+the very lines from which plans are priced (`algorithms`), so that alpha and beta are what those formulas need,
 whatever the network is.
 """
 
@@ -17,14 +17,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.hardware.cluster import Cluster, Device
-from autopar.hardware.collective_lines import one_level
+from autopar.hardware.algorithms import one_level
+from autopar.hardware.description import Device
 from autopar.hardware.links import Level, Link
+
+if TYPE_CHECKING:
+    from autopar.hardware.cluster import Cluster
 
 Floats = NDArray[np.float64]
 

@@ -20,99 +20,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import ClusterError, MeshError
-from autopar.hardware.figures import (
-    FIGURE,
-    FLAG,
-    NAME,
-    RATE,
-    SHARE,
-    FieldRule,
-    check,
-    each,
-    is_count,
-    is_figure,
-    is_integer,
-    is_name,
-    is_rates,
-)
+from autopar.hardware import files as cluster_files
+from autopar.hardware import heterogeneous
+from autopar.hardware import local as local_cluster
+from autopar.hardware.description import ClusterFigures, Device
+from autopar.hardware.figures import is_figure, is_integer
 from autopar.hardware.links import NETWORKS, Level, Link, axis_levels_of, inner_sizes, level_part, slowest
 
 __all__ = ["DEFAULT_AXIS_NAMES", "NETWORKS", "Cluster", "Device", "Level", "Link", "LogicalMesh"]
 
 DEFAULT_AXIS_NAMES = ("x", "y", "z", "w")
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Cost model of one accelerator, or of one virtual device of a host.
-
-    Attributes:
-        name: name in plans and reports.
-        peak_flops: dtype name -> dense FLOP/s.
-        memory_bandwidth: bandwidth of device memory, bytes/s.
-        memory_bytes: device memory that programs may use, bytes.
-        kernel_overhead: least time of a kernel, seconds.
-        efficiency: share of `peak_flops` that large matrix products reach.
-        reduce_scatter: whether the backend has a reduce-scatter; XLA on CPU uses an all-reduce and a slice.
-        rounds_operands: whether the backend rounds float32 operands of products of default precision to bfloat16 before
-            it communicates them.
-        tile: rows and columns of the tiles to which arrays are padded in memory.
-        overlap: share of the time of a collective that overlaps with computation, for collectives that no operation
-            waits for (`autopar.passes.op_groups.overlap`); 0: no overlap.
-        bucket_bytes: size up to which such collectives are combined, so that they share the latency, bytes; 0: they
-            are not combined.
-        combines: kinds of collectives that the backend combines.
-        half_rate_extents: rows, columns and contracted extent at each of which the rate of a matrix product is half.
-        host_bandwidth: bandwidth between device and host memory in each direction while all devices of the host copy,
-            bytes/s; 0: unknown, and no state is offloaded.
-        host_memory_bytes: host memory per device, bytes; 0: none apart from device memory.
-    """
-
-    name: str
-    peak_flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    memory_bytes: int
-    kernel_overhead: float = 0.0
-    efficiency: float = 1.0
-    reduce_scatter: bool = True
-    rounds_operands: bool = False
-    tile: tuple[int, int] = (1, 1)
-    overlap: float = 0.0
-    bucket_bytes: float = 0.0
-    combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
-    half_rate_extents: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    host_bandwidth: float = 0.0
-    host_memory_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        check(f"Device {self.name!r:.60}", self, DEVICE)
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s for a dtype name; the slowest listed rate for a dtype that is not listed."""
-        return self.peak_flops.get(dtype) or min(self.peak_flops.values())
-
-
-#: Field of `Device` -> the rule for its value.
-DEVICE: Mapping[str, FieldRule] = MappingProxyType(
-    {
-        "name": NAME,
-        "peak_flops": ("flop/s above 0 by dtype", is_rates),
-        **dict.fromkeys(("memory_bandwidth", "efficiency"), RATE),
-        **dict.fromkeys(("memory_bytes", "kernel_overhead", "bucket_bytes"), FIGURE),
-        **dict.fromkeys(("host_bandwidth", "host_memory_bytes"), FIGURE),
-        **dict.fromkeys(("reduce_scatter", "rounds_operands"), FLAG),
-        "overlap": SHARE,
-        "tile": ("two integers of 1 or more", each(is_count, 2)),
-        "half_rate_extents": ("three numbers of 0 or more", each(is_figure, 3)),
-        "combines": ("kinds of collectives", each(is_name)),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +98,7 @@ class LogicalMesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(ClusterFigures):
     """Devices and the links between them, from which all costs are computed; no device needs to be present.
 
     Attributes:
@@ -191,29 +113,13 @@ class Cluster:
         groups: clusters of equal devices that it consists of (`Cluster.joined`); empty if all devices are equal.
     """
 
-    name: str
-    device: Device
-    hosts: int
-    devices_per_host: int
-    intra: Link
-    inter: Link
-    axis_levels: tuple[Level, ...] | None = None
     groups: tuple[Cluster, ...] = ()
 
-    def __post_init__(self) -> None:
-        check(f"Cluster {self.name!r:.60}", self, CLUSTER)
-        if any(level.size < 1 for level in self.levels):
-            raise ClusterError(f"Cluster {self.name!r} has sizes {[v.size for v in self.levels]}; all must be >= 1.")
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """Levels of the physical network, outermost first."""
-        return self.axis_levels or (Level(self.hosts, self.inter), Level(self.devices_per_host, self.intra))
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices on all hosts."""
-        return math.prod(level.size for level in self.levels)
+    @staticmethod
+    def of(figures: ClusterFigures) -> Cluster:
+        """The cluster with these figures."""
+        f, groups = figures, tuple(map(Cluster.of, figures.groups))
+        return Cluster(f.name, f.device, f.hosts, f.devices_per_host, f.intra, f.inter, f.axis_levels, groups)
 
     @property
     def default_shape(self) -> tuple[int, ...]:
@@ -358,17 +264,13 @@ class Cluster:
         Raises:
             ClusterError: there are no groups.
         """
-        from autopar.hardware import heterogeneous
-
         if not isinstance(groups, list | tuple):
             raise ClusterError(f"Clusters are joined in a list, got {type(groups).__name__} {groups!r:.60}.")
-        return heterogeneous.join(tuple(groups), inter, name)
+        return Cluster.of(heterogeneous.join(tuple(groups), inter, name))
 
     @staticmethod
     def presets() -> tuple[str, ...]:
         """Names of the presets, sorted; `autopar clusters` prints their figures."""
-        from autopar.hardware import files as cluster_files
-
         return cluster_files.presets()
 
     @staticmethod
@@ -384,9 +286,7 @@ class Cluster:
         Raises:
             ClusterError: the name is unknown, or hosts or topology do not fit; the message states what does.
         """
-        from autopar.hardware import files as cluster_files
-
-        return cluster_files.preset(name, hosts, topology, slices)
+        return Cluster.of(cluster_files.preset(name, hosts, topology, slices))
 
     @staticmethod
     def from_toml(path: str | os.PathLike[str], hosts: int | None = None) -> Cluster:
@@ -399,14 +299,10 @@ class Cluster:
         Raises:
             ClusterError: the file cannot be read or is not complete.
         """
-        from autopar.hardware import files as cluster_files
-
-        return cluster_files.load(path, hosts)
+        return Cluster.of(cluster_files.load(path, hosts))
 
     def to_toml(self) -> str:
         """The cluster as TOML; a file with this text gives an equal cluster with `from_toml`."""
-        from autopar.hardware import files as cluster_files
-
         return cluster_files.text(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -430,9 +326,7 @@ class Cluster:
         Raises:
             ClusterError: no preset has accelerators of this kind.
         """
-        from autopar.hardware import local as local_cluster
-
-        return local_cluster.find()
+        return Cluster.of(local_cluster.find())
 
     @staticmethod
     def calibrated(tell: Callable[[str], None] = lambda what: None) -> Cluster:
@@ -446,7 +340,7 @@ class Cluster:
         """
         from autopar.hardware import measure
 
-        return measure.calibrate(tell).cluster
+        return measure.calibrate(Cluster.local(), tell).cluster
 
 
 def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...]) -> tuple[float, ...]:
@@ -456,17 +350,6 @@ def _per_axis(what: str, value: float | Sequence[float], sizes: tuple[int, ...])
     if len(values) != len(sizes):
         raise ClusterError(f"{what} has {len(values)} values {values} for {len(sizes)} mesh axes of sizes {sizes}.")
     return tuple(map(float, values))
-
-
-#: Field of `Cluster` -> the rule for its value.
-CLUSTER: Mapping[str, FieldRule] = MappingProxyType(
-    {
-        "name": NAME,
-        "device": ("a Device", lambda value: isinstance(value, Device)),
-        **dict.fromkeys(("hosts", "devices_per_host"), ("an integer", is_integer)),
-        **dict.fromkeys(("intra", "inter"), ("a Link", lambda value: isinstance(value, Link))),
-    }
-)
 
 
 def integers(what: str, values: Any, error: type[ClusterError | MeshError]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ A file has a `name` and one of five bodies:
 
 A link has alpha (s) and bandwidth (bytes/s) or beta (s/byte), `network` unless it is a switch, and for a mesh also
 pair_bandwidth or pair, of the link between two neighbours. A device has the fields of
-`autopar.hardware.cluster.Device`, and `kinds` if JAX has other names for it.
+`autopar.hardware.description.Device`, and `kinds` if JAX has other names for it.
 
 A torus has `dimensions`, and `wrap` with `whole`: a dimension wraps around if it is a multiple of `wrap`, and with
 `whole` only if all are. [intra] gives one link in one direction. `topologies` lists the available shapes; with `whole`
@@ -33,9 +33,10 @@ from typing import Any
 
 from autopar.errors import ClusterError
 from autopar.hardware import heterogeneous
-from autopar.hardware import local as local_cluster
-from autopar.hardware.cluster import Cluster, Device, Level, Link
+from autopar.hardware.description import ClusterFigures, Device
 from autopar.hardware.figures import is_count, is_integer
+from autopar.hardware.host import of_host
+from autopar.hardware.links import Level, Link
 
 Table = Mapping[str, Any]
 
@@ -46,7 +47,7 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml")))
 
 
-def preset(name: str, hosts: int | None = None, topology: str | None = None, slices: int = 1) -> Cluster:
+def preset(name: str, hosts: int | None = None, topology: str | None = None, slices: int = 1) -> ClusterFigures:
     """See `Cluster.preset`."""
     return _from_table(_preset_table(name), f"preset {name}", hosts, topology, slices)
 
@@ -61,7 +62,7 @@ def preset_of(kind: str) -> str | None:
     return next((name for name in presets() if any(kind.endswith(k) for k in _kinds(_preset_table(name)))), None)
 
 
-def load(path: str | os.PathLike[str], hosts: int | None = None) -> Cluster:
+def load(path: str | os.PathLike[str], hosts: int | None = None) -> ClusterFigures:
     """See `Cluster.from_toml`."""
     try:
         table = tomllib.loads(Path(path).read_text("utf-8"))
@@ -81,7 +82,7 @@ def _kinds(table: Table) -> Sequence[str]:
     return device.get("kinds", [device["name"]] if device else [])
 
 
-def _from_table(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> Cluster:
+def _from_table(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> ClusterFigures:
     body = next((key for key in BODIES if key in table), "hosts")
     topology = topology if topology is not None else table.get("topology")
     if body != "torus" and (topology is not None or slices != 1):
@@ -102,12 +103,12 @@ def _from_table(table: Table, where: str, hosts: int | None, topology: str | Non
         raise ClusterError(f"Cluster {where} is not complete: {type(error).__name__} {error}.") from error
 
 
-def _of_hosts(table: Table, where: str, hosts: int | None) -> Cluster:
+def _of_hosts(table: Table, where: str, hosts: int | None) -> ClusterFigures:
     levels = tuple(Level(int(v["size"]), _link(v)) for v in table.get("levels", ()))
     count = int(hosts if hosts is not None else table.get("hosts", 1))
     if levels and count != table.get("hosts", 1):
         raise ClusterError(f"Cluster {where} has levels, so hosts={count} cannot replace its {table.get('hosts', 1)}.")
-    return Cluster(
+    return ClusterFigures(
         table["name"],
         _device(table["device"]),
         count,
@@ -118,25 +119,25 @@ def _of_hosts(table: Table, where: str, hosts: int | None) -> Cluster:
     )
 
 
-def _of_cpu(table: Table, where: str, hosts: int | None) -> Cluster:
+def _of_cpu(table: Table, where: str, hosts: int | None) -> ClusterFigures:
     cpu, devices = table["cpu"], int(table["devices_per_host"])
     count = int(hosts or table.get("hosts", 1))
-    return local_cluster.of_host(count, devices, int(cpu["cores"]), int(cpu["memory_bytes"]), table["name"])
+    return of_host(count, devices, int(cpu["cores"]), int(cpu["memory_bytes"]), table["name"])
 
 
-def _of_groups(table: Table, where: str, hosts: int | None) -> Cluster:
+def _of_groups(table: Table, where: str, hosts: int | None) -> ClusterFigures:
     if hosts is not None:
         raise ClusterError(f"Cluster {where} has groups, so hosts={hosts} has to be said of one of them.")
     groups = tuple(_group(g, f"{where}, group {i}") for i, g in enumerate(table["groups"]))
     return heterogeneous.join(groups, _link(table["inter"]) if "inter" in table else None, table["name"])
 
 
-def _group(table: Table, where: str) -> Cluster:
+def _group(table: Table, where: str) -> ClusterFigures:
     body = _preset_table(table["preset"]) if "preset" in table else table
     return _from_table(body, where, table.get("hosts"), table.get("topology"), table.get("slices", 1))
 
 
-def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> Cluster:
+def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None, slices: int) -> ClusterFigures:
     torus, per_host = table["torus"], int(table["devices_per_host"])
     shape = _topology(torus, where, topology, per_host, hosts)
     link, chips = _link(table["intra"]), prod(shape)
@@ -146,7 +147,7 @@ def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None,
     dimensions = tuple(Level(size, _dimension(torus, shape, size, link)) for size in shape)
     inter, intra = _link(table["inter"]), max((d.link for d in dimensions), key=lambda found: found.beta)
     hosts = slices * chips // inside
-    return Cluster(
+    return ClusterFigures(
         table["name"], _device(table["device"]), hosts, inside, intra, inter, (Level(slices, inter), *dimensions)
     )  # fmt: skip
 
@@ -223,18 +224,18 @@ def _device(table: Table) -> Device:
     return Device(**{name: _READ.get(name, float)(table[name]) for name in known})
 
 
-BODIES: Mapping[str, Callable[[Table, str, int | None], Cluster]] = MappingProxyType(
+BODIES: Mapping[str, Callable[[Table, str, int | None], ClusterFigures]] = MappingProxyType(
     {"groups": _of_groups, "cpu": _of_cpu, "levels": _of_hosts, "torus": _of_hosts}
 )
 """The key that identifies a body other than plain hosts -> its reader; `_of_torus` also takes a topology."""
 
 
-def text(cluster: Cluster) -> str:
+def text(cluster: ClusterFigures) -> str:
     """See `Cluster.to_toml`."""
     return "\n".join([f"name = {_quoted(cluster.name)}", *_body(cluster, "")]) + "\n"
 
 
-def _body(cluster: Cluster, prefix: str) -> list[str]:
+def _body(cluster: ClusterFigures, prefix: str) -> list[str]:
     if cluster.groups:
         lines = [*_written(f"[{prefix}inter]", _link_fields(cluster.inter))]
         for group in cluster.groups:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import ClusterError
-from autopar.hardware.cluster import Cluster, Device
+from autopar.hardware.description import ClusterFigures, Device
 from autopar.hardware.links import Level, Link, slowest
 
 
@@ -49,12 +49,12 @@ def slowest_device(devices: Sequence[Device]) -> Device:
     )
 
 
-def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | None = None) -> Cluster:
+def join(groups: tuple[ClusterFigures, ...], inter: Link | None = None, name: str | None = None) -> ClusterFigures:
     """One cluster of `groups`, with their devices one after the other; see `Cluster.joined`."""
     _check_groups(groups, name)
     unit = math.gcd(*(_inside(g) for g in groups))
     between = [g.inter for g in groups] + ([inter] if inter else [])
-    return Cluster(
+    return ClusterFigures(
         name or " + ".join(f"{g.hosts} x {g.name}" for g in groups),
         slowest_device([g.device for g in groups]),
         sum(g.num_devices for g in groups) // unit,
@@ -65,20 +65,20 @@ def join(groups: tuple[Cluster, ...], inter: Link | None = None, name: str | Non
     )
 
 
-def _check_groups(groups: tuple[Cluster, ...], name: str | None) -> None:
+def _check_groups(groups: tuple[ClusterFigures, ...], name: str | None) -> None:
     for group in groups:
-        if not isinstance(group, Cluster):
+        if not isinstance(group, ClusterFigures):
             raise ClusterError(f"Cluster {name!r} is joined of clusters, got {type(group).__name__} {group!r:.60}.")
     if not groups:
         raise ClusterError(f"Cluster {name!r} has no groups; it needs at least one.")
 
 
-def _inside(group: Cluster) -> int:
+def _inside(group: ClusterFigures) -> int:
     """Number of devices that the link inside a host connects; all of a torus."""
     return group.num_devices if group.axis_levels else group.devices_per_host
 
 
-def _within(group: Cluster) -> Link:
+def _within(group: ClusterFigures) -> Link:
     return slowest(group.axis_levels) if group.axis_levels else group.intra
 
 

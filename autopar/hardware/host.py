@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from autopar.hardware.description import ClusterFigures, Device
+from autopar.hardware.links import Link
+
 
 @dataclass(frozen=True, slots=True)
 class HostModel:
@@ -69,3 +72,23 @@ HOST = HostModel(
     network_alpha=2e-4,  # assumption: TCP through the kernel, with the thread that drives it
     network_bandwidth=1.25e9,  # assumption: 10 Gb/s Ethernet
 )
+
+
+def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str = "local cpu") -> ClusterFigures:
+    """The cluster of `devices` virtual CPU devices on each of `hosts` machines with `cores` and `memory_bytes`."""
+    device = Device(
+        "cpu",
+        {dtype: rate * cores / devices for dtype, rate in HOST.flops_per_core.items()},
+        HOST.memory_bandwidth(cores) / devices,
+        memory_bytes // devices,
+        HOST.kernel_overhead,
+        HOST.efficiency,
+        reduce_scatter=False,
+        bucket_bytes=HOST.bucket_bytes,
+        combines=("all-reduce",),
+        half_rate_extents=HOST.half_rate_extents,
+        host_bandwidth=HOST.copy_bandwidth(cores) / devices,  # a copy within the same memory, which frees none of it
+    )
+    intra = Link(HOST.rendezvous_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
+    inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)
+    return ClusterFigures(name, device, hosts, devices, intra, inter)

@@ -1,6 +1,6 @@
 """The devices that JAX reports, as a cluster -> find
 
-Virtual CPU devices share the cores and the memory of their host, so each has its share of both (-> of_host).
+Virtual CPU devices share the cores and the memory of their host, so each has its share of both (-> host.of_host).
 Accelerators are looked up among the presets by their device kind (-> of_accelerators).
 """
 
@@ -10,11 +10,12 @@ import os
 from typing import Any
 
 from autopar.errors import ClusterError
-from autopar.hardware.cluster import Cluster, Device, Link
-from autopar.hardware.host import HOST
+from autopar.hardware import files as cluster_files
+from autopar.hardware.description import ClusterFigures
+from autopar.hardware.host import of_host
 
 
-def find() -> Cluster:
+def find() -> ClusterFigures:
     """See `Cluster.local`."""
     import jax
 
@@ -25,26 +26,6 @@ def find() -> Cluster:
     return of_accelerators(devices, hosts)
 
 
-def of_host(hosts: int, devices: int, cores: int, memory_bytes: int, name: str = "local cpu") -> Cluster:
-    """The cluster of `devices` virtual CPU devices on each of `hosts` machines with `cores` and `memory_bytes`."""
-    device = Device(
-        "cpu",
-        {dtype: rate * cores / devices for dtype, rate in HOST.flops_per_core.items()},
-        HOST.memory_bandwidth(cores) / devices,
-        memory_bytes // devices,
-        HOST.kernel_overhead,
-        HOST.efficiency,
-        reduce_scatter=False,
-        bucket_bytes=HOST.bucket_bytes,
-        combines=("all-reduce",),
-        half_rate_extents=HOST.half_rate_extents,
-        host_bandwidth=HOST.copy_bandwidth(cores) / devices,  # a copy within the same memory, which frees none of it
-    )
-    intra = Link(HOST.rendezvous_alpha(devices, cores), devices / HOST.copy_bandwidth(cores), "memory")
-    inter = Link(HOST.network_alpha, devices / HOST.network_bandwidth)
-    return Cluster(name, device, hosts, devices, intra, inter)
-
-
 def physical_memory() -> int:
     """Size of the host's memory in bytes; 8 GiB if the platform does not report it."""
     try:
@@ -53,7 +34,7 @@ def physical_memory() -> int:
         return 8 * 2**30
 
 
-def of_accelerators(devices: list[Any], hosts: int) -> Cluster:
+def of_accelerators(devices: list[Any], hosts: int) -> ClusterFigures:
     """The preset for this JAX `device_kind`, with the numbers of hosts and devices of this machine.
 
     On a torus the topology is the extent of the devices' coordinates.
@@ -61,16 +42,14 @@ def of_accelerators(devices: list[Any], hosts: int) -> Cluster:
     Raises:
         ClusterError: no preset has this device kind.
     """
-    from autopar.hardware import files as cluster_files
-
     kind = str(devices[0].device_kind)
     name = cluster_files.preset_of(kind)
     if name is None:
-        known = ", ".join(Cluster.presets())
+        known = ", ".join(cluster_files.presets())
         raise ClusterError(f"No preset describes a {kind!r}; known presets: {known}. Use Cluster.from_toml or .custom.")
     coords = [tuple(d.coords) for d in devices if getattr(d, "coords", None)]
     if cluster_files.is_torus(name) and coords:
         extents = [max(along) - min(along) + 1 for along in zip(*coords, strict=True)]
         return cluster_files.preset(name, None, "x".join(map(str, extents)), 1)
-    preset = Cluster.preset(name)
-    return Cluster(f"local {name}", preset.device, hosts, len(devices) // hosts, preset.intra, preset.inter)
+    preset = cluster_files.preset(name)
+    return ClusterFigures(f"local {name}", preset.device, hosts, len(devices) // hosts, preset.intra, preset.inter)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.hardware.calibrate import Calibration, Measured, Message, Product, Stream, fit
-from autopar.hardware.cluster import Cluster
+
+if TYPE_CHECKING:
+    from autopar.hardware.cluster import Cluster
 
 SHORT, LONG = 6, 48
 SOON = 1e-2  # s
@@ -53,9 +55,8 @@ Tell = Callable[[str], None]
 DTYPES: Mapping[str, tuple[str, ...]] = {"cpu": ("float32",), "gpu": ("float32", "bfloat16"), "tpu": ("bfloat16",)}
 
 
-def calibrate(tell: Tell = lambda what: None) -> Calibration:
-    """Measure the local devices and fit `Cluster.local()` to them; `tell` hears what is being compiled and timed."""
-    base = Cluster.local()
+def calibrate(base: Cluster, tell: Tell = lambda what: None) -> Calibration:
+    """Measure the local devices and fit `base`, which describes them; `tell` hears what is being compiled and timed."""
     return fit(measure(base, tell), base)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.hardware.cluster import Device
+from autopar.hardware.description import Device
 
 
 @dataclass(frozen=True)

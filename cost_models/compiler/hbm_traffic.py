@@ -38,7 +38,7 @@ from typing import Protocol
 from networkx.utils import UnionFind
 
 from autopar.cost_models.compiler.precision import rounded, rounds
-from autopar.hardware.cluster import Device
+from autopar.hardware.description import Device
 from autopar.ir.collective import Collective
 from autopar.ir.graph import Atom, Body, Graph, Op
 from autopar.ir.layout import Layout, local_shape

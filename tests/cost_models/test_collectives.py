@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from autopar.cost_models.collectives import FLAT, STAGED, collective_time, linear_coefficients
 from autopar.errors import ArgumentError
-from autopar.hardware.algorithms import ALGORITHMS, two_level_time
-from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Device, Level, Link, LogicalMesh
-from autopar.hardware.collective_lines import COLLECTIVES, envelope
+from autopar.hardware.algorithms import ALGORITHMS, COLLECTIVES, envelope, two_level_time
+from autopar.hardware.cluster import DEFAULT_AXIS_NAMES, NETWORKS, Cluster, Level, Link, LogicalMesh
+from autopar.hardware.description import Device
 from autopar.ir.collective import WIRE_FRACTION, wire_bytes
 
 ALPHA, BETA = 1e-5, 1e-9

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cost_models.compute import conv_flops, dot_flops, op_time
-from autopar.hardware.cluster import Device
+from autopar.hardware.description import Device
 
 DEVICE = Device("d", {"float32": 1e12, "bfloat16": 2e12}, 1e11, 2**30, kernel_overhead=1e-6, efficiency=0.5)
 

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.cost_models.compiler.hbm_traffic import bytes_accessed
-from autopar.hardware.cluster import Device
+from autopar.hardware.description import Device
 from autopar.ir.trace import trace
 
 DEVICE = Device("plain", {"float32": 1e12}, 1e11, 2**30)

@@ -12,7 +12,8 @@ from autopar.cli import calibration_tables
 from autopar.cost_models.collectives import collective_time
 from autopar.hardware import measure
 from autopar.hardware.calibrate import Measured, Message, Product, Stream, fit
-from autopar.hardware.cluster import Cluster, Device, Level, LogicalMesh
+from autopar.hardware.cluster import Cluster, Level, LogicalMesh
+from autopar.hardware.description import Device
 from autopar.hardware.links import Link
 
 RATE, HALF, OVERHEAD, BANDWIDTH = 2e10, (5.0, 20.0, 35.0), 3e-6, 8e9
@@ -91,7 +92,7 @@ def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MESSAGE_BYTES", (2**10, 2**14))
     monkeypatch.setattr(measure, "GROUP_BYTES", (2**12,))
     heard: list[str] = []
-    found = measure.calibrate(heard.append)
+    found = measure.calibrate(Cluster.local(), heard.append)
     assert len(heard) == len(set(heard)) == measure.steps(Cluster.local())
     assert {f.what for f in found.fits} | set(measure.OVERLAP) < set(heard)
     assert all(f.measured > 0 and f.predicted > 0 for f in found.fits)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from autopar.cost_models.collectives import linear_coefficients
 from autopar.errors import ClusterError, MeshError
-from autopar.hardware.cluster import Cluster, Device, Level, Link, LogicalMesh
+from autopar.hardware.cluster import Cluster, Level, Link, LogicalMesh
+from autopar.hardware.description import Device
 from autopar.hardware.host import HOST
 from autopar.hardware.links import Segment, segment_level
 

@@ -18,7 +18,8 @@ from autopar.cost_models.collectives import collective_time
 from autopar.errors import ClusterError
 from autopar.hardware import files as cluster_files
 from autopar.hardware import local as local_cluster
-from autopar.hardware.cluster import NETWORKS, Cluster, Device, Level, Link
+from autopar.hardware.cluster import NETWORKS, Cluster, Level, Link
+from autopar.hardware.description import Device
 
 PRESETS = (
     "cpu-host", "dgx-a100", "dgx-h100", "dgx-h200", "p3.16xlarge", "p4d.24xlarge",

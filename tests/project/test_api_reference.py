@@ -16,7 +16,8 @@ import autopar
 from autopar import options
 from autopar.api import BoundFunction, ParallelFunction
 from autopar.errors import ArgumentError
-from autopar.hardware.cluster import Device, LogicalMesh
+from autopar.hardware.cluster import LogicalMesh
+from autopar.hardware.description import Device
 from autopar.hardware.links import Level, Link
 from autopar.ir.collective import Collective
 from autopar.plans.comparison import Comparison

@@ -22,11 +22,6 @@ ORDER = (
 
 #: Most parts that follow each other from the API down.
 LONGEST = 12
-#: Modules that import each other, to be untied: constructors of `Cluster` that other modules have. None may be added.
-CYCLES = frozenset(
-    frozenset(f"autopar.{folder}.{name}" for name in names.split())
-    for folder, names in (("hardware", "calibrate cluster files heterogeneous local measure"),)
-)
 
 
 def package(module: str) -> str:
@@ -77,11 +72,11 @@ def test_no_import_goes_up() -> None:
     assert {(a, b) for a, b in pairs if rank[a] < rank[b]} == set()
 
 
-def test_no_modules_import_each_other_but_those_that_are_listed() -> None:
+def test_no_modules_import_each_other() -> None:
     known = modules()
     graph = nx.DiGraph((m, other) for m, path in known.items() for other in imported(path, known) if other != m)
     cycles = {frozenset(cycle) for cycle in nx.strongly_connected_components(graph) if len(cycle) > 1}
-    assert cycles == CYCLES
+    assert cycles == set()
 
 
 def test_the_way_from_the_api_to_the_errors_is_short() -> None:
