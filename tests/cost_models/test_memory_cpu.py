@@ -335,7 +335,7 @@ def sources_of(fn: Callable[..., Any], args: Sequence[Any], name: str, backend: 
     program = flatten(trace(fn, *args).graph, backend, {})
     step = next(s for s in reversed(program.top.steps) if s.name == name)
     w, names = written(program), program.graph.names
-    return {names[v] if v in names else program.makers[program.like.get(v, v)].name for v in w.reads(step)}
+    return {names[v] if v in names else program.graph.producers[program.like.get(v, v)].name for v in w.reads(step)}
 
 
 def test_what_is_cheap_is_repeated_beside_a_librarys_kernel() -> None:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from autopar.bench.equal.case import dear
+from autopar.cost_models.sharding.groups import Binding, Grouping
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, Op, verify
 from autopar.ir.layout import PARTIAL, Layout
@@ -24,7 +25,6 @@ from autopar.passes.layers.find import find
 from autopar.passes.microbatch.analysis import split
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.op_groups import merge, overlap, unreduced
-from autopar.passes.op_groups.bindings import Binding, Grouping
 from autopar.passes.op_groups.reduction_lowering import ALL_REDUCE, DEFERRED, NOTHING, REDUCE_SCATTER
 from autopar.passes.remat import rewrite
 from autopar.passes.solver.optimize import optimize
