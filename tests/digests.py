@@ -50,7 +50,8 @@ def digests(name: str) -> Iterator[tuple[str, str]]:
     for title, setting in SETTINGS.items():
         options: Any = {**common, **setting}
         if isinstance(share := options.get("memory_budget"), float):
-            free = autopar.plan(model.step, *args, **{**options, "memory_budget": None})
+            options["memory_budget"] = None
+            free = autopar.plan(model.step, *args, **options)
             options["memory_budget"] = int(share * max(stage.peak_memory_bytes for stage in free.stages))
         try:
             yield title, digest(autopar.plan(model.step, *args, **options))
