@@ -54,7 +54,7 @@ FORMS: Mapping[str, tuple[str, str]] = {
     "contraction": ("contractions of activations sharded", ""),
 }
 LEAST_SHARE = 0.05  # of the FLOPs of a form that is reported, or of the bytes of sharded state
-MOST_SHARE = 0.9  # a share from which on "all" is said
+MOST_SHARE = 0.9  # a share from which on it is not told
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,9 @@ def _axes(forms: Sequence[AxisForms]) -> Iterator[str]:
         if not names:
             yield f"everything replicated {over} ({ways})"
         else:
-            shares = [name if len(names) == 1 else f"{name} ({share}%)" for name, share in names]
+            shares = [
+                name if share >= 100 * MOST_SHARE and len(names) == 1 else f"{name} ({share}%)" for name, share in names
+            ]
             yield f"{' and '.join(shares)} {over} ({': '.join([ways, *filter(None, [', '.join(details)])])})"
 
 
