@@ -31,6 +31,7 @@ from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
+from autopar.plans.views.parallelism import axis_forms
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
 
@@ -136,6 +137,7 @@ def export(found: MeshSolution) -> Plan:
         bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
         remat=draft.policies,
         offloaded=tuple(sorted(draft.hosted)),
+        forms=axis_forms(graph, stage, model.grouping.rules),
         notes=(
             *found.notes,
             *_notes(graph, model.grouping, account, inputs, mesh),

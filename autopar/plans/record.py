@@ -108,6 +108,7 @@ class PlanRecord:
     remat: tuple[str, ...] = ()
     pieces: int = 0
     offloaded: tuple[int, ...] = ()
+    forms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     version: str = VERSION
     format: int = FORMAT

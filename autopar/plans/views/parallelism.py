@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from autopar import jax_compat
@@ -37,9 +37,9 @@ from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.layout import Layout
 from autopar.ir.op_sets import PRODUCTS
 from autopar.ir.train_state import match_state
-from autopar.plans.record import PlanRecord
+from autopar.plans.record import PlanRecord, Stage
 from autopar.plans.views.groups import sections
-from autopar.rules import Rule, rules_of
+from autopar.rules import Rule
 
 #: Form -> its name, and what is said of it besides.
 FORMS: Mapping[str, tuple[str, str]] = {
@@ -55,75 +55,54 @@ FORMS: Mapping[str, tuple[str, str]] = {
 }
 LEAST_SHARE = 0.05  # of the FLOPs of a form that is reported, or of the bytes of sharded state
 MOST_SHARE = 0.9  # a share from which on it is not told
+DIGITS = 4  # of shares: a plan is to be small
 
 
-@dataclass(frozen=True)
-class AxisForms:
-    """How a mesh axis is used.
-
-    Attributes:
-        axis: its name.
-        size: its number of devices.
-        shares: form -> share of the FLOPs of the forward pass's products, from 0 to 1, the largest first.
-    """
-
-    axis: str
-    size: int
-    shares: Mapping[str, float]
-
-    @property
-    def largest(self) -> str:
-        """The form of most FLOPs, "" if everything is replicated."""
-        return next(iter(self.shares), "")
-
-    def named(self) -> tuple[Mapping[str, float], tuple[str, ...]]:
-        """The names of its forms with their shares, and the details that are said of them."""
-        told = {form: share for form, share in self.shares.items() if share >= LEAST_SHARE}
-        names: dict[str, float] = {}
-        for form, share in told.items():
-            names[FORMS[form][0]] = names.get(FORMS[form][0], 0.0) + share
-        return names, tuple(sorted(detail for form in told if (detail := FORMS[form][1])))
+Forms = Mapping[str, Mapping[str, float]]
+"""Mesh axis of more than one device -> form -> share of the FLOPs of the forward pass's products."""
 
 
-def describe(plan: PlanRecord, graph: Graph | None) -> str:
-    """The forms of parallelism of a plan in a sentence.
-
-    Args:
-        plan: the plan.
-        graph: the program that is executed, rematerialisation and microbatches included; without it, the forms along
-            the axes are unknown.
-    """
-    forms = () if plan.pipelined or graph is None else axis_forms(plan, graph)
-    return "; ".join([*_stages(plan), *_axes(forms), *_sharded_state(plan, forms), *_memory_savings(plan)])
+def describe(plan: PlanRecord) -> str:
+    """The forms of parallelism of a plan in a sentence."""
+    return "; ".join([*_stages(plan), *_axes(plan), *_sharded_state(plan), *_memory_savings(plan)])
 
 
-def _axes(forms: Sequence[AxisForms]) -> Iterator[str]:
+def _axes(plan: PlanRecord) -> Iterator[str]:
     """The forms of all axes; neighbouring axes with the same forms are told together."""
-    for (names, details), group in groupby(forms, key=lambda axis: _rounded(*axis.named())):
+    known = [axis for axis in plan.mesh_names if axis in plan.forms]  # JSON does not keep their order
+    for (names, details), group in groupby(known, key=lambda axis: _named(plan.forms[axis])):
         axes = list(group)
-        over = f"over {' and '.join(axis.axis for axis in axes)}"
-        ways = f"{math.prod(axis.size for axis in axes)} ways"
+        over = f"over {' and '.join(axes)}"
+        ways = f"{math.prod(plan.mesh[axis] for axis in axes)} ways"
         if not names:
             yield f"everything replicated {over} ({ways})"
         else:
-            shares = [
-                name if share >= 100 * MOST_SHARE and len(names) == 1 else f"{name} ({share}%)" for name, share in names
-            ]
+            alone = len(names) == 1 and names[0][1] >= 100 * MOST_SHARE
+            shares = [name if alone else f"{name} ({share}%)" for name, share in names]
             yield f"{' and '.join(shares)} {over} ({': '.join([ways, *filter(None, [', '.join(details)])])})"
 
 
-def _rounded(
-    names: Mapping[str, float], details: tuple[str, ...]
-) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
-    """Forms with their shares in percent, the largest first, and details."""
+def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
+    """The names of forms with their shares in percent, the largest first, and the details that are said of them."""
+    told = {form: share for form, share in shares.items() if share >= LEAST_SHARE}
+    names: dict[str, float] = {}
+    for form, share in told.items():
+        names[FORMS[form][0]] = names.get(FORMS[form][0], 0.0) + share
+    details = tuple(sorted(detail for form in told if (detail := FORMS[form][1])))
     ranked = sorted(names, key=lambda name: -names[name])
     return tuple((name, round(100 * names[name])) for name in ranked), details
 
 
-def axis_forms(plan: PlanRecord, graph: Graph) -> tuple[AxisForms, ...]:
-    """The forms of every axis of more than one device; empty for a plan in stages, whose programs are others."""
-    products = _Products(plan, graph)
-    totals: list[dict[str, float]] = [{} for _ in plan.mesh_names]
+def axis_forms(graph: Graph, stage: Stage, rules: Mapping[int, Rule]) -> Forms:
+    """The forms of parallelism of a program.
+
+    Args:
+        graph: the program that is executed, rematerialisation and microbatches included.
+        stage: its layouts.
+        rules: signature of an operation -> its sharding rule.
+    """
+    products = _Products(stage, rules, _batch_dimensions(graph, rules))
+    totals: list[dict[str, float]] = [{} for _ in stage.submesh]
     flops = 0.0
     for op in graph.walk():
         if op.name in PRODUCTS and op.phase == "forward":
@@ -132,20 +111,17 @@ def axis_forms(plan: PlanRecord, graph: Graph) -> tuple[AxisForms, ...]:
             for axis, total in enumerate(totals):
                 form = products.form(op, axis)
                 total[form] = total.get(form, 0.0) + amount
-    return tuple(
-        AxisForms(
-            name,
-            size,
-            _shares(total, flops),
-        )
-        for name, size, total in zip(plan.mesh_names, plan.mesh_sizes, totals, strict=True)
-        if size > 1 and flops
-    )
+    sizes = zip(stage.submesh.items(), totals, strict=True)
+    return {axis: _shares(total, flops) for (axis, size), total in sizes if size > 1 and flops}
+
+
+def largest(shares: Mapping[str, float]) -> str:
+    """The form with the most FLOPs, the first of `FORMS` of several; "" if everything is replicated."""
+    return max((form for form in FORMS if form in shares), key=lambda form: shares[form], default="")
 
 
 def _shares(total: Mapping[str, float], flops: float) -> Mapping[str, float]:
-    ranked = sorted(FORMS, key=lambda form: -total.get(form, 0.0))
-    return {form: total[form] / flops for form in ranked if form in total}
+    return {form: round(total[form] / flops, DIGITS) for form in FORMS if form in total}
 
 
 # Products
@@ -153,16 +129,11 @@ def _shares(total: Mapping[str, float], flops: float) -> Mapping[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class _Products:
-    """Classifies the products of a plan on one mesh."""
+    """Classifies products; `batch`: dimensions of values that come from the batch."""
 
-    plan: PlanRecord
-    graph: Graph
-    rules: Mapping[int, Rule] = field(init=False)
-    batch: Mapping[int, frozenset[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", rules_of(self.graph))
-        object.__setattr__(self, "batch", _batch_dimensions(self.graph, self.rules))
+    stage: Stage
+    rules: Mapping[int, Rule]
+    batch: Mapping[int, frozenset[int]]
 
     def form(self, op: Op, axis: int) -> str:
         """The form of parallelism of a product along a mesh axis, a key of `FORMS`; "" if it is replicated."""
@@ -184,7 +155,7 @@ class _Products:
 
     def _rows(self, op: Op, rule: Rule, axis: int) -> str:
         """The form of a product with a contracted factor, by what its partial sums become."""
-        result = self.plan.stages[0].values.get(op.outputs[0])
+        result = self.stage.values.get(op.outputs[0])
         if result is None or result[axis] < 0 or result[axis] in self.batch.get(op.outputs[0], ()):
             return "rows"
         activation = next((k for k, atom in enumerate(op.inputs) if _value(atom) in self.batch), 0)
@@ -199,12 +170,11 @@ class _Products:
             layout = self._operand(op, k)
             if layout is not None and layout[axis] >= 0:
                 return dims[layout[axis]]
-        result = self.plan.stages[0].values.get(op.outputs[0])
+        result = self.stage.values.get(op.outputs[0])
         return None if result is None or result[axis] < 0 else rule.results[0][result[axis]]
 
     def _operand(self, op: Op, k: int) -> Layout | None:
-        stage = self.plan.stages[0]
-        return stage.uses.get(f"{op.tag}.in{k}", stage.values.get(_value(op.inputs[k])))
+        return self.stage.uses.get(f"{op.tag}.in{k}", self.stage.values.get(_value(op.inputs[k])))
 
 
 def _value(atom: Atom) -> int:
@@ -232,7 +202,7 @@ def _propagate(graph: Graph, ops: Sequence[Op], rules: Mapping[int, Rule], found
     for op in ops:
         if op.regions:
             _propagate_body(graph, op, rules, found)
-        elif any(_value(atom) in found for atom in op.inputs):
+        elif op.phase == "forward" and any(_value(atom) in found for atom in op.inputs):
             for v, dims in zip(op.outputs, _results(graph, op, rules[op.signature], found), strict=True):
                 found[v] = dims
 
@@ -294,20 +264,19 @@ def _stages(plan: PlanRecord) -> list[str]:
     return [f"{len(plan.stages)} stages{on}, {microbatches}, schedule {plan.schedule}"]
 
 
-def _sharded_state(plan: PlanRecord, forms: Sequence[AxisForms]) -> Iterator[str]:
+def _sharded_state(plan: PlanRecord) -> Iterator[str]:
     """The stage of ZeRO along the axes with data parallelism."""
     members = sections(plan)
-    for axis in forms:
-        if axis.largest != "data":
+    for number, axis in enumerate(plan.mesh_names):
+        if largest(plan.forms.get(axis, {})) != "data":
             continue
-        number = plan.mesh_names.index(axis.axis)
         weights = _share(plan, members.get("parameters and other state", ()), number)
         optimizer = _share(plan, members.get("optimizer state", ()), number)
         if weights >= LEAST_SHARE:
-            yield f"{_of(weights)}weights sharded over {axis.axis} (FSDP, ZeRO-3)"
+            yield f"{_of(weights)}weights sharded over {axis} (FSDP, ZeRO-3)"
         if optimizer >= LEAST_SHARE and optimizer > weights + LEAST_SHARE:
-            zero = 2 if _scatters(plan, axis.axis) else 1
-            yield f"{_of(optimizer)}optimizer state sharded over {axis.axis} (ZeRO-{zero})"
+            zero = 2 if _scatters(plan, axis) else 1
+            yield f"{_of(optimizer)}optimizer state sharded over {axis} (ZeRO-{zero})"
 
 
 def _of(share: float) -> str:

@@ -42,7 +42,7 @@ STATUS: Mapping[str, str] = {
 def summary(plan: PlanRecord, graph: Graph | None = None) -> str:
     """The plan as text; with the graph as it is executed also activations, and reasons that name source lines."""
     reasons = None if graph is None or plan.pipelined else Reasons(plan, graph)
-    parts = _head(plan, graph)
+    parts = _head(plan)
     if plan.pipelined:
         parts.append(table("stages", ("", "layers", "devices", "per microbatch", "memory"), stage_rows(plan)))
     for title, members in sections(plan).items():
@@ -55,13 +55,13 @@ def summary(plan: PlanRecord, graph: Graph | None = None) -> str:
     return "\n".join([*parts, "", *_foot(plan)])
 
 
-def _head(plan: PlanRecord, graph: Graph | None) -> list[str]:
+def _head(plan: PlanRecord) -> list[str]:
     """What the plan is for, its forms of parallelism, and the figures that matter most."""
     mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
     peak = max(stage.peak_memory_bytes for stage in plan.stages)
     lines = (
         f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}",
-        describe(plan, graph),
+        describe(plan),
         f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {size(peak)} of memory per device",
     )
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
