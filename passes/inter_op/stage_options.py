@@ -6,7 +6,7 @@ The bytes that a stage keeps, and those live where its fastest plan peaks, get a
 
 for `OptionEffort.shares`. Each option is one more solution of the same problem, without memory rows; dominated options
 are dropped. A solution is quick enough for hundreds of calls by `autopar.passes.inter_op.search`. The plan of a chosen
-stage is made with memory rows, within the budget (`autopar.passes.stages.plan`).
+stage is made at rising rates, until it fits (`autopar.passes.stages.plan`).
 """
 
 from __future__ import annotations
