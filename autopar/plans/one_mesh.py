@@ -29,9 +29,9 @@ from autopar.passes.op_groups.constraints import Pinned
 from autopar.passes.remat.options import Options
 from autopar.passes.solver.optimize import Solution
 from autopar.plans import imbalance
+from autopar.plans.forms import axis_forms
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
-from autopar.plans.views.parallelism import axis_forms
 from autopar.rules import Rule
 from autopar.rules.inherent import reason
 

@@ -75,7 +75,7 @@ class Plan(PlanRecord):
             recomputed.
         pieces: number of scans into which stages divide a scan over layers; 0: the number of stages.
         offloaded: positions of the argument leaves that are in host memory between steps.
-        forms: mesh axis -> form of parallelism (`autopar.plans.views.parallelism.FORMS`) -> share of the FLOPs of the
+        forms: mesh axis -> form of parallelism (`autopar.plans.forms.FORMS`) -> share of the FLOPs of the
             forward pass's products; empty for stages.
         notes: remarks for the user: replicated operations, padding, side effects, fallbacks.
         version: version of autopar that made the plan.

@@ -145,7 +145,7 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
         MicrobatchError: there is none, or the leading extent of one is not divisible by `count`.
     """
     if isinstance(chosen, str):
-        chosen = _infer_batch(graph)
+        chosen = infer_batch(graph)
         if not chosen:
             raise MicrobatchError(
                 f"none of the {len(graph.inputs)} arguments holds a batch: all are state or scalars. Name it with "
@@ -162,8 +162,8 @@ def batch_leaves(graph: Graph, count: int, chosen: Sequence[int] | Literal["auto
     return tuple(chosen)
 
 
-def _infer_batch(graph: Graph) -> list[int]:
-    """Positions of the leaves that "auto" chooses."""
+def infer_batch(graph: Graph) -> list[int]:
+    """Positions of the leaves that "auto" chooses; see `batch_leaves`."""
     state = set(match_state(graph).values())
     shapes = {i: graph.types[v].shape for i, v in enumerate(graph.inputs) if i not in state and graph.types[v].rank}
     arguments: dict[str, list[int]] = {}

@@ -17,8 +17,9 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.ir.collective import Collective
 from autopar.ir.trace import trace
+from autopar.plans.forms import FORMS, largest
 from autopar.plans.plan import Plan, from_json
-from autopar.plans.views.parallelism import describe, largest
+from autopar.plans.views.parallelism import NAMES, describe
 from tests.passes.intra_op.test_optimality import data_parallel, megatron, sequence_parallel
 from tests.programs.real_programs import array
 
@@ -126,6 +127,21 @@ def test_a_form_of_a_part_of_the_products_has_its_share() -> None:
     args = array(1, 2), array(3, 3), array(16, 1), array(1, 3, 3)
     plan = planned(step, args, {"arg:2": P("x"), "out:2": P("x"), "arg:3": P(), "out:3": P()}, (4,))
     assert describe(plan) == "data parallel (54%) over x (4 ways)"
+
+
+def test_products_in_a_loop_count_as_often_as_they_run() -> None:
+    """64 FLOPs over the batch, and four times 54 without a dimension that four devices could share."""
+
+    def step(w: jax.Array, v: jax.Array, x: jax.Array, z: jax.Array) -> Any:
+        return w, v, x @ w, jax.lax.scan(lambda y, _: (y @ v, None), z, None, length=4)[0]
+
+    args = array(1, 2), array(3, 3), array(16, 1), array(1, 3, 3)
+    plan = planned(step, args, {"arg:2": P("x"), "out:2": P("x"), "arg:3": P(), "out:3": P()}, (4,))
+    assert plan.forms == {"x": {"data": pytest.approx(64 / (64 + 4 * 54), abs=1e-4)}}
+
+
+def test_every_form_has_a_name() -> None:
+    assert tuple(NAMES) == FORMS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.plans.record import PlanRecord
+from autopar.plans.record import PlanRecord, Stage
 
 
 def sections(plan: PlanRecord) -> Mapping[str, tuple[int, ...]]:
@@ -36,7 +36,8 @@ def argument_groups(plan: PlanRecord, members: Sequence[int]) -> Mapping[tuple[s
     for i in members:
         path = re.sub(r"(?<=/)\d+(?=/|$)", "*", plan.input_paths[i])
         hosted = host(plan, i)
-        same = path, plan.input_types[i], str(plan.inputs[i]), owner(plan, i), hosted
+        stage = owner(plan, i)
+        same = path, plan.input_types[i], str(plan.inputs[i]), stage.name if stage else "", hosted
         groups.setdefault((parameter[i], hosted) if i in parameter else same, []).append(i)
     return groups
 
@@ -65,9 +66,9 @@ def label(paths: Sequence[str]) -> str:
     return name if len(paths) == 1 else f"{name} x{len(paths)}"
 
 
-def owner(plan: PlanRecord, i: int) -> str:
-    """The stage of a pipeline that stores an argument."""
-    return next((stage.name for stage in plan.stages if i in stage.arguments), "")
+def owner(plan: PlanRecord, i: int) -> Stage | None:
+    """The stage of a pipeline that stores an argument; None where none does, and on one mesh."""
+    return next((stage for stage in plan.stages if i in stage.arguments), None)
 
 
 def host(plan: PlanRecord, i: int) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import ArgumentError
 from autopar.ir.layout import cuts, spec
 from autopar.ir.text import seconds, size, spec_text
-from autopar.plans.views.groups import argument_groups, label, sections
+from autopar.plans.views.groups import argument_groups, label, owner, sections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -114,8 +114,7 @@ def _tensor(plan: PlanRecord, group: Sequence[int]) -> Tensor:
 
 def _sizes(plan: PlanRecord, leaf: int) -> tuple[int, ...]:
     """Sizes of the mesh over which an argument leaf is sharded: with stages, that of the stage that stores it."""
-    owner = next((stage for stage in plan.stages if leaf in stage.arguments), plan.stages[0])
-    return tuple(owner.submesh.values())
+    return tuple((owner(plan, leaf) or plan.stages[0]).submesh.values())
 
 
 def _box(axes: Axes, tensor: Tensor) -> None:

@@ -113,7 +113,7 @@ def _argument(plan: PlanRecord, key: tuple[str, ...], group: Sequence[int], reas
 def _why(plan: PlanRecord, i: int, reasons: Reasons | None) -> str:
     if plan.pipelined:
         stage = owner(plan, i)
-        return f"held by {stage}" if stage else "cut into microbatches in the stages that read it"
+        return f"held by {stage.name}" if stage else "cut into microbatches in the stages that read it"
     return layout_text(plan.inputs[i], plan.input_shapes[i], plan) if reasons is None else reasons.argument(i)
 
 

@@ -1,0 +1,188 @@
+"""Which forms of parallelism the layouts of a program amount to, in the field's terms.
+
+Each mesh axis shards at most one factor of each product (a dot or a convolution) of the forward pass. The factor says
+which form of parallelism that is:
+
+    factor                                                  form              source
+    comes from the batch                                    data              -> _batch_dimensions
+    a free dimension of the weight                          columns           tensor parallel, Megatron [1], 3
+    contracted, with a weight                               rows              tensor parallel, Megatron [1], 3
+    the same, the result reduce-scattered along another     scattered rows    sequence parallel, Megatron [3], 4.2
+    a batch dimension of two activations                    heads             tensor parallel, Megatron [1], 3
+    a batch dimension of an activation and a weight         expert            GShard [2], 3
+    a free dimension of the activation, beside a weight     sequence          GSPMD [5], 5.1
+    a free dimension of an activation, beside another       context           Ring attention [4]
+    contracted, of two activations                          contraction
+
+The share of a form is that of its products in the FLOPs of all products of the forward pass     -> axis_forms
+
+[1] Shoeybi et al. (2019), Megatron-LM. [2] Lepikhin et al. (2020), GShard. [3] Korthikanti et al. (2022), Reducing
+activation recomputation in large transformer models. [4] Liu et al. (2023), Ring attention. [5] Xu et al. (2021),
+GSPMD.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost_models.flops import work
+from autopar.ir.control_flow import entries, num_carries
+from autopar.ir.graph import Atom, Graph, Op
+from autopar.ir.layout import Layout
+from autopar.ir.op_sets import PRODUCTS
+from autopar.passes.microbatch.analysis import infer_batch
+from autopar.plans.record import Stage
+from autopar.rules import Rule
+
+FORMS = ("data", "columns", "rows", "scattered rows", "heads", "expert", "sequence", "context", "contraction")
+DIGITS = 4  # of shares: a plan is to be small
+
+Forms = Mapping[str, Mapping[str, float]]
+"""Mesh axis of more than one device -> form -> share of the FLOPs of the forward pass's products."""
+
+
+def axis_forms(graph: Graph, stage: Stage, rules: Mapping[int, Rule]) -> Forms:
+    """The forms of parallelism of a program.
+
+    Args:
+        graph: the program that is executed, rematerialisation and microbatches included.
+        stage: its layouts.
+        rules: signature of an operation -> its sharding rule.
+    """
+    products = _Products(stage, rules, _batch_dimensions(graph, rules))
+    totals: list[dict[str, float]] = [{} for _ in stage.submesh]
+    flops = 0.0
+    for op in graph.walk():
+        if op.name in PRODUCTS and op.phase == "forward":
+            amount = work(graph, op) * graph.runs[op.index]
+            flops += amount
+            for axis, total in enumerate(totals):
+                form = products.form(op, axis)
+                total[form] = total.get(form, 0.0) + amount
+    sizes = zip(stage.submesh.items(), totals, strict=True)
+    return {axis: _shares(total, flops) for (axis, size), total in sizes if size > 1 and flops}
+
+
+def largest(shares: Mapping[str, float]) -> str:
+    """The form with the most FLOPs, the first of `FORMS` of several; "" if everything is replicated."""
+    return max((form for form in FORMS if form in shares), key=lambda form: shares[form], default="")
+
+
+def _shares(total: Mapping[str, float], flops: float) -> Mapping[str, float]:
+    return {form: round(total[form] / flops, DIGITS) for form in FORMS if form in total}
+
+
+# Products
+
+
+@dataclass(frozen=True, eq=False)
+class _Products:
+    """Classifies products; `batch`: dimensions of values that come from the batch."""
+
+    stage: Stage
+    rules: Mapping[int, Rule]
+    batch: Mapping[int, frozenset[int]]
+
+    def form(self, op: Op, axis: int) -> str:
+        """The form of parallelism of a product along a mesh axis, a key of `FORMS`; "" if it is replicated."""
+        rule = self.rules[op.signature]
+        factor = self._factor(op, rule, axis)
+        if factor is None:
+            return ""
+        holders = [k for k, dims in enumerate(rule.operands) if factor in dims]
+        if any(rule.operands[k].index(factor) in self.batch.get(_value(op.inputs[k]), ()) for k in holders):
+            return "data"
+        weights = [_value(atom) not in self.batch for atom in op.inputs]
+        has_weight, in_result = any(weights), factor in rule.results[0]
+        if len(holders) == 2:
+            forms = ("expert", "heads") if in_result else (self._rows(op, rule, axis), "contraction")
+            return forms[0] if has_weight else forms[1]
+        if weights[holders[0]]:
+            return "columns"
+        return "sequence" if has_weight else "context"
+
+    def _rows(self, op: Op, rule: Rule, axis: int) -> str:
+        """The form of a product with a contracted factor, by what its partial sums become."""
+        result = self.stage.values.get(op.outputs[0])
+        if result is None or result[axis] < 0 or result[axis] in self.batch.get(op.outputs[0], ()):
+            return "rows"
+        activation = next((k for k, atom in enumerate(op.inputs) if _value(atom) in self.batch), 0)
+        return "scattered rows" if rule.results[0][result[axis]] in rule.operands[activation] else "rows"
+
+    def _factor(self, op: Op, rule: Rule, axis: int) -> int | None:
+        """The factor that an axis shards: that of an operand as it is read, else that of the result.
+
+        A reduction may leave its result sharded along another factor, so the operands come first.
+        """
+        for k, dims in enumerate(rule.operands):
+            layout = self._operand(op, k)
+            if layout is not None and layout[axis] >= 0:
+                return dims[layout[axis]]
+        result = self.stage.values.get(op.outputs[0])
+        return None if result is None or result[axis] < 0 else rule.results[0][result[axis]]
+
+    def _operand(self, op: Op, k: int) -> Layout | None:
+        return self.stage.uses.get(f"{op.tag}.in{k}", self.stage.values.get(_value(op.inputs[k])))
+
+
+def _value(atom: Atom) -> int:
+    return atom if isinstance(atom, int) else -1
+
+
+def _batch_dimensions(graph: Graph, rules: Mapping[int, Rule]) -> Mapping[int, frozenset[int]]:
+    """Value that depends on the batch -> its dimensions that come from the leading dimension of the batch."""
+    found = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
+    _propagate(graph, graph.ops, rules, found)
+    return found
+
+
+def _propagate(graph: Graph, ops: Sequence[Op], rules: Mapping[int, Rule], found: dict[int, frozenset[int]]) -> None:
+    for op in ops:
+        if op.regions:
+            _propagate_body(graph, op, rules, found)
+        elif op.phase == "forward" and any(_value(atom) in found for atom in op.inputs):
+            for v, dims in zip(op.outputs, _results(graph, op, rules[op.signature], found), strict=True):
+                found[v] = dims
+
+
+def _results(graph: Graph, op: Op, rule: Rule, found: Mapping[int, frozenset[int]]) -> Iterator[frozenset[int]]:
+    """The dimensions of each result that come from the batch."""
+    if op.name == "reshape":
+        (value,) = (_value(atom) for atom in op.inputs[:1])
+        yield _reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, found[value])
+        return
+    factors = {
+        dims[d] for atom, dims in zip(op.inputs, rule.operands, strict=True) for d in found.get(_value(atom), ())
+    }
+    yield from (frozenset(d for d, factor in enumerate(dims) if factor in factors) for dims in rule.results)
+
+
+def _reshaped(source: Sequence[int], target: Sequence[int], dims: frozenset[int]) -> frozenset[int]:
+    """Dimensions of the reshaped array whose strides are within those of the given dimensions."""
+
+    def spans(shape: Sequence[int]) -> list[tuple[int, int]]:
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        return [(stride, stride * extent) for stride, extent in zip(strides, shape, strict=True)]
+
+    sources = [span for d, span in enumerate(spans(source)) if d in dims]
+    return frozenset(d for d, (low, high) in enumerate(spans(target)) if any(low < b and a < high for a, b in sources))
+
+
+def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], found: dict[int, frozenset[int]]) -> None:
+    """Through the regions of an operation; those of loops twice, as carries may depend on the batch after a run."""
+    carries = num_carries(op)
+    for _ in range(2 if carries else 1):
+        for entry in entries(op):
+            if (dims := found.get(_value(entry.operand))) is not None:
+                found[entry.value] = frozenset(d - 1 for d in dims if d) if entry.kind == "slice" else dims
+        for region in op.regions:
+            _propagate(graph, region.ops, rules, found)
+        body = op.regions[-1]
+        carried = [entry.value for entry in entries(op) if entry.region is body and entry.kind == "carry"]
+        for k, (v, atom) in enumerate(zip(op.outputs, body.outputs, strict=False)):
+            if (dims := found.get(_value(atom))) is not None:
+                stacked = graph.types[v].rank - graph.type_of(atom).rank
+                found[v] = frozenset(d + stacked for d in dims)
+                found.update({carried[k]: dims} if k < carries else {})
