@@ -30,7 +30,7 @@ from autopar.passes.memory.presolve import ConstrainedProblem
 from autopar.passes.solver.dual_ascent import End, ends_of, initial, sweep
 
 # relative distance between bound and model that counts as zero: the model is solved to 1e-9 of its largest cost
-CLOSED = 1e-7
+MODEL_CLOSED = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,7 @@ def settled(value: float, known: float, lower: float, target: float, enough: flo
         target: share of `known` that counts as small.
         enough: share of `known - lower` that counts as small.
     """
-    slack = max(CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
+    slack = max(MODEL_CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
     slack = max(slack, enough * (known - lower) if np.isfinite(known - lower) else 0.0)
     return bool(min(value, known) - lower <= slack)
 

@@ -184,7 +184,7 @@ class Planner:
         bounds: states before the ILP of the problems in `fastest` whose solution is "open".
         forecast: solution -> forecasts of rematerialisation.
         given: positions of the donated arguments.
-        allowed: bytes per device, or "min" for the least peak.
+        memory_limit: bytes per device, or "min" for the least peak.
         always: positions of the arguments that the user wants in the host's memory.
         leaves: the arguments that may be there.
     """
