@@ -11,6 +11,7 @@ not compile the plain step; any other error is a failure, as is a difference (`c
 from __future__ import annotations
 
 import faulthandler
+import gc
 import re
 import time
 import warnings
@@ -305,6 +306,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Rows of some seeds; a program that takes more than `limit` seconds ends the process, and says where it was."""
     cpu_devices(DEVICES)
     jax.config.update("jax_enable_x64", True)
+    gc.freeze()
+    gc.set_threshold(*COLLECTED)
     for seed in spec["seeds"]:
         faulthandler.dump_traceback_later(spec["limit"], exit=True)
         yield asdict(_row(seed, spec["modes"], spec.get("failures")))
@@ -313,6 +316,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             jax.clear_caches()
 
 
+#: Thresholds of the garbage collector: at Python's own, it takes an eighth of the time of a program.
+COLLECTED = (100_000, 50, 50)
 #: Programs between which JAX's caches are emptied: no two programs share much.
 CLEARED = 25
 
