@@ -9,10 +9,11 @@ and those that pins force:
                 them on its longest dimension that divides
     megatron    parameters by the model's own table over the last axis, the      (Shoeybi et al., 2019)
                 batch over the others
+    stages      two stages on halves of the mesh, in four microbatches; no pins
 
 Each is compiled for the target and compared (`autopar.verification.verify`). Over all rows: Spearman's rank correlation
 and the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis,
-which counts the body of a loop once: models with loops are left out there.
+which counts the body of a loop once: models with loops, and stages, are left out there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from autopar.ir.trace import trace
 from autopar.verification import verify as verification
 from autopar.zoo.table import FAMILIES
 
-TARGET = "tpu:v5e:2x4"
+TARGET, STAGES = "tpu:v5e:2x4", "stages"
+#: Options of plans besides pins.
+OPTIONS: Mapping[str, Mapping[str, Any]] = {STAGES: {"stages": 2, "num_microbatches": 4}}
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
 
 #: Model -> dimensions that replace those of its family's toy.
@@ -120,6 +123,7 @@ PLANS: Mapping[str, Callable[[zoo.Model, Mapping[str, int]], Pins]] = {
     "data": _data,
     "fsdp": _fsdp,
     "megatron": _megatron,
+    STAGES: _free,
 }
 
 
@@ -140,8 +144,8 @@ def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
     mesh: dict[str, int] = dict(zip(map(str, DEFAULT_AXIS_NAMES), sizes, strict=False))
     begin = time.perf_counter()
     pins = PLANS[school](model, mesh)
-    cluster = CLUSTERS[target.partition(":")[0]]()
-    plan = api.plan(model.step, *model.abstract_args(), mesh=tuple(sizes), cluster=cluster, pins=pins or None)
+    options = {"cluster": CLUSTERS[target.partition(":")[0]](), "pins": pins or None, **OPTIONS.get(school, {})}
+    plan = api.plan(model.step, *model.abstract_args(), mesh=tuple(sizes), **options)
     planned = time.perf_counter()
     report = verification.verify(plan, model.step, *model.abstract_args(), target=target)
     found = report.comparison
@@ -161,7 +165,7 @@ def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
         "compiled_flops": report.flops,
         "predicted_accessed_bytes": plan.bytes_per_device,
         "compiled_accessed_bytes": report.accessed,
-        "loops": _has_loops(model),
+        "loops": school == STAGES or _has_loops(model),
         "plan_s": planned - begin,
         "compile_s": time.perf_counter() - planned,
     }

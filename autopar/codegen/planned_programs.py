@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.codegen.context import AnyMesh
 from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_programs import Key, ProgramInterfaces, StageEmitter, program_interfaces
 from autopar.codegen.stage_shardings import Values
@@ -44,11 +45,18 @@ class PlannedPrograms:
     """
 
     stages: Stages
-    meshes: tuple[Mesh, ...]
+    meshes: tuple[AnyMesh, ...]
     emitters: tuple[StageEmitter, ...]
     keys: tuple[ValueNumbers, ...]
     totals: Mapping[int, tuple[int, AccumulatedValue]]
     programs: StepPrograms
+
+    def stored(self, stage: int) -> frozenset[Key]:
+        """Keys of the arrays that programs of a stage leave for later ones, totals included."""
+        numbers, atoms = self.keys[stage], self.emitters[stage].plan.graph.local
+        totals = (key_of(atoms[v]) for v, (source, _) in self.totals.items() if source == stage)
+        exchanged = (*numbers.whole.values(), *numbers.local.values(), *numbers.updates.values())
+        return frozenset({*exchanged, *(key for key in totals if key is not None)})
 
     # Shardings
 
@@ -182,7 +190,7 @@ def local_mesh(mesh: Mesh) -> LogicalMesh:
     return Cluster.local().part(0, mesh.size).logical_mesh(mesh.devices.shape, mesh.axis_names)
 
 
-def planned_programs(plans: StagePlans[CodegenStage], meshes: Sequence[Mesh]) -> PlannedPrograms:
+def planned_programs(plans: StagePlans[CodegenStage], meshes: Sequence[AnyMesh]) -> PlannedPrograms:
     """The programs of planned stages, for these submeshes.
 
     Args:

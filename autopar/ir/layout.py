@@ -145,7 +145,7 @@ def steps(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Step,
     """The steps from one layout to another on a mesh of these axis sizes; None if impossible (into PARTIAL)."""
     if _into_partial(source, target):
         return None
-    _, reductions, moves = _plan_moves(source, target, sizes)
+    _, reductions, moves = _plan_moves(_without_single_devices(source, target, sizes), target, sizes)
     moves_and_reductions = chain(reductions, *(move.steps for move in moves))
     # an axis of a single device moves nothing
     real = (replace(step, axes=tuple(axis for axis in step.axes if sizes[axis] > 1)) for step in moves_and_reductions)
@@ -160,6 +160,7 @@ def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layou
     """
     if _into_partial(source, target):
         return ()
+    source = _without_single_devices(source, target, sizes)
     reduced, _, moves = _plan_moves(source, target, sizes)
     # consecutive local slices are one constraint
     intermediate = [move.target for move, after in pairwise(moves) if not (move.is_local and after.is_local)]
@@ -169,6 +170,12 @@ def route(source: Layout, target: Layout, sizes: tuple[int, ...]) -> tuple[Layou
 
 def _into_partial(source: Layout, target: Layout) -> bool:
     return any(t == PARTIAL and s != PARTIAL for s, t in zip(source, target, strict=True))
+
+
+def _without_single_devices(source: Layout, target: Layout, sizes: Sequence[int]) -> Layout:
+    """An equal layout with the entries of `target` for axes of a single device: the dimension that they cut is whole."""
+    ends = zip(source, target, sizes, strict=True)
+    return tuple(t if size == 1 and PARTIAL not in (s, t) else s for s, t, size in ends)
 
 
 def _shard_fraction(layout: Layout, sizes: Sequence[int]) -> float:

@@ -31,9 +31,10 @@ from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.microbatch.programs import PlacedOp
 from autopar.passes.stages.divide import Stages, Transfer
+from autopar.passes.stages.graph import BEGIN
 from autopar.runtime.failures import failure
 from autopar.runtime.lowered_schedule import ArgumentSource, LoweredSchedule, LoweredUpdate, lower_schedule
-from autopar.runtime.programs import CompiledPrograms
+from autopar.runtime.programs import CompiledPrograms, ProgramKey, program_name
 from autopar.schedules.instructions import Instruction, Kind
 from autopar.schedules.pipeline import Schedule
 
@@ -321,14 +322,11 @@ class PipelineStep:
     @cached_property
     def programs(self) -> Mapping[str, Any]:
         """Name -> JAX's compiled object: "stage 0 begin", "stage 0 F", "stage 1 update 0", and so on."""
-        programs: dict[str, Any] = {}
-        if self.before is not None:
-            programs.update((f"{FIRST_LOOP}{name}", program) for name, program in self.before.programs.items())
-        for number, begin in enumerate(self.compiled.begin):
-            programs[f"stage {number} begin"] = begin
-            programs.update((f"stage {number} {kind}", one) for kind, one in self.compiled.passes[number].items())
-        for number, (update, program) in enumerate(
-            zip(self.stages.updates.programs, self.compiled.updates, strict=True)
-        ):
-            programs[f"stage {update.stage} update {number}"] = program
-        return programs
+        programs: dict[ProgramKey, Any] = {}
+        for stage, begin in enumerate(self.compiled.begin):
+            programs[stage, BEGIN] = begin
+            programs.update(((stage, kind), one) for kind, one in self.compiled.passes[stage].items())
+        updates = zip(self.stages.updates.programs, self.compiled.updates, strict=True)
+        programs.update(((update.stage, i), program) for i, (update, program) in enumerate(updates))
+        first = {} if self.before is None else {f"{FIRST_LOOP}{n}": p for n, p in self.before.programs.items()}
+        return {**first, **{program_name(key): program for key, program in programs.items()}}

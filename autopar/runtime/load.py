@@ -21,8 +21,10 @@ from autopar.rules.registry import registered_rules
 from autopar.runtime.planned_step import PlannedStep
 
 
-def load(name: str, traced: Traced, plan: Plan, mesh: Any = None, cluster: Cluster | None = None) -> PlannedStep:
-    """The planned step of a given plan, for the devices of this process.
+def load(
+    name: str, traced: Traced, plan: Plan, mesh: Any = None, cluster: Cluster | None = None, *, local: bool = True
+) -> PlannedStep:
+    """The planned step of a given plan.
 
     Args:
         name: of the function, for messages.
@@ -30,19 +32,20 @@ def load(name: str, traced: Traced, plan: Plan, mesh: Any = None, cluster: Clust
         plan: the plan.
         mesh: the option `mesh`; None: that of the plan.
         cluster: the option `cluster`.
+        local: it is to run on the devices of this process.
 
     Raises:
         PlanMismatchError: the plan is for another function or mesh, or needs host memory that is not available here.
         MeshError: fewer devices than the plan has.
     """
     check_matches(plan, traced.graph, name)
-    (target,) = meshes.targets(plan.mesh if mesh is None else mesh, cluster, local=True)
+    (target,) = meshes.targets(plan.mesh if mesh is None else mesh, cluster, local=local)
     if (target.logical.sizes, target.logical.names) != (plan.mesh_sizes, plan.mesh_names):
         raise PlanMismatchError(
             f"the plan is for the mesh {plan.mesh}, "
             f"but mesh {target.logical.shape} was given. Plan again, or leave out mesh."
         )
-    if plan.offloaded and jax_compat.HOST_MEMORY not in (kinds := meshes.memory_kinds(target)):
+    if local and plan.offloaded and jax_compat.HOST_MEMORY not in (kinds := meshes.memory_kinds(target)):
         raise PlanMismatchError(
             f"the plan keeps state in memory of the kind '{jax_compat.HOST_MEMORY}', and the devices here have "
             f"{', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Plan again."

@@ -1,6 +1,7 @@
 """A train step run as a pipeline: one process walks the instruction lists of all ranks and dispatches.
 
     build         stages, a schedule and submeshes become compiled programs               -> programs.py
+    lower         the same programs for devices that need not be here, to look at them
     once          the schedule is lowered to calls of these programs                      -> lowered_schedule.py
     every step    the instructions are dispatched in order                                -> executor.py
     at its end    updates write new state into the buffers of old state                   -> donation.py
@@ -11,7 +12,7 @@ concurrently. The state stays on the submesh of its stage from step to step, so 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autopar.codegen.layouts import Layouts
-from autopar.codegen.planned_programs import programs_of
+from autopar.codegen.planned_programs import PlannedPrograms, programs_of
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
 from autopar.passes.microbatch.loop import StepPrograms
@@ -27,7 +28,7 @@ from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
 from autopar.runtime.executor import PipelineStep
-from autopar.runtime.programs import compile_programs
+from autopar.runtime.programs import ProgramKey, compile_programs, lower_programs
 from autopar.schedules.complete import forward_only
 from autopar.schedules.pipeline import Schedule
 
@@ -71,8 +72,7 @@ def build(
             "blocking": blocking,
         }
         before = build(traced, stages.first_loop, first_schedule, meshes, **options)
-    whole = StepPrograms(stages.split).avals if before else {}
-    avals = (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
+    avals = _avals(traced, stages)
     shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), avals, layouts)
     stages = shardings.stages
     donated_values = donated_to_updates(shardings, placement, donated)
@@ -82,6 +82,29 @@ def build(
         for s in range(len(placement))
     )
     return PipelineStep(traced, stages, schedule, shardings, compiled, indices, blocking, before)
+
+
+def lower(
+    traced: Traced, programs: PlannedPrograms, placement: Sequence[int], donated: Collection[int], platform: str
+) -> Iterator[tuple[ProgramKey, Any]]:
+    """Every program of planned stages and its lowering, without those of a loop that runs first.
+
+    Args:
+        traced: the step.
+        programs: of its stages, on submeshes whose devices need not be here.
+        placement: the rank of every stage.
+        donated: positions of arguments whose buffers updates may reuse; without devices none is reused.
+        platform: JAX's name of the platform to lower for.
+    """
+    have_devices = all(isinstance(mesh, Mesh) for mesh in programs.meshes)
+    donated_values = donated_to_updates(programs, placement, donated if have_devices else ())
+    return lower_programs(programs, programs, _avals(traced, programs.stages), donated_values, platform)
+
+
+def _avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
+    whole = StepPrograms(stages.split).avals if stages.first_loop is not None else {}
+    return (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
 
 
 def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:

@@ -15,10 +15,10 @@ since the types of operands are those of earlier results, and then compiled in p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,15 @@ from jax.sharding import NamedSharding
 from autopar import jax_compat
 from autopar.codegen.stage_shardings import ProgramBodies, StageShardings
 from autopar.passes.microbatch.loop import slice_block
-from autopar.passes.stages.assign import StagePass
 from autopar.passes.stages.divide import PASS_KINDS, Pass, Stages
+from autopar.passes.stages.graph import BEGIN
 from autopar.schedules.instructions import Kind
 
 #: Number of threads that compile programs.
 THREADS = 2
+
+ProgramKey = tuple[int, str | int]
+"""A program: its stage, and `BEGIN`, a kind of pass, or the number of an update."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,23 +82,57 @@ def compile_programs(
         options: of XLA's compiler.
     """
     stages = shardings.stages
-    emission = _ProgramLowering(shardings, functions, donated, dict(zip(stages.split.graph.inputs, avals, strict=True)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = {
+            key: pool.submit(jax_compat.compiled, lowered, options)
+            for key, lowered in lower_programs(shardings, functions, avals, donated)
+        }
+    programs: Mapping[ProgramKey, Callable[..., Any]] = {key: future.result() for key, future in futures.items()}
+    count = range(len(stages.stages))
+    by_stage: tuple[Mapping[Kind, Callable[..., Any]], ...] = tuple(
+        {kind: programs[s, kind] for kind in PASS_KINDS if (s, kind) in programs} for s in count
+    )
+    updates = (programs[update.stage, i] for i, update in enumerate(stages.updates.programs))
+    return CompiledPrograms(tuple(programs[s, BEGIN] for s in count), by_stage, tuple(updates), donated)
+
+
+def lower_programs(
+    shardings: StageShardings,
+    functions: ProgramBodies,
+    avals: Sequence[Any],
+    donated: tuple[tuple[int, ...], ...],
+    platform: str | None = None,
+) -> Iterator[tuple[ProgramKey, Any]]:
+    """Every program and its lowering, in an order in which each reads results of earlier ones.
+
+    Args:
+        shardings, functions, avals, donated: as of `compile_programs`.
+        platform: to lower for; None: that of the devices.
+    """
+    stages = shardings.stages
+    arguments = dict(zip(stages.split.graph.inputs, avals, strict=True))
+    lowering = _ProgramLowering(shardings, functions, donated, arguments, platform)
+    for key in program_order(stages):
+        yield key, lowering.program(*key)
+
+
+def program_order(stages: Stages) -> tuple[ProgramKey, ...]:
+    """The programs of a step in stages, each after those whose results it reads."""
     count = len(stages.stages)
-    keys: list[StagePass] = [
+    passes: list[tuple[int, Kind]] = [
         (s, kind) for kind in PASS_KINDS for s in (range(count) if kind == "F" else reversed(range(count)))
     ]
-    with ThreadPoolExecutor(THREADS) as pool:
-
-        def compiled(lowered: Any) -> Future[Callable[..., Any]]:
-            return pool.submit(jax_compat.compiled, lowered, options)
-
-        begin = [compiled(emission.begin(s)) for s in range(count)]
-        passes = {(s, k): compiled(emission.run(s, k)) for s, k in keys if _has_work(stages.stages[s].passes[k])}
-        updates = [compiled(emission.update(i)) for i in range(len(stages.updates.programs))]
-    by_stage: tuple[Mapping[Kind, Callable[..., Any]], ...] = tuple(
-        {kind: passes[s, kind].result() for kind in PASS_KINDS if (s, kind) in passes} for s in range(count)
+    return (
+        *((s, BEGIN) for s in range(count)),
+        *((s, kind) for s, kind in passes if _has_work(stages.stages[s].passes[kind])),
+        *((update.stage, i) for i, update in enumerate(stages.updates.programs)),
     )
-    return CompiledPrograms(tuple(b.result() for b in begin), by_stage, tuple(u.result() for u in updates), donated)
+
+
+def program_name(key: ProgramKey) -> str:
+    """The name of a program: "stage 0 begin", "stage 0 F", "stage 1 update 0"."""
+    stage, part = key
+    return f"stage {stage} {f'update {part}' if isinstance(part, int) else part}"
 
 
 def _has_work(one: Pass) -> bool:
@@ -111,6 +148,7 @@ class _ProgramLowering:
         functions: of the programs.
         donated: per update, the arguments that are donated to it.
         arguments: type of every argument.
+        platform: to lower for; None: that of the devices.
         whole, blocks, value_types, sums, totals: types of the results of the programs so far.
     """
 
@@ -118,6 +156,7 @@ class _ProgramLowering:
     functions: ProgramBodies
     donated: tuple[tuple[int, ...], ...]
     arguments: Mapping[int, Any]
+    platform: str | None = None
     whole: dict[tuple[int, int], Any] = field(default_factory=dict)
     blocks: dict[tuple[int, int], Any] = field(default_factory=dict)
     value_types: dict[int, Any] = field(default_factory=dict)
@@ -127,6 +166,12 @@ class _ProgramLowering:
     @property
     def stages(self) -> Stages:
         return self.shardings.stages
+
+    def program(self, stage: int, part: str | int) -> Any:
+        """A program of `program_order`; those before it are lowered."""
+        if isinstance(part, int):
+            return self.update(part)
+        return self.begin(stage) if part == BEGIN else self.run(stage, cast(Kind, part))
 
     def begin(self, stage: int) -> Any:
         """The program that runs before the passes of a stage."""
@@ -150,7 +195,9 @@ class _ProgramLowering:
             tuple(to.blocks(stage, v) for v in blocks),
             {k: self._summed(stage, one) for k, one in passes.items()},
         )
-        lowered = _lower(begin, [self.arguments[v] for v in reads], tuple(to.argument(stage, v) for v in reads), out)
+        lowered = self._lower(
+            begin, [self.arguments[v] for v in reads], tuple(to.argument(stage, v) for v in reads), out
+        )
         values, stacks, sums = lowered.out_info
         self.whole.update(((stage, v), a) for v, a in zip(whole, values, strict=True))
         self.blocks.update(((stage, v), a) for v, a in zip(blocks, stacks, strict=True))
@@ -189,7 +236,7 @@ class _ProgramLowering:
             tuple(self.blocks[stage, v] for v in one.blocks),
             tuple(self.value_types[v] for v in one.reads),
         )
-        lowered = _lower(run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
+        lowered = self._lower(run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
         summed, parts, written = lowered.out_info
         self.value_types.update(zip(one.writes, written, strict=True))
         for total, carry, part in zip(one.totals, summed, parts, strict=True):
@@ -223,7 +270,9 @@ class _ProgramLowering:
             totals,
             tuple(self.value_types[v] for v in update.reads),
         )
-        lowered = _lower(run, types, shardings, tuple(to.update_result(number, v) for v in update.writes), donate=(0,))
+        lowered = self._lower(
+            run, types, shardings, tuple(to.update_result(number, v) for v in update.writes), donate=(0,)
+        )
         self.value_types.update(zip(update.writes, lowered.out_info, strict=True))
         return lowered
 
@@ -244,6 +293,13 @@ class _ProgramLowering:
         finish = self.functions.accumulator(stage, total).finish
         return finish(None, jnp.stack(accumulated)) if self.stacks(stage, total) else finish(accumulated, None)
 
+    def _lower(
+        self, function: Callable[..., Any], types: Sequence[Any], shardings: Any, out: Any, donate: tuple[int, ...] = ()
+    ) -> Any:
+        jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donate, keep_unused=True)
+        traced = jitted.trace(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(types)))
+        return traced.lower(lowering_platforms=(self.platform,) if self.platform else None)
+
 
 def not_donated(arguments: Sequence[int], donated: Sequence[int]) -> tuple[int, ...]:
     """Arguments of an update that are not donated to it."""
@@ -257,10 +313,3 @@ def total_shardings(shardings: StageShardings, number: int, totals: Sequence[Any
         jax.tree.map(lambda _, v=v: shardings.update_total(number, v), found)
         for v, found in zip(values, totals, strict=True)
     )
-
-
-def _lower(
-    function: Callable[..., Any], types: Sequence[Any], shardings: Any, out: Any, donate: tuple[int, ...] = ()
-) -> Any:
-    jitted = jax.jit(function, in_shardings=shardings, out_shardings=out, donate_argnums=donate, keep_unused=True)
-    return jitted.lower(*jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(types)))

@@ -14,7 +14,7 @@ Conversions (`autopar.verification.lowering`) and exceptions (`autopar.verificat
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,10 +39,18 @@ UNIFORM = (*LINEAR_UNARY, *ADDITIONS, "rev", "sub", "mul", "div")
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Analyses of a plan and its graph, for its collectives."""
+    """Analyses of a plan and its graph, for its collectives.
+
+    Attributes:
+        graph: the program.
+        plan: its layouts.
+        stored: values, and copies of values in a layout, that one program of a stage leaves for another; None: in the
+            planned layout.
+    """
 
     graph: Graph
     plan: Plan
+    stored: AbstractSet[tuple[int, Layout | None]] = frozenset()
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -91,7 +99,11 @@ class Context:
 
     def all_readers(self, value: int) -> Transfer:
         """A value with all its readers, in any layout."""
-        return Transfer(value, tuple(use.op for use in self.graph.uses.get(value, ())))
+        return self.transfer(value, None, (use.op for use in self.graph.uses.get(value, ())))
+
+    def transfer(self, value: int, copy: Layout | None, readers: Iterable[Op | None]) -> Transfer:
+        """A value, or a copy of it in this layout, with these readers; stored, another program reads it too."""
+        return Transfer(value, (*readers, *((None,) if (value, copy) in self.stored else ())))
 
     def reduced_op(self, c: Collective) -> Op | None:
         """The operation whose partial sums a collective reduces; None if the collective is part of a reshard."""
@@ -207,7 +219,10 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A value that is moved, and the readers that it is moved for; None is a result of a region or of the program."""
+    """A value that is moved, and the readers that it is moved for.
+
+    None is a result of a region or of the program, or another program.
+    """
 
     value: int
     readers: tuple[Op | None, ...]

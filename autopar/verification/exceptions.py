@@ -21,9 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph
 from autopar.plans.comparison import Comparison, group_size
-from autopar.plans.plan import Plan
 from autopar.verification.dataflow import Context
 
 
@@ -41,7 +39,7 @@ Matches = Callable[[Context, Collective, Collective], bool]
 
 
 def apply_exceptions(
-    platform: str, comparison: Comparison, predicted: Sequence[Collective], plan: Plan, graph: Graph
+    platform: str, comparison: Comparison, predicted: Sequence[Collective], context: Context
 ) -> tuple[Comparison, Mapping[str, int]]:
     """Remove the unmatched collectives that `EXCEPTIONS` explains, and count them per exception.
 
@@ -49,9 +47,9 @@ def apply_exceptions(
         platform: "cpu", "gpu", "shardy" or "tpu".
         comparison: of the predicted collectives with those that the platform emits.
         predicted: the plan's collectives, lowered for the platform.
-        plan, graph: what was compiled.
+        context: what was compiled.
     """
-    context, counts = Context(graph, plan), dict[str, int]()
+    counts = dict[str, int]()
     unmatched = Unmatched(_merged(comparison.predicted_only), _merged(comparison.emitted_only))
     for name, exempt in EXCEPTIONS.get(platform, {}).items():
         unexplained = exempt(unmatched, context, predicted)

@@ -24,8 +24,7 @@ from functools import reduce
 from types import MappingProxyType
 
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Graph, Op
-from autopar.plans.plan import Plan
+from autopar.ir.graph import Op
 from autopar.verification.dataflow import Context
 from autopar.verification.lowering_tpu import (
     Collectives,
@@ -132,7 +131,7 @@ CONVERSIONS: Mapping[str, tuple[Conversion, ...]] = MappingProxyType(
 )
 
 
-def lower_collectives(platform: str, plan: Plan, graph: Graph) -> tuple[Collective, ...]:
+def lower_collectives(platform: str, context: Context) -> tuple[Collective, ...]:
     """The collectives of a plan as the compiler of a platform is known to emit them."""
-    context = Context(graph, plan)
-    return reduce(lambda planned, convert: convert(planned, context), CONVERSIONS[platform], plan.collectives)
+    planned: tuple[Collective, ...] = context.plan.collectives
+    return reduce(lambda planned, convert: convert(planned, context), CONVERSIONS[platform], planned)

@@ -94,9 +94,10 @@ def _transfer_of(c: Collective, later: Collectives, context: Context) -> Transfe
         return None
     wanted, stored, copy = context.read(value, c.op), stage.values[value], stage.copies.get(value)
     places = [(use.op, context.read(value, use.site)) for use in context.graph.uses[value]]
+    # to the copy that readers share
     if copy is not None and sum(other.op == c.op for other in later) >= context.num_collectives(copy, wanted):
-        return Transfer(value, tuple(op for op, layout in places if layout != stored))  # to the copy that readers share
-    return Transfer(value, tuple(op for op, layout in places if layout == wanted))
+        return context.transfer(value, copy, (op for op, layout in places if layout != stored))
+    return context.transfer(value, wanted, (op for op, layout in places if layout == wanted))
 
 
 def merge_equal_reductions(planned: Collectives, context: Context) -> tuple[Collective, ...]:

@@ -1,33 +1,35 @@
-"""Checks that the compiler emits what the plans of pipeline stages predict, for virtual CPU devices.
+"""Checks that a compiler emits what the plans of pipeline stages predict.
 
 A stage's passes run once per microbatch, its other programs once per step. The collectives of all of them are compared
 with those of the stage's plan, as `autopar.verification.verify` does for one program. Transfers between stages are
-copies, not collectives. The programs of a loop that runs first have no prediction: they are compiled, and counted.
+copies, not collectives. The programs of a loop that runs first have no prediction: they are only counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar import jax_compat
-from autopar.errors import ArgumentError
+from autopar.codegen.context import AnyMesh
+from autopar.codegen.emit import kernel_options
+from autopar.codegen.planned_programs import PlannedPrograms, planned_programs
 from autopar.ir.collective import Collective
 from autopar.ir.trace import Traced
-from autopar.passes.op_groups.bindings import assumed_trips
+from autopar.passes.stages.divide import PASS_KINDS
 from autopar.plans import comparison
 from autopar.plans.plan import Plan
-from autopar.runtime.executor import FIRST_LOOP
 from autopar.runtime.load import load
+from autopar.runtime.pipeline import lower
 from autopar.runtime.planned_step import PlannedStep
-from autopar.schedules.instructions import Kind
+from autopar.runtime.programs import program_order
 from autopar.verification import exceptions as known_exceptions
-from autopar.verification import hlo, lowering
+from autopar.verification import lowering
+from autopar.verification.dataflow import Context
+from autopar.verification.targets import BACKENDS, Axes, Backend, Emitted, submeshes
 
 UNPREDICTED = "program of a loop that runs first, which has no prediction"
-_KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class EmittedByStages:
     Attributes:
         collectives: of every stage, with their executions per step.
         comparisons: per stage.
-        memory: kind of memory -> bytes per device, of the program that needs most of it.
-        flops: floating-point operations per device and step, of the stage with most.
-        accessed: bytes that a device reads and writes per step, of the stage with most.
+        memory: kind of memory -> bytes per device, of the program that needs most of it, if the target reports it.
+        flops: floating-point operations per device and step, of the stage with most, if the target reports them.
+        accessed: bytes that a device reads and writes per step, of the stage with most, if the target reports them.
         exceptions: programs that are not compared, and known deviations of the compiler -> their number.
         predicted: collectives that the plan predicts for every stage, as the compiler is known to lower them.
     """
@@ -66,37 +68,64 @@ class EmittedByStages:
         )
 
 
-def emitted(plan: Plan, name: str, traced: Traced, target: str, options: Mapping[str, str]) -> EmittedByStages:
-    """Compile the programs of a plan's stages and read their collectives.
+def emitted(plan: Plan, name: str, traced: Traced, target: str) -> EmittedByStages:
+    """Lower the programs of a plan's stages for a target, and read their collectives.
 
     Args:
         plan: the plan of a pipeline.
         name, traced: the step.
-        target: must be "cpu".
-        options: of the compiler.
+        target: as of `autopar.verify`.
 
     Raises:
-        ArgumentError: another target.
-        MeshError: fewer devices than the plan has.
+        ArgumentError: the topology of the target is unknown, or its compiler is not installed.
+        MeshError: the target has another number of devices than the plan.
+        PlanMismatchError: the plan is for another step.
     """
-    if target != "cpu":
-        raise ArgumentError(f"target={target!r} is not available for plans with stages; use target='cpu'")
+    platform, _, topology = target.partition(":")
+    axes, backend = Axes(plan.mesh_names, plan.mesh_sizes), BACKENDS[platform]
     with jax_compat.automatic_axes():
-        planned = load(name, traced, plan)
-    programs = planned.build(options).programs
-    stages = [_stage(planned, programs, number) for number in range(len(plan.stages))]
-    first = sum(name.startswith(FIRST_LOOP) for name in programs)
+        planned = load(name, traced, plan, local=False)
+        programs = _planned_programs(planned, backend.mesh(axes, planned.traced.graph, topology))
+        emitted_by = _emitted(planned, programs, backend)
+    stages = [_stage(planned, platform, programs, of_stage, number) for number, of_stage in enumerate(emitted_by)]
     names = dict.fromkeys(name for stage in stages for name in stage.exceptions)
     exceptions = {name: sum(stage.exceptions.get(name, 0) for stage in stages) for name in names}
     return EmittedByStages(
         tuple(c for stage in stages for c in stage.collectives),
         tuple(stage.comparison for stage in stages),
-        _memory(programs.values()),
-        max(stage.costs["flops"] for stage in stages),
-        max(stage.costs["bytes accessed"] for stage in stages),
-        {**exceptions, **({UNPREDICTED: first} if first else {})},
+        _most(program.memory for of_stage in emitted_by for program in of_stage.values()),
+        max(stage.flops for stage in stages),
+        max(stage.accessed for stage in stages),
+        {**exceptions, **_unpredicted(planned)},
         tuple(c for stage in stages for c in stage.predicted),
     )
+
+
+def _planned_programs(planned: PlannedStep, mesh: AnyMesh) -> PlannedPrograms:
+    """The programs of all stages, on submeshes of a mesh of all devices."""
+    pipeline, layouts = planned.pipeline, planned.layouts
+    assert pipeline is not None
+    assert layouts is not None
+    ranks = submeshes(mesh, [rank.sizes for rank in pipeline.meshes])
+    return planned_programs(layouts, [ranks[rank] for rank in pipeline.schedule.pipeline.placement])
+
+
+def _emitted(planned: PlannedStep, programs: PlannedPrograms, backend: Backend) -> list[dict[str | int, Emitted]]:
+    """Per stage, what the target emits for each program."""
+    pipeline, traced = planned.pipeline, planned.traced
+    assert pipeline is not None
+    needed = kernel_options(traced.graph, backend.platform)
+    by_stage: list[dict[str | int, Emitted]] = [{} for _ in programs.emitters]
+    placement = pipeline.schedule.pipeline.placement
+    for (stage, part), program in lower(traced, programs, placement, planned.plan.donated, backend.platform):
+        axes = Axes(planned.plan.mesh_names, pipeline.mesh(stage).sizes)
+        by_stage[stage][part] = backend.emit(program, axes, programs.emitters[stage].graph, needed)
+    return by_stage
+
+
+def _unpredicted(planned: PlannedStep) -> Mapping[str, int]:
+    first = planned.pipeline.stages.first_loop if planned.pipeline is not None else None
+    return {} if first is None else {UNPREDICTED: len(program_order(first))}
 
 
 @dataclass(frozen=True)
@@ -107,32 +136,29 @@ class _Stage:
     collectives: tuple[Collective, ...]
     comparison: comparison.Comparison
     exceptions: Mapping[str, int]
-    costs: Mapping[str, float]
+    flops: float
+    accessed: float
 
 
-def _stage(planned: PlannedStep, programs: Mapping[str, Any], number: int) -> _Stage:
-    plan, layouts = planned.plan, planned.layouts
-    assert layouts is not None
-    stage, graph = plan.stages[number], layouts.plans[number].graph.graph
+def _stage(
+    planned: PlannedStep, platform: str, programs: PlannedPrograms, emitted: Mapping[str | int, Emitted], number: int
+) -> _Stage:
+    plan, stage, graph = planned.plan, planned.plan.stages[number], programs.emitters[number].graph
+    runs = [(plan.num_microbatches if part in PASS_KINDS else 1, program) for part, program in emitted.items()]
+    collectives = [replace(c, count=times * c.count) for times, program in runs for c in program.collectives]
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
-    runs = {f"stage {number} {kind}": plan.num_microbatches for kind in _KINDS}
-    found: list[Collective] = []
-    costs = {"flops": 0.0, "bytes accessed": 0.0}
-    for name, program in programs.items():
-        if name.startswith(f"stage {number} "):
-            times = runs.get(name, 1)
-            emitted = hlo.collectives(program.as_text(), names, sizes, assumed_trips(graph))
-            found += [replace(c, count=times * c.count) for c in emitted]
-            known = program.cost_analysis() or {}
-            costs = {what: total + times * float(known.get(what, 0.0)) for what, total in costs.items()}
-    one = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
-    predicted = lowering.lower_collectives("cpu", one, graph)
-    compared = comparison.compare(predicted, found, stage.submesh)
-    compared, exceptions = known_exceptions.apply_exceptions("cpu", compared, predicted, one, graph)
-    return _Stage(predicted, tuple(found), compared, exceptions, costs)
+    one_stage = replace(plan, stages=(stage,), collectives=stage.collectives, mesh_names=names, mesh_sizes=sizes)
+    context = Context(graph, one_stage, programs.stored(number))
+    predicted = lowering.lower_collectives(platform, context)
+    compared = comparison.compare(predicted, collectives, stage.submesh)
+    compared, exceptions = known_exceptions.apply_exceptions(platform, compared, predicted, context)
+    flops, accessed = (math.fsum(n * getattr(p, what) for n, p in runs) for what in ("flops", "accessed"))
+    return _Stage(predicted, tuple(collectives), compared, exceptions, flops, accessed)
 
 
-def _memory(programs: Any) -> Mapping[str, int]:
-    stats = [program.memory_analysis() for program in programs]
-    kinds = {"arguments": "argument", "results": "output", "aliased": "alias", "temporaries": "temp"}
-    return {kind: max(getattr(s, f"{name}_size_in_bytes") for s in stats) for kind, name in kinds.items()}
+def _most(memories: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    """Kind of memory -> the most bytes of any program."""
+    most: dict[str, int] = {}
+    for memory in memories:
+        most = {kind: max(most.get(kind, 0), nbytes) for kind, nbytes in memory.items()}
+    return most

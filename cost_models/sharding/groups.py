@@ -10,7 +10,7 @@ An edge of the optimization problem joins the classes of a binding to the classe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -139,6 +139,7 @@ class Grouping:
         rules: signature of an operation -> sharding rule.
         overlap: the communication that can overlap with computation.
         charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
+        repeated: value that a repeated part of the program makes (`Graph.repeats`) -> executions per step of that part.
     """
 
     groups: tuple[OpGroup, ...]
@@ -147,6 +148,14 @@ class Grouping:
     rules: Mapping[int, Rule]
     overlap: Overlap
     charges: tuple[Charge, ...] = ()
+    repeated: Mapping[int, float] = field(default_factory=dict[int, float])
+
+    def executions(self, binding: Binding) -> float:
+        """How often per step a bound value is made: as often as its group runs, or the part of the program around it.
+
+        Loops count only where the group is inside: a value in a loop that follows one outside is the same every time.
+        """
+        return max(self.groups[binding.group].weight, self.repeated.get(binding.value, 1.0))
 
 
 @dataclass(frozen=True, eq=False)

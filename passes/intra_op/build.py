@@ -109,7 +109,7 @@ def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resha
     for value, ends in readers.items():
         binding = grouping.bindings[value]
         # a single reader that runs no more often than the producer needs no copy
-        if len(ends) == 1 and ends[0].weight <= grouping.groups[binding.group].weight:
+        if len(ends) == 1 and ends[0].weight <= grouping.executions(binding):
             edges.add_binding(binding, ends[0])
             continue
         strategies = b.layouts(graph.types[value].shape, base)
@@ -194,7 +194,7 @@ class _Edges:
         identity = tuple(range(len(binding.dims)))
         # A value outside a loop is copied once per step, however often the loop reads it.
         weight = min(end.weight for end in ends)
-        weight = min(weight, self._grouping.groups[binding.group].weight) if weight else weight
+        weight = min(weight, self._grouping.executions(binding)) if weight else weight
         side = self._b.side(strategies, identity, False)
         source = self._grouping.groups[binding.group].strategies
         behind, narrow = all(end.behind for end in ends), all(end.narrow for end in ends)

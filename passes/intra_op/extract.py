@@ -133,7 +133,7 @@ def _reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMe
         start = found.copies.get(value, at_binding)
         if value in found.copies and (value, start) not in seen:
             seen.add((value, start))
-            weight = min(use.weight, model.grouping.groups[binding.group].weight)
+            weight = min(use.weight, model.grouping.executions(binding))
             yield from _emit(graph, replace(use, weight=weight), value, at_binding, start, mesh)
         if wanted != start and (value, wanted) not in seen and wanted != at_binding:
             seen.add((value, wanted))

@@ -97,7 +97,8 @@ def group(
     _leave(b, pinned_results or {}, often.results)
     _charge_followers(b)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges))
+    repeated = {v: b.pace[op.index] for op in graph.walk() if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
+    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges), repeated)
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:

@@ -47,6 +47,9 @@ def test_a_row_on_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["ratio"] == pytest.approx(1.0)
     assert row["predicted_flops"] == pytest.approx(row["compiled_flops"], rel=0.1)
     assert "ok   mlp      2x4    megatron" in compile_only.table([row])
+    staged = compile_only.row("mlp", (2, 4), "stages", "cpu")
+    assert staged["ok"], staged["unexplained"]
+    assert staged["matched"] > 0
 
 
 @pytest.mark.parametrize(

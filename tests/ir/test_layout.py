@@ -267,3 +267,11 @@ def test_shardy_plans_as_many_bytes_on_the_wire() -> None:
     for i, case in enumerate(cases):
         mine = [Collective(*piece) for piece in predicted(case, shape, sizes)]
         assert sent(mine) == sent(c for c in found if c.op == f"op{i}"), f"{case} on {sizes}"
+
+
+@pytest.mark.parametrize("target", [(1, 0), (-1, 0), (0, 0)])
+def test_an_axis_of_one_device_changes_dimensions_for_nothing(target: Layout) -> None:
+    """Though a more minor axis cuts the dimension that it leaves."""
+    assert steps((0, 0), target, (1, 4)) == ()
+    assert route((0, 0), target, (1, 4)) == ()
+    assert steps((0, 0), (1, 0), (2, 4)) != ()

@@ -54,7 +54,7 @@ DERIVED = {
     "rules.own": ("OWN_RULES",),
     "verification.dataflow": ("SAME_DATA", "UNIFORM"),
     "verification.lowering_tpu": ("REARRANGING",),
-    "verification.verify": ("LOWERED_FOR_DEVICES",),
+    "verification.targets": ("LOWERED_FOR_DEVICES",),
 }
 
 

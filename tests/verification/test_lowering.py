@@ -20,6 +20,7 @@ from autopar.plans.comparison import compare
 from autopar.plans.plan import Plan
 from autopar.verification import exceptions as known_exceptions
 from autopar.verification import lowering
+from autopar.verification.dataflow import Context
 
 MESH = (2, 4)
 SIGNS = {"-": -1, "+": -2}
@@ -72,7 +73,7 @@ def converted(
 ) -> list[str]:
     """What a platform makes of these lines; `given` layouts as in `with_layouts`."""
     plan, graph = with_layouts(fn, args, lines, **given)
-    return text(lowering.lower_collectives(platform, plan, graph))
+    return text(lowering.lower_collectives(platform, Context(graph, plan)))
 
 
 # --- TPU: narrow_types ----------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ def explained(
     """What no exception explains of either side, and how many collectives each exception explains."""
     plan, graph = with_layouts(fn, args, mine, **given)
     found = compare(plan.collectives, planned(theirs), dict(zip("xy", MESH, strict=True)))
-    left, names = known_exceptions.apply_exceptions(platform, found, plan.collectives, plan, graph)
+    left, names = known_exceptions.apply_exceptions(platform, found, plan.collectives, Context(graph, plan))
     assert left.ratio == found.ratio
     return text(left.predicted_only), text(left.emitted_only), list(names.items())
 

@@ -1,0 +1,101 @@
+"""Stages of a pipeline on every target: what their programs emit is what the plan says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import zoo
+from autopar.bench.equal.case import dear
+from autopar.errors import MeshError
+from autopar.hardware.cluster import Cluster
+
+NEEDS = {"tpu:v5e:2x4": "libtpu", "gpu:h100:8": "jax_cuda12_plugin"}
+TABLE, WEIGHT = jax.ShapeDtypeStruct((40, 8), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+PARAMS, BATCH = (TABLE, (WEIGHT,) * 4), jax.ShapeDtypeStruct((16, 64, 8, 16), jnp.float32)
+Params = tuple[jax.Array, tuple[jax.Array, ...]]
+
+
+def step(params: Params, x: jax.Array) -> Params:
+    """Layers of attention whose position bias is looked up once, and transposed in each microbatch, as T5's is."""
+
+    def loss(params: Params) -> jax.Array:
+        table, weights = params
+        bias = table[jnp.arange(64)[:, None] * 7 % 32 + jnp.arange(64)[None] % 2].transpose(2, 0, 1)[None]
+        y = x
+        for w in weights:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", y, y) + bias
+            y = jnp.tanh(jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), y) @ w)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def in_stages(mesh: tuple[int, ...], schedule: Literal["1f1b", "zb-h1"] = "1f1b") -> autopar.Plan:
+    return autopar.plan(
+        step, PARAMS, BATCH, mesh=mesh, cluster=dear(mesh), stages=2, num_microbatches=4, schedule=schedule
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_shardy_and_xla_emit_the_same_collectives_of_stages_in_their_own_numbers(
+    schedule: Literal["1f1b", "zb-h1"],
+) -> None:
+    """Per microbatch what passes need, per step what updates need; on CPU a reduce-scatter is an all-reduce."""
+    plan = in_stages((2, 4), schedule)
+    shardy, cpu = (autopar.verify(plan, step, PARAMS, BATCH, target=target) for target in ("shardy", "cpu"))
+    for report in (shardy, cpu):
+        assert report.ok, str(report)
+        assert report.mismatches == ()
+        assert report.bytes == pytest.approx(report.comparison.predicted_wire_bytes)
+    assert shardy.bytes > 1e4
+    assert {c.count for c in shardy.collectives} == {1, 4}
+    assert cpu.memory["arguments"] > 0
+    assert cpu.flops > 0
+
+
+def test_stages_on_more_devices_than_are_here_are_verified_without_devices() -> None:
+    plan = in_stages((4, 16))
+    report = autopar.verify(plan, step, PARAMS, BATCH, target="shardy")
+    assert report.ok, str(report)
+    assert report.bytes > 0
+    with pytest.raises(MeshError, match=r"needs 64 devices for mesh \(4, 16\) with target 'cpu', 8 are here"):
+        autopar.verify(plan, step, PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("target", NEEDS)
+def test_stages_are_compiled_for_devices_that_are_not_here(target: str) -> None:
+    if importlib.util.find_spec(NEEDS[target]) is None:
+        pytest.skip(f"{NEEDS[target]} is not installed (extra {target[:3]}): nothing here compiles for {target}")
+    model, cluster = zoo.build("gpt-toy"), Cluster.preset("tpu-v5e", topology="2x4")
+    plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=cluster, stages=2, num_microbatches=4)
+    report = autopar.verify(plan, model.step, *model.abstract_args(), target=target)
+    assert report.ok, str(report)
+    assert report.bytes > 1e4
+    assert report.memory["arguments"] > 0
+
+
+def test_a_collective_that_the_plan_of_a_stage_lacks_is_told_with_its_line() -> None:
+    plan = in_stages((2, 4))
+    first, second = plan.stages
+    missing = max((c for c in second.collectives if c.source), key=lambda c: c.bytes)
+    told = replace(second, collectives=tuple(c for c in second.collectives if c is not missing))
+    report = autopar.verify(replace(plan, stages=(first, told)), step, PARAMS, BATCH, target="shardy")
+    assert not report.ok
+    (line,) = report.mismatches
+    assert line.startswith(f"emitted but not predicted: {missing.count} x {missing.kind} over {'+'.join(missing.axes)}")
+    assert "at test_verify_stages.py:" in line
+
+
+def test_what_a_pass_makes_of_a_value_that_microbatches_share_is_moved_in_every_microbatch() -> None:
+    """The bias is made once per step, and its group runs once; its transpose is a value of each pass."""
+    plan = in_stages((2, 4))
+    moved = [c for stage in plan.stages for c in stage.collectives if c.kind == "all-to-all" and "in1" in c.op]
+    assert moved
+    assert {c.count for c in moved} == {4}
