@@ -9,7 +9,7 @@ and those that pins force:
                 them on its longest dimension that divides
     megatron    parameters by the model's own table over the last axis, the      (Shoeybi et al., 2019)
                 batch over the others
-    stages      two stages on halves of the mesh, in four microbatches; no pins
+    stages      two stages on halves of the mesh, in four microbatches with batch statistics of their own; no pins
 
 Each is compiled for the target and compared (`autopar.verification.verify`). Over all rows: Spearman's rank correlation
 and the median relative error of FLOPs and of bytes read and written per device against the compiler's cost analysis,
@@ -40,7 +40,7 @@ from autopar.zoo.table import FAMILIES
 
 TARGET, STAGES = "tpu:v5e:2x4", "stages"
 #: Options of plans besides pins.
-OPTIONS: Mapping[str, Mapping[str, Any]] = {STAGES: {"stages": 2, "num_microbatches": 4}}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {STAGES: {"stages": 2, "num_microbatches": 4, "per_microbatch": "*"}}
 MESHES = ((8,), (2, 4), (4, 2), (2, 2, 2))
 
 #: Model -> dimensions that replace those of its family's toy.
@@ -144,7 +144,11 @@ def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
     mesh: dict[str, int] = dict(zip(map(str, DEFAULT_AXIS_NAMES), sizes, strict=False))
     begin = time.perf_counter()
     pins = PLANS[school](model, mesh)
-    options = {"cluster": CLUSTERS[target.partition(":")[0]](), "pins": pins or None, **OPTIONS.get(school, {})}
+    options: dict[str, Any] = {
+        "cluster": CLUSTERS[target.partition(":")[0]](),
+        "pins": pins or None,
+        **OPTIONS.get(school, {}),
+    }
     plan = api.plan(model.step, *model.abstract_args(), mesh=tuple(sizes), **options)
     planned = time.perf_counter()
     report = verification.verify(plan, model.step, *model.abstract_args(), target=target)
