@@ -173,7 +173,7 @@ def _into_partial(source: Layout, target: Layout) -> bool:
 
 
 def _without_single_devices(source: Layout, target: Layout, sizes: Sequence[int]) -> Layout:
-    """An equal layout with the entries of `target` for axes of a single device: the dimension that they cut is whole."""
+    """An equal layout with the entries of `target` for axes of a single device, which leave a dimension whole."""
     ends = zip(source, target, sizes, strict=True)
     return tuple(t if size == 1 and PARTIAL not in (s, t) else s for s, t, size in ends)
 
