@@ -169,7 +169,7 @@ def search(question: Question, tolerance: float = 0.0, below: float = np.inf) ->
         return ()
     spread = question.microbatches - 1
     whole = tables.best(float(bounds[-1]), below - spread * float(bounds[0]))
-    found = [] if whole is None else [whole]
+    divisions = [] if whole is None else [whole]
     best = min(below, whole.seconds) if whole is not None else np.inf
     # (low, high, least sum for all bounds above `high`): open intervals of positions in `bounds`
     todo = [] if whole is None else [(0, _below(bounds, whole), _sum(whole, spread))]
@@ -183,20 +183,20 @@ def search(question: Question, tolerance: float = 0.0, below: float = np.inf) ->
         todo.append((middle + 1, high, least))
         inner = tables.best(float(bounds[middle]), best - spread * float(bounds[low]))
         if inner is not None:
-            found.append(inner)
+            divisions.append(inner)
             best = min(best, inner.seconds)
             todo.append((low, _below(bounds, inner), _sum(inner, spread)))
-    better = [d for d in found if d.seconds < below]
+    better = [d for d in divisions if d.seconds < below]
     return tuple(sorted(better, key=lambda d: (d.seconds, len(d.parts), d.slowest)))
 
 
-def _below(bounds: Floats, found: Division) -> int:
+def _below(bounds: Floats, division: Division) -> int:
     """The last bound that excludes a division, which is best for all bounds from there to the one that was tried."""
-    return int(np.searchsorted(bounds, found.slowest)) - 1
+    return int(np.searchsorted(bounds, division.slowest)) - 1
 
 
-def _sum(found: Division, spread: int) -> float:
-    return found.seconds - spread * found.slowest
+def _sum(division: Division, spread: int) -> float:
+    return division.seconds - spread * division.slowest
 
 
 def _by_length(times: Floats) -> Floats:
@@ -220,8 +220,8 @@ class _Tables:
         for placement in q.placements:
             by_submesh.setdefault(placement.submesh, []).append(placement)
         self.submeshes = [
-            (n, np.array([p.start for p in found]), np.array([p.stop for p in found]))
-            for n, found in sorted(by_submesh.items())
+            (n, np.array([p.start for p in placements]), np.array([p.stop for p in placements]))
+            for n, placements in sorted(by_submesh.items())
         ]
         self.most = q.stages or min(q.layers, q.devices)
         self.fastest: dict[tuple[int, int], Floats] = {}
@@ -256,15 +256,15 @@ class _Tables:
         q = self.question
         sums = np.full((q.layers + 1, q.devices + 1), np.inf)
         sums[q.layers, q.devices] = 0.0
-        known: dict[tuple[int, int], Floats] = {}
+        times: dict[tuple[int, int], Floats] = {}
 
         def least(submesh: int, stages: int) -> Floats:
             key = submesh, q.in_flight(stages)
-            if key not in known:
+            if key not in times:
                 runs = self._runs(*key)
                 fast = runs <= bound
-                known[key] = np.where(fast, runs, np.inf)[: 1 + int(np.flatnonzero(fast.any(1)).max(initial=0))]
-            return known[key]
+                times[key] = np.where(fast, runs, np.inf)[: 1 + int(np.flatnonzero(fast.any(1)).max(initial=0))]
+            return times[key]
 
         levels = [sums]
         for stages in range(1, self.most + 1):
@@ -296,11 +296,11 @@ class _Tables:
         times = [self._fastest(n, 1) for n, _, _ in self.submeshes]
         sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
         both = [np.minimum.reduce(times), np.minimum.reduce([n * t for n, t in zip(sizes, times, strict=True)])]
-        found = np.zeros((2, self.question.layers + 1))
-        for least, one in zip(found, both, strict=True):
+        bounds = np.zeros((2, self.question.layers + 1))
+        for least, times in zip(bounds, both, strict=True):
             for j in range(1, len(least)):
-                least[j] = (least[:j] + one[:j, j]).min()
-        seconds, work = found * (1 - ROUNDING)
+                least[j] = (least[:j] + times[:j, j]).min()
+        seconds, work = bounds * (1 - ROUNDING)
         return seconds, work
 
     def _longer(self, behind: Floats, least: Callable[[int], Floats]) -> Floats:
@@ -308,7 +308,7 @@ class _Tables:
 
         `least`: submesh -> seconds of layers by their number as in `_by_length`, up to the largest allowed number.
         """
-        found = np.full(behind.shape, np.inf)
+        longer = np.full(behind.shape, np.inf)
         for submesh, starts, stops in self.submeshes:
             reached = np.isfinite(behind[:, stops])
             at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
@@ -319,8 +319,8 @@ class _Tables:
                     first, end = max(rows[0], length), rows[-1] + 1
                     here = slice(first - length, end - length)
                     np.minimum(sums[here], runs[length, here, None] + last[first:end], out=sums[here])
-                found[:, starts[at]] = np.minimum(found[:, starts[at]], sums)
-        return found
+                longer[:, starts[at]] = np.minimum(longer[:, starts[at]], sums)
+        return longer
 
     def _read(self, levels: Sequence[Floats], bound: float) -> Division:
         """The stages of the least sum; ties go to the first placement, then to the fewest layers."""

@@ -29,7 +29,11 @@ def options_at(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) ->
     """
     near, far = _nearest(count, priced)
     return {
-        n: {kind: _between(count, near, far, found, there[kind]) for kind, found in options.items() if kind in there}
+        n: {
+            kind: _between(count, near, far, near_options, there[kind])
+            for kind, near_options in options.items()
+            if kind in there
+        }
         for n, options in priced[near].items()
         if (there := priced[far].get(n))
     }
@@ -37,52 +41,52 @@ def options_at(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) ->
 
 def options_anywhere(count: int, priced: Mapping[int, Mapping[int, OptionsByKind]]) -> Mapping[int, OptionsByKind]:
     """The same for every kind and submesh that is costed for some number, from the two nearest of these."""
-    found: dict[int, dict[int, tuple[StageOption, ...]]] = {}
+    estimates: dict[int, dict[int, tuple[StageOption, ...]]] = {}
     for n, kind in dict.fromkeys(
-        (n, kind) for some in priced.values() for n, options in some.items() for kind in options
+        (n, kind) for by_submesh in priced.values() for n, options in by_submesh.items() for kind in options
     ):
-        near, far = _nearest(count, [m for m, some in priced.items() if kind in some.get(n, {})])
-        one, other = priced[near][n][kind], priced[far][n][kind]
-        found.setdefault(n, {})[kind] = _between(count, near, far, one, other)
-    return found
+        near, far = _nearest(count, [m for m, by_submesh in priced.items() if kind in by_submesh.get(n, {})])
+        near_options, other = priced[near][n][kind], priced[far][n][kind]
+        estimates.setdefault(n, {})[kind] = _between(count, near, far, near_options, other)
+    return estimates
 
 
 def _nearest(count: int, numbers: Iterable[int]) -> tuple[int, int]:
     """The nearest number and the next; equal if there is only one."""
-    near, *others = sorted(numbers, key=lambda m: (abs(math.log(m / count)), m))
-    return near, others[0] if others else near
+    near, *further = sorted(numbers, key=lambda m: (abs(math.log(m / count)), m))
+    return near, further[0] if further else near
 
 
 def _between(
-    count: int, near: int, far: int, found: Sequence[StageOption], others: Sequence[StageOption]
+    count: int, near: int, far: int, near_options: Sequence[StageOption], far_options: Sequence[StageOption]
 ) -> tuple[StageOption, ...]:
     """The options of one kind, from those for the nearest number and those for the next."""
     grown = (1 / count - 1 / near) / (1 / near - 1 / far) if far != near else None
-    return _all_at(found, others, grown, min(1.0, near / count))
+    return _all_at(near_options, far_options, grown, min(1.0, near / count))
 
 
 def _all_at(
-    found: Sequence[StageOption], others: Sequence[StageOption], grown: float | None, least: float
+    near_options: Sequence[StageOption], far_options: Sequence[StageOption], grown: float | None, least: float
 ) -> tuple[StageOption, ...]:
     """The options of one kind of layers; one without a counterpart for the other number scales as the fastest does."""
-    alike = {one.share: one for one in reversed(others)}
+    alike = {option.share: option for option in reversed(far_options)}
 
-    def at(one: StageOption) -> StageOption:
-        other, there = (one, alike[one.share]) if one.share in alike else (found[0], others[0])
+    def at(option: StageOption) -> StageOption:
+        other, there = (option, alike[option.share]) if option.share in alike else (near_options[0], far_options[0])
 
         def value(of: Callable[[StageOption], float]) -> float:
             if grown is None or not of(other):
-                return of(one) * least
-            return of(one) * max(1 + grown * (1 - of(there) / of(other)), least)
+                return of(option) * least
+            return of(option) * max(1 + grown * (1 - of(there) / of(other)), least)
 
         times = replace(
-            one.times,
+            option.times,
             forward=value(lambda t: t.times.forward),
             backward=value(lambda t: t.times.backward),
             weight=value(lambda t: t.times.weight),
         )
         stash, temporaries = value(lambda t: t.memory.stash), value(lambda t: t.memory.temporaries)
-        memory = replace(one.memory, stash=stash, temporaries=temporaries)
-        return replace(one, times=times, memory=memory, entering=value(lambda t: t.entering))
+        memory = replace(option.memory, stash=stash, temporaries=temporaries)
+        return replace(option, times=times, memory=memory, entering=value(lambda t: t.entering))
 
-    return tuple(map(at, found))
+    return tuple(map(at, near_options))

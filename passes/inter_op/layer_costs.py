@@ -76,10 +76,10 @@ class LayerClasses:
         split = self.stages.split
         try:
             stages = tuple(
-                replace(one, passes={k: _recounted(split, p, count) for k, p in one.passes.items()})
+                replace(stage, passes={k: _recounted(split, p, count) for k, p in stage.passes.items()})
                 if number in self.stage.values()
-                else one
-                for number, one in enumerate(self.stages.stages)
+                else stage
+                for number, stage in enumerate(self.stages.stages)
             )
         except _OtherProgramError:
             return None
@@ -94,14 +94,14 @@ class LayerClasses:
         """Kind -> bytes of the state and of the accumulators of gradients of a layer, over all devices, each once."""
         split, updates = self.stages.split, self.stages.updates
         programs, types = StepPrograms(split), split.graph.types
-        found: dict[int, float] = {}
+        nbytes: dict[int, float] = {}
         for kind, s in self.stage.items():
             state = sum(types[v].nbytes for v, owner in updates.owners.items() if owner == s)
             read = {t.value for u in updates.programs if u.stage == s for t in u.totals}
-            totals = [t for one in self.stages.stages[s].passes.values() for t in one.totals if t.value in read]
+            totals = [t for pass_ in self.stages.stages[s].passes.values() for t in pass_.totals if t.value in read]
             sums = [types[t.value] for t in totals if not programs.accumulator(t).is_stacked]
-            found[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
-        return found
+            nbytes[kind] = state + math.fsum(t.size * max(t.itemsize, 4) for t in sums if "float" in t.dtype)
+        return nbytes
 
 
 def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> LayerClasses:
@@ -114,34 +114,34 @@ def layer_classes(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> 
     """
     kinds = tuple(layer.kind for layer in layers.layers)
     of_kind = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in dict.fromkeys(kinds)}
-    chosen = {kind: found[min(1, len(found) - 1)] for kind, found in of_kind.items()}
+    chosen = {kind: positions[min(1, len(positions) - 1)] for kind, positions in of_kind.items()}
     borders = sorted({b for i in chosen.values() for b in (i, i + 1)} - {0, len(kinds)})
     first = [0, *borders]
     stages = divide(split, layers, borders)
     return LayerClasses(stages, {kind: first.index(i) for kind, i in chosen.items()}, kinds, tuple(avals))
 
 
-def _recounted(split: Microbatches, one: Pass, count: int) -> Pass:
-    return replace(one, ops=tuple(_on_blocks(split, placed, count) for placed in one.ops))
+def _recounted(split: Microbatches, pass_: Pass, count: int) -> Pass:
+    return replace(pass_, ops=tuple(_on_blocks(split, placed, count) for placed in pass_.ops))
 
 
 def _on_blocks(split: Microbatches, placed: PlacedOp, count: int) -> PlacedOp:
     """An operation on blocks for another number of microbatches, which may change its parameters and nothing else."""
-    found = placed.rule_result
-    if found is None or not (found.params or found.body or found.local_indices):
+    rule_result = placed.rule_result
+    if rule_result is None or not (rule_result.params or rule_result.body or rule_result.local_indices):
         return placed
     if placed.own_totals:
         raise _OtherProgramError
-    op, known = placed.op, {**split.states, **split.batch}
-    states = tuple(INVARIANT if i in placed.outer else state_of(a, known) for i, a in enumerate(op.inputs))
-    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if found.local_indices else {}
+    op, state_by_value = placed.op, {**split.states, **split.batch}
+    states = tuple(INVARIANT if i in placed.outer else state_of(a, state_by_value) for i, a in enumerate(op.inputs))
+    makers = {v: maker for maker in split.flat.ops for v in maker.outputs} if rule_result.local_indices else {}
     again = apply_rule(
         split.graph, op, states, count, lambda k, c: constant_component(split.graph, makers, op.inputs[k], c)
     )
-    if (again is None or again.results != found.results) and len(found.results) == 1:
-        state = found.results[0]
+    if (again is None or again.results != rule_result.results) and len(rule_result.results) == 1:
+        state = rule_result.results[0]
         again = rule_for_block(split.graph, op, state, count) if isinstance(state, Split) else None
-    if again is None or again.results != found.results:
+    if again is None or again.results != rule_result.results:
         raise _OtherProgramError
     return replace(placed, rule_result=again)
 
@@ -168,9 +168,9 @@ class SubmeshCosts:
         """The options of a kind of layer, as far as they are costed."""
         return self.guessed.get(kind) or self.by_kind[kind].up_to(self.penalties.get(kind, 0))
 
-    def found(self, kind: int) -> tuple[StageOption, ...]:
+    def costed(self, kind: int) -> tuple[StageOption, ...]:
         """The options that are costed already, or estimated."""
-        if kind in self.guessed or not self.by_kind[kind].found:
+        if kind in self.guessed or not self.by_kind[kind].costed:
             return self.guessed.get(kind, ())
         return self.options(kind)[: None if self._is_whole(kind) else -1]
 
@@ -183,9 +183,9 @@ class SubmeshCosts:
 
     def deeper(self, kinds: Iterable[int]) -> SubmeshCosts:
         """The same with one penalty rate more for these kinds; estimates become costs without a penalty."""
-        some = tuple(kinds)
-        more = {k: self.penalties.get(k, 0) + 1 for k in some if k not in self.guessed}
-        guessed = {k: options for k, options in self.guessed.items() if k not in some}
+        raised = tuple(kinds)
+        more = {k: self.penalties.get(k, 0) + 1 for k in raised if k not in self.guessed}
+        guessed = {k: options for k, options in self.guessed.items() if k not in raised}
         return replace(self, penalties={**self.penalties, **more}, guessed=guessed)
 
     def whole(self) -> SubmeshCosts:
@@ -212,18 +212,18 @@ class LayerCosts:
     def _entering(self, kind: int) -> Sequence[int]:
         """Values of a layer's graph that it receives from forward passes of other layers."""
         here = self.kinds.stage[kind]
-        given = (
+        received = (
             vs
             for transfer, vs in self.kinds.stages.transfers.items()
             if transfer.kind == "F" and transfer.target == here
         )
-        return sorted({self.graphs[kind].received[v] for values in given for v in values})
+        return sorted({self.graphs[kind].received[v] for values in received for v in values})
 
 
-def option_at(found: Sequence[StageOption], number: int, policy: str) -> StageOption:
+def option_at(options: Sequence[StageOption], number: int, policy: str) -> StageOption:
     """An option of a layer by number; the last one counts for all higher numbers."""
-    one = found[min(number, len(found) - 1)]
-    return one.recomputed() if policy == FULL else one
+    option = options[min(number, len(options) - 1)]
+    return option.recomputed() if policy == FULL else option
 
 
 def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -231,10 +231,10 @@ def run_options(policies: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(itertools.product(policies, range(1 + len(STAGE_OPTIONS.shares))))
 
 
-def run_costs(found: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> RunCosts:
+def run_costs(by_kind: OptionsByKind, of_layer: Sequence[int], policies: Sequence[str]) -> RunCosts:
     """All consecutive layers on one submesh; all of them have the same one of `run_options`."""
     options = [
-        {k: option_at(found[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in run_options(policies)
+        {k: option_at(by_kind[k], n, policy) for k in dict.fromkeys(of_layer)} for policy, n in run_options(policies)
     ]
     runs = [_runs([option[kind] for kind in of_layer]) for option in options]
     return RunCosts(*(np.stack(arrays) for arrays in zip(*runs, strict=True)))
@@ -262,10 +262,10 @@ def _sums(values: Sequence[float]) -> Floats:
 def _maxima(values: Sequence[float]) -> Floats:
     """At [i, j] the largest of values i .. j - 1."""
     n = len(values)
-    found = np.zeros((n + 1, n + 1))
+    maxima = np.zeros((n + 1, n + 1))
     for i in range(n):
-        found[i, i + 1 :] = np.maximum.accumulate(np.array(values[i:], np.float64))
-    return found
+        maxima[i, i + 1 :] = np.maximum.accumulate(np.array(values[i:], np.float64))
+    return maxima
 
 
 def shape_of(devices: int, per_host: int) -> tuple[int, ...]:

@@ -210,17 +210,19 @@ def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
 
 def _divided(graph: Graph, choice: StageChoice) -> tuple[Layers, Stages]:
     """The layers of a step, and its stages by a choice."""
-    found = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
+    layers = layers_for(graph, len(choice.borders) + 1, choice.batch, choice.remat, choice.pieces)
     own = ("*",) if choice.microbatches == 1 else choice.per_microbatch  # its totals are those of the batch
-    parts = split(found.graph, choice.microbatches, choice.batch, per_microbatch=own)
-    return found, divide(parts, found, choice.borders, weights=SCHEDULES[choice.schedule].split)
+    parts = split(layers.graph, choice.microbatches, choice.batch, per_microbatch=own)
+    return layers, divide(parts, layers, choice.borders, weights=SCHEDULES[choice.schedule].split)
 
 
-def _assembled(choice: StageChoice, found: Layers, stages: Stages, target: Target) -> Pipelined:
+def _assembled(choice: StageChoice, layers: Layers, stages: Stages, target: Target) -> Pipelined:
     """Stages under the schedule of the choice, on their submeshes."""
     _check_fits(choice.schedule, stages)
     size = Size(len(choice.extents), choice.microbatches, _chunks(choice.schedule))
-    return Pipelined(choice, found, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice))
+    return Pipelined(
+        choice, layers, stages, _schedule(choice.schedule, size, stages.borders), submeshes(target, choice)
+    )
 
 
 def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Schedule:
@@ -230,25 +232,25 @@ def _schedule(name: str, size: Size, borders: Sequence[tuple[int, int]]) -> Sche
     return checked if few == size else make(name, size, borders)
 
 
-def plan_layouts(traced: Traced, found: Pipelined, options: Options) -> StagePlans[PlannedStage]:
+def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> StagePlans[PlannedStage]:
     """Plans every stage of a step.
 
     Args:
         traced: the step.
-        found: the step in stages.
+        pipelined: the step in stages.
         options: pins and solver options.
 
     Raises:
         PinError: a pin that fits no argument, or not the mesh of its stage.
     """
-    meshes = [found.mesh(s) for s in range(len(found.stages.stages))]
-    return plan_stages(found.stages, avals(traced, found), meshes, options, found.choice.limits)
+    meshes = [pipelined.mesh(s) for s in range(len(pipelined.stages.stages))]
+    return plan_stages(pipelined.stages, avals(traced, pipelined), meshes, options, pipelined.choice.limits)
 
 
-def avals(traced: Traced, found: Pipelined) -> tuple[Any, ...]:
+def avals(traced: Traced, pipelined: Pipelined) -> tuple[Any, ...]:
     """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
-    extra = found.stages.split.graph.inputs[len(traced.in_avals) :]
-    whole = StepPrograms(found.stages.split).avals if extra else {}
+    extra = pipelined.stages.split.graph.inputs[len(traced.in_avals) :]
+    whole = StepPrograms(pipelined.stages.split).avals if extra else {}
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 
@@ -279,7 +281,7 @@ class Opening:
         graph: the step, with scans over layers split into pieces.
         avals: shape and dtype of every argument.
         choice: the search space.
-        known: number of microbatches -> the step split into them, where that is known already.
+        splits: number of microbatches -> the step split into them, where that is known already.
         per_microbatch: as in the settings.
         pieces: of a scan over layers.
         notes: of the plan.
@@ -288,7 +290,7 @@ class Opening:
     graph: Graph
     avals: tuple[Any, ...]
     choice: stage_search.SearchSpace
-    known: Mapping[int, Microbatches]
+    splits: Mapping[int, Microbatches]
     per_microbatch: tuple[str, ...]
     pieces: int
     notes: tuple[str, ...]
@@ -328,17 +330,17 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     shorter = split_scan.split_scans(graph, pieces, batch)
     counts = (s.num_microbatches,) if isinstance(s.num_microbatches, int) else stage_search.microbatch_counts(extent)
     own, notes = s.per_microbatch, ()
-    known: dict[int, Microbatches] = {}
+    splits: dict[int, Microbatches] = {}
     try:
-        several = stage_search.splittable_counts(shorter, [n for n in counts if n > 1] or counts, batch, own, known)
+        several = stage_search.splittable_counts(shorter, [n for n in counts if n > 1] or counts, batch, own, splits)
         counts = tuple(n for n in counts if n == 1 or n in several)
     except MicrobatchError as error:
         if s.num_microbatches != "auto":
             raise
         counts, own, notes = (1,), ("*",), (f"one microbatch: {error}",)
     if counts == (1,):
-        known[1] = split(shorter, 1, batch, per_microbatch=("*",))
-        if not any(p.op.phase == "backward" for p in known[1].body):
+        splits[1] = split(shorter, 1, batch, per_microbatch=("*",))
+        if not any(p.op.phase == "backward" for p in splits[1].body):
             return None  # all of the backward pass needs the whole batch
     choice = stage_search.SearchSpace(
         batch,
@@ -348,7 +350,7 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
         memory=s.memory_budget if isinstance(s.memory_budget, float) else None,
         per_microbatch=own,
     )
-    return Opening(shorter, tuple(traced.in_avals), choice, known, s.per_microbatch, pieces, notes)
+    return Opening(shorter, tuple(traced.in_avals), choice, splits, s.per_microbatch, pieces, notes)
 
 
 def searched(
@@ -356,27 +358,27 @@ def searched(
 ) -> StageChoice | None:
     """The best pipeline of at least `fewest` stages that takes less than `limit` seconds; None if none fits."""
     choice = replace(step.choice, limit=limit, fewest=fewest)
-    found = stage_search.find(step.graph, step.avals, cluster, choice, options, step.known)
-    return None if found is None else _chosen(step, found)
+    pipeline = stage_search.find(step.graph, step.avals, cluster, choice, options, step.splits)
+    return None if pipeline is None else _chosen(step, pipeline)
 
 
-def _chosen(step: Opening, found: FoundPipeline) -> StageChoice:
-    axes = max(len(stage.shape) for stage in found.stages)
+def _chosen(step: Opening, pipeline: FoundPipeline) -> StageChoice:
+    axes = max(len(stage.shape) for stage in pipeline.stages)
     frees = remat.recomputable(step.graph)
-    policies = tuple(p if free else remat.NONE for p, free in zip(found.remat, frees, strict=True))
+    policies = tuple(p if free else remat.NONE for p, free in zip(pipeline.remat, frees, strict=True))
     return StageChoice(
-        tuple(stage.first for stage in found.stages[1:]),
-        tuple(stage.devices for stage in found.stages),
-        found.schedule,
-        found.microbatches,
+        tuple(stage.first for stage in pipeline.stages[1:]),
+        tuple(stage.devices for stage in pipeline.stages),
+        pipeline.schedule,
+        pipeline.microbatches,
         step.choice.batch,
         step.per_microbatch,
         () if set(policies) == {remat.NONE} else policies,
         step.notes,
-        tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in found.stages),
+        tuple((1,) * (axes - len(stage.shape)) + stage.shape for stage in pipeline.stages),
         step.pieces,
-        found.limits,
-        found.seconds,
+        pipeline.limits,
+        pipeline.seconds,
     )
 
 
@@ -438,12 +440,12 @@ def _check_fits(name: str, stages: Stages) -> None:
 
 def _unfit(works: bool) -> str:
     """What is wrong with a schedule that does not fit a step with, or without, backward passes."""
-    others = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
+    usable = ", ".join(repr(n) for n, row in SCHEDULES.items() if row.executable and row.backward == works)
     if works:
-        return f"has no backward passes and the step has; use {others}"
+        return f"has no backward passes and the step has; use {usable}"
     return (
         "has backward passes, and the step has none that runs microbatch by microbatch: there is no "
-        f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {others}, or one "
+        f"gradient, or it needs the whole batch at once, as a loss that compares all rows does; use {usable}, or one "
         "mesh (leave out stages and schedule)"
     )
 

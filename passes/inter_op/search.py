@@ -110,7 +110,7 @@ def find(
     cluster: Cluster,
     space: SearchSpace,
     options: Options,
-    known: Mapping[int, Microbatches] | None = None,
+    splits: Mapping[int, Microbatches] | None = None,
 ) -> FoundPipeline | None:
     """The fastest pipeline of a step on a cluster; None if none fits into its memory.
 
@@ -120,9 +120,9 @@ def find(
         cluster: the devices.
         space: the search space.
         options: of the intra-operator solver.
-        known: number of microbatches -> the step split into them, as `splittable_counts` returns it.
+        splits: number of microbatches -> the step split into them, as `splittable_counts` returns it.
     """
-    return InterOpSearch(graph, tuple(avals), cluster, space.batch, options, space.per_microbatch, known or {}).best(
+    return InterOpSearch(graph, tuple(avals), cluster, space.batch, options, space.per_microbatch, splits or {}).best(
         space
     )
 
@@ -139,13 +139,13 @@ def splittable_counts(
     counts: Sequence[int],
     batch: Sequence[int],
     per_microbatch: Sequence[str] = (),
-    known: dict[int, Microbatches] | None = None,
+    splits: dict[int, Microbatches] | None = None,
 ) -> tuple[int, ...]:
     """The numbers of microbatches into which a step can be split, ascending.
 
     A step that can be split into some number can be split into all smaller numbers. Microbatches may be too small, for
     example for experts that choose among the tokens of several examples. The step split into the largest number is put
-    into `known`.
+    into `splits`.
 
     Raises:
         MicrobatchError: the step cannot be split into any of them; the reason is that of the smallest number.
@@ -157,16 +157,16 @@ def splittable_counts(
     least, *larger = sorted(counts)
     for number in reversed(larger):
         try:
-            found = parts(number, reasons=False)
+            microbatches = parts(number, reasons=False)
         except MicrobatchError:
             if number == larger[-1]:
                 parts(least, reasons=True)  # if the smallest number fails as well, all others do
         else:
             break
     else:
-        number, found = least, parts(least, reasons=True)
-    if known is not None:
-        known[number] = found
+        number, microbatches = least, parts(least, reasons=True)
+    if splits is not None:
+        splits[number] = microbatches
     return tuple(sorted(c for c in counts if c <= number))
 
 
@@ -201,7 +201,7 @@ class InterOpSearch:
     meshes: Mapping[int, LogicalMesh] = field(init=False)
     where: tuple[Placement, ...] = field(init=False)
     least: Mapping[int, float] = field(init=False)
-    known: dict[int, dict[int, SubmeshCosts]] = field(default_factory=dict)
+    submesh_costs: dict[int, dict[int, SubmeshCosts]] = field(default_factory=dict)
     guesses: dict[int, Mapping[int, OptionsByKind]] = field(default_factory=dict)
     layer_costs: dict[int, LayerCosts] = field(default_factory=dict)
     transfers: dict[int, Floats] = field(default_factory=dict)
@@ -242,11 +242,15 @@ class InterOpSearch:
         best, limit = None, space.limit
         group = falling[start : start + parallel_map.WORKERS]
         while group:
-            some = parallel_map.with_barrier([partial(self.at, count, space, limit) for count in group])
-            results.update(zip(group, some, strict=True))
-            best = min((one.best for one in results.values() if one.best is not None), key=rank, default=None)
+            count_results = parallel_map.with_barrier([partial(self.at, count, space, limit) for count in group])
+            results.update(zip(group, count_results, strict=True))
+            best = min(
+                (count_result.best for count_result in results.values() if count_result.best is not None),
+                key=rank,
+                default=None,
+            )
             limit = space.limit if best is None else min(space.limit, (1 + self.effort.formula_error) * best.formula)
-            priced = {count: one.options for count, one in results.items()}
+            priced = {count: count_result.options for count, count_result in results.items()}
             group = self._next(falling, space, priced, best)
             self.guesses.update((count, options_at(count, priced)) for count in group)
         return best
@@ -268,17 +272,19 @@ class InterOpSearch:
 
         def estimated(count: int, limit: float = math.inf) -> float:
             if best:
-                known = {n: w for n, w in options_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
+                by_submesh = {n: w for n, w in options_at(count, priced).items() if w.keys() == self.kinds.stage.keys()}
             else:
-                known = self.lower_bounds_of(options_anywhere(count, priced))
-            prices = self._run_costs(space, known)
+                by_submesh = self.lower_bounds_of(options_anywhere(count, priced))
+            prices = self._run_costs(space, by_submesh)
             return _seconds(search(self._asked(count, space, prices, schedule), self.effort.near, limit))
 
         limit = (1 - self.effort.gain_of_count) * estimated(best.microbatches) if best else space.limit
         estimates: dict[int, float] = {}
-        for some in (falling[from_ + 1 :], falling[:from_][::-1]):
-            found = ((estimated(count, limit), count) for count in some if count not in priced)
-            estimates.update((count, s) for s, count in itertools.takewhile(lambda one: one[0] < math.inf, found))
+        for counts in (falling[from_ + 1 :], falling[:from_][::-1]):
+            by_seconds = ((estimated(count, limit), count) for count in counts if count not in priced)
+            estimates.update(
+                (count, s) for s, count in itertools.takewhile(lambda pair: pair[0] < math.inf, by_seconds)
+            )
         return sorted(estimates, key=lambda count: (estimates[count], count))[: parallel_map.WORKERS]
 
     def _start(self, falling: Sequence[int], space: SearchSpace) -> int:
@@ -311,21 +317,21 @@ class InterOpSearch:
 
         Options with less memory than the fastest are costed on demand, as are options that have an estimate.
         """
-        known = self.known.setdefault(count, {})
+        submesh_costs = self.submesh_costs.setdefault(count, {})
         if count not in self.layer_costs:
             same = self.kinds if self.kinds.microbatches == count else self.kinds.at(count)
             self.layer_costs[count] = LayerCosts(same or self._kinds(count), self.options)
         for n in submeshes:
-            if n not in known:
-                known[n] = self.layer_costs[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
-        return known
+            if n not in submesh_costs:
+                submesh_costs[n] = self.layer_costs[count].on(self.meshes[n], self.guesses.get(count, {}).get(n))
+        return submesh_costs
 
     def whole(self, count: int, submeshes: Iterable[int]) -> Mapping[int, SubmeshCosts]:
         """As `priced`, with all options costed."""
-        some = tuple(submeshes)
-        known = self.priced(count, some)
-        known.update({n: known[n].whole() for n in some})
-        return known
+        wanted = tuple(submeshes)
+        submesh_costs = self.priced(count, wanted)
+        submesh_costs.update({n: submesh_costs[n].whole() for n in wanted})
+        return submesh_costs
 
     def at(
         self, count: int, space: SearchSpace, limit: float = math.inf
@@ -342,13 +348,13 @@ class InterOpSearch:
 
     def _priced(self, count: int, space: SearchSpace) -> Mapping[int, OptionsByKind]:
         """Submesh -> options of the kinds of layers that are costed, estimated or too large there."""
-        usable, found = self.usable(space), self.known[count]
+        usable, costs = self.usable(space), self.submesh_costs[count]
 
         def options_on(n: int, kind: int) -> tuple[StageOption, ...]:
             least = self.least[kind] / self.meshes[n].size
-            return found[n].found(kind) if least <= usable[n] else (too_large(least),)
+            return costs[n].costed(kind) if least <= usable[n] else (too_large(least),)
 
-        return {n: {kind: some for kind in self.kinds.stage if (some := options_on(n, kind))} for n in found}
+        return {n: {kind: options for kind in self.kinds.stage if (options := options_on(n, kind))} for n in costs}
 
     def simulated(
         self, division: Division, question: Question, space: SearchSpace, limit: float = math.inf
@@ -356,7 +362,7 @@ class InterOpSearch:
         """A division under the fastest schedule that fits; None if that takes `limit` seconds or more."""
         kinds, capacity = self.kinds.of_layer, self.capacity(space)
         simulator = Simulator(self.cluster, self.meshes, kinds, self.borders, capacity, space.schedules, space.policies)
-        return simulator.best(division, question, self.known[question.microbatches], limit)
+        return simulator.best(division, question, self.submesh_costs[question.microbatches], limit)
 
     def _plain(self, divisions: Sequence[Division], space: SearchSpace) -> Sequence[Division]:
         """Drops divisions in which a rematerialised stage follows one that is not.
@@ -379,33 +385,33 @@ class InterOpSearch:
         submeshes are costed only if they may beat it. If nothing fits and there is no incumbent, the search is repeated
         without the reserve of memory.
         """
-        first, *others = self.mesh_groups(by_itself=math.isfinite(space.limit))
-        question, found = self._best_divisions(count, space, first, limit)
-        limit = min(limit, *(yield _seconds(found)))
-        for n, some in enumerate(others):
-            known = (*first, *itertools.chain(*others[:n]))
-            if not self._may_improve(count, space, known, some, limit * (1 - self.effort.gain_of_submeshes)):
+        first, *further = self.mesh_groups(by_itself=math.isfinite(space.limit))
+        question, divisions = self._best_divisions(count, space, first, limit)
+        limit = min(limit, *(yield _seconds(divisions)))
+        for n, group in enumerate(further):
+            costed = (*first, *itertools.chain(*further[:n]))
+            if not self._may_improve(count, space, costed, group, limit * (1 - self.effort.gain_of_submeshes)):
                 break
-            question, better = self._best_divisions(count, space, (*known, *some), limit * (1 - self.effort.near))
-            found = (*better, *found)
-            limit = min(limit, _seconds(found))
+            question, better = self._best_divisions(count, space, (*costed, *group), limit * (1 - self.effort.near))
+            divisions = (*better, *divisions)
+            limit = min(limit, _seconds(divisions))
         if space.reserve and math.isinf(limit):
             return parallel_map.in_this_process([partial(self.divisions, count, replace(space, reserve=0.0))])[0]
-        return question, found
+        return question, divisions
 
     def _may_improve(
-        self, count: int, space: SearchSpace, known: Sequence[int], others: Sequence[int], limit: float
+        self, count: int, space: SearchSpace, costed: Sequence[int], added: Sequence[int], limit: float
     ) -> bool:
         """Whether adding submeshes that are not costed yet could beat `limit` seconds, by their lower bounds.
 
         Kinds of layers are costed on these submeshes one after the other, the most frequent first, until the bound
         exceeds the limit.
         """
-        prices, holds_least = {n: self._options_on(count, space, n) for n in known}, _made_for(space)[-1]
+        prices, holds_least = {n: self._options_on(count, space, n) for n in costed}, _made_for(space)[-1]
         kinds = sorted(self.kinds.stage, key=lambda kind: (-self.kinds.of_layer.count(kind), kind))
         for done in (0, *(2**i for i in range((len(kinds) - 1).bit_length()))):
-            some = {n: self._options_on(count, space, n, kinds[:done]) for n in others}
-            lower_bounds = self.lower_bounds_of({**prices, **some})
+            added_options = {n: self._options_on(count, space, n, kinds[:done]) for n in added}
+            lower_bounds = self.lower_bounds_of({**prices, **added_options})
             if not search(
                 self._asked(count, space, self._run_costs(space, lower_bounds), holds_least), self.effort.near, limit
             ):
@@ -438,28 +444,28 @@ class InterOpSearch:
         while True:
             priced = {n: self._options_on(count, space, n) for n in submeshes}
             question = self._asked(count, space, self._run_costs(space, priced), schedule)
-            found = search(question, self.effort.near, limit)
-            without_costs = [self._without_costs(count, space, division) for division in found]
+            divisions = search(question, self.effort.near, limit)
+            without_costs = [self._without_costs(count, space, division) for division in divisions]
             near_best = [
                 h
-                for h, d in zip(without_costs, found, strict=True)
-                if d.seconds <= found[0].seconds * (1 + self.effort.gain_of_submeshes)
+                for h, d in zip(without_costs, divisions, strict=True)
+                if d.seconds <= divisions[0].seconds * (1 + self.effort.gain_of_submeshes)
             ]
             missing = set[tuple[int, int]]().union(*near_best)
             if not missing:
-                return question, tuple(d for h, d in zip(without_costs, found, strict=True) if not h)
-            known = self.known[count]
-            for n, some in itertools.groupby(sorted(missing), key=lambda pair: pair[0]):
-                known[n] = known[n].deeper(kind for _, kind in some)
+                return question, tuple(d for h, d in zip(without_costs, divisions, strict=True) if not h)
+            costs = self.submesh_costs[count]
+            for n, pairs in itertools.groupby(sorted(missing), key=lambda pair: pair[0]):
+                costs[n] = costs[n].deeper(kind for _, kind in pairs)
 
     def _without_costs(self, count: int, space: SearchSpace, division: Division) -> set[tuple[int, int]]:
         """(submesh, kind of layer) pairs for which a division uses options without costs."""
-        options, known = run_options(space.policies), self.known[count]
+        options, costs = run_options(space.policies), self.submesh_costs[count]
         return {
             (part.placement.submesh, kind)
             for part in division.parts
             for kind in self.kinds.of_layer[part.first : part.last]
-            if known[part.placement.submesh].is_lower_bound(kind, options[part.option][1])
+            if costs[part.placement.submesh].is_lower_bound(kind, options[part.option][1])
         }
 
     def mesh_groups(self, *, by_itself: bool = False) -> tuple[tuple[int, ...], ...]:
@@ -473,14 +479,14 @@ class InterOpSearch:
         host, total = self.cluster.devices_per_host, self.cluster.num_devices
         sizes = {n: mesh.size for n, mesh in self.meshes.items()}
         even = [n for n, size in sizes.items() if total % size == 0]
-        one = tuple(n for n in even if sizes[n] <= host)
+        divisors = tuple(n for n in even if sizes[n] <= host)
         odd = tuple(n for n in sizes if n not in even)  # one group: a stage on 3 devices needs another on 5
-        single = tuple(n for n in one if sizes[n] == 1)
-        several = tuple(n for n in one if sizes[n] > 1)
-        within = (single, several) if by_itself and several else (one,)
-        return (*within, *((n,) for n in even if n not in one), *((odd,) if odd else ()))
+        single = tuple(n for n in divisors if sizes[n] == 1)
+        several = tuple(n for n in divisors if sizes[n] > 1)
+        within = (single, several) if by_itself and several else (divisors,)
+        return (*within, *((n,) for n in even if n not in divisors), *((odd,) if odd else ()))
 
-    def lower_bounds_of(self, known: Mapping[int, OptionsByKind]) -> Mapping[int, OptionsByKind]:
+    def lower_bounds_of(self, by_submesh: Mapping[int, OptionsByKind]) -> Mapping[int, OptionsByKind]:
         """Known options, with lower bounds of time and memory for all other submeshes.
 
         On more devices a layer takes no fewer device-seconds and no fewer bytes over all devices. The bound on a
@@ -488,16 +494,16 @@ class InterOpSearch:
         divide the cluster, that divides the cluster: dimensions that 3 devices do not divide may be faster on 4.
         """
         return {
-            n: {k: known.get(n, {}).get(k) or self._lower_bounds_of(known, n, k) for k in self.kinds.stage}
+            n: {k: by_submesh.get(n, {}).get(k) or self._lower_bounds_of(by_submesh, n, k) for k in self.kinds.stage}
             for n in self.meshes
         }
 
-    def _lower_bounds_of(self, known: Mapping[int, OptionsByKind], n: int, kind: int) -> tuple[StageOption, ...]:
+    def _lower_bounds_of(self, by_submesh: Mapping[int, OptionsByKind], n: int, kind: int) -> tuple[StageOption, ...]:
         sizes = {k: mesh.size for k, mesh in self.meshes.items()}
         whole = self.cluster.num_devices if self.cluster.num_devices % sizes[n] else sizes[n]
-        smaller = [k for k in known if kind in known[k] and sizes[k] <= sizes[n] and whole % sizes[k] == 0]
+        smaller = [k for k in by_submesh if kind in by_submesh[k] and sizes[k] <= sizes[n] and whole % sizes[k] == 0]
         largest = max(smaller, key=lambda k: sizes[k])
-        return tuple(one.scaled(sizes[largest] / sizes[n]) for one in known[largest][kind])
+        return tuple(option.scaled(sizes[largest] / sizes[n]) for option in by_submesh[largest][kind])
 
     def question(self, count: int, space: SearchSpace, schedule: str) -> Question:
         """The input of the dynamic program for a number of microbatches and a schedule: all submeshes and options."""
@@ -505,9 +511,9 @@ class InterOpSearch:
         priced = {n: self._options_on(count, space, n) for n in self.meshes}
         return self._asked(count, space, self._run_costs(space, priced), schedule)
 
-    def _run_costs(self, space: SearchSpace, known: Mapping[int, OptionsByKind]) -> Mapping[int, RunCosts]:
+    def _run_costs(self, space: SearchSpace, by_submesh: Mapping[int, OptionsByKind]) -> Mapping[int, RunCosts]:
         """Costs of all runs of layers."""
-        return {n: run_costs(found, self.kinds.of_layer, space.policies) for n, found in known.items()}
+        return {n: run_costs(by_kind, self.kinds.of_layer, space.policies) for n, by_kind in by_submesh.items()}
 
     def _options_on(self, count: int, space: SearchSpace, n: int, kinds: Iterable[int] | None = None) -> OptionsByKind:
         """Options of these kinds of layers, or of all, on a submesh.
@@ -549,12 +555,12 @@ class InterOpSearch:
         Every device of the stage in front sends, as if the next one had as many at least.
         """
         if count not in self.transfers:
-            found = np.zeros((len(self.meshes), len(self.borders) + 2, self.cluster.num_devices + 1))
+            seconds = np.zeros((len(self.meshes), len(self.borders) + 2, self.cluster.num_devices + 1))
             both_ways = np.array(self.borders).reshape(-1, 2) / count
             for n, mesh in self.meshes.items():
                 for d in range(1, self.cluster.num_devices):
-                    found[n, 1:-1, d] = transfer_seconds(self.cluster, both_ways, d, mesh.size).sum(1)
-            self.transfers[count] = found
+                    seconds[n, 1:-1, d] = transfer_seconds(self.cluster, both_ways, d, mesh.size).sum(1)
+            self.transfers[count] = seconds
         return self.transfers[count]
 
 
@@ -572,6 +578,6 @@ def _made_for(space: SearchSpace) -> tuple[str, ...]:
     return tuple(name for name in MADE_FOR if name in space.schedules) or space.schedules
 
 
-def _seconds(found: Sequence[Division]) -> float:
+def _seconds(divisions: Sequence[Division]) -> float:
     """Step time (s) of the fastest of these divisions; inf without any."""
-    return min((division.seconds for division in found), default=math.inf)
+    return min((division.seconds for division in divisions), default=math.inf)

@@ -149,27 +149,27 @@ class Simulator:
     def _run(self, part: Part, priced: Mapping[int, SubmeshCosts]) -> tuple[str, list[StageOption]]:
         """The rematerialisation policy of a stage, and the option of each of its layers."""
         policy, number = run_options(self.policies)[part.option]
-        one = priced[part.placement.submesh]
-        return policy, [one.option(kind, number, policy) for kind in self.of_layer[part.first : part.last]]
+        costs = priced[part.placement.submesh]
+        return policy, [costs.option(kind, number, policy) for kind in self.of_layer[part.first : part.last]]
 
     def _prices(self, division: Division, stages: Sequence[Sequence[StageOption]], count: int) -> Prices:
-        found = [[option.times for option in options] for options in stages]
+        times = [[option.times for option in options] for options in stages]
         return Prices(
-            forward=tuple(sum(t.forward for t in stage) for stage in found),
-            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in found),
-            update=tuple(sum(t.update + t.reduce for t in stage) for stage in found),
+            forward=tuple(sum(t.forward for t in stage) for stage in times),
+            backward=tuple(sum(t.backward + t.weight for t in stage) for stage in times),
+            update=tuple(sum(t.update + t.reduce for t in stage) for stage in times),
             transfer=self._links(division, count),
         )
 
     def _links(self, division: Division, count: int) -> Mapping[tuple[int, int], float]:
-        found: dict[tuple[int, int], float] = {}
+        seconds: dict[tuple[int, int], float] = {}
         for s, part in enumerate(division.parts[1:]):
             before = division.parts[s].placement
             senders = min(before.stop - before.start, part.placement.stop - part.placement.start)
             border, device = self.borders[part.first - 1], part.placement.start
-            found[s, s + 1] = transfer_seconds(self.cluster, border.forward / count, device, senders)
-            found[s + 1, s] = transfer_seconds(self.cluster, border.backward / count, device, senders)
-        return found
+            seconds[s, s + 1] = transfer_seconds(self.cluster, border.forward / count, device, senders)
+            seconds[s + 1, s] = transfer_seconds(self.cluster, border.backward / count, device, senders)
+        return seconds
 
 
 def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
@@ -180,7 +180,7 @@ def simulated_seconds(name: str, size: Size, prices: Prices) -> float:
     few, more = (Size(size.ranks, per_rank * size.ranks) for per_rank in (REPEATING // 2, REPEATING))
     if size.microbatches <= more.microbatches:
         return simulate(make(name, size), prices).seconds
-    short, longer = (simulate(make(name, one), prices).seconds for one in (few, more))
+    short, longer = (simulate(make(name, few_or_more), prices).seconds for few_or_more in (few, more))
     return longer + (size.microbatches - more.microbatches) * (longer - short) / (more.microbatches - few.microbatches)
 
 
@@ -222,6 +222,6 @@ def transfer_seconds(cluster: Cluster, nbytes: float | Floats, device: int, send
     return link.alpha + max(link.beta, link.pair) * nbytes / senders
 
 
-def rank(found: FoundPipeline) -> tuple[float, int, int, str]:
+def rank(pipeline: FoundPipeline) -> tuple[float, int, int, str]:
     """Key by which the best of several pipelines is the least."""
-    return found.seconds, len(found.stages), found.microbatches, found.schedule
+    return pipeline.seconds, len(pipeline.stages), pipeline.microbatches, pipeline.schedule

@@ -113,7 +113,7 @@ class StageOptions:
     options: Options
     entering: Sequence[int]
     effort: OptionEffort = STAGE_OPTIONS
-    found: dict[float, _CostedOption] = field(default_factory=dict[float, "_CostedOption"])  # by rate
+    costed: dict[float, _CostedOption] = field(default_factory=dict[float, "_CostedOption"])  # by rate
 
     @cached_property
     def penalised(self) -> PenalisedPlans:
@@ -150,10 +150,10 @@ class StageOptions:
         Where there are more rates, the last entry is a lower bound of their options: the memory of even pieces, in the
         time of the slowest computed option.
         """
-        found = sorted((self._at(share) for share in (0.0, *self.open[:penalties])), key=_order)
-        options = tuple(_nondominated(found))
+        costed = sorted((self._at(share) for share in (0.0, *self.open[:penalties])), key=_order)
+        options = tuple(_nondominated(costed))
         return (
-            options if penalties >= len(self.open) else (*options, replace(self._least, times=found[-1].option.times))
+            options if penalties >= len(self.open) else (*options, replace(self._least, times=costed[-1].option.times))
         )
 
     @cached_property
@@ -162,15 +162,15 @@ class StageOptions:
         return StageOption(self.cheapest.times, least_memory(plan), sum(even_bytes(plan, v) for v in self.entering))
 
     def _at(self, share: float) -> _CostedOption:
-        if share not in self.found:
+        if share not in self.costed:
             problem, plan = self.penalised.model.problem, self._plan(share)
             entering = sum(stored_bytes(plan, v) for v in self.entering)
             seconds = problem.value(plan.solution.assignment)
             nbytes = self.penalised.row.value(problem, plan.solution.assignment)
-            self.found[share] = _CostedOption(
+            self.costed[share] = _CostedOption(
                 seconds, nbytes, StageOption(stage_times(plan), stage_memory(plan), entering, share)
             )
-        return self.found[share]
+        return self.costed[share]
 
     def _plan(self, share: float) -> StagePlan:
         c = self.penalised
@@ -182,13 +182,13 @@ def too_large(nbytes: float) -> StageOption:
     return StageOption(StageTimes(0.0, 0.0, 0.0, 0.0, 0.0, {}), StageMemory(nbytes, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 
-def _order(found: _CostedOption) -> tuple[float, float, float]:
-    return found.seconds, found.nbytes, found.option.share
+def _order(costed: _CostedOption) -> tuple[float, float, float]:
+    return costed.seconds, costed.nbytes, costed.option.share
 
 
 def _nondominated(ordered: Sequence[_CostedOption]) -> Iterator[StageOption]:
     least = np.inf
-    for one in ordered:
-        if one.nbytes < least:
-            least = one.nbytes
-            yield one.option
+    for costed in ordered:
+        if costed.nbytes < least:
+            least = costed.nbytes
+            yield costed.option

@@ -68,32 +68,32 @@ class _Builder:
     def side(self, strategies: StrategySet, dims: tuple[int, ...], assigned: bool) -> _Side:
         """The end of an edge at a group, for a value whose dimensions are these factors. See `projection`."""
         key = (strategies.index, dims, assigned)
-        found = self.sides.get(key)
-        if found is None:
-            found = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
-        return found
+        side = self.sides.get(key)
+        if side is None:
+            side = self.sides[key] = _Side(len(self.sides), *projection(strategies, dims, assigned))
+        return side
 
     def table(self, u: _Side, v: _Side, moved: Moved) -> NDArray[np.float64]:
         """Seconds per step to reshard, shape (classes of u, classes of v); padding of uneven pieces counts."""
         type_, weight, behind = moved
         resharding = self.behind if behind else self.resharding
         key = (u.index, v.index, moved)
-        found = self.tables.get(key)
-        if found is None:
+        table = self.tables.get(key)
+        if table is None:
             excess = padding(u.layouts, v.layouts, type_.shape, self.mesh.sizes)
-            found = np.zeros(excess.shape)
+            table = np.zeros(excess.shape)
             for ratio in np.unique(excess):
                 prices = resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
-                found = np.where(excess == ratio, prices * weight, found)
-            self.tables[key] = found
-        return found
+                table = np.where(excess == ratio, prices * weight, table)
+            self.tables[key] = table
+        return table
 
     def layouts(self, shape: tuple[int, ...], first_index: int) -> StrategySet:
         """The layouts of a copy of this shape; indices of these sets start at `first_index`."""
-        found = self.sets.get(shape)
-        if found is None:
-            found = self.sets[shape] = layouts_of(shape, self.mesh, first_index + len(self.sets))
-        return found
+        layout_set = self.sets.get(shape)
+        if layout_set is None:
+            layout_set = self.sets[shape] = layouts_of(shape, self.mesh, first_index + len(self.sets))
+        return layout_set
 
 
 def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
@@ -159,7 +159,7 @@ def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, l
     A group that reads its own value in the layout that it decides is no reader. Several uses by one reader count as
     one: it reads as often as the most frequent of them, and overlaps or rounds only if all of them do.
     """
-    found: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
+    readers: dict[int, dict[tuple[int, tuple[int, ...], bool], tuple[float, bool, bool]]] = {}
     for use in grouping.uses:
         binding = grouping.bindings.get(use.value)
         if binding is None:
@@ -167,12 +167,12 @@ def _readers(graph: Graph, grouping: Grouping, rounding: bool) -> Mapping[int, l
         dims = source_dims(binding, use)
         if binding.group == use.consumer and not use.assigned and dims == binding.dims:
             continue
-        ends = found.setdefault(binding.value, {})
+        ends = readers.setdefault(binding.value, {})
         key = (use.consumer, dims, use.assigned)
         weight, behind, narrow = ends.get(key, (0.0, True, rounding))
         narrow = narrow and use.op >= 0 and rounds(graph.by_index[use.op], graph.types[use.value])
         ends[key] = (max(weight, use.weight), behind and grouping.overlap.moves(use.value, use.op), narrow)
-    return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in found.items()}
+    return {value: [_End(*key, *rest) for key, rest in ends.items()] for value, ends in readers.items()}
 
 
 class _Edges:

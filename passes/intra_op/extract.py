@@ -30,16 +30,16 @@ from autopar.passes.op_groups.reduction_lowering import emitted
 def layouts(model: Model, assignment: Ints) -> ProgramLayouts:
     """The layouts under an assignment: strategy per node, shape (nodes,)."""
     groups, bindings = model.grouping.groups, model.grouping.bindings
-    known: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
+    cached: dict[tuple[int, int, tuple[int, ...], bool], Layout] = {}
     choices: list[int] = assignment.tolist()
 
     def of(group: int, dims: tuple[int, ...], assigned: bool) -> Layout:
         strategies, choice = groups[group].strategies, choices[group]
         key = (strategies.index, choice, dims, assigned)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = layout_at(strategies, choice, dims, assigned)
-        return found
+        layout = cached.get(key)
+        if layout is None:
+            layout = cached[key] = layout_at(strategies, choice, dims, assigned)
+        return layout
 
     values = {v: of(h.group, h.dims, False) for v, h in bindings.items() if h.view is None}
     copies = {
@@ -67,10 +67,10 @@ def through(binding: Binding, wanted: Layout) -> Layout:
 
 
 def collectives(
-    graph: Graph, model: Model, assignment: Ints, found: ProgramLayouts, mesh: LogicalMesh
+    graph: Graph, model: Model, assignment: Ints, program: ProgramLayouts, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
     """All collectives of a plan, in program order of the operations that need them."""
-    parts = [*_reshards(graph, model, found, mesh), *_sums(graph, model, assignment, mesh)]
+    parts = [*_reshards(graph, model, program, mesh), *_sums(graph, model, assignment, mesh)]
     return tuple(c for _, c in sorted(parts, key=lambda p: p[0]))
 
 
@@ -114,12 +114,12 @@ def traffic_seconds(model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterat
         yield charge, charge.nbytes * device_share(layout, strategies.sizes, mesh.sizes) / bandwidth
 
 
-def reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMesh) -> Iterator[Collective]:
+def reshards(graph: Graph, model: Model, program: ProgramLayouts, mesh: LogicalMesh) -> Iterator[Collective]:
     """The collectives of all reshards, in the order of the uses."""
-    return (c for _, c in _reshards(graph, model, found, mesh))
+    return (c for _, c in _reshards(graph, model, program, mesh))
 
 
-def _reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMesh) -> Iterator[_Placed]:
+def _reshards(graph: Graph, model: Model, program: ProgramLayouts, mesh: LogicalMesh) -> Iterator[_Placed]:
     """The collectives of all reshards. A value is resharded to each layout once, however many uses have it."""
     seen: set[tuple[int, Layout]] = set()
     bindings = model.grouping.bindings
@@ -127,11 +127,11 @@ def _reshards(graph: Graph, model: Model, found: ProgramLayouts, mesh: LogicalMe
         binding = bindings.get(use.value)
         if binding is None:
             continue
-        value, at_binding = binding.value, found.values[binding.value]
+        value, at_binding = binding.value, program.values[binding.value]
         default = at_binding if binding.view is None else (-1,) * len(mesh.sizes)
-        wanted = through(binding, found.uses.get(use.site, default))
-        start = found.copies.get(value, at_binding)
-        if value in found.copies and (value, start) not in seen:
+        wanted = through(binding, program.uses.get(use.site, default))
+        start = program.copies.get(value, at_binding)
+        if value in program.copies and (value, start) not in seen:
             seen.add((value, start))
             weight = min(use.weight, model.grouping.executions(binding))
             yield from _emit(graph, replace(use, weight=weight), value, at_binding, start, mesh)
@@ -161,16 +161,16 @@ def _padded(type_: Type, source: Layout, target: Layout, mesh: LogicalMesh) -> f
 
 def _sums(graph: Graph, model: Model, assignment: Ints, mesh: LogicalMesh) -> Iterator[_Placed]:
     """The collectives that reduce partial sums, of all operations."""
-    known: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
+    sums: dict[tuple[int, int, int], tuple[tuple[str, tuple[int, ...], int], ...]] = {}
     for index, c in enumerate(model.grouping.groups):
         choice = int(assignment[index])
         if c.op < 0 or not c.strategies.after[choice].any():
             continue
         op = graph.by_index[c.op]
         key = (op.signature, c.strategies.index, choice)
-        if key not in known:
-            known[key] = tuple(sums_of(graph, op, c, choice, model, mesh))
-        for i, (kind, axes, nbytes) in enumerate(known[key]):
+        if key not in sums:
+            sums[key] = tuple(sums_of(graph, op, c, choice, model, mesh))
+        for i, (kind, axes, nbytes) in enumerate(sums[key]):
             names = tuple(mesh.names[a] for a in axes)
             # 100: after the reshards of the operands
             yield (op.index, 100 + i), Collective(kind, names, nbytes, max(1, round(c.weight)), op.tag, op.source)

@@ -92,9 +92,9 @@ class _LeafPool(Pool):
         self._every = every
 
     def add(self, plans: Iterable[Ints]) -> None:
-        given = list(plans)
-        self._every.add(given)
-        super().add(plan for plan in given if self._leaf.admits(plan))
+        new_plans = list(plans)
+        self._every.add(new_plans)
+        super().add(plan for plan in new_plans if self._leaf.admits(plan))
 
 
 class Tree:
@@ -233,10 +233,10 @@ class Tree:
         a, b = self._pair(leaf)
         if a is not None and b is not None:
             self.pairs.append((a, b))
-        for one, other in ((a, b), tuple(leaf.decoded) or (None, None)):
-            if one is None or other is None:
+        for plan, other in ((a, b), tuple(leaf.decoded) or (None, None)):
+            if plan is None or other is None:
                 continue
-            scored = {int(v): self._sides(int(v), one, other, leaf) for v in self._branchable if one[v] != other[v]}
+            scored = {int(v): self._sides(int(v), plan, other, leaf) for v in self._branchable if plan[v] != other[v]}
             able = [v for v, (worth, side, rest) in scored.items() if worth >= least and side.any() and rest.any()]
             if able:
                 v = max(able, key=lambda v: (scored[v][0], -v))

@@ -180,8 +180,8 @@ class Messages:
 
     def run(self, passes: int) -> tuple[float, list[Ints]]:
         """The best lower bound (s) on the penalised cost from these passes, and the plans that they decode."""
-        found = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
-        return max(bound for bound, _ in found), [plan for _, plan in found]
+        sweeps = [sweep(self._penalised, self._ends, self._state) for _ in range(passes)]
+        return max(bound for bound, _ in sweeps), [plan for _, plan in sweeps]
 
     @property
     def bounds(self) -> tuple[Floats, ...]:
@@ -254,7 +254,7 @@ class Objective(Protocol):
         """The lower bound on the objective of plans, from a bound on their penalised cost at these multipliers."""
         ...
 
-    def known(self, pool: Pool) -> float:
+    def incumbent(self, pool: Pool) -> float:
         """The objective of the best plan in the pool, inf without one."""
         ...
 
@@ -316,7 +316,7 @@ class BudgetObjective:
         # penalised costs have neither the constant bytes nor the budget
         return bound + float(multipliers @ (self._constants - self.budget))
 
-    def known(self, pool: Pool) -> float:
+    def incumbent(self, pool: Pool) -> float:
         fitting = pool.fitting(self.budget)
         return min(self.upper, float(pool.seconds[fitting[0]])) if len(fitting) else self.upper
 
@@ -354,7 +354,7 @@ class PeakObjective:
     def lower(self, bound: float, multipliers: Floats) -> float:
         return bound + float(multipliers @ self._constants)
 
-    def known(self, pool: Pool) -> float:
+    def incumbent(self, pool: Pool) -> float:
         peaks = pool.usage.max(axis=1)[np.isfinite(pool.seconds)]
         return float(peaks.min(initial=np.inf))
 
@@ -402,9 +402,9 @@ def ascend(
         if better:
             best, kept = Dual(lower, multipliers), messages.copy()
         share = _step(share, better, steps) if effort.adapt else share
-        known = objective.known(pool)
-        gaps.append(min(value, known) - best.lower)
-        done = settled(value, known, best.lower, target, effort.enough)
+        incumbent = objective.incumbent(pool)
+        gaps.append(min(value, incumbent) - best.lower)
+        done = settled(value, incumbent, best.lower, target, effort.enough)
         before = -1 - effort.patience
         stalled = len(gaps) > effort.patience and gaps[-1] > gaps[before] * (1 - effort.progress)
         if done or stalled or time.monotonic() > deadline:
@@ -414,21 +414,21 @@ def ascend(
     return best if done else _scan(messages, pool, objective, best, gaps[-1], deadline, effort)
 
 
-def settled(value: float, known: float, lower: float, target: float, enough: float) -> bool:
-    """Whether no multipliers can raise a bound by much, that is whether min(value, known) - lower is small.
+def settled(value: float, incumbent: float, lower: float, target: float, enough: float) -> bool:
+    """Whether no multipliers can raise a bound by much, that is whether min(value, incumbent) - lower is small.
 
-    `value`, `known` and `lower` have the unit of the objective: seconds, or bytes for the least peak.
+    `value`, `incumbent` and `lower` have the unit of the objective: seconds, or bytes for the least peak.
 
     Args:
         value: the value of the model, which no bound exceeds.
-        known: objective of the best known plan, inf without one.
+        incumbent: objective of the best known plan, inf without one.
         lower: the bound.
-        target: share of `known` that counts as small.
-        enough: share of `known - lower` that counts as small.
+        target: share of `incumbent` that counts as small.
+        enough: share of `incumbent - lower` that counts as small.
     """
-    slack = max(MODEL_CLOSED * abs(value), target * abs(known) if np.isfinite(known) else 0.0)
-    slack = max(slack, enough * (known - lower) if np.isfinite(known - lower) else 0.0)
-    return bool(min(value, known) - lower <= slack)
+    slack = max(MODEL_CLOSED * abs(value), target * abs(incumbent) if np.isfinite(incumbent) else 0.0)
+    slack = max(slack, enough * (incumbent - lower) if np.isfinite(incumbent - lower) else 0.0)
+    return bool(min(value, incumbent) - lower <= slack)
 
 
 def _step(share: float, better: bool, steps: StepEffort) -> float:

@@ -105,13 +105,13 @@ class LocalSearch:
         """Cost (s) of v and its edges for each strategy of v, given the strategies of the other nodes."""
         score = self._constrained.problem.nodes[v].cost
         for x in self._ends[v]:
-            score = score + x.table[:, x.others[plan[x.other]]][x.classes]
+            score = score + x.table[:, x.other_classes[plan[x.other]]][x.classes]
         return score
 
     def _bytes(self, v: int, plan: Ints) -> Floats | None:
         """Bytes of v and its edges, shape (R, strategies); None if neither v nor an edge of v has bytes."""
         own = self._constrained.nodes.get(v)
         for x, table in self._usage[v]:
-            part = table[:, :, x.others[plan[x.other]]][:, x.classes]
+            part = table[:, :, x.other_classes[plan[x.other]]][:, x.classes]
             own = part if own is None else own + part
         return own

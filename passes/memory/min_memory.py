@@ -124,12 +124,12 @@ def least_memory(
         if state.suffices(asked) or len(state.rows) == rows_before or time.monotonic() > deadline:
             break
     if state.suffices(asked):
-        return state.found(-np.inf)
+        return state.result(-np.inf)
     lower = state.bound(multipliers)
     most = effort.small if asked is None or lower <= asked else effort.tiny
     if exact and state.peak > lower * (1 + CLOSED) and problem.variables <= most:
         lower = max(lower, state.by_ilp())
-    return state.found(min(lower, state.peak))
+    return state.result(min(lower, state.peak))
 
 
 class _State:
@@ -188,7 +188,7 @@ class _State:
         """The effort of an ascent."""
         return PEAK if self._usable is None else PEAK_PRESOLVED
 
-    def found(self, lower: float) -> LeastMemory:
+    def result(self, lower: float) -> LeastMemory:
         """The result with this bound (bytes)."""
         assert self.plan is not None
         return LeastMemory(self.plan, self.problem.value(self.plan), self.peak, lower, tuple(self.rows))

@@ -47,7 +47,7 @@ class FrontEffort:
     # relative gap at which a budget is finished (settled on the zoo)
     target: float = 3e-4
     # points above a budget, the nearest ones, whose strategies `_fill` combines (settled on the zoo)
-    others: int = 3
+    nearest: int = 3
 
 
 FRONT = FrontEffort()
@@ -214,7 +214,7 @@ def _sweep(
         objective = BudgetObjective(presolved.constrained, budget, pool)
         wanted, value = objective.multipliers(pool)
         if settled(
-            value, objective.known(pool), _lower(cuts, budget) - presolved.constant, effort.target, AT_BUDGET.enough
+            value, objective.incumbent(pool), _lower(cuts, budget) - presolved.constant, effort.target, AT_BUDGET.enough
         ):
             multipliers = wanted
         else:
@@ -250,6 +250,6 @@ def _fill(state: SearchState, evaluated: _EvaluatedPlans, budgets: list[float], 
         if not under or not over or state.late:
             continue
         usage = np.array([row.value(state.problem, under[0]) for row in rows])
-        plan = relink(constrained, under[0], over[-effort.others :], usage, budget, np.zeros(constrained.rows))
+        plan = relink(constrained, under[0], over[-effort.nearest :], usage, budget, np.zeros(constrained.rows))
         if plan is not None:
             evaluated.add(plan)

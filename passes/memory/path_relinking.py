@@ -66,7 +66,7 @@ class _Items:
 def relink(
     constrained: ConstrainedProblem,
     base: Ints,
-    others: Sequence[Ints],
+    other_plans: Sequence[Ints],
     usage: Floats,
     budget: float,
     multipliers: Floats,
@@ -77,13 +77,13 @@ def relink(
     Args:
         constrained: the unfolded problem and its rows.
         base: a feasible plan, shape (nodes,).
-        others: feasible plans; at least one of all plans should fit.
+        other_plans: feasible plans; at least one of all plans should fit.
         usage: bytes of `base` in each row, shape (R,).
         budget: bytes.
         multipliers: weights of the bytes of each row (s/byte), shape (R,); equal weights if all are zero.
         effort: the rates that are tried.
     """
-    items = _items(constrained, base, others)
+    items = _items(constrained, base, other_plans)
     if not len(items.seconds):
         return None
     weight = items.usage @ (multipliers if multipliers.any() else np.ones_like(multipliers))
@@ -91,7 +91,7 @@ def relink(
     if chosen is None:
         return None
     chosen = _filled_greedily(items, weight, chosen, usage, budget)
-    mixed = np.stack([base, *others])
+    mixed = np.stack([base, *other_plans])
     moved = items.component >= 0
     return np.where(moved, mixed[np.where(moved, chosen[items.component], 0), np.arange(len(base))], base)
 
@@ -136,15 +136,15 @@ def _filled_greedily(items: _Items, weight: Floats, chosen: Ints, usage: Floats,
         chosen[c] = k
 
 
-def _items(constrained: ConstrainedProblem, base: Ints, others: Sequence[Ints]) -> _Items:
+def _items(constrained: ConstrainedProblem, base: Ints, other_plans: Sequence[Ints]) -> _Items:
     """The changes of seconds and bytes of every component under every plan."""
     differ = np.zeros(len(base), dtype=bool)
-    for plan in others:
+    for plan in other_plans:
         differ |= plan != base
     component = _components(constrained, differ)
     size = int(component.max(initial=-1)) + 1
-    seconds, usage = np.zeros((size, 1 + len(others))), np.zeros((size, 1 + len(others), constrained.rows))
-    plans = np.stack([base, *others])
+    seconds, usage = np.zeros((size, 1 + len(other_plans))), np.zeros((size, 1 + len(other_plans), constrained.rows))
+    plans = np.stack([base, *other_plans])
     for v in np.flatnonzero(differ).tolist():
         c, cost = component[v], constrained.problem.nodes[v].cost[plans[:, v]]
         seconds[c] += cost - cost[0]

@@ -16,15 +16,15 @@ from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Edge, Floats, Node, Problem
 
 
-def together(one: Row, other: Row, weight: float) -> Row:
-    """The row `one + weight * other`."""
-    nodes, edges = _weighted(one.nodes, other.nodes, weight), _weighted(one.edges, other.edges, weight)
-    return Row(f"{one.name} + {weight:g} {other.name}", one.constant + weight * other.constant, nodes, edges)
+def together(row: Row, other: Row, weight: float) -> Row:
+    """The row `row + weight * other`."""
+    nodes, edges = _weighted(row.nodes, other.nodes, weight), _weighted(row.edges, other.edges, weight)
+    return Row(f"{row.name} + {weight:g} {other.name}", row.constant + weight * other.constant, nodes, edges)
 
 
-def _weighted(one: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
-    """The tables `one + weight * other` by index; an absent table counts as zero."""
-    total = dict(one)
+def _weighted(tables: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
+    """The tables `tables + weight * other` by index; an absent table counts as zero."""
+    total = dict(tables)
     for v, table in other.items():
         total[v] = total[v] + weight * table if v in total else weight * table
     return dict(sorted(total.items()))

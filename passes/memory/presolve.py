@@ -171,9 +171,9 @@ def fold_rows(constrained: ConstrainedProblem, how: SymmetryReduction) -> Presol
     # dead-end elimination works once per signature and key, so these have to include the bytes
     quotient = replace(quotient, problem=mark(quotient))
     if how == "tie":  # bounds need not hold for the unfolded problem, so every class counts as one node
-        ones, one = np.ones_like(folded.counts), np.zeros((1, 2), dtype=np.int64)
+        ones, pairing = np.ones_like(folded.counts), np.zeros((1, 2), dtype=np.int64)
         return PresolvedProblem(
-            quotient, ones, (one,) * len(folded.pairings), 0.0, folded.lift, first, keep, folded.tied
+            quotient, ones, (pairing,) * len(folded.pairings), 0.0, folded.lift, first, keep, folded.tied
         )
     return PresolvedProblem(quotient, folded.counts, folded.pairings, 0.0, folded.lift, first, keep)
 

@@ -183,7 +183,7 @@ class Planner:
         fastest: solutions without a memory budget.
         bounds: states before the ILP of the problems in `fastest` whose solution is "open".
         forecast: solution -> forecasts of rematerialisation.
-        given: positions of the donated arguments.
+        donated: positions of the donated arguments.
         memory_limit: bytes per device, or "min" for the least peak.
         always: positions of the arguments that the user wants in the host's memory.
         leaves: the arguments that may be there.
@@ -203,10 +203,10 @@ class Planner:
     forecast: dict[Solution, Mapping[str, Forecast]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.given = _donated(self.traced.graph, self.options)
+        self.donated = _donated(self.traced.graph, self.options)
         self.memory_limit = memory_policy.memory_limit(self.mesh, self.options.memory_budget)
         self.always, self.leaves = choose_offload.candidates(
-            self.traced.graph, self.mesh, self.given, self.options.offload
+            self.traced.graph, self.mesh, self.donated, self.options.offload
         )
 
     def plan(self, cluster_name: str, cutoff: float = math.inf) -> MeshSolution:
@@ -224,13 +224,13 @@ class Planner:
         begin, counted = time.perf_counter(), sum(self.laps.values())
         if math.isfinite(cutoff):
             self.check(cutoff)
-        found = self.choose(cutoff)
-        if math.isfinite(cutoff) and not (found.fits and found.seconds < cutoff):
+        choice = self.choose(cutoff)
+        if math.isfinite(cutoff) and not (choice.fits and choice.seconds < cutoff):
             raise Pruned(self.fastest[self.as_written].lower_bound, self.laps)
-        if found.error is not None:
-            raise found.error
-        assert found.plan is not None
-        draft, solution = found.plan
+        if choice.error is not None:
+            raise choice.error
+        assert choice.plan is not None
+        draft, solution = choice.plan
         notes = (
             *recomputation.notes(draft.policies),
             *choose_offload.notes(draft.graph, self.mesh, draft.hosted, draft.host_bytes(self.mesh, solution)),
@@ -239,7 +239,7 @@ class Planner:
             self._count({"remat": time.perf_counter() - begin - (sum(self.laps.values()) - counted)})
         phases = {**self.laps, "inter_op": 0.0}
         written = self.traced.graph
-        return MeshSolution(written, draft, solution, self.mesh, cluster_name, self.given, notes, phases)
+        return MeshSolution(written, draft, solution, self.mesh, cluster_name, self.donated, notes, phases)
 
     def bound(self, cutoff: float = math.inf) -> Solution:
         """A solution of the program as written without a memory budget and without an ILP, with a bound on all plans.
@@ -275,24 +275,24 @@ class Planner:
 
         The estimate serves for other meshes too: the least memory, a device's even share, is similar on every mesh.
         """
-        found = self.solved.get(self.as_written)
-        if found is None or isinstance(self.memory_limit, str):
+        as_written = self.solved.get(self.as_written)
+        if as_written is None or isinstance(self.memory_limit, str):
             return 0.0
-        draft, _ = found
+        draft, _ = as_written
         room = self.memory_limit + self.leaves.total
         if max(map(smallest, draft.liveness.rows())) <= room:
             return 0.0
-        free = self.outcome(found)
-        others = [self.outcome(one) for key, one in self.solved.items() if key != self.as_written]
-        return recomputation.overhead([free, *others], self.open_to(), room, self.forecasts(free))
+        free = self.outcome(as_written)
+        results = [self.outcome(solved) for key, solved in self.solved.items() if key != self.as_written]
+        return recomputation.overhead([free, *results], self.open_to(), room, self.forecasts(free))
 
-    def outcome(self, made: tuple[Draft, Solution]) -> RematResult[tuple[Draft, Solution]]:
+    def outcome(self, planned: tuple[Draft, Solution]) -> RematResult[tuple[Draft, Solution]]:
         """The outcome of a plan: seconds, peak, and whether it fits."""
-        draft, solution = made
+        draft, solution = planned
         peak, _ = draft.liveness.peak(solution.assignment)
         fits = memory_policy.fits(peak, self.mesh, self.options.memory_budget)
         constrained = not fits or memory_policy.is_constrained(solution)
-        return RematResult(draft.policies, made, solution.objective, peak, fits, constrained, offloaded=draft.hosted)
+        return RematResult(draft.policies, planned, solution.objective, peak, fits, constrained, offloaded=draft.hosted)
 
     def open_to(self) -> tuple[bool, ...]:
         """For each layer, whether rematerialising it saves memory; empty if the user has decided."""
@@ -311,9 +311,9 @@ class Planner:
         if solution not in self.forecast:  # cached, as offload and other meshes need it again
             layered = draft.graph if self.parts.step.graph is self.traced.graph else one_microbatch(draft.graph)
             # forecasts need the layers of the step
-            known = layered is not None and remat.recomputable(layered) == self._recomputable
+            same_layers = layered is not None and remat.recomputable(layered) == self._recomputable
             plan = draft.graph, draft.model, self.mesh, draft.liveness, solution.assignment
-            self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if known else {}
+            self.forecast[solution] = forecasts(*plan, self._recomputable, layered) if same_layers else {}
         return self.forecast[solution]
 
     def choose(self, cutoff: float) -> RematResult[tuple[Draft, Solution]]:
@@ -323,11 +323,11 @@ class Planner:
     def check(self, cutoff: float) -> None:
         """Raise Pruned if the program as written has no plan below `cutoff` (s) by more than the gap. See `plan`."""
         draft, least = self._draft(*self.as_written), cutoff * (1 - self.options.gap)
-        found = self._quick(draft, least)
-        if found.status == "open" and found.objective >= cutoff:
-            found = self._fastest(draft, least)
-        if found.status == "cutoff" or found.objective >= cutoff:
-            raise Pruned(found.lower_bound, self.laps)
+        solution = self._quick(draft, least)
+        if solution.status == "open" and solution.objective >= cutoff:
+            solution = self._fastest(draft, least)
+        if solution.status == "cutoff" or solution.objective >= cutoff:
+            raise Pruned(solution.lower_bound, self.laps)
 
     def cannot_fit(self, *, anywhere: bool = False) -> bool:
         """Whether memory is too small for all plans, by bounds that need no solution.
@@ -341,7 +341,9 @@ class Planner:
         hosted = self.leaves.positions or self.always
         ends = ((), recomputation.uniform(remat.FULL, layers))
         least = partial(even_share, devices=self.mesh.size) if anywhere else smallest
-        return all(max(map(least, self._peaks(self._policies(some), hosted))) > self.memory_limit for some in ends)
+        return all(
+            max(map(least, self._peaks(self._policies(policies), hosted))) > self.memory_limit for policies in ends
+        )
 
     def _peaks(self, policies: tuple[str, ...], hosted: tuple[int, ...]) -> Sequence[Row]:
         """The memory row of the peak of a known plan of a program; otherwise rows of its likely peaks.
@@ -349,10 +351,10 @@ class Planner:
         If the known plan has less state in the host's memory, that state is left out of the row. It can be on the
         device at other times.
         """
-        known = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
-        if known is None:
+        solved = self.solved.get((policies, hosted)) or self.solved.get((policies, self.always))
+        if solved is None:
             return self._draft(policies, hosted).liveness.rows()
-        draft, solution = known
+        draft, solution = solved
         waiting = frozenset(draft.graph.inputs[i] for i in hosted if draft.hosted != hosted)
         return (draft.liveness.at_peak_without(waiting, solution.assignment),)
 
@@ -394,50 +396,50 @@ class Planner:
             )
         except MemoryBudgetError as error:
             return RematResult(draft.policies, None, math.inf, error.bound_bytes, False, True, error, draft.hosted)
-        made = self.solved[policies, draft.hosted] = (draft, solution)
-        return self.outcome(made)
+        planned = self.solved[policies, draft.hosted] = (draft, solution)
+        return self.outcome(planned)
 
     def _start(self, draft: Draft) -> Solution:
         """The cheapest plan without a memory budget.
 
         If that takes an ILP, and the plan found without it does not fit, this plan is returned as it is.
         """
-        found = self._quick(draft)
-        goes_on = found.status == "open" and self.outcome((draft, found)).fits
-        return self._fastest(draft) if goes_on else found
+        solution = self._quick(draft)
+        goes_on = solution.status == "open" and self.outcome((draft, solution)).fits
+        return self._fastest(draft) if goes_on else solution
 
     def _quick(self, draft: Draft, cutoff: float = math.inf) -> Solution:
         """The solution without a memory budget and without an ILP, "open" if bounds leave a gap. Cached."""
         key = draft.policies, draft.hosted
-        known = self.fastest.get(key)
-        if known is None or (known.status == "cutoff" and known.lower_bound < cutoff):
-            known = self.fastest[key] = self._bounded(draft, cutoff, self.options.gap)
-        return known
+        solution = self.fastest.get(key)
+        if solution is None or (solution.status == "cutoff" and solution.lower_bound < cutoff):
+            solution = self.fastest[key] = self._bounded(draft, cutoff, self.options.gap)
+        return solution
 
     def _fastest(self, draft: Draft, cutoff: float = math.inf) -> Solution:
         """The cheapest plan without a memory budget. Cached."""
         key = draft.policies, draft.hosted
-        known = self._quick(draft, cutoff)
-        if known.status == "open":
+        solution = self._quick(draft, cutoff)
+        if solution.status == "open":
             self.fastest[key] = self._finished(self.bounds.pop(key))
         return self.fastest[key]
 
     def _bounded(self, draft: Draft, cutoff: float, gap: float, *, once: bool = False) -> Solution:
         """The solution without an ILP; the state before the ILP is kept in `bounds` if one may improve it."""
-        found = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
-        self._count(found.phases)
-        known = found.solution
-        if known is None or (known.status != "cutoff" and self.options.solver != "auto"):
-            return self._finished(found)
-        if known.status == "open" and not once:
-            self.bounds[draft.policies, draft.hosted] = found
-        return known
+        bounded = bound(draft.model.problem, cutoff=cutoff, once=once, **replace(self.options, gap=gap).keywords())
+        self._count(bounded.phases)
+        solution = bounded.solution
+        if solution is None or (solution.status != "cutoff" and self.options.solver != "auto"):
+            return self._finished(bounded)
+        if solution.status == "open" and not once:
+            self.bounds[draft.policies, draft.hosted] = bounded
+        return solution
 
-    def _finished(self, known: Bounded) -> Solution:
+    def _finished(self, bounded: Bounded) -> Solution:
         """The solution of a bounded problem, by ILP if necessary."""
-        found = finish(known, solver=self.options.solver, time_limit=self.options.seconds, gap=self.options.gap)
-        self._count({name: lap - known.phases.get(name, 0.0) for name, lap in found.phases.items()})
-        return found
+        finished = finish(bounded, solver=self.options.solver, time_limit=self.options.seconds, gap=self.options.gap)
+        self._count({name: lap - bounded.phases.get(name, 0.0) for name, lap in finished.phases.items()})
+        return finished
 
     def _fitting(self, draft: Draft, cutoff: float) -> Solution:
         """The cheapest plan that fits. Errors are those of `autopar.passes.remat.memory_policy.solve`."""
@@ -476,8 +478,10 @@ class Planner:
         moved = hosted != self.always
         chosen = moved or (policies and self.options.remat == recomputation.AUTO)
         within = self.memory_limit if chosen else self.options.memory_budget
-        known = moved and (policies, self.always) in self.solved
-        if not isinstance(within, float) or (effort == "fastest" and not known and not self._everywhere(policies)):
+        planned_before = moved and (policies, self.always) in self.solved
+        if not isinstance(within, float) or (
+            effort == "fastest" and not planned_before and not self._everywhere(policies)
+        ):
             return 0.0
         least = max(map(smallest, self._peaks(policies, hosted)))
         return least if least > within else 0.0
@@ -486,9 +490,9 @@ class Planner:
         """The sharding rules of a rewritten program: those of the program as written, and those of its new barriers."""
         if graph is self.traced.graph or self.parts.step.graph is not self.traced.graph:
             return rules_of(graph, self.options.rules)
-        known = rules_of(self.traced.graph, self.options.rules)
-        barriers = tuple(op for op in graph.ops if op.signature not in known and not op.regions)
-        return {**known, **rules_of(replace(graph, ops=barriers), self.options.rules)}
+        rules = rules_of(self.traced.graph, self.options.rules)
+        barriers = tuple(op for op in graph.ops if op.signature not in rules and not op.regions)
+        return {**rules, **rules_of(replace(graph, ops=barriers), self.options.rules)}
 
     def _program(self, policies: tuple[str, ...]) -> _Program:
         """The program with these policies, cached. Raises PinError."""
@@ -514,7 +518,7 @@ class Planner:
             # as `autopar.codegen.emit.compiler_options` requires of the compiler
             backend = replace(backend, keeps_barriers=True) if policies else backend
             # without a reference to the planner: a cycle with its drafts would delay the release of their memory
-            alive = partial(_liveness, p, model, self.mesh, backend, self.given, hosted, self.laps)
+            alive = partial(_liveness, p, model, self.mesh, backend, self.donated, hosted, self.laps)
             self.drafts[policies, hosted] = Draft(policies, hosted, p.graph, p.rules, model, p.pinned, alive)
         return self.drafts[policies, hosted]
 
@@ -530,9 +534,9 @@ def _liveness(
 ) -> Liveness:
     """The memory model of a problem. Its construction time (s) is added to `laps`."""
     begin = time.perf_counter()
-    found = Liveness(program.graph, model, mesh, backend, donated, hosted)
+    liveness = Liveness(program.graph, model, mesh, backend, donated, hosted)
     laps["liveness"] = laps.get("liveness", 0.0) + time.perf_counter() - begin
-    return found
+    return liveness
 
 
 @contextmanager

@@ -88,8 +88,10 @@ class MeshSearch:
         parts: Parts,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        coarse_first = sorted(candidates, key=lambda one: len(one.logical.sizes))
-        self._candidates = [_Candidate(one, Planner(traced, one.logical, options, parts)) for one in coarse_first]
+        coarse_first = sorted(candidates, key=lambda target: len(target.logical.sizes))
+        self._candidates = [
+            _Candidate(target, Planner(traced, target.logical, options, parts)) for target in coarse_first
+        ]
         self._options, self._report = options, report
         self._left = options.time_limit
         self._surcharge = 0.0  # s; `Planner.surcharge` of the first mesh pruned
@@ -113,22 +115,22 @@ class MeshSearch:
             most: most meshes to bound now; all when absent.
         """
         deadline = self._begin()
-        waiting = [one for one in self._candidates if one.quick is None][:most]
+        waiting = [candidate for candidate in self._candidates if candidate.quick is None][:most]
         while waiting:
-            first = all(one.quick is None for one in self._candidates)
-            some = waiting[: 1 if first else parallel_map.WORKERS]
-            del waiting[: len(some)]
-            self._report(f"bounding mesh {', '.join(one.title for one in some)}")
-            least = min(cutoff, *(one.seconds for one in self._candidates))
-            tasks, begin = [partial(_bounded, one.planner, least) for one in some], time.perf_counter()
-            found = [task() for task in tasks] if first else parallel_map.results(tasks)
-            together = sum(sum(laps.values()) for _, laps in found)
+            first = all(candidate.quick is None for candidate in self._candidates)
+            batch = waiting[: 1 if first else parallel_map.WORKERS]
+            del waiting[: len(batch)]
+            self._report(f"bounding mesh {', '.join(candidate.title for candidate in batch)}")
+            least = min(cutoff, *(candidate.seconds for candidate in self._candidates))
+            tasks, begin = [partial(_bounded, candidate.planner, least) for candidate in batch], time.perf_counter()
+            bounds = [task() for task in tasks] if first else parallel_map.results(tasks)
+            together = sum(sum(laps.values()) for _, laps in bounds)
             # wall-clock time per second of work: less than 1 if tasks run in parallel
             share = min(1.0, (time.perf_counter() - begin) / (together or 1.0))
-            for one, (quick, laps) in zip(some, found, strict=True):
+            for candidate, (quick, laps) in zip(batch, bounds, strict=True):
                 if quick is not None:
-                    one.quick = quick
-                    one.planner.learn(quick, {name: share * seconds for name, seconds in laps.items()})
+                    candidate.quick = quick
+                    candidate.planner.learn(quick, {name: share * seconds for name, seconds in laps.items()})
         self._left = deadline - time.monotonic()
 
     def best(self, cutoff: float = math.inf) -> MeshSolution | None:
@@ -138,68 +140,68 @@ class MeshSearch:
             PinError: a pin names axes that none of the meshes has.
             MemoryBudgetError: no mesh has a plan that fits; the error is that of the mesh with the smallest plan.
         """
-        found = _Best(self._options, cutoff)
+        best = _Best(self._options, cutoff)
         if len(self._candidates) > 1 and not isinstance(self._options.memory_budget, str):
             self.bound(cutoff)
         deadline = self._begin()
-        waiting = sorted(self._candidates, key=lambda one: (one.seconds, one.lower))
+        waiting = sorted(self._candidates, key=lambda candidate: (candidate.seconds, candidate.lower))
         while waiting:
-            if found.fits and time.monotonic() > deadline:
-                found.lower = min(found.lower, *(one.lower for one in waiting))
+            if best.fits and time.monotonic() > deadline:
+                best.lower = min(best.lower, *(candidate.lower for candidate in waiting))
                 break
-            one = waiting.pop(0)
-            self._report(f"planning mesh {one.title}{found.summary()}")
+            candidate = waiting.pop(0)
+            self._report(f"planning mesh {candidate.title}{best.summary()}")
             try:
-                made = self._planned(one, found)
+                mesh_solution = self._planned(candidate, best)
             except (PinError, MemoryBudgetError) as error:
-                found.errors.append(error)
+                best.errors.append(error)
             except Pruned as pruned:
                 least = pruned.lower_bound
-                found.lower = min(found.lower, least)
-                self._surcharge = self._surcharge or one.planner.surcharge()
+                best.lower = min(best.lower, least)
+                self._surcharge = self._surcharge or candidate.planner.surcharge()
                 bound = f"no plan takes less than {text.seconds(least)}, or " if math.isfinite(least) else ""
-                self._report(f"mesh {one.title}: {bound}none that fits is better than the best")
+                self._report(f"mesh {candidate.title}: {bound}none that fits is better than the best")
             else:
-                found.lower = min(found.lower, made.solution.lower_bound)
-                found.choose(one.target, made)
-                self._report(f"mesh {one.title}: {_described(made)}")
-                if found.must_fit:
-                    waiting = self._that_may_fit(one, waiting)
-        for one in self._candidates:
-            for name, seconds in one.planner.laps.items():
-                found.phases[name] = found.phases.get(name, 0.0) + seconds
-        found.phases["inter_op"] = 0.0
-        return found.answer(deadline)
+                best.lower = min(best.lower, mesh_solution.solution.lower_bound)
+                best.choose(candidate.target, mesh_solution)
+                self._report(f"mesh {candidate.title}: {_described(mesh_solution)}")
+                if best.must_fit:
+                    waiting = self._that_may_fit(candidate, waiting)
+        for candidate in self._candidates:
+            for name, seconds in candidate.planner.laps.items():
+                best.phases[name] = best.phases.get(name, 0.0) + seconds
+        best.phases["inter_op"] = 0.0
+        return best.answer(deadline)
 
-    def _planned(self, one: _Candidate, found: _Best) -> MeshSolution:
+    def _planned(self, candidate: _Candidate, best: _Best) -> MeshSolution:
         """The plan of one mesh. Raises Pruned if its bound, plus the surcharge, exceeds the step time to beat."""
-        beat = found.step_to_beat
-        if one.lower + self._surcharge >= beat * (1 - self._options.gap):
-            raise Pruned(one.lower)
-        return one.planner.plan(one.target.cluster.name, beat)
+        beat = best.step_to_beat
+        if candidate.lower + self._surcharge >= beat * (1 - self._options.gap):
+            raise Pruned(candidate.lower)
+        return candidate.planner.plan(candidate.target.cluster.name, beat)
 
-    def _that_may_fit(self, planned: _Candidate, others: Sequence[_Candidate]) -> list[_Candidate]:
+    def _that_may_fit(self, planned: _Candidate, waiting: Sequence[_Candidate]) -> list[_Candidate]:
         """The other meshes that may have a plan that fits, given that the planned mesh has none."""
         if planned.planner.cannot_fit(anywhere=True):
             return []
-        hopeless = parallel_map.results([partial(_cannot_fit, one.planner) for one in others])
-        return [one for one, cannot in zip(others, hopeless, strict=True) if not cannot]
+        hopeless = parallel_map.results([partial(_cannot_fit, candidate.planner) for candidate in waiting])
+        return [candidate for candidate, cannot in zip(waiting, hopeless, strict=True) if not cannot]
 
     def _begin(self) -> float:
         """Give all planners the time left. Returns the deadline, on the clock of `time.monotonic()`."""
         deadline = time.monotonic() + self._left
-        for one in self._candidates:
-            one.planner.options = replace(one.planner.options, deadline=deadline)
+        for candidate in self._candidates:
+            candidate.planner.options = replace(candidate.planner.options, deadline=deadline)
         return deadline
 
 
 def _bounded(planner: Planner, cutoff: float) -> tuple[Solution | None, Mapping[str, float]]:
     """The quick solution of a mesh, None if a pin is not valid there, and the seconds of each phase."""
     try:
-        found = planner.bound(cutoff)
+        solution = planner.bound(cutoff)
     except PinError:  # reported when the mesh is planned
-        found = None
-    return found, dict(planner.laps)
+        solution = None
+    return solution, dict(planner.laps)
 
 
 def _cannot_fit(planner: Planner) -> bool:
@@ -209,10 +211,10 @@ def _cannot_fit(planner: Planner) -> bool:
     return False
 
 
-def _described(made: MeshSolution) -> str:
+def _described(solution: MeshSolution) -> str:
     """A solution in one line of text."""
-    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in made.phases.items() if lap >= SHOWN)
-    return f"{text.seconds(made.solution.objective)} per step, gap {made.solution.gap:.2%} ({laps})"
+    laps = ", ".join(f"{phase} {lap:.2f} s" for phase, lap in solution.phases.items() if lap >= SHOWN)
+    return f"{text.seconds(solution.solution.objective)} per step, gap {solution.solution.gap:.2%} ({laps})"
 
 
 @dataclass
@@ -253,12 +255,14 @@ class _Best:
         """The best step time so far, as text for people."""
         return "" if self.planned is None else f"; best so far {text.seconds(self.planned.solution.objective)} per step"
 
-    def choose(self, target: Target, made: MeshSolution) -> None:
+    def choose(self, target: Target, mesh_solution: MeshSolution) -> None:
         """Replace the best plan if the new one is better: it fits and the other does not, or it is faster."""
-        fits = memory_policy.fits(made.memory.peak_bytes, target.logical, self.options.memory_budget)
-        shorter = self.planned is None or made.solution.objective < self.planned.solution.objective * (1 - CLOSED)
+        fits = memory_policy.fits(mesh_solution.memory.peak_bytes, target.logical, self.options.memory_budget)
+        shorter = self.planned is None or mesh_solution.solution.objective < self.planned.solution.objective * (
+            1 - CLOSED
+        )
         if (fits and not self.fits) or (fits == self.fits and shorter):
-            self.planned, self.fits = made, fits
+            self.planned, self.fits = mesh_solution, fits
 
     def answer(self, deadline: float) -> MeshSolution | None:
         """The best plan, with the gap and the phases of all candidates. Raises as `MeshSearch.best`."""

@@ -83,10 +83,10 @@ class Builder:
 
     def strategy_set(self, key: object, make: Callable[[int], StrategySet]) -> StrategySet:
         """The strategy set of a key; `make` makes it from its index when the key is new."""
-        found = self.sets.get(key)
-        if found is None:
-            found = self.sets[key] = make(len(self.sets))
-        return found
+        strategies = self.sets.get(key)
+        if strategies is None:
+            strategies = self.sets[key] = make(len(self.sets))
+        return strategies
 
     def layouts(self, shape: tuple[int, ...], most_padding: float = MOST_PADDING) -> StrategySet:
         """All layouts of a shape whose padding lengthens no dimension by more than this factor."""

@@ -239,14 +239,14 @@ def _followed(b: Builder, signature: int, rule: Rule, leader: int, binding: tupl
     `binding` has the group's factor for each dimension of that operand.
     """
     key = signature, leader, binding
-    found = b.followed.get(key)
-    if found is None:
+    dims = b.followed.get(key)
+    if dims is None:
         factor_of = {f: c for f, c in zip(rule.operands[leader], binding, strict=True) if rule.sizes[f] > 1}
         operands, results = (
             [tuple([factor_of.get(f, WHOLE) for f in dims]) for dims in side] for side in (rule.operands, rule.results)
         )
-        found = b.followed[key] = operands, results
-    return found
+        dims = b.followed[key] = operands, results
+    return dims
 
 
 def _own_strategies(b: Builder, op: Op, kind: Kind, leader: int, weight: float) -> None:
@@ -383,8 +383,8 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
     binding = b.bindings.get(value)
     if binding is None or binding.view is not None:
         return binding is not None
-    _, found = projection(b.drafts[binding.group].strategies, binding.dims, False)
-    return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in found.tolist())
+    _, layouts = projection(b.drafts[binding.group].strategies, binding.dims, False)
+    return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in layouts.tolist())
 
 
 def _charge_followers(b: Builder) -> None:

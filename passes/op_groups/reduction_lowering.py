@@ -52,8 +52,8 @@ def emitted(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[
 def _in_stages(after: Factors, assigned: Factors, result: Factors, sizes: Sequence[int]) -> NDArray[np.bool_]:
     """Whether a dot is reduced in stages, per row, if its partial sum is over several axes; shape (n,)."""
     onto = np.take_along_axis(result, (after == REDUCE_SCATTER).argmax(1)[:, None], 1)
-    others = (after == NOTHING) & (np.array(sizes) > 1)
-    unfit = others & ((assigned == REPLICATED) | (assigned == onto))
+    unreduced = (after == NOTHING) & (np.array(sizes) > 1)
+    unfit = unreduced & ((assigned == REPLICATED) | (assigned == onto))
     return ~((after == DEFERRED) | unfit).any(1)
 
 

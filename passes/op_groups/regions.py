@@ -37,20 +37,20 @@ def _enter_all(b: Builder, op: Op, region: Region, first: int, offset: int, oute
     Returns:
         The group of each input from `first` on, -1 for scalars.
     """
-    found: list[int] = []
+    groups: list[int] = []
     for i in range(first, len(region.inputs)):
         value, atom = region.inputs[i], op.inputs[i + offset]
         if not b.graph.types[value].shape:
-            found.append(-1)
+            groups.append(-1)
             continue
         group = b.enter(f"{op.tag}.{region.name} %{value}", value, inner)
-        found.append(group)
+        groups.append(group)
         if isinstance(atom, int):
             # a stacked operand has one more dimension than its slice, which is never cut
             shift = b.graph.types[atom].rank - b.graph.types[value].rank
             dims = (WHOLE,) * shift + tuple(range(b.graph.types[value].rank))
             use(b, f"{op.tag}.in{i + offset}", atom, group, dims, False, outer, op.index)
-    return found
+    return groups
 
 
 def _enter_constants(b: Builder, region: Region, weight: float) -> None:

@@ -63,13 +63,13 @@ class _Body:
         graph: the program.
         producer: value -> the operation of the body that computes it.
         reads: value -> number of reads in the body, as an operand or an output.
-        known: cache of `_partial`.
+        partial: cache of `_partial`.
     """
 
     graph: Graph
     producer: dict[int, Op] = field(default_factory=dict)
     reads: dict[Atom, int] = field(default_factory=dict)
-    known: dict[int, bool] = field(default_factory=dict)
+    partial: dict[int, bool] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, ops: Sequence[Op], outputs: Sequence[Atom]) -> _Body:
@@ -102,8 +102,8 @@ def _left(graph: Graph, repeats: Repeats, products: set[int], sums: dict[int, bo
     kept = {atom for out, atom in enumerate(graph.outputs) if out in repeats.results}
     for op in graph.ops:
         kept.update(a for a in op.inputs if op.index in repeats.ops or op.name != "sharding_constraint")
-    made = (v for op in graph.ops if op.index in repeats.ops for v in op.outputs)
-    for value in made:
+    repeated = (v for op in graph.ops if op.index in repeats.ops for v in op.outputs)
+    for value in repeated:
         if value not in kept:
             _leave(body, value, products, sums)
 
@@ -169,13 +169,13 @@ def _partial(body: _Body, atom: Atom) -> bool:
     """Whether a value may be a partial sum: it is read once, and its producer allows it."""
     if not isinstance(atom, int) or body.reads.get(atom, 0) != 1 or atom not in body.producer:
         return False
-    if atom not in body.known:
+    if atom not in body.partial:
         op = body.producer[atom]
         operand = linear_operand(body.graph, op)
-        body.known[atom] = (
+        body.partial[atom] = (
             op.name in DOTS or _is_sum(body, op) or (operand is not None and _partial(body, op.inputs[operand]))
         )
-    return body.known[atom]
+    return body.partial[atom]
 
 
 def linear_operand(graph: Graph, op: Op) -> int | None:

@@ -190,11 +190,13 @@ def overhead(
         budget: bytes per device.
         forecast: of each policy, for that program.
     """
-    as_written, *others = results
+    as_written, *rematerialised = results
 
     def least_overhead(policy: str) -> float:
         layer_search = _unplanned_search(as_written, layers, budget, forecast[policy], OVERESTIMATE[policy])
-        too_few = [o.seconds for o in others if policy in o.policies and o.plan is not None and o.peak_bytes > budget]
+        too_few = [
+            o.seconds for o in rematerialised if policy in o.policies and o.plan is not None and o.peak_bytes > budget
+        ]
         return (
             math.inf
             if layer_search.insufficient
@@ -216,8 +218,8 @@ def expected_seconds(
     """
     if as_written.fits:
         return as_written.seconds
-    searches = [_unplanned_search(as_written, layers, budget, one) for one in forecast.values()]
-    return min((one.estimate for one in searches if not one.insufficient), default=math.inf)
+    searches = [_unplanned_search(as_written, layers, budget, policy_forecast) for policy_forecast in forecast.values()]
+    return min((layer_search.estimate for layer_search in searches if not layer_search.insufficient), default=math.inf)
 
 
 def _unplanned_search(
@@ -327,10 +329,10 @@ class LayerSearch(Generic[T]):
         as_written = self._results[0].seconds
         return as_written + (1 - self._overestimate) * (self.estimate - as_written)
 
-    def calibrate(self, others: Sequence[LayerSearch[T]]) -> None:
+    def calibrate(self, searches: Sequence[LayerSearch[T]]) -> None:
         """Scales forecast bytes as those of other policies: errors of the bytes that stay at a peak are similar."""
-        if others and not self.planned:
-            self._prior_scale = min(other._scale for other in others)
+        if searches and not self.planned:
+            self._prior_scale = min(other._scale for other in searches)
 
     def start(self) -> None:
         """Plans with as many layers as are forecast to suffice, unless some number was planned."""

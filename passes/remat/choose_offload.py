@@ -208,7 +208,8 @@ def _all_offloaded(
             """If the program as written has no plan even with offload, the forecasts are those of its plan without."""
             on_device = forecasts(results[0]) if as_written.plan is None else {}
             offloaded_forecasts = {
-                p: replace(one, least_bytes=one.least_bytes - state.total) for p, one in on_device.items()
+                p: replace(forecast, least_bytes=forecast.least_bytes - state.total)
+                for p, forecast in on_device.items()
             }
             return offloaded_forecasts or forecasts(as_written)
 

@@ -157,7 +157,7 @@ def _cbc_path() -> str | None:
     """The path of CBC, None if it is not installed."""
     carried = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)  # PuLP 3
     candidates = [carried or pulp.COIN_CMD(msg=False).path, "cbc"]
-    return next((found for c in candidates if c and (found := shutil.which(c))), None)
+    return next((path for c in candidates if c and (path := shutil.which(c))), None)
 
 
 def _highs_command(folder: Path, time_limit: float, cutoff: float | None, gap: float) -> list[str]:

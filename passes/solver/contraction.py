@@ -129,12 +129,12 @@ def contract(
         edges: edges that must not be changed; their ends are not eliminated either.
         effort: what a new table may cost.
     """
-    one = np.zeros((1, 2), dtype=np.int64)
+    pairing = np.zeros((1, 2), dtype=np.int64)
     ends = {w for i in sorted(edges) for w in (problem.edges[i].u, problem.edges[i].v)}
     sizes = [1] * len(problem.nodes) if counts is None else counts
     state = _Contraction([n.cost for n in problem.nodes], sizes, nodes | ends, effort)
     for i, e in enumerate(problem.edges):
-        pairs = one if pairings is None else pairings[i]
+        pairs = pairing if pairings is None else pairings[i]
         state.add(e.u, _Link(e.v, e.gu, e.gv, e.table, pairs, i if i in edges else -1))
     state.run()
     return state.result(problem)
@@ -148,7 +148,7 @@ class _Contraction:
         preserved: nodes that must not be eliminated.
         counts: class size of each node.
         links: per node, number of a link -> the link seen from that node; a link has one number at both ends.
-        made: number of links made so far, which is the number of the next.
+        next_number: number of links made so far, which is the number of the next.
         log: eliminated nodes in order.
         gone: whether each node is eliminated.
         constant: seconds.
@@ -162,7 +162,7 @@ class _Contraction:
         self.preserved = preserved
         self.counts = counts
         self.links: list[dict[int, _Link]] = [{} for _ in costs]
-        self.made = 0
+        self.next_number = 0
         self.log: list[_Step] = []
         self.gone = [False] * len(costs)
         self.constant = 0.0
@@ -183,9 +183,9 @@ class _Contraction:
         elif link.preserved == -1 and link.table.shape[1] == 1:
             self.costs[u] = self.costs[u] + link.table[:, 0][link.here]
         else:
-            self.links[u][self.made] = link
-            self.links[v][self.made] = link.flipped(u)
-            self.made += 1
+            self.links[u][self.next_number] = link
+            self.links[v][self.next_number] = link.flipped(u)
+            self.next_number += 1
 
     def remove(self, u: int, number: int) -> None:
         """Remove a link of u at both ends."""

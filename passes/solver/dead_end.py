@@ -81,7 +81,7 @@ class _Side:
         edge: the edge.
         other: the neighbour.
         classes: class of each strategy of this node.
-        others: class of each strategy of the neighbour.
+        other_classes: class of each strategy of the neighbour.
         table: seconds, rows for the classes of this node, columns for those of the neighbour.
         label: key of the edge, and 0 or 1 for the end.
         usage: bytes, shape (k, *table.shape); None if the edge has none.
@@ -90,7 +90,7 @@ class _Side:
     edge: Edge
     other: int
     classes: Ints
-    others: Ints
+    other_classes: Ints
     table: Floats
     label: tuple[int, ...]
     usage: Floats | None = None
@@ -101,7 +101,7 @@ class _Side:
 
     def columns(self, keep: Ints) -> Ints:
         """Classes of the strategies `keep` of the neighbour, ascending."""
-        return used(self.others[keep], self.table.shape[1])
+        return used(self.other_classes[keep], self.table.shape[1])
 
 
 NONE = Footprints()
@@ -192,11 +192,11 @@ class _State:
     def _seen(self, v: int, place: int, side: _Side) -> tuple[Ints, Ints, int]:
         """The neighbour's live strategies, their classes, and a number for (side, classes); cached."""
         keep = self.keep[side.other]
-        known = self.seen.get((v, place))
-        if known is None or known[0] is not keep:
+        cached = self.seen.get((v, place))
+        if cached is None or cached[0] is not keep:
             columns = side.columns(keep)
-            known = self.seen[v, place] = keep, columns, self._kind((side.label, columns.tobytes()))
-        return known
+            cached = self.seen[v, place] = keep, columns, self._kind((side.label, columns.tobytes()))
+        return cached
 
     def _kind(self, key: Hashable) -> int:
         """A number for a key, equal for equal keys."""

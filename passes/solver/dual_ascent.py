@@ -118,7 +118,7 @@ class End:
         edge: index of the edge.
         other: the node at the other end.
         classes: class of each strategy of this node.
-        others: class of each strategy of the other node.
+        other_classes: class of each strategy of the other node.
         order: strategies of this node sorted by class; None if strategy i has class i.
         starts: position in `order` of the first strategy of each class.
         table: seconds, rows for the classes of this node, columns for those of the other node.
@@ -127,7 +127,7 @@ class End:
     edge: int
     other: int
     classes: Ints
-    others: Ints
+    other_classes: Ints
     order: Ints | None
     starts: Ints
     table: Floats
@@ -252,12 +252,12 @@ def ends_of(problem: Problem) -> list[list[End]]:
     return ends
 
 
-def end_of(edge: int, other: int, classes: Ints, others: Ints, table: Floats) -> End:
+def end_of(edge: int, other: int, classes: Ints, other_classes: Ints, table: Floats) -> End:
     """An edge as seen from the node with the classes `classes`, which are the rows of `table`."""
     order = np.argsort(classes, kind="stable")
     starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
     plain = len(starts) == len(classes) and bool((order == np.arange(len(order))).all())
-    return End(edge, other, classes, others, None if plain else order, starts, table)
+    return End(edge, other, classes, other_classes, None if plain else order, starts, table)
 
 
 def initial(problem: Problem, counts: Ints | None) -> State:
@@ -315,7 +315,7 @@ def _decode(theta: Floats, v: int, before: list[End], plan: Ints, state: State) 
     """The first best strategy of v, given the nodes visited before it: their table entries replace their messages."""
     score = theta
     for x in before:
-        decided = x.table[:, x.others[plan[x.other]]] - state.into[x.edge][v > x.other]
+        decided = x.table[:, x.other_classes[plan[x.other]]] - state.into[x.edge][v > x.other]
         score = score + decided[x.classes]
     return int(score.argmin())
 
@@ -344,7 +344,7 @@ def descend(problem: Problem, ends: list[list[End]], plan: Ints) -> Ints:
         for v, node in enumerate(problem.nodes):
             score = node.cost.copy()
             for x in ends[v]:
-                score += x.table[:, x.others[plan[x.other]]][x.classes]
+                score += x.table[:, x.other_classes[plan[x.other]]][x.classes]
             best = int(score.argmin())
             if score[best] + ROUNDING * abs(score[best]) < score[plan[v]]:
                 plan[v], improved = best, True

@@ -79,7 +79,7 @@ def order(problem: Problem, effort: EliminationEffort = ELIMINATION) -> list[int
     bits = [float(np.log2(max(2, len(n.cost)))) for n in problem.nodes]
     starts = sorted(range(len(around)), key=lambda v: (len(around[v]), v))[: effort.starts]
     orders = [_order_from(v, around, bits) for v in starts]
-    return min(orders, key=lambda one: one[0])[1] if orders else []
+    return min(orders, key=lambda candidate: candidate[0])[1] if orders else []
 
 
 def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
@@ -195,7 +195,7 @@ def _step(
     total = bounds[:, None] + own
     for x in ends:
         if x.other < v:
-            behind = x.others[frontier[x.other]]
+            behind = x.other_classes[frontier[x.other]]
             moved = x.table.T[behind] - ascent.messages[x.edge][0][behind][:, None]
             total += moved[:, x.classes]
     return total.ravel()

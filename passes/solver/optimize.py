@@ -230,7 +230,7 @@ def bound(
 
 
 def finish(
-    known: Bounded,
+    bounded: Bounded,
     *,
     solver: str = "auto",
     time_limit: float = 60.0,
@@ -238,16 +238,16 @@ def finish(
     effort: OptimizerEffort = OPTIMIZER,
 ) -> Solution:
     """The solution of a bounded problem, by ILP if it is "open" or a solver is named. Arguments as in `optimize`."""
-    if solver == "auto" and known.solution is not None and known.solution.status != "open":
-        return known.solution
-    problem, folded, incumbent = known.problem, known.folded, known.incumbent
-    clock = Clock(time.monotonic() + time_limit, dict(known.phases))
+    if solver == "auto" and bounded.solution is not None and bounded.solution.status != "open":
+        return bounded.solution
+    problem, folded, incumbent = bounded.problem, bounded.folded, bounded.incumbent
+    clock = Clock(time.monotonic() + time_limit, dict(bounded.phases))
     if solver != "auto":  # before fixing and without a cutoff, which makes the ILP a check of the bounds
-        incumbent = _by_ilp(folded, known.presolved, solver, incumbent, clock, cutoff=False)
+        incumbent = _by_ilp(folded, bounded.presolved, solver, incumbent, clock, cutoff=False)
     elif not folded.tied:
-        incumbent = _search(folded, known.reduced, incumbent, clock, effort, gap)
+        incumbent = _search(folded, bounded.reduced, incumbent, clock, effort, gap)
     else:
-        incumbent = _break_symmetry(problem, folded, known.reduced, known.ascent, incumbent, clock, effort, gap)
+        incumbent = _break_symmetry(problem, folded, bounded.reduced, bounded.ascent, incumbent, clock, effort, gap)
         return _solution(problem, folded, incumbent, clock)
     return _solution(problem, folded, _lifted(folded, incumbent), clock)
 
@@ -276,24 +276,24 @@ def _break_symmetry(
     if problem.variables <= effort.few * folded.problem.variables:
         return _unfolded(problem, _lifted(folded, incumbent), clock, effort, gap)
     tied = _symmetric_optimum(folded, reduced, ascent, incumbent, clock, effort, gap)
-    reduced, _, found = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
-    known = _lifted(folded, found)
-    if status := _proven(found, gap):
-        return replace(known, status=status, warnings=())
+    reduced, _, incumbent = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
+    unfolded = _lifted(folded, incumbent)
+    if status := _proven(incumbent, gap):
+        return replace(unfolded, status=status, warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(reduced.counts, reduced.problem.nodes, strict=True))
     if left > effort.unfolded or clock.left <= 0:
-        return known
-    final = _unfolded(problem, replace(known, warnings=()), clock, effort, gap)
-    return final if final.closed else replace(known, plan=final.plan, value=final.value, lower=final.lower)
+        return unfolded
+    final = _unfolded(problem, replace(unfolded, warnings=()), clock, effort, gap)
+    return final if final.closed else replace(unfolded, plan=final.plan, value=final.value, lower=final.lower)
 
 
-def _unfolded(problem: Problem, known: Incumbent, clock: Clock, effort: OptimizerEffort, gap: float) -> Incumbent:
+def _unfolded(problem: Problem, incumbent: Incumbent, clock: Clock, effort: OptimizerEffort, gap: float) -> Incumbent:
     """Solve the unfolded problem, from a known plan."""
     whole = folding.identity(problem)
-    small, _, found = fix_by_bounds(whole.problem, presolved(whole, clock), known, clock, gap)
-    if status := _proven(found, gap):
-        return replace(found, status=status)
-    return _search(whole, small, found, clock, effort, gap)
+    small, _, fixed = fix_by_bounds(whole.problem, presolved(whole, clock), incumbent, clock, gap)
+    if status := _proven(fixed, gap):
+        return replace(fixed, status=status)
+    return _search(whole, small, fixed, clock, effort, gap)
 
 
 def _symmetric_optimum(

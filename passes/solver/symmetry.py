@@ -78,9 +78,9 @@ def identity(problem: Problem) -> Folded:
     """The problem without symmetry reduction: every node is a class of its own; self edges are absorbed."""
     problem = absorb_loops(problem)
     n = len(problem.nodes)
-    one = np.zeros((1, 2), dtype=np.int64)
+    pairing = np.zeros((1, 2), dtype=np.int64)
     ones = np.ones(n, dtype=np.int64)
-    return Folded(problem, np.arange(n), ones, (one,) * len(problem.edges), np.arange(len(problem.edges)))
+    return Folded(problem, np.arange(n), ones, (pairing,) * len(problem.edges), np.arange(len(problem.edges)))
 
 
 def _incident(problem: Problem) -> list[list[tuple[int, int]]]:

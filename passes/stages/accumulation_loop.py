@@ -51,10 +51,10 @@ def separate_loops(split: Microbatches) -> tuple[Microbatches, Microbatches]:
 def _spread(after: Sequence[PlacedOp]) -> tuple[tuple[PlacedOp, ...], tuple[PlacedOp, ...]]:
     """Operations between the loops: those whose results others among them read, and those that only change shapes."""
     operands: set[Atom] = set()
-    others: list[PlacedOp] = []
+    computed: list[PlacedOp] = []
     expansions: list[PlacedOp] = []
     for placed in reversed(after):
         is_expansion = placed.op.name in SHAPE_OPS and not any(v in operands for v in placed.op.outputs)
-        (expansions if is_expansion else others).append(placed)
+        (expansions if is_expansion else computed).append(placed)
         operands.update(() if is_expansion else placed.op.inputs)
-    return tuple(others[::-1]), tuple(expansions[::-1])
+    return tuple(computed[::-1]), tuple(expansions[::-1])

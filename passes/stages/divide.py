@@ -200,12 +200,12 @@ def _routes(
 
 def _transfer(source: StagePass, target: StagePass, value: int) -> Transfer:
     """The transfer by which a value reaches another stage."""
-    (a, made), (b, read) = source, target
-    if made == "F" and a < b:
+    (a, produced), (b, read) = source, target
+    if produced == "F" and a < b:
         return Transfer("F", a, b)
-    if made != "W" and read != "F" and a > b:
+    if produced != "W" and read != "F" and a > b:
         return Transfer("B", a, b)
-    raise GraphError(f"pass {read} of stage {b} reads %{value}, which pass {made} of stage {a} makes later")
+    raise GraphError(f"pass {read} of stage {b} reads %{value}, which pass {produced} of stage {a} makes later")
 
 
 def _pass(

@@ -219,8 +219,8 @@ class Tracer:
         needed = {v for pass_ in stage.passes.values() for v in pass_.whole}
         whole = sorted(needed & {v for p in stage.prologue for v in p.op.outputs})
         outer = {**self.constants, **_of_map(environment, "arguments")}
-        made = self.programs.after(AccumulationLoop((), (), stage.prologue if whole else ()), outer, ())
-        return {("whole", v): made[v] for v in whole}
+        prologue = self.programs.after(AccumulationLoop((), (), stage.prologue if whole else ()), outer, ())
+        return {("whole", v): prologue[v] for v in whole}
 
     def run(self, kind: Any, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
         pass_ = self.stages.stages[self.stage].passes[kind]
@@ -230,13 +230,17 @@ class Tracer:
         written = list(dict.fromkeys((*(t.value for t in pass_.totals), *pass_.writes)))
         outer = {v: whole[v] for v in (*pass_.whole, *self.constants)}
         loop = AccumulationLoop(pass_.ops, tuple(AccumulatedValue(v, "last") for v in written), ())
-        made = self.programs.loop_body(loop, outer, values, environment["index", 0])
-        return {("local", v): array for v, array in zip(written, made, strict=True)}
+        arrays = self.programs.loop_body(loop, outer, values, environment["index", 0])
+        return {("local", v): array for v, array in zip(written, arrays, strict=True)}
 
     def update(self, name: str, update: Update, environment: Mapping[ValueKey, Any]) -> dict[ValueKey, Any]:
-        arguments, made = _of_map(environment, "arguments"), _of_map(environment, "made")
+        arguments, updated = _of_map(environment, "arguments"), _of_map(environment, "made")
         totals = self.completed_sums(name, [t.value for t in update.totals], environment)
-        outer = {**self.constants, **{v: arguments[v] for v in update.arguments}, **{v: made[v] for v in update.reads}}
+        outer = {
+            **self.constants,
+            **{v: arguments[v] for v in update.arguments},
+            **{v: updated[v] for v in update.reads},
+        }
         after = self.programs.after(
             AccumulationLoop((), update.totals, update.ops), outer, [totals[t.value] for t in update.totals]
         )

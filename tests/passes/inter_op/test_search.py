@@ -287,7 +287,7 @@ def test_state_that_all_devices_cannot_hold_is_seen_before_anything_is_priced(se
     total = sum(least[kind] for kind in searcher.kinds.of_layer)
     again = InterOpSearch(searcher.graph, searcher.avals, searcher.cluster, searcher.batch, Options())
     assert again.best(opened(again, memory=0.9 * total / 4)) is None
-    assert not again.known
+    assert not again.submesh_costs
 
 
 @pytest.mark.parametrize(("name", "less"), [("1f1b", 2e-3), ("eager-1f1b", 0.025), ("gpipe", 2e-3)])
