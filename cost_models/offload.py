@@ -58,10 +58,10 @@ _Leaf = tuple[int, tuple[int, ...]]
 
 
 def _by_group(model: Model, graph: Graph, hosted: Sequence[int]) -> Mapping[int, list[_Leaf]]:
-    found: dict[int, list[_Leaf]] = {}
+    leaves_by_group: dict[int, list[_Leaf]] = {}
     for group, leaf in _leaves(model, graph, hosted):
-        found.setdefault(group, []).append(leaf)
-    return found
+        leaves_by_group.setdefault(group, []).append(leaf)
+    return leaves_by_group
 
 
 def _leaves(model: Model, graph: Graph, hosted: Sequence[int]) -> Iterator[tuple[int, _Leaf]]:

@@ -149,9 +149,9 @@ def simulate(schedule: Schedule, prices: Prices) -> Simulation:
 
 def _check(pipeline: Pipeline, prices: Prices) -> None:
     for name in ("forward", "backward", "weight", "reduce", "update", "stash", "deferred"):
-        found: tuple[float, ...] = getattr(prices, name)
-        if len(found) != pipeline.stages and (found or name == "forward"):
-            raise ScheduleError(f"{name} has prices of {len(found)} stages, the pipeline has {pipeline.stages}")
+        seconds: tuple[float, ...] = getattr(prices, name)
+        if len(seconds) != pipeline.stages and (seconds or name == "forward"):
+            raise ScheduleError(f"{name} has prices of {len(seconds)} stages, the pipeline has {pipeline.stages}")
 
 
 class _State:

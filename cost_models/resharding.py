@@ -93,12 +93,12 @@ class Resharding:
 
     def _recipe(self, pattern: tuple[int, ...]) -> _Recipe:
         """The lines of each step from one layout to another, which one pattern names after the other."""
-        found = self._known.get(pattern)
-        if found is None:
+        lines = self._known.get(pattern)
+        if lines is None:
             axes = len(self.mesh.sizes)
             recipe = steps(pattern[:axes], pattern[axes:], self.mesh.sizes)
-            found = self._known[pattern] = NO_WAY if recipe is None else tuple(map(self._of_step, recipe))
-        return found
+            lines = self._known[pattern] = NO_WAY if recipe is None else tuple(map(self._of_step, recipe))
+        return lines
 
     def _of_step(self, step: Step) -> _Lines:
         if step not in self._lines:

@@ -35,7 +35,7 @@ def narrowed(
         thin, leaving, absorbed: see `autopar.cost_models.compiler.fusion`.
     """
     narrowing = _Narrowing(p, steps, readers, thin, leaving, absorbed)
-    return frozenset(narrowing.found() if p.backend.narrows else ())
+    return frozenset(narrowing.demoted() if p.backend.narrows else ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +48,18 @@ class _Narrowing:
     absorbed: Mapping[int, int]
     spreading: dict[int, bool] = field(default_factory=dict)  # by reduction: `_spreads_again`
 
-    def found(self) -> set[int]:
+    def demoted(self) -> set[int]:
         """All of them."""
         through: dict[int, list[Step]] = {}
         for step in self.steps:
             for v in step.inputs:
                 if step.kind != LOOP and v in self.p.tokens:
                     through.setdefault(v, []).append(step)
-        made = [v for s in self.steps if s.kind == HEAVY for v in s.outputs if v not in self.absorbed]
-        results = (v for v in (*made, *self.absorbed.values()) if v not in self.leaving)
-        found = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
-        found.update(v for s in self.steps if s.kind == LOOP for v in s.outputs if self._products_alone_read(v))
-        return found | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
+        heavy = [v for s in self.steps if s.kind == HEAVY for v in s.outputs if v not in self.absorbed]
+        results = (v for v in (*heavy, *self.absorbed.values()) if v not in self.leaving)
+        demoted = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
+        demoted.update(v for s in self.steps if s.kind == LOOP for v in s.outputs if self._products_alone_read(v))
+        return demoted | {v for v, steps in through.items() if self._ends_in_products(v, steps)}
 
     def _readers_inside(self, value: int) -> list[Step]:
         """Readers of a value; loops read through their bodies."""
@@ -89,9 +89,9 @@ class _Narrowing:
             if step.kind == LIGHT and step.outputs[0] not in self.leaving and step.outputs[0] not in self.thin:
                 if id(step) not in seen:
                     seen.add(id(step))
-                    made = step.outputs[0]
-                    same = read if step.name == "transpose" else made
-                    waiting.extend((same, r) for r in self._readers_inside(made))
+                    output = step.outputs[0]
+                    same = read if step.name == "transpose" else output
+                    waiting.extend((same, r) for r in self._readers_inside(output))
             elif step.name in ALL_PRODUCTS or (step.kind == REDUCTION and not self._spreads_again(step)):
                 ends.add(self.p.behind(read))
                 products = products or step.kind == HEAVY
@@ -119,8 +119,8 @@ class _Narrowing:
     @cached_property
     def _all_readers(self) -> Mapping[int, Sequence[Step]]:
         """Value -> the steps that read it, thin ones among them."""
-        found: dict[int, list[Step]] = {}
+        readers: dict[int, list[Step]] = {}
         for step in self.steps:
             for v in dict.fromkeys(map(self.p.behind, step.inputs)):
-                found.setdefault(v, []).append(step)
-        return found
+                readers.setdefault(v, []).append(step)
+        return readers

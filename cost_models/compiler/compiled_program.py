@@ -80,14 +80,14 @@ class Frame:
         steps: in program order.
         leaving: what a result or the next iteration takes over.
         carried: (value, result of the loop or conditional) where the value leaves as that result.
-        made: what was made for the sake of several steps -> the value.
+        shared: what was made for the sake of several steps -> the value.
         done: operation and what it is done to -> its results.
     """
 
     steps: list[Step] = field(default_factory=list)
     leaving: tuple[int, ...] = ()
     carried: tuple[tuple[int, int], ...] = ()
-    made: dict[Hashable, int] = field(default_factory=dict)
+    shared: dict[Hashable, int] = field(default_factory=dict)
     done: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
     def walk(self) -> Iterator[Frame]:
@@ -111,7 +111,7 @@ class Program:
         top: the outermost frame.
         alias: value -> the atom whose buffer it is, where that is another.
         like: value made here -> value of the graph with its shape and layout.
-        made: value made here -> its type.
+        own_types: value made here -> its type.
         tokens: value that is a copy -> (value copied, key).
         source_token: token -> the token that it copies, where what is copied is itself an alias of a copy.
         pieces: value made here of a copy -> the copy's key.
@@ -130,7 +130,7 @@ class Program:
     top: Frame = field(default_factory=Frame)
     alias: dict[int, Atom] = field(default_factory=dict)
     like: dict[int, int] = field(default_factory=dict)
-    made: dict[int, Type] = field(default_factory=dict)
+    own_types: dict[int, Type] = field(default_factory=dict)
     tokens: dict[int, tuple[int, Hashable]] = field(default_factory=dict)
     source_token: dict[int, int] = field(default_factory=dict)
     pieces: dict[int, Hashable] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Program:
 
     def type_of(self, value: int) -> Type:
         """Type of a value, of those made here as well."""
-        return self.made[value] if value in self.made else self.graph.types[value]
+        return self.own_types[value] if value in self.own_types else self.graph.types[value]
 
     def behind(self, value: int) -> int:
         """The value that a token copies; any other value itself."""
@@ -164,7 +164,7 @@ class Program:
     def new(self, like: int, kind: Type | None = None) -> int:
         """A value of the layout of another, and of its type if no other is given."""
         value = len(self.graph.types) + len(self.like)
-        self.made[value] = self.type_of(like) if kind is None else kind
+        self.own_types[value] = self.type_of(like) if kind is None else kind
         self.like[value] = self.like.get(like, like)
         return value
 
@@ -177,11 +177,11 @@ class Program:
         shown, key = self.root(atom), self.reads.get(site)
         if key is None or not isinstance(shown, int):
             return shown
-        found = self.behind(shown)
-        token = self._known.get((found, key))
+        behind = self.behind(shown)
+        token = self._known.get((behind, key))
         if token is None:
-            token = self._known[found, key] = self.new(found)
-            self.tokens[token] = (found, key)
+            token = self._known[behind, key] = self.new(behind)
+            self.tokens[token] = (behind, key)
             if shown in self.tokens:
                 self.source_token[token] = shown
         return token
@@ -204,12 +204,12 @@ class Program:
     @cached_property
     def adds_of_scatters(self) -> Mapping[int, int]:
         """Add (by index) -> its operand that is a scatter into zeros with no other reader; both are one scatter."""
-        found: dict[int, int] = {}  # of an add of two scatters, one is fused
+        scatters: dict[int, int] = {}  # of an add of two scatters, one is fused
         for v, uses in self.graph.uses.items() if self.backend.accumulates_scatters else ():
             reader = uses[0].op
             if reader is not None and len(uses) == 1 and reader.name in ADDITIONS and self._is_into_zeros(v):
-                found.setdefault(reader.index, v)
-        return found
+                scatters.setdefault(reader.index, v)
+        return scatters
 
     @cached_property
     def fused_scatters(self) -> frozenset[int]:

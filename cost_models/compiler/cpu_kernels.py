@@ -45,13 +45,13 @@ def kernels(
     """
     growth = _Growth(p, readers, leaving, {v: step for step in steps for v in step.outputs})
     for number, step in enumerate(reversed(steps)):
-        if id(step) in growth.found:
+        if id(step) in growth.kernels:
             continue
         if _is_product(step):
-            growth.found[id(step)] = number
+            growth.kernels[id(step)] = number
         elif step.name in NUMERIC_REDUCTIONS:
             growth.grow(step, number)
-    return growth.found
+    return growth.kernels
 
 
 def _is_product(step: Step) -> bool:
@@ -71,17 +71,17 @@ class _Growth:
     readers: Mapping[int, Sequence[Step]]
     leaving: frozenset[int]
     makers: Mapping[int, Step]
-    found: dict[int, int] = field(default_factory=dict)
+    kernels: dict[int, int] = field(default_factory=dict)
 
     def grow(self, centre: Step, number: int) -> None:
         """Take neighbours into the kernel of a step, until there is none left."""
-        self.found[id(centre)] = number
+        self.kernels[id(centre)] = number
         waiting, seen = deque(self._around(centre, number, True)), {id(centre)}
         while waiting:
             step, down = waiting.popleft()
-            if id(step) not in seen and id(step) not in self.found and self._is_known(step):
+            if id(step) not in seen and id(step) not in self.kernels and self._is_known(step):
                 seen.add(id(step))
-                self.found[id(step)] = number
+                self.kernels[id(step)] = number
                 waiting.extend(self._around(step, number, down))
 
     def _around(self, step: Step, number: int, down: bool) -> Iterator[tuple[Step, bool]]:
@@ -103,4 +103,4 @@ class _Growth:
     def _inside(self, step: Step, number: int) -> bool:
         """Nothing outside a kernel reads what a step makes."""
         users = [r for v in step.outputs for r in self.readers.get(v, ())]
-        return self.leaving.isdisjoint(step.outputs) and all(self.found.get(id(r)) == number for r in users)
+        return self.leaving.isdisjoint(step.outputs) and all(self.kernels.get(id(r)) == number for r in users)

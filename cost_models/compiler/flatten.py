@@ -97,10 +97,10 @@ def _merged(p: Program, frame: Frame, op: Op, behind: Hashable) -> bool:
     if op.name != "broadcast_in_dim" or not p.backend.merges_broadcasts or op.outputs[0] in p.scattered_into:
         return False
     key = broadcast_key(p, op.inputs[0], op.params["broadcast_dimensions"], p.graph.types[op.outputs[0]], behind)
-    known = frame.made.setdefault(key, op.outputs[0])
-    if known != op.outputs[0]:
-        p.alias[op.outputs[0]] = known
-    return known != op.outputs[0]
+    first_output = frame.shared.setdefault(key, op.outputs[0])
+    if first_output != op.outputs[0]:
+        p.alias[op.outputs[0]] = first_output
+    return first_output != op.outputs[0]
 
 
 def _repeated(p: Program, frame: Frame, op: Op) -> bool:
@@ -112,10 +112,10 @@ def _repeated(p: Program, frame: Frame, op: Op) -> bool:
         return False
     operands = [p.identity(atom) for atom in op.inputs]
     key = (op.signature, *(sorted(operands, key=str) if op.name in COMMUTATIVE else operands))
-    known = frame.done.setdefault(key, op.outputs)
-    if known != op.outputs:
-        p.alias.update(zip(op.outputs, known, strict=True))
-    return known != op.outputs
+    first_outputs = frame.done.setdefault(key, op.outputs)
+    if first_outputs != op.outputs:
+        p.alias.update(zip(op.outputs, first_outputs, strict=True))
+    return first_outputs != op.outputs
 
 
 def _barriers(p: Program, op: Op) -> tuple[int, ...]:

@@ -86,8 +86,14 @@ class Written:
     def reads(self, step: Step) -> tuple[int, ...]:
         """Written values and tokens that a step reads."""
         repeats = id(step) in self.repeating
-        found = [self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs]
-        return found[0] if len(found) == 1 else tuple(dict.fromkeys([s for sources in found for s in sources]))
+        sources_by_input = [
+            self.beneath[v] if repeats and v in self.beneath else self.sources.get(v, ()) for v in step.inputs
+        ]
+        return (
+            sources_by_input[0]
+            if len(sources_by_input) == 1
+            else tuple(dict.fromkeys([s for sources in sources_by_input for s in sources]))
+        )
 
     def is_ready(self, p: Program, value: int) -> bool:
         """Whether arguments are all that has to be there to make a value, so that a copy can be made at any time."""
@@ -162,10 +168,10 @@ class _Fusion:
                 least = _HALF * nbytes(v)
                 inputs = map(self.p.behind, step.inputs)
                 made_of = [x for i in inputs for x in leaves.get(i, (i,))]
-                found = frozenset([x for x in made_of if nbytes(x) >= least])
-                self.weight[v] = len(found)
-                shared = len(self.readers.get(v, ())) > 1 and (len(found) > 1 or self._is_dear(step))
-                leaves[v] = frozenset((v,)) if shared else found
+                leaves_of_step = frozenset([x for x in made_of if nbytes(x) >= least])
+                self.weight[v] = len(leaves_of_step)
+                shared = len(self.readers.get(v, ())) > 1 and (len(leaves_of_step) > 1 or self._is_dear(step))
+                leaves[v] = frozenset((v,)) if shared else leaves_of_step
 
     def decide(self) -> None:
         """Decide for every value, readers before what they read."""
@@ -199,14 +205,14 @@ class _Fusion:
         """
         if not self.p.backend.cheap_repeats:
             return False
-        found, users = self._indices(value)
-        self.duplicates[value] = found
-        most = max((sum(indices.values()) for indices in found.values()), default=0)
+        indices_by_kernel, users = self._indices(value)
+        self.duplicates[value] = indices_by_kernel
+        most = max((sum(indices.values()) for indices in indices_by_kernel.values()), default=0)
         return most > _MAX_DUPLICATION or (self._branches(value) and max(most, users) > 1)
 
     def _indices(self, value: int) -> tuple[dict[int, dict[int, int]], int]:
         """Kernel -> what reads a value at an index of its own, and how often it is emitted; and the number of uses."""
-        found: dict[int, dict[int, int]] = {}
+        indices_by_kernel: dict[int, dict[int, int]] = {}
         users = 0
         for step in self.readers.get(value, ()):
             v = step.outputs[0] if step.outputs else -1
@@ -215,8 +221,8 @@ class _Fusion:
             users += len(around)
             for kernel, indices in around.items():
                 own = indices if step.name in ELEMENTWISE else {id(step): sum(indices.values())}
-                found.setdefault(kernel, {}).update(own)
-        return found, users
+                indices_by_kernel.setdefault(kernel, {}).update(own)
+        return indices_by_kernel, users
 
     def _branches(self, value: int) -> bool:
         """Code for it has branches, in which nothing is found that was computed in others.
@@ -276,8 +282,8 @@ class _Fusion:
         maker = self.makers.get(v)
         if maker is None or maker.kind != LIGHT or self._is_unary(maker):
             return False
-        others = [r for r in self.readers.get(v, ()) if r.name != RESHAPE]
-        return v in self.leaving or v in self.detoured or any(r.kind != LIGHT or id(r) in self.library for r in others)
+        readers = [r for r in self.readers.get(v, ()) if r.name != RESHAPE]
+        return v in self.leaving or v in self.detoured or any(r.kind != LIGHT or id(r) in self.library for r in readers)
 
     def _is_unary(self, step: Step) -> bool:
         """A step that reads one array of its rank beside broadcasts; dimensions of one element do not count."""
@@ -300,7 +306,7 @@ class _Fusion:
         bit = {v: 1 << i for i, v in enumerate(several)}
         ahead: dict[int, int] = {}  # value -> those of them that it is made of
         by_memory: dict[int, int] = {}  # value -> those of them that it is made of by way of memory
-        found = 0
+        detoured = 0
         for step in self.steps if bit else ():
             fused = step.kind == LIGHT and id(step) not in self.library
             inputs = [*map(self.p.behind, step.inputs)]
@@ -309,10 +315,10 @@ class _Fusion:
                 before |= ahead.get(v, 0) | bit.get(v, 0)
                 detours |= by_memory.get(v, 0) | (ahead.get(v, 0) if self._is_unfused(v) else 0)
             if fused:
-                found |= detours & sum(bit.get(v, 0) for v in {*inputs})
+                detoured |= detours & sum(bit.get(v, 0) for v in {*inputs})
             for v in step.outputs if before else ():
                 ahead[v], by_memory[v] = before, detours if fused else before
-        return {v for v in several if bit[v] & found}
+        return {v for v in several if bit[v] & detoured}
 
     def _is_unfused(self, value: int) -> bool:
         """A value that no light step has fused into it."""
@@ -327,22 +333,22 @@ class _Fusion:
 
     def _kernels(self, value: int, readers: Sequence[Step] | None = None) -> frozenset[int]:
         """The kernels (identities of their last steps) that read a value, or those of some of its readers."""
-        found: set[int] = set()
+        kernels: set[int] = set()
         for step in self.readers.get(value, ()) if readers is None else readers:
             v = step.outputs[0] if step.kind == LIGHT else -1
-            found |= self.kernels.get(v, frozenset())
-            found |= {id(step)} if v < 0 or v in self.kept else frozenset()
-        return frozenset(found)
+            kernels |= self.kernels.get(v, frozenset())
+            kernels |= {id(step)} if v < 0 or v in self.kept else frozenset()
+        return frozenset(kernels)
 
     def writes(self, step: Step, value: int) -> bool:
         """True if a light step's result gets a buffer of its own."""
         readers = self.readers.get(value, ())
         number = self.library.get(id(step))
-        others = readers if number is None else [r for r in readers if self.library.get(id(r)) != number]
-        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in others):
+        readers_outside = readers if number is None else [r for r in readers if self.library.get(id(r)) != number]
+        if value in self.leaving or any(self._reads_memory(r) and not self._sinks(value, r) for r in readers_outside):
             return True
-        if any(id(r) in self.library for r in others) or (number is not None and value not in self.thin):
-            return bool(others)
+        if any(id(r) in self.library for r in readers_outside) or (number is not None and value not in self.thin):
+            return bool(readers_outside)
         joins = value in self.detoured if self.p.backend.cheap_repeats else self.weight[value] > 1
         return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
 
@@ -381,9 +387,9 @@ class _Fusion:
                 self.feeding[id(step)] = step.kind == REDUCTION
                 break
             step = readers[0]
-        found = self.feeding[id(step)]
-        self.feeding.update(dict.fromkeys(chain, found))
-        return found
+        feeds = self.feeding[id(step)]
+        self.feeding.update(dict.fromkeys(chain, feeds))
+        return feeds
 
     def _fused_products(self) -> Mapping[int, int]:
         """Product that is fused into a library kernel -> what the kernel writes."""
@@ -414,12 +420,16 @@ class _Fusion:
             if repeats:
                 repeating.add(id(step))
             read_by = [read(v, repeats) for v in step.inputs]
-            found = read_by[0] if len(read_by) == 1 else tuple(dict.fromkeys([s for some in read_by for s in some]))
+            sources_of_step = (
+                read_by[0]
+                if len(read_by) == 1
+                else tuple(dict.fromkeys([s for sources_of_input in read_by for s in sources_of_input]))
+            )
             for v in step.outputs:
                 if v not in self.kept:
-                    sources[v] = found
+                    sources[v] = sources_of_step
                 elif v in self.thin or v in self.repeated:
-                    beneath[v] = found
+                    beneath[v] = sources_of_step
         for frame in self.p.top.walk():
             for v in frame.leaving:
                 read(v)

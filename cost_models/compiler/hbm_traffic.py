@@ -184,18 +184,18 @@ class _Counter:
         layout = (self.stage.uses.get(site) if site else None) or self.stage.values.get(value)
         type_ = self.graph.types[value]
         key = (layout, type_.shape, type_.itemsize)
-        found = self.piece_bytes.get(key)
-        if found is None:
+        nbytes = self.piece_bytes.get(key)
+        if nbytes is None:
             shape = _piece_shape(layout, type_.shape, self.stage.submesh)
-            found = self.piece_bytes[key] = _tiled(shape, self.device.tile) * type_.itemsize
-        return found
+            nbytes = self.piece_bytes[key] = _tiled(shape, self.device.tile) * type_.itemsize
+        return nbytes
 
     def local_stored(self, value: int) -> int:
         """Bytes of a value on one device in its planned layout."""
-        found = self.stored_bytes.get(value)
-        if found is None:
-            found = self.stored_bytes[value] = self.local(value)
-        return found
+        nbytes = self.stored_bytes.get(value)
+        if nbytes is None:
+            nbytes = self.stored_bytes[value] = self.local(value)
+        return nbytes
 
     def read(self, op: Op, k: int, value: int) -> int:
         """Bytes that an operation reads of operand `k`."""
@@ -208,14 +208,14 @@ class _Counter:
 
     def reads(self, op: Op) -> Sequence[tuple[int, int]]:
         """The values that an operation reads, operand by operand, and bytes of each."""
-        found = self.read_by.get(op.index)
-        if found is None:
+        reads = self.read_by.get(op.index)
+        if reads is None:
             if self.device.rounds_operands or op.index in self.resharding_ops:
-                found = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
+                reads = [(atom, self.read(op, k, atom)) for k, atom in enumerate(op.inputs) if isinstance(atom, int)]
             else:
-                found = [(atom, self.local_stored(atom)) for atom in op.inputs if isinstance(atom, int)]
-            self.read_by[op.index] = found
-        return found
+                reads = [(atom, self.local_stored(atom)) for atom in op.inputs if isinstance(atom, int)]
+            self.read_by[op.index] = reads
+        return reads
 
     def written(self, value: int) -> int:
         """Bytes that are written of a value."""
@@ -249,60 +249,66 @@ class _Counter:
     @cached_property
     def rounded(self) -> AbstractSet[int]:
         """Values that only products read, all of which round them; no arguments or results."""
-        found: dict[int, bool] = {}
+        narrow_by_value: dict[int, bool] = {}
         for op in self.graph.walk():
             for atom in op.inputs:
                 if isinstance(atom, int):
-                    found[atom] = found.get(atom, True) and rounds(op, self.graph.types[atom])
+                    narrow_by_value[atom] = narrow_by_value.get(atom, True) and rounds(op, self.graph.types[atom])
         fixed = {a for a in (*self.graph.inputs, *self.graph.outputs) if isinstance(a, int)}
-        return {value for value, narrow in found.items() if narrow} - fixed
+        return {value for value, narrow in narrow_by_value.items() if narrow} - fixed
 
     def body(self, body: Body) -> float:
         """Bytes of one run of a body, without those of its regions."""
         ops, inputs, outputs = body.ops, body.inputs, body.outputs
-        made = {v: op for op in ops if not op.regions for v in op.outputs}
-        fused_inputs, stored = self._fused_inputs(ops, made, self._stored(ops, inputs, outputs))
-        products = frozenset(v for v in fused_inputs if made[v].name in PRODUCTS)
-        within = _within_one_loop(products, fused_inputs, _loops(fused_inputs, products, _depths(fused_inputs)), made)
+        producers = {v: op for op in ops if not op.regions for v in op.outputs}
+        fused_inputs, stored = self._fused_inputs(ops, producers, self._stored(ops, inputs, outputs))
+        products = frozenset(v for v in fused_inputs if producers[v].name in PRODUCTS)
+        within = _within_one_loop(
+            products, fused_inputs, _loops(fused_inputs, products, _depths(fused_inputs)), producers
+        )
         fixed = {*inputs, *outputs}
-        fused = {v for v in within if v not in fixed and made[v].index not in self.summing}
-        fused_inputs = self._fused_inputs(ops, made, stored - fused)[0] if fused else fused_inputs
+        fused = {v for v in within if v not in fixed and producers[v].index not in self.summing}
+        fused_inputs = self._fused_inputs(ops, producers, stored - fused)[0] if fused else fused_inputs
         depths = _depths(fused_inputs)
         loops = _loops(fused_inputs, products, depths)
         reductions = frozenset(
-            v for v in fused_inputs if made[v].name in REDUCTIONS and made[v].index not in self.summing
+            v for v in fused_inputs if producers[v].name in REDUCTIONS and producers[v].index not in self.summing
         )
-        complete = {v for v in fused_inputs if made[v].index not in self.summing}
+        complete = {v for v in fused_inputs if producers[v].index not in self.summing}
         merged = _merge_elementwise(
             fused_inputs,
             _merge_reductions(fused_inputs, loops, depths, reductions, complete),
             depths,
-            self._light(fused_inputs, made),
+            self._light(fused_inputs, producers),
         )
         return self._bytes(fused_inputs, merged)
 
-    def _light(self, fused_inputs: Mapping[int, _FusedInputs], made: Mapping[int, Op]) -> Mapping[int, tuple[int, ...]]:
+    def _light(
+        self, fused_inputs: Mapping[int, _FusedInputs], producers: Mapping[int, Op]
+    ) -> Mapping[int, tuple[int, ...]]:
         """Values in memory that elementwise operations compute and no collective moves or reduces -> their shapes."""
         heavy = (*_WRITING, *KERNELS)
         return {
             v: self.graph.types[v].shape
             for v in fused_inputs
-            if made[v].name not in heavy and made[v].index not in self.summing and not self._retiles(made[v])
+            if producers[v].name not in heavy
+            and producers[v].index not in self.summing
+            and not self._retiles(producers[v])
         }
 
     def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
         """The values that are in memory if the results of all products are."""
-        found = {*inputs, *(a for a in outputs if isinstance(a, int))}
+        stored = {*inputs, *(a for a in outputs if isinstance(a, int))}
         for op in ops:
             whole = op.name in KERNELS or bool(op.regions) or self._retiles(op)
             if whole or op.index in self.gathering_ops:
                 read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
-                found.update(a for a in read if isinstance(a, int))
+                stored.update(a for a in read if isinstance(a, int))
             if whole or op.name in _WRITING or op.index in self.summing:
-                found.update(op.outputs)
-        found.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
+                stored.update(op.outputs)
+        stored.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
         free = [v for op in ops for v in op.outputs if v not in self.stage.values]  # constants and views: never stored
-        return frozenset(found.difference(free))
+        return frozenset(stored.difference(free))
 
     def _retiles(self, op: Op) -> bool:
         """Whether a reshape copies, because it splits or merges the dimension along the columns of tiles."""
@@ -312,26 +318,26 @@ class _Counter:
         return before != after
 
     def _fused_inputs(
-        self, ops: Sequence[Op], made: Mapping[int, Op], stored: AbstractSet[int]
+        self, ops: Sequence[Op], producers: Mapping[int, Op], stored: AbstractSet[int]
     ) -> tuple[dict[int, _FusedInputs], frozenset[int]]:
         """The fused inputs of every value in memory that is computed here, and the set of values in memory.
 
         In memory are the values in `stored`, and results of operations with more than `MAX_FUSED_INPUTS` sources.
         """
         by_op: dict[int, _FusedInputs] = {}  # by the operation's index
-        found = set(stored)
+        in_memory = set(stored)
         for op in ops:
-            if op.index not in by_op and any(made.get(v) is op for v in op.outputs):
-                inputs_of_value = by_op[op.index] = self._inputs_of(op, by_op, made, found)
+            if op.index not in by_op and any(producers.get(v) is op for v in op.outputs):
+                inputs_of_value = by_op[op.index] = self._inputs_of(op, by_op, producers, in_memory)
                 if len(inputs_of_value.sources) > MAX_FUSED_INPUTS:
-                    found.update(v for v in op.outputs if v in self.stage.values)
-        return {v: by_op[op.index].of(op.index) for v, op in made.items() if v in found}, frozenset(found)
+                    in_memory.update(v for v in op.outputs if v in self.stage.values)
+        return {v: by_op[op.index].of(op.index) for v, op in producers.items() if v in in_memory}, frozenset(in_memory)
 
     def _inputs_of(
-        self, op: Op, by_op: Mapping[int, _FusedInputs], made: Mapping[int, Op], stored: AbstractSet[int]
+        self, op: Op, by_op: Mapping[int, _FusedInputs], producers: Mapping[int, Op], stored: AbstractSet[int]
     ) -> _FusedInputs:
         """The fused inputs of an operation. Scalars are computed at each use, so that loops do not share them."""
-        memory, fused = self._links(op, made, stored)
+        memory, fused = self._links(op, producers, stored)
         makers = [by_op[maker.index] for maker in fused]
         first = frozenset[int]().union(*(maker.ops for maker in makers))
         if not first and self._is_array(op):
@@ -346,13 +352,13 @@ class _Counter:
         return any(self.graph.types[v].rank for v in op.outputs)
 
     def _links(
-        self, op: Op, made: Mapping[int, Op], stored: AbstractSet[int]
+        self, op: Op, producers: Mapping[int, Op], stored: AbstractSet[int]
     ) -> tuple[Sequence[tuple[int, int]], Sequence[Op]]:
         """Values that an operation reads from memory, with bytes, and the fused operations that compute the rest."""
         memory: list[tuple[int, int]] = []
         fused: list[Op] = []
         for atom, size in self.reads(op):
-            maker = None if atom in stored else made.get(atom)
+            maker = None if atom in stored else producers.get(atom)
             if maker is None:
                 memory.append((atom, size))
             else:
@@ -394,8 +400,8 @@ def _loops(
     joined: UnionFind[int] = UnionFind(fused_inputs)
     for value, inputs_of_value in fused_inputs.items():
         owner = owners.setdefault(depths[value], {})
-        others = {owner.setdefault(op, value) for op in (() if value in products else inputs_of_value.ops)}
-        joined.union(value, *sorted(others))
+        values = {owner.setdefault(op, value) for op in (() if value in products else inputs_of_value.ops)}
+        joined.union(value, *sorted(values))
     return {value: joined[value] for value in fused_inputs}
 
 
@@ -439,18 +445,18 @@ def _merge_elementwise(
     for loop, values in groups.items():
         shapes = {light.get(v) for v in values}
         makers = {loops[s] for s in _read_last(values, fused_inputs, depths)}
-        made = {light.get(v) for maker in makers for v in groups[maker]}
-        if None not in shapes and len(shapes) == 1 and shapes == made:
+        maker_shapes = {light.get(v) for maker in makers for v in groups[maker]}
+        if None not in shapes and len(shapes) == 1 and shapes == maker_shapes:
             joined.union(loop, *sorted(makers))
     return {value: joined[loop] for value, loop in loops.items()}
 
 
 def _values(loops: Mapping[int, int]) -> Mapping[int, Sequence[int]]:
     """Loop -> the values that it computes."""
-    found: dict[int, list[int]] = {}
+    values: dict[int, list[int]] = {}
     for value, loop in loops.items():
-        found.setdefault(loop, []).append(value)
-    return found
+        values.setdefault(loop, []).append(value)
+    return values
 
 
 def _read_last(
@@ -480,7 +486,10 @@ def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
 
 
 def _within_one_loop(
-    products: frozenset[int], fused_inputs: Mapping[int, _FusedInputs], loops: Mapping[int, int], made: Mapping[int, Op]
+    products: frozenset[int],
+    fused_inputs: Mapping[int, _FusedInputs],
+    loops: Mapping[int, int],
+    producers: Mapping[int, Op],
 ) -> list[int]:
     """Results of products that only one loop reads, and no product, reduction or kernel."""
     readers: dict[int, set[int]] = {}
@@ -491,5 +500,5 @@ def _within_one_loop(
         product
         for product, values in readers.items()
         if len({loops[v] for v in values}) == 1
-        and not any(made[v].name in (*PRODUCTS, *REDUCTIONS, *KERNELS) for v in values)
+        and not any(producers[v].name in (*PRODUCTS, *REDUCTIONS, *KERNELS) for v in values)
     ]

@@ -52,20 +52,20 @@ def lifetimes(p: Program, w: Written) -> Lifetimes:
     """When everything that is written lives."""
     clock = _Clock(p, w)
     for v in (*p.graph.inputs, *(c for c, _ in p.graph.constants)):
-        clock.found.birth[v] = 0
+        clock.lives.birth[v] = 0
     clock.run(p.top)
-    clock.leave(p.top, clock.found.end)
-    for v, birth in clock.found.birth.items():
-        clock.found.death.setdefault(v, birth)
+    clock.leave(p.top, clock.lives.end)
+    for v, birth in clock.lives.birth.items():
+        clock.lives.death.setdefault(v, birth)
     clock.pass_on()
-    return clock.found
+    return clock.lives
 
 
 @dataclass(eq=False)
 class _Clock:
     p: Program
     w: Written
-    found: Lifetimes = field(default_factory=Lifetimes)
+    lives: Lifetimes = field(default_factory=Lifetimes)
     product: int | None = None  # the moment of the last product in the frame that runs
     ended: dict[int, int] = field(default_factory=dict)  # result of a loop -> its last moment
     copies_read: list[int] = field(default_factory=list)  # tokens, in the order in which they are read
@@ -76,11 +76,11 @@ class _Clock:
         reads = [self.w.reads(step) for step in steps]
         waits = self._waits(steps, reads)
         late = _for_weights(steps, waits) if self.p.backend.overlaps else frozenset[int]()
-        first, self.product = self.found.end, None
+        first, self.product = self.lives.end, None
         for i in self._order(frame, steps, waits, late):
-            self.found.late.extend([self.found.end] if i in late else [])
+            self.lives.late.extend([self.lives.end] if i in late else [])
             self._step(steps[i], reads[i], first)
-            self.product = self.found.end - 1 if self.w.has_product(steps[i]) else self.product
+            self.product = self.lives.end - 1 if self.w.has_product(steps[i]) else self.product
         self.product = None
 
     @cached_property
@@ -112,12 +112,12 @@ class _Clock:
 
     def _next_products(self, steps: Sequence[Step], late: frozenset[int]) -> list[int]:
         """For each step the next product of the backward pass that is not late; itself if there is none."""
-        found, following = list(range(len(steps))), -1
+        next_products, following = list(range(len(steps))), -1
         for i in reversed(range(len(steps))):
-            found[i] = following if following > i else i
+            next_products[i] = following if following > i else i
             if self.w.has_product(steps[i]) and steps[i].op.phase == "backward" and i not in late:
                 following = i
-        return found
+        return next_products
 
     def _waits(self, steps: Sequence[Step], reads: Sequence[Sequence[int]]) -> list[list[int]]:
         """For each step the steps that it waits for, ascending."""
@@ -134,74 +134,74 @@ class _Clock:
         return self.w.sources.get(self.p.behind(token), ())
 
     def _step(self, step: Step, reads: Sequence[int], first: int) -> None:
-        begin, before = self.found.end, len(self.copies_read)
-        self.found.moments.append(step)
+        begin, before = self.lives.end, len(self.copies_read)
+        self.lives.moments.append(step)
         stacked = self.p.stacked if step.kind == LOOP and self.eager else ()
         for v in step.outputs:
             # Where everything starts early, so do the stacked results of loops: they are filled with zeros.
-            self.found.birth[v] = first if v in stacked else begin
+            self.lives.birth[v] = first if v in stacked else begin
         for inner in step.frames:
             self.run(inner)
             if not step.joins:
                 self._keep_within(inner, begin)
-            self.leave(inner, self.found.end, begin if step.joins else None)
+            self.leave(inner, self.lives.end, begin if step.joins else None)
         if step.joins:
-            self.found.birth.update(dict.fromkeys(step.outputs, self.found.end))
+            self.lives.birth.update(dict.fromkeys(step.outputs, self.lives.end))
         if step.frames:
             if self.eager and not step.joins:
                 self._hoist(before, begin)
-            self.ended.update(dict.fromkeys(step.outputs, self.found.end))
-            self.found.moments.append(step)
+            self.ended.update(dict.fromkeys(step.outputs, self.lives.end))
+            self.lives.moments.append(step)
         taken = {self.p.behind(v) for v, _ in step.taken}
         for v in reads if step.kind != STORE or not self.p.backend.stores_early else ():
-            self._read(v, begin, begin if self.p.behind(v) in taken or step.joins else self.found.end - 1)
+            self._read(v, begin, begin if self.p.behind(v) in taken or step.joins else self.lives.end - 1)
 
     def _hoist(self, before: int, begin: int) -> None:
         """Copies that were made before a loop began then are read in every iteration of it.
 
         (openxla/xla, xla/service/while_loop_invariant_code_motion.cc.)
         """
-        found = self.found
+        lives = self.lives
         for v in set(self.copies_read[before:]):
-            if found.birth[v] < begin < found.death[v]:
-                found.death[v] = found.end
+            if lives.birth[v] < begin < lives.death[v]:
+                lives.death[v] = lives.end
 
     def _keep_within(self, frame: Frame, begin: int) -> None:
         """What leaves the body of a loop that began then is made in its result's memory, unless that is read later."""
         for leaving, result in frame.carried:
-            last = max(self.found.death.get(v, begin) for v in (result, *self._tokens.get(result, ())))
-            self.found.within.update(self._made_within(leaving, result, begin, last) or ())
+            last = max(self.lives.death.get(v, begin) for v in (result, *self._tokens.get(result, ())))
+            self.lives.within.update(self._made_within(leaving, result, begin, last) or ())
 
     def pass_on(self) -> None:
         """What a loop starts from, and nothing reads later, is made in the memory in which the loop goes on; what a
         branch of a conditional leaves in that of the result.
         """
-        found, given = self.found, {*self.p.graph.inputs, *(c for c, _ in self.p.graph.constants)}
-        for begin in reversed(range(found.end)):
-            step = found.moments[begin]
+        lives, arguments = self.lives, {*self.p.graph.inputs, *(c for c, _ in self.p.graph.constants)}
+        for begin in reversed(range(lives.end)):
+            step = lives.moments[begin]
             for read, result in step.taken:
                 v = self.p.behind(read)
-                last = max(found.death.get(x, 0) for x in (v, *self._tokens.get(v, ())))
-                if found.birth[result] == begin and v not in given and last <= begin:
+                last = max(lives.death.get(x, 0) for x in (v, *self._tokens.get(v, ())))
+                if lives.birth[result] == begin and v not in arguments and last <= begin:
                     self._pass(v, read, result)
             for read, result in (pair for frame in step.frames for pair in frame.carried) if step.joins else ():
                 v = self.p.behind(read)
-                if begin < found.birth.get(v, begin) <= found.birth[result]:
+                if begin < lives.birth.get(v, begin) <= lives.birth[result]:
                     self._pass(v, read, result)
 
     def _pass(self, v: int, read: int, result: int) -> None:
-        found = self.found
-        if v in found.birth and v not in found.within:
-            found.within[v] = read
-            found.birth[result] = min(found.birth[result], found.birth[v])
+        lives = self.lives
+        if v in lives.birth and v not in lives.within:
+            lives.within[v] = read
+            lives.birth[result] = min(lives.birth[result], lives.birth[v])
 
     @cached_property
     def _tokens(self) -> Mapping[int, Sequence[int]]:
         """Value -> the copies of it."""
-        found: dict[int, list[int]] = {}
+        copies: dict[int, list[int]] = {}
         for token, (v, _) in self.p.tokens.items():
-            found.setdefault(v, []).append(token)
-        return found
+            copies.setdefault(v, []).append(token)
+        return copies
 
     def _made_within(self, read: int, result: int, begin: int, last: int) -> list[tuple[int, int]] | None:
         """Values that are made in the memory of a loop's result if this one is, and as what each of them is read there.
@@ -213,15 +213,15 @@ class _Clock:
         v = self.p.behind(read)
         if v == result:
             return []
-        born = self.found.birth.get(v, begin)
-        step = self.found.moments[born]
-        if v in self.found.within or born <= begin or v not in step.outputs:
+        born = self.lives.birth.get(v, begin)
+        step = self.lives.moments[born]
+        if v in self.lives.within or born <= begin or v not in step.outputs:
             return None
         if step.joins:
             left = [y for inner in step.frames for y, joined in inner.carried if joined == v]
-            made = [self._made_within(y, result, begin, last) for y in left]
-            return [(v, read), *(x for some in made for x in some or ())] if None not in made else None
-        started = [x for x, y in step.taken if y == v and self.found.death.get(x) == born]
+            branches = [self._made_within(y, result, begin, last) for y in left]
+            return [(v, read), *(x for branch in branches for x in branch or ())] if None not in branches else None
+        started = [x for x, y in step.taken if y == v and self.lives.death.get(x) == born]
         overwrites = step.kind == LIGHT or step.name in OVERWRITES or result in map(self.p.behind, started)
         if born < last or (born == last and not overwrites):
             return None
@@ -231,19 +231,19 @@ class _Clock:
         """What leaves a frame is there until this moment; a branch that began then only passes on what is older."""
         for v in frame.leaving:
             for s in self.w.sources.get(v, ()):
-                born = self.found.birth.get(self.p.behind(s), moment)
+                born = self.lives.birth.get(self.p.behind(s), moment)
                 read = moment if begin is None or born >= begin else begin
                 self._read(s, read, read)
 
     def _read(self, v: int, begin: int, end: int) -> None:
-        self.found.death[v] = max(self.found.death.get(v, 0), end)
+        self.lives.death[v] = max(self.lives.death.get(v, 0), end)
         if v in self.p.tokens:
             self.copies_read.append(v)
             if self.p.behind(v) in self.p.views and self.p.behind(v) in self.w.values:
                 self._read(self.p.behind(v), begin, end)
-            ready = max((self.ended.get(s, self.found.birth.get(s, begin)) for s in self._copied(v)), default=0)
+            ready = max((self.ended.get(s, self.lives.birth.get(s, begin)) for s in self._copied(v)), default=0)
             born = self._fetched(v, ready, begin)
-            self.found.birth[v] = min(self.found.birth.get(v, born), born)
+            self.lives.birth[v] = min(self.lives.birth.get(v, born), born)
             if v in self.p.source_token:
                 self._read(self.p.source_token[v], born, born)
 
@@ -288,8 +288,8 @@ def _in_depth(waits: Sequence[Sequence[int]], ends: Sequence[int], nbytes: Seque
     rank: list[tuple[int, int]] = []  # readers beside the first and bytes, each with those of all that was made before
     for i, (needed, most) in enumerate(zip(waits, accumulate(nbytes), strict=True)):
         before = [rank[j] for j in needed]
-        others = max(users[i] - 1, 0) + sum(found for found, _ in before)
-        rank.append((min(others, len(waits)), min(nbytes[i] + sum(size for _, size in before), most)))
+        readers_before = max(users[i] - 1, 0) + sum(extra_readers for extra_readers, _ in before)
+        rank.append((min(readers_before, len(waits)), min(nbytes[i] + sum(size for _, size in before), most)))
     order: dict[int, None] = {}
     unread = [i for i, count in enumerate(users) if count == 0]
     left = [*sorted(unread, key=rank.__getitem__), *sorted(ends, key=rank.__getitem__)]

@@ -22,8 +22,8 @@ def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> It
         order = _ORDERS[op.name]
         swapped = op.outputs[0] in p.swapped
         orders = (order(op, k, 1 - k if swapped else k) for k in range(len(operands)))
-        found = zip(operands, orders, strict=True)
-        yield from (_transposed(p, frame, op, a, order) for a, order in found if isinstance(a, int))
+        ordered = zip(operands, orders, strict=True)
+        yield from (_transposed(p, frame, op, a, order) for a, order in ordered if isinstance(a, int))
     elif op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
         yield from broadcast(p, frame, op, operands)
     else:
@@ -40,10 +40,10 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
     if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):
         return value
     key = (p.behind(value), tuple(order))
-    if key not in frame.made:
-        frame.made[key] = new_from(p, value)
-        frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.made[key],)))
-    return frame.made[key]
+    if key not in frame.shared:
+        frame.shared[key] = new_from(p, value)
+        frame.steps.append(Step(op, RESHAPE if in_order else "turn", LIGHT, (value,), (frame.shared[key],)))
+    return frame.shared[key]
 
 
 def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
@@ -56,10 +56,10 @@ def broadcast(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> I
             yield atom
             continue
         key = broadcast_key(p, original, range(type_.rank), spread := Type(shape, type_.dtype, type_.itemsize))
-        if key not in frame.made:
-            frame.made[key] = p.new(op.outputs[0], spread)
-            frame.steps.append(Step(op, "spread", LIGHT, values([atom]), (frame.made[key],)))
-        yield frame.made[key]
+        if key not in frame.shared:
+            frame.shared[key] = p.new(op.outputs[0], spread)
+            frame.steps.append(Step(op, "spread", LIGHT, values([atom]), (frame.shared[key],)))
+        yield frame.shared[key]
 
 
 def broadcast_key(p: Program, atom: Atom, dims: Sequence[int], result: Type, behind: Hashable = ((), ())) -> Hashable:
@@ -126,10 +126,10 @@ def add_normalized(p: Program, frame: Frame, step: Step) -> None:
 def in_float32(p: Program, frame: Frame, op: Op, value: int) -> int:
     """The value converted to float32, once for all readers."""
     key = ("widened", p.behind(value))
-    if key not in frame.made:
-        frame.made[key] = new_from(p, value, _wide(p.type_of(value)))
-        frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.made[key],)))
-    return frame.made[key]
+    if key not in frame.shared:
+        frame.shared[key] = new_from(p, value, _wide(p.type_of(value)))
+        frame.steps.append(Step(op, "widen", LIGHT, (value,), (frame.shared[key],)))
+    return frame.shared[key]
 
 
 def _wide(half: Type) -> Type:
@@ -138,8 +138,8 @@ def _wide(half: Type) -> Type:
 
 def new_from(p: Program, value: int, kind: Type | None = None) -> int:
     """A new value of this type (default: the same) with the sharding of a value or of a copy of it."""
-    made = p.new(p.behind(value), kind)
+    copy = p.new(p.behind(value), kind)
     piece = p.tokens[value][1] if value in p.tokens else p.pieces.get(value)
     if piece is not None:
-        p.pieces[made] = piece
-    return made
+        p.pieces[copy] = piece
+    return copy

@@ -17,8 +17,8 @@ def rounds(op: Op, operand: Type) -> bool:
     """True if default precision rounds this operand of an operation to bfloat16."""
     if op.name not in PRODUCTS or operand.dtype != "float32":
         return False
-    given = op.params["precision"]
-    return all(p is None or p.name == "DEFAULT" for p in (given if isinstance(given, tuple) else (given,)))
+    precision = op.params["precision"]
+    return all(p is None or p.name == "DEFAULT" for p in (precision if isinstance(precision, tuple) else (precision,)))
 
 
 def rounded(type_: Type) -> Type:

@@ -44,7 +44,7 @@ Simplification = Callable[[Program, Frame, Op, tuple[int, ...]], None]
 
 def simplified(p: Program, op: Op) -> Simplification | None:
     """What adds the steps that a backend runs instead of an operation; None if it runs the operation."""
-    return next((found for applies, found in _TABLE.get(op.name, ()) if applies(p, op)), None)
+    return next((simplify for applies, simplify in _TABLE.get(op.name, ()) if applies(p, op)), None)
 
 
 def alias_of(p: Program, op: Op) -> int | None:
@@ -103,7 +103,7 @@ class _Moving:
 
     p: Program
     permutation: tuple[int, ...]
-    known: dict[int, bool] = field(default_factory=dict)
+    decided: dict[int, bool] = field(default_factory=dict)
 
     def dissolves(self, value: int) -> bool:
         """Whether it is read, and moves on until reductions, products of matrices and other transposes take it up."""
@@ -131,17 +131,17 @@ class _Moving:
         if not isinstance(atom, int):
             return True
         waiting, seen = [atom], {atom}
-        while waiting and atom not in self.known:
+        while waiting and atom not in self.decided:
             maker = self.p.graph.producers.get(waiting.pop())
             if maker is not None and maker.name in ELEMENTWISE:
-                made_of = [v for v in values(maker.inputs) if v not in seen and not self.known.get(v, False)]
+                made_of = [v for v in values(maker.inputs) if v not in seen and not self.decided.get(v, False)]
                 waiting.extend(made_of)
                 seen.update(made_of)
             elif maker is None or not self._starts(maker):
-                self.known[atom] = False
-        if atom not in self.known:
-            self.known.update(dict.fromkeys(seen, True))
-        return self.known[atom]
+                self.decided[atom] = False
+        if atom not in self.decided:
+            self.decided.update(dict.fromkeys(seen, True))
+        return self.decided[atom]
 
     def _starts(self, maker: Op) -> bool:
         if maker.name == "transpose":
@@ -182,15 +182,15 @@ def _scatter_to_maxima(p: Program, frame: Frame, op: Op, after: tuple[int, ...])
     places: list[int] = []
     for dim in range(len(shape)):
         key = ("place", shape, dim)
-        if key not in frame.made:
-            frame.made[key] = p.new(operand, Type(shape, "int32", 4))
-            frame.steps.append(Step(op, "iota", HEAVY, (), (frame.made[key],)))
-        places.append(frame.made[key])
+        if key not in frame.shared:
+            frame.shared[key] = p.new(operand, Type(shape, "int32", 4))
+            frame.steps.append(Step(op, "iota", HEAVY, (), (frame.shared[key],)))
+        places.append(frame.shared[key])
     zeros, greatest = p.new(operand), p.new(source)
-    found, indices = (tuple(p.new(source, Type(pooled, "int32", 4)) for _ in shape) for _ in range(2))
+    maxima, indices = (tuple(p.new(source, Type(pooled, "int32", 4)) for _ in shape) for _ in range(2))
     frame.steps.append(Step(op, "zeros", HEAVY, (), (zeros,)))
-    frame.steps.append(Step(op, "reduce_window", HEAVY, (operand, *places), (greatest, *found), after))
-    frame.steps.append(Step(op, "concatenate", HEAVY, found, indices))
+    frame.steps.append(Step(op, "reduce_window", HEAVY, (operand, *places), (greatest, *maxima), after))
+    frame.steps.append(Step(op, "concatenate", HEAVY, maxima, indices))
     frame.steps.append(Step(op, "scatter-add", HEAVY, (zeros, *indices, source), op.outputs, after))
 
 

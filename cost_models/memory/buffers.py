@@ -75,27 +75,27 @@ def buffers(
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}
     sizes = Sizes(graph, model, mesh, backend, program, w, lives, makers)
-    given = frozenset(donated)
+    donated_positions = frozenset(donated)
     within = _within(program, lives, ends)
-    values = _Values(sizes, given, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
+    values = _Values(sizes, donated_positions, frozenset(graph.inputs[i] for i in hosted), frozenset(within))
     values.arguments()
     overwritten = _overwritten(program, w, lives)
     values.others(overwritten)
     carried = (*filter(None, within.values()),)
-    add_copies(sizes, tuple(ends), _settling(graph, ends, given), carried, values.elsewhere, overwritten)
-    return Buffers(program, lives, tuple(sizes.found), sizes.all())
+    add_copies(sizes, tuple(ends), _settling(graph, ends, donated_positions), carried, values.elsewhere, overwritten)
+    return Buffers(program, lives, tuple(sizes.buffers), sizes.all())
 
 
 def _ends(model: Model) -> Mapping[End, list[str]]:
     """Readers' ends of edges, as `intra_op` distinguishes them, and the sites that read there."""
-    found: dict[End, list[str]] = {}
+    sites_by_end: dict[End, list[str]] = {}
     for use in model.grouping.uses:
         binding = model.grouping.bindings.get(use.value)
         if binding is not None:
             dims = source_dims(binding, use)
             if binding.group != use.consumer or use.assigned or dims != binding.dims:
-                found.setdefault((binding.value, use.consumer, dims, use.assigned), []).append(use.site)
-    return found
+                sites_by_end.setdefault((binding.value, use.consumer, dims, use.assigned), []).append(use.site)
+    return sites_by_end
 
 
 def _settling(graph: Graph, ends: Mapping[End, Sequence[str]], donated: frozenset[int]) -> tuple[End, ...]:
@@ -109,12 +109,12 @@ def _within(p: Program, lives: Lifetimes, ends: Mapping[End, Sequence[str]]) -> 
 
     There the value is made in another group, and takes memory of its own where that lays it out otherwise.
     """
-    found: dict[int, End | None] = {}
+    end_by_value: dict[int, End | None] = {}
     for v, read in lives.within.items():
         end = cast(End, p.tokens[read][1]) if read in p.tokens else None
         if end is None or len(ends[end]) == 1:
-            found[v] = end
-    return found
+            end_by_value[v] = end
+    return end_by_value
 
 
 Place = tuple[int, tuple[int, ...], bool]
@@ -154,12 +154,12 @@ class _Values:
         b = self.sizes
         inputs = b.graph.inputs
         of = {v: v for v in self.hosted}
-        of.update((made, inputs[i]) for made, i in self._successors() if inputs[i] in self.hosted)
-        found: dict[int, list[int]] = {}
+        of.update((successor, inputs[i]) for successor, i in self._successors() if inputs[i] in self.hosted)
+        moments: dict[int, list[int]] = {}
         for moment, step in enumerate(b.lives.moments):
             for v in dict.fromkeys(of[v] for v in (*b.w.reads(step), *step.outputs) if v in of):
-                found.setdefault(v, []).append(moment)
-        return found
+                moments.setdefault(v, []).append(moment)
+        return moments
 
     def others(self, overwritten: AbstractSet[int]) -> None:
         """Everything else that is written, but what takes over the buffer of an argument or of an operand."""
@@ -177,7 +177,7 @@ class _Values:
     @cached_property
     def elsewhere(self) -> frozenset[int]:
         """Values made in the buffer of a loop's result, or of the argument whose next state they are."""
-        return self.within.union(made for made, position in self._successors() if position in self.donated)
+        return self.within.union(successor for successor, position in self._successors() if position in self.donated)
 
     def _successors(self) -> Iterator[tuple[int, int]]:
         """Results that are the next state of an argument, and its position."""
@@ -236,18 +236,18 @@ class _Values:
             if use.value not in grouping.bindings:
                 wanted.setdefault(use.value, (use.consumer, use.dims, use.assigned))
         started: dict[int, Place] = {}
-        found: dict[int, Place] = {}
+        borrowed: dict[int, Place] = {}
         for step in reversed([s for frame in p.top.walk() for s in frame.steps if s.outputs]):
             started.update((v, bindings[r]) for v, r in step.taken if r in bindings)
             result = step.outputs[0]
             like = p.like.get(result, result)
-            place = bindings.get(like) or found.get(result) or wanted.get(like)
+            place = bindings.get(like) or borrowed.get(result) or wanted.get(like)
             if step.name in OVERWRITES and place is not None:
                 place = (*place[:2], True)  # zeros are as the result before its sums
             if step.kind != LOOP and place is not None:
                 shape = p.type_of(result).shape
-                found.update((v, place) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
-        return wanted | found | started
+                borrowed.update((v, place) for v in map(p.behind, step.inputs) if p.type_of(v).shape == shape)
+        return wanted | borrowed | started
 
     def _unsummed(self, v: int, step: Step, moment: int, *, written: bool) -> None:
         """What a product makes before its sums; of one that is not written by itself, what its sums leave as well."""
@@ -278,17 +278,17 @@ def _overwritten(p: Program, w: Written, lives: Lifetimes) -> set[int]:
     for v, moment in lives.death.items():
         if v not in p.tokens and v not in p.graph.names:
             by_death.setdefault(moment, []).append(v)
-    found: set[int] = set()
+    overwritten: set[int] = set()
     for moment, step in enumerate(lives.moments):
         if step.kind == LIGHT or step.name in OVERWRITES:
             read = [v for v in w.reads(step) if v not in w.inner.get(id(step), ())]
             size = p.type_of(step.outputs[0]).nbytes
             for v in by_death.get(moment, ()):
                 if v in read and p.type_of(v).nbytes == size and lives.birth[v] < moment:
-                    found.add(v)
+                    overwritten.add(v)
                     break
         elif step.name in IN_PLACE_OPERAND and p.backend.solves_in_place:
             v = step.inputs[IN_PLACE_OPERAND[step.name]]
             if lives.death.get(v) == moment and p.type_of(v).nbytes == p.type_of(step.outputs[0]).nbytes:
-                found.add(v)
-    return found
+                overwritten.add(v)
+    return overwritten

@@ -71,8 +71,8 @@ def add_copies(
             of_value.setdefault(end[0], []).append(end)
         elif end in copies.spans and single:
             copies.settled(end[0], end)
-    for value, found in of_value.items():
-        read = sorted((e for e in found if e in copies.spans), key=lambda e: copies.spans[e][1])
+    for value, ends_of_value in of_value.items():
+        read = sorted((e for e in ends_of_value if e in copies.spans), key=lambda e: copies.spans[e][1])
         if read and value not in sizes.model.copies:
             copies.single(value, read[0])
         elif read:
@@ -126,10 +126,10 @@ class _Copies:
         self._fetch(link, end, birth, death)
         last = self._last(value)
         if last is not None:
-            known = self._outlives(value, last, death)
-            link.same("value", known + 1, death)
-            link.other("value", known + 1, birth - 1, of_target=False)
-            if death > known:
+            alive_until = self._outlives(value, last, death)
+            link.same("value", alive_until + 1, death)
+            link.other("value", alive_until + 1, birth - 1, of_target=False)
+            if death > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(
                     link, max(birth - 1, last), death
                 )
@@ -178,20 +178,20 @@ class _Copies:
         born, first, last = min(self.spans[e][0] for e in used), self.spans[ends[0]][1], self._last(value)
         self._fetch(link, used[0], born, first if last is not None else self.spans[used[-1]][1])
         if last is not None:
-            known, until = self._outlives(value, last, first), self.spans[ends[-1]][1]
-            link.same("value", known + 1, first)
-            link.wider(max(known, first) + 1, until)
-            link.other("value", known + 1, born - 1, of_target=False)
-            if until > known:
+            alive_until, until = self._outlives(value, last, first), self.spans[ends[-1]][1]
+            link.same("value", alive_until + 1, first)
+            link.wider(max(alive_until, first) + 1, until)
+            link.other("value", alive_until + 1, born - 1, of_target=False)
+            if until > alive_until:
                 self.outliving[cast(int, self.sizes.program.root(value))] = _Outliving(link, first, until)
-        before, made = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
+        before, birth_of_value = first, self.sizes.lives.birth.get(cast(int, self.sizes.program.root(value)), born)
         if not self.carried.isdisjoint(ends):
-            link.other("value", made, born, of_target=False)
+            link.other("value", birth_of_value, born, of_target=False)
         for end in ends:
             birth, death = self.spans[end]
             link = self._link(value, copy, self._reader(end), [end])
             if end in self.carried:
-                link.other("copy", made, birth - 1, of_target=False)
+                link.other("copy", birth_of_value, birth - 1, of_target=False)
                 continue
             self._fetch(link, end, birth, death)
             link.half(*self._gap(used, end, before=True))
@@ -204,9 +204,9 @@ class _Copies:
     def _used(self, ends: Sequence[End]) -> Sequence[End]:
         """The ends that a copy is made for: all, or those that are no updates if there are others."""
         moments = self.sizes.lives.moments
-        others = [e for e in ends if self.spans[e][1] < len(moments)]
-        others = [e for e in others if moments[self.spans[e][1]].op.phase != "update"]
-        return others if others and self.sizes.backend.updates_read_pieces else ends
+        before_update = [e for e in ends if self.spans[e][1] < len(moments)]
+        before_update = [e for e in before_update if moments[self.spans[e][1]].op.phase != "update"]
+        return before_update if before_update and self.sizes.backend.updates_read_pieces else ends
 
     def _gap(self, used: Sequence[End], end: End, before: bool) -> tuple[int, int]:
         """The moments between a reader and the one before or after it; none if there is none."""
@@ -243,10 +243,10 @@ class _Copies:
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
         root = self.sizes.program.root(value)
         own = self.sizes.kind(root) if isinstance(root, int) else kind
-        made = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
+        computed_kind = own if own.shape == kind.shape else kind._replace(itemsize=own.itemsize)
         edge = self._edge(source.node, target.node, gu, gv)
-        number = self.links.setdefault((source.key, target.key, kind, made), len(self.links))
-        return _Link(self.sizes, value, edge, kind, made, lu, lv, number)
+        number = self.links.setdefault((source.key, target.key, kind, computed_kind), len(self.links))
+        return _Link(self.sizes, value, edge, kind, computed_kind, lu, lv, number)
 
     def _projection(self, side: _Side) -> tuple[Ints, Ints]:
         if side.key not in self.projections:
@@ -278,7 +278,7 @@ class _Link:
     value: int
     edge: int
     kind: Kind
-    made: Kind
+    computed_kind: Kind
     sources: Ints
     targets: Ints
     number: int
@@ -308,12 +308,12 @@ class _Link:
 
     def wider(self, birth: int, death: int) -> None:
         """What the value as it was made takes beyond a copy, where they are in the same layout: one array, no copy."""
-        if birth <= death and self.made != self.kind:
+        if birth <= death and self.computed_kind != self.kind:
             at = self.sizes.at(("wider", self.number), self._wider)
             self.sizes.add("value", self.value, birth, death, at, edge=self.edge)
 
     def _wider(self) -> Floats:
-        return np.maximum(self._table(False, False, self.made) - self._table(False, False, self.kind), 0.0)
+        return np.maximum(self._table(False, False, self.computed_kind) - self._table(False, False, self.kind), 0.0)
 
     def same(self, what: str, birth: int, death: int) -> None:
         """A buffer where they are the same."""
@@ -321,7 +321,7 @@ class _Link:
 
     def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
         if birth <= death:
-            kind = self.made if what == "value" else self.kind
+            kind = self.computed_kind if what == "value" else self.kind
             key = ("link", self.number, differs, of_target, kind)
             at = self.sizes.at(
                 key, lambda: self._table(differs, of_target, kind), self.sizes.is_fixed(what, self.value)

@@ -49,15 +49,15 @@ class Liveness:
         donated: Sequence[int] | None = None,
         hosted: Sequence[int] = (),
     ) -> None:
-        given = sorted(match_state(graph).values()) if donated is None else donated
-        found = buffers(graph, model, mesh, backend, given, hosted)
+        donated_positions = sorted(match_state(graph).values()) if donated is None else donated
+        allocation = buffers(graph, model, mesh, backend, donated_positions, hosted)
         self.graph, self.backend = graph, backend
-        self.buffers, self.moments = found.all, found.lives.moments
+        self.buffers, self.moments = allocation.all, allocation.lives.moments
         self._problem = model.problem
-        self._sizes = found.sizes
-        self._columns = _Columns.of(found.all)
+        self._sizes = allocation.sizes
+        self._columns = _Columns.of(allocation.all)
         self._projections = _Projections.of(model.problem.edges)
-        self._argument = np.array([b.what == "argument" for b in found.all], bool)
+        self._argument = np.array([b.what == "argument" for b in allocation.all], bool)
         self._rows: dict[int | None, Row] = {}
 
     def sizes(self, assignment: Ints) -> Floats:
@@ -94,9 +94,9 @@ class Liveness:
             & (beside_arguments >= np.append(0.0, beside_arguments[:-1]))
             & (beside_arguments > np.append(beside_arguments[1:], 0.0))
         )
-        found = np.flatnonzero(peaks)
+        moments = np.flatnonzero(peaks)
         highest = [
-            self.row(int(moment)) for moment in found[np.argsort(-beside_arguments[found], kind="stable")][:SHOWN]
+            self.row(int(moment)) for moment in moments[np.argsort(-beside_arguments[moments], kind="stable")][:SHOWN]
         ]
         return sorted(highest, key=lambda row: -row.value(self._problem, assignment))  # equal up to rounding: by value
 
@@ -108,11 +108,11 @@ class Liveness:
 
     def _at_peak(self, sizes: Floats) -> tuple[float, int | None, NDArray[np.bool_]]:
         arguments = float(sizes[self._argument].sum())
-        others = self._profile(np.where(self._argument, 0.0, sizes))
-        moment = int(others.argmax())
-        most = float(others[moment])
-        found = moment if most > 0 else None
-        return arguments + most, found, self._alive(found)
+        beside_arguments = self._profile(np.where(self._argument, 0.0, sizes))
+        moment = int(beside_arguments.argmax())
+        most = float(beside_arguments[moment])
+        peak_moment = moment if most > 0 else None
+        return arguments + most, peak_moment, self._alive(peak_moment)
 
     def _alive(self, moment: int | None) -> NDArray[np.bool_]:
         c = self._columns
@@ -203,9 +203,9 @@ class _Columns:
     kinds_of_edges: Mapping[int, Sequence[int]]
 
     @staticmethod
-    def of(found: Sequence[Buffer]) -> _Columns:
+    def of(buffers: Sequence[Buffer]) -> _Columns:
         names = ("birth", "death", "at", "node", "edge")
-        birth, death, at, node, edge = (np.array([getattr(b, name) for b in found], np.int64) for name in names)
+        birth, death, at, node, edge = (np.array([getattr(b, name) for b in buffers], np.int64) for name in names)
         kinds = [{k: tuple(v) for k, v in _grouped(owner, at, owner >= 0).items()} for owner in (node, edge)]
         return _Columns(birth, death, at, node, edge, np.flatnonzero(node >= 0), np.flatnonzero(edge >= 0), *kinds)
 
@@ -213,10 +213,10 @@ class _Columns:
 def _grouped(owner: Ints, at: Ints, chosen: NDArray[np.bool_]) -> dict[int, dict[int, int]]:
     """Owner -> start of sizes -> how many of the chosen buffers have these; both ascending."""
     pairs, counts = np.unique(np.stack([owner[chosen], at[chosen]], axis=1), axis=0, return_counts=True)
-    found: dict[int, dict[int, int]] = {}
+    counts_by_owner: dict[int, dict[int, int]] = {}
     for (who, start), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        found.setdefault(who, {})[start] = count
-    return found
+        counts_by_owner.setdefault(who, {})[start] = count
+    return counts_by_owner
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,13 +17,15 @@ from autopar.ir.graph import Graph
 @lru_cache(maxsize=4)  # asked again for every way to plan a step
 def written_bytes(graph: Graph) -> int:
     """Most bytes alive at once, of all devices together."""
-    given = {*graph.inputs, *(v for v, _ in graph.constants)}
+    arguments = {*graph.inputs, *(v for v, _ in graph.constants)}
     last = {a: t for t, op in enumerate(graph.ops) for a in op.inputs if isinstance(a, int)}
     last.update({a: len(graph.ops) for a in graph.outputs if isinstance(a, int)})
-    alive = most = sum(graph.types[v].nbytes for v in given)
+    alive = most = sum(graph.types[v].nbytes for v in arguments)
     for t, op in enumerate(graph.ops):
         alive += sum(graph.types[v].nbytes for v in op.outputs)
         most = max(most, alive)
-        gone = {a for a in (*op.inputs, *op.outputs) if isinstance(a, int) and a not in given and last.get(a, t) == t}
+        gone = {
+            a for a in (*op.inputs, *op.outputs) if isinstance(a, int) and a not in arguments and last.get(a, t) == t
+        }
         alive -= sum(graph.types[a].nbytes for a in gone)
     return most

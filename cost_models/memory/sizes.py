@@ -99,7 +99,7 @@ class Sizes:
         graph, model, mesh, backend: what the buffers are of.
         program, w, lives: its steps, what they write, and when it lives.
         makers: value -> the step that writes it.
-        found, runs: the buffers so far, and their sizes.
+        buffers, runs: the buffers so far, and their sizes.
     """
 
     graph: Graph
@@ -110,7 +110,7 @@ class Sizes:
     w: Written
     lives: Lifetimes
     makers: Mapping[int, Step]
-    found: list[Buffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     runs: list[Floats] = field(default_factory=list)
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
@@ -169,10 +169,10 @@ class Sizes:
 
     def kind(self, v: int) -> Kind:
         """What the bytes of a value depend on."""
-        found = self.kinds.get(v)
-        if found is None:
-            found = self.kinds[v] = self._kind(v)
-        return found
+        kind = self.kinds.get(v)
+        if kind is None:
+            kind = self.kinds[v] = self._kind(v)
+        return kind
 
     def _kind(self, v: int) -> Kind:
         type_ = self.program.type_of(v)
@@ -188,20 +188,20 @@ class Sizes:
 
         What is elementwise keeps the layout of what it reads, and a loop that of what it stores.
         """
-        found: dict[int, int] = {}
+        firsts: dict[int, int] = {}
         for step in _bodies_first(self.program.top) if self.backend.tile != (1, 1) else ():
             for v in step.outputs:
                 if step.name == "dot_general":
                     first = len(step.op.params["dimension_numbers"][1][0])
                 elif v in self.program.stacked:
-                    stored = found.get(self.program.stacked[v], 0)
+                    stored = firsts.get(self.program.stacked[v], 0)
                     first = stored + (stored > 0)
                 else:
                     read = map(self.program.behind, step.inputs if step.kind == LIGHT else ())
-                    first = max((found.get(x, 0) for x in read if self._alike(x, v)), default=0)
+                    first = max((firsts.get(x, 0) for x in read if self._alike(x, v)), default=0)
                 if first:
-                    found[v] = first
-        return found
+                    firsts[v] = first
+        return firsts
 
     def _alike(self, v: int, other: int) -> bool:
         return self.program.type_of(v).shape == self.program.type_of(other).shape
@@ -209,7 +209,7 @@ class Sizes:
     def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
         if birth <= death:
             at = self._near(at, birth, death) if what in _TEMPORARY and self.backend.near_bytes else at
-            self.found.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))
+            self.buffers.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))
 
     def _near(self, at: int, birth: int, death: int) -> int:
         """Sizes without those that stay in on-chip memory: of what is read at once, and of what a loop's body makes.
@@ -230,13 +230,13 @@ class Sizes:
     @cached_property
     def bodies(self) -> Sequence[int]:
         """For each moment, and the end, when the innermost loop around it began; -1 outside of loops."""
-        found: list[int] = []
+        loops: list[int] = []
         around: list[tuple[Step, int]] = []
         for moment, step in enumerate(self.lives.moments):
             ends = bool(around) and around[-1][0] is step
             if ends:
                 around.pop()
-            found.append(around[-1][1] if around else -1)
+            loops.append(around[-1][1] if around else -1)
             if step.frames and not ends:
                 around.append((step, moment))
-        return [*found, -1]
+        return [*loops, -1]
