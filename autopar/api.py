@@ -128,8 +128,8 @@ def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[PlanningOptions])
     if not callable(fn):
         raise ArgumentError(f"plan takes a function, got {type(fn).__name__} {fn!r:.60}")
     chosen = settings(options)
-    with as_arrays(args, {}, chosen.static_argnums) as given:
-        return plan_step(fn, given.args, {}, chosen, local=False).plan
+    with as_arrays(args, {}, chosen.static_argnums) as array_args:
+        return plan_step(fn, array_args.args, {}, chosen, local=False).plan
 
 
 @with_options
@@ -225,20 +225,20 @@ class ParallelFunction:
         Raises:
             AutoparError: the step cannot be planned, or its arguments do not fit; see the subclasses.
         """
-        with self._opened(args, kwargs) as given:
-            if not any(map(jax_compat.is_tracer, given.leaves)):
-                return self._run(given)
+        with self._opened(args, kwargs) as array_args:
+            if not any(map(jax_compat.is_tracer, array_args.leaves)):
+                return self._run(array_args)
         self._warn_of_the_outer()
         return self.__wrapped__(*map(arguments.unwrap, args), **kwargs)
 
-    def _run(self, given: ArrayArguments) -> Any:
+    def _run(self, array_args: ArrayArguments) -> Any:
         # A loop passes in the results of the last step: comparing type objects is quicker than hashing shapes.
-        avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in given.leaves]
-        now = (given.tree, self._fixed(given.args), jax_compat.trace_context(), avals)
+        avals = [leaf.aval if isinstance(leaf, jax.Array) else _leaf_key(leaf) for leaf in array_args.leaves]
+        now = (array_args.tree, self._fixed(array_args.args), jax_compat.trace_context(), avals)
         last = self._last
         if last is None or last[0] != now:
-            last = self._last = (now, self._compiled(given))
-        return last[1].run(given.leaves)
+            last = self._last = (now, self._compiled(array_args))
+        return last[1].run(array_args.leaves)
 
     def __get__(self, instance: Any, kind: type | None = None) -> ParallelFunction | BoundFunction:
         return self if instance is None else BoundFunction(self, instance)
@@ -255,26 +255,26 @@ class ParallelFunction:
 
     def compiled(self, *args: Any, **kwargs: Any) -> Executable:
         """The executable that a call with these arguments (arrays or `ShapeDtypeStruct`s) runs, compiled once."""
-        with self._opened(args, kwargs) as given:
-            return self._compiled(given)
+        with self._opened(args, kwargs) as array_args:
+            return self._compiled(array_args)
 
-    def _compiled(self, given: ArrayArguments) -> Executable:
+    def _compiled(self, array_args: ArrayArguments) -> Executable:
         with self._planning:
-            planned = self._planned_step(given)
-            found = self._executables.get(planned)
-            if found is None:
-                found = self._executables[planned] = lower(planned, name_of(self.__wrapped__)).compile()
-        return found
+            planned = self._planned_step(array_args)
+            executable = self._executables.get(planned)
+            if executable is None:
+                executable = self._executables[planned] = lower(planned, name_of(self.__wrapped__)).compile()
+        return executable
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `ShapeDtypeStruct`s), computed once for each of their structures."""
-        with self._opened(args, kwargs) as given:
-            return self._planned_step(given).plan
+        with self._opened(args, kwargs) as array_args:
+            return self._planned_step(array_args).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Plan and lower for these arguments, as `jax.jit(fn).lower` does; each call lowers anew."""
-        with self._opened(args, kwargs) as given:
-            return lower(self._planned_step(given), name_of(self.__wrapped__))
+        with self._opened(args, kwargs) as array_args:
+            return lower(self._planned_step(array_args), name_of(self.__wrapped__))
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Call `init_fn(*args)` so that every array is created with its sharding, never whole on one device.
@@ -291,24 +291,24 @@ class ParallelFunction:
         """
         if not callable(init_fn):
             raise ArgumentError(f"init takes a function, got {type(init_fn).__name__} {init_fn!r:.60}")
-        with as_arrays(args, {}) as given:
-            made = self._created(lambda *pure: arguments.call_on_arrays(init_fn, (pure, {})), given.args)
-            return arguments.to_caller(made, given.leaves)
+        with as_arrays(args, {}) as array_args:
+            state = self._created(lambda *pure: arguments.call_on_arrays(init_fn, (pure, {})), array_args.args)
+            return arguments.to_caller(state, array_args.leaves)
 
     def _created(self, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
         shapes = jax.eval_shape(init_fn, *args)
         parts = (shapes.updates, shapes.out) if isinstance(shapes, arguments.Returned) else (shapes,)
         shardings = [sharding for part in parts for sharding in self._shardings(part)]
-        made: dict[int, Any] = {}
+        arrays: dict[int, Any] = {}
         for mesh in dict.fromkeys(
             sharding.mesh for sharding in shardings
         ):  # one program reaches the devices of one mesh
             mine = [i for i, sharding in enumerate(shardings) if sharding.mesh == mesh]
             where = tuple(shardings[i] for i in mine)
-            some = jax.jit(lambda *given, mine=mine: _some(init_fn(*given), mine), out_shardings=where)
+            create = jax.jit(lambda *inputs, mine=mine: _some(init_fn(*inputs), mine), out_shardings=where)
             whole = NamedSharding(mesh, PartitionSpec())
-            made.update(zip(mine, some(*(_reached(x, whole) for x in args)), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shapes), [made[i] for i in range(len(shardings))])
+            arrays.update(zip(mine, create(*(_reached(x, whole) for x in args)), strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[i] for i in range(len(shardings))])
 
     def _shardings(self, shapes: Any) -> Sequence[NamedSharding]:
         """The shardings of the leaves of a tree of this structure."""
@@ -322,14 +322,14 @@ class ParallelFunction:
         mesh = jax_compat.auto_mesh(np.array(jax.devices()), ("devices",))
         return [NamedSharding(mesh, _spread(leaf.shape, mesh.size)) for leaf in jax.tree.leaves(shapes)]
 
-    def _planned_step(self, given: ArrayArguments) -> PlannedStep:
-        key = self._key(given)
+    def _planned_step(self, array_args: ArrayArguments) -> PlannedStep:
+        key = self._key(array_args)
         with self._planning:
-            found = self._planned_steps.get(key) or self._fitting(key)
-            if found is None:
-                found = plan_step(self.__wrapped__, given.args, given.kwargs, self.settings, local=True)
-            self._planned_steps[key] = found
-        return found
+            planned = self._planned_steps.get(key) or self._fitting(key)
+            if planned is None:
+                planned = plan_step(self.__wrapped__, array_args.args, array_args.kwargs, self.settings, local=True)
+            self._planned_steps[key] = planned
+        return planned
 
     def _fitting(self, key: _Key) -> PlannedStep | None:
         """An entry for the same structure whose plan keeps these pins, as it does those of its own results."""
@@ -338,10 +338,10 @@ class ParallelFunction:
         same = (planned for (other, _), planned in self._planned_steps.items() if other == structure)
         return next((planned for planned in same if planned.matches_pins(pins, within)), None)
 
-    def _key(self, given: ArrayArguments) -> _Key:
+    def _key(self, array_args: ArrayArguments) -> _Key:
         context = jax_compat.trace_context()
-        structure = given.tree, self._fixed(given.args), tuple(map(_leaf_key, given.leaves)), context
-        return structure, tuple(map(_pin, given.leaves))
+        structure = array_args.tree, self._fixed(array_args.args), tuple(map(_leaf_key, array_args.leaves)), context
+        return structure, tuple(map(_pin, array_args.leaves))
 
     def _opened(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[ArrayArguments]:
         return as_arrays(args, kwargs, self.settings.static_argnums)

@@ -97,11 +97,11 @@ def _named(option: str, argnums: Sequence[int] | str, args: Sequence[Any], s: Se
 
 def _leaf_ranges(args: Sequence[Any], static: Sequence[int]) -> Mapping[int, range]:
     """Positional argument -> the positions of its leaves among all traced leaves."""
-    found: dict[int, range] = {}
+    ranges: dict[int, range] = {}
     start = 0
     for i, arg in enumerate(args):
         if i not in static:
             count = len(jax.tree.leaves(arg))
-            found[i] = range(start, start + count)
+            ranges[i] = range(start, start + count)
             start += count
-    return found
+    return ranges

@@ -101,8 +101,8 @@ def plan_step(
         call = _Call(fn, traced, args, local, time.perf_counter() - begin, report)
         with jax_compat.automatic_axes():
             if s.plan is not None:
-                given = argnums.donating_no_more(s.plan, args, s)
-                return load(name_of(fn), traced, given, s.mesh, s.cluster)
+                given_plan = argnums.donating_no_more(s.plan, args, s)
+                return load(name_of(fn), traced, given_plan, s.mesh, s.cluster)
             if s.pipelined:
                 return _plan_stages_as_given(call, s)
             if not traced.pins and _searches_stages(s, traced.graph):
@@ -242,8 +242,8 @@ class _OneMeshPlanner:
         """The plan in the cache, or None, and its key; both None without a cache."""
         if plan_cache.folder() is None:
             return None, None
-        first, *others = self._candidates
-        further = {"candidates": [one.logical for one in self._candidates]} if others else {}
+        first, *further_candidates = self._candidates
+        further = {"candidates": [candidate.logical for candidate in self._candidates]} if further_candidates else {}
         cache_key = plan_cache.question(self._traced, first.logical, first.cluster.name, self._options, further)
         return plan_cache.read(cache_key), cache_key
 

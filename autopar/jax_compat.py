@@ -114,8 +114,8 @@ def _frame(traceback: Any) -> tuple[str, int]:
     codes, positions = traceback.raw_frames() if traceback else ((), ())
     for code, position in zip(codes, positions, strict=True):
         if is_own(code.co_filename):
-            found = source_info_util.raw_frame_to_frame(code, position)
-            return found.file_name, found.start_line
+            own_frame = source_info_util.raw_frame_to_frame(code, position)
+            return own_frame.file_name, own_frame.start_line
     frame = source_info_util.user_frame(traceback)
     return ("", 0) if frame is None or is_ours(frame.file_name) else (frame.file_name, frame.start_line)
 
@@ -257,11 +257,11 @@ def is_tracer(value: Any) -> bool:
 def frames() -> list[types.FrameType]:
     """Python's frames, from the caller outwards."""
     frame = inspect.currentframe()
-    found: list[types.FrameType] = []
+    stack: list[types.FrameType] = []
     while frame is not None:
-        found.append(frame)
+        stack.append(frame)
         frame = frame.f_back
-    return found[1:]
+    return stack[1:]
 
 
 def traces_for_shapes() -> bool:
@@ -290,11 +290,11 @@ def leaked_value(trace: Callable[[], Any], holds: Callable[[Callable[[Any], bool
     if not _tracers_of(trace()):
         return None
     gc.collect()  # values in cycles do not count
-    found = _tracers_of(trace())
-    if not found or not holds(lambda x: any(x is tracer for tracer in found)):
+    tracers = _tracers_of(trace())
+    if not tracers or not holds(lambda x: any(x is tracer for tracer in tracers)):
         return None
-    parents = [t for tracer in found for t in getattr(getattr(tracer, "parent", None), "in_tracers", ())]
-    last = [t for t in found if hasattr(t, "_line_info") and not any(t is p for p in parents)][-1:]
+    parents = [t for tracer in tracers for t in getattr(getattr(tracer, "parent", None), "in_tracers", ())]
+    last = [t for t in tracers if hasattr(t, "_line_info") and not any(t is p for p in parents)][-1:]
     for tracer in last:
         file, line = user_frame(tracer._line_info)
         return tracer.aval.str_short(), f"{os.path.basename(file)}:{line}" if file else ""
@@ -303,15 +303,15 @@ def leaked_value(trace: Callable[[], Any], holds: Callable[[Callable[[Any], bool
 
 def _tracers_of(trace: Any) -> list[Any]:
     """Traced values that hold a trace, or a trace inside it."""
-    found: list[Any] = []
+    tracers: list[Any] = []
     seen = [] if trace is None else [trace]
-    for one in seen:
-        for holder in gc.get_referrers(one):
+    for seen_trace in seen:
+        for holder in gc.get_referrers(seen_trace):
             if isinstance(holder, jax_core.Tracer):
-                found.append(holder)
+                tracers.append(holder)
             elif isinstance(holder, jax_core.Trace) and not any(holder is s for s in seen):
                 seen.append(holder)
-    return found
+    return tracers
 
 
 def effect_names(jaxpr: jex.ClosedJaxpr) -> tuple[str, ...]:
@@ -352,12 +352,12 @@ def compiled(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = No
     layout than that of an int4 array, which says 0 (whole bytes). Without a layout there is nothing to compare. Tried
     on 0.10.2 and 0.12.0.
     """
-    found: Any = lowered.compile(compiler_options=dict(options) if options else None)
-    program = found._executable
-    known = [None if x and x.sub_byte_element_size_in_bits else x for x in program._xla_in_layouts]
-    if None in known:
-        program._xla_in_layouts = known
-    return found
+    executable: Any = lowered.compile(compiler_options=dict(options) if options else None)
+    program = executable._executable
+    layouts = [None if x and x.sub_byte_element_size_in_bits else x for x in program._xla_in_layouts]
+    if None in layouts:
+        program._xla_in_layouts = layouts
+    return executable
 
 
 def memory_kinds(device: Any) -> tuple[str, ...]:

@@ -165,13 +165,13 @@ def settings(options: Mapping[str, Any]) -> Settings:
         PinError: pins that are no mapping.
         PlanMismatchError: `plan` is the path of something else.
     """
-    known = Settings.__dataclass_fields__
+    fields = Settings.__dataclass_fields__
     for name in options:
-        if name not in known:
-            raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(known))}")
-    found = Settings(**{name: _checked(name, value) for name, value in options.items()})
-    _check_stages(found)
-    return found
+        if name not in fields:
+            raise ArgumentError(f"option '{name}' is not known. Available: {', '.join(sorted(fields))}")
+    checked = Settings(**{name: _checked(name, value) for name, value in options.items()})
+    _check_stages(checked)
+    return checked
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -237,22 +237,22 @@ def budget(value: Any) -> float | str:
         return "min"
     if _is_amount(value):
         return float(value)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
         raise ArgumentError(
             f"memory_budget={value!r:.60} must be bytes per device, a text such as '12GiB' or '500MB', or 'min'"
         )
-    return float(found[1]) * _UNITS[found[2].lower()]
+    return float(match[1]) * _UNITS[match[2].lower()]
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
     """Globs as a tuple; one alone may be given as it is."""
-    found: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(value) if _is_sequence(value) else (None,)
-    if any(not isinstance(pattern, str) or not pattern for pattern in found):
+    patterns: tuple[Any, ...] = (value,) if isinstance(value, str) else tuple(value) if _is_sequence(value) else (None,)
+    if any(not isinstance(pattern, str) or not pattern for pattern in patterns):
         raise ArgumentError(
             f"{name}={value!r:.60} must be globs of source lines, such as 'model.py:30', of scopes or of operations"
         )
-    return found
+    return patterns
 
 
 def _is_sequence(value: Any) -> bool:

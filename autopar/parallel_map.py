@@ -64,16 +64,16 @@ def with_barrier(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) ->
 def in_this_process(tasks: Sequence[Callable[[], Generator[V, Sequence[V], T]]]) -> list[T]:
     """The same in this process, where side effects of the tasks remain."""
     started = [task() for task in tasks]
-    values = [next(one) for one in started]
-    return [_end(one, values) for one in started]
+    values = [next(task) for task in started]
+    return [_end(task, values) for task in started]
 
 
-def _end(one: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
+def _end(task: Generator[V, Sequence[V], T], values: Sequence[V]) -> T:
     try:
-        one.send(values)
+        task.send(values)
     except StopIteration as stop:
         return cast(T, stop.value)
-    raise AssertionError(f"{one} stops more than once")
+    raise AssertionError(f"{task} stops more than once")
 
 
 def _in_order(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
@@ -157,7 +157,7 @@ def _run_and_exit(
 def _run(tasks: Sequence[Callable[[], Generator[Any, Sequence[Any], Any]]], received: BinaryIO, sent: BinaryIO) -> None:
     """In the child: runs all tasks up to the barrier, then to their ends."""
     started = [task() for task in tasks]
-    pickle.dump([_outcome(partial(next, one)) for one in started], sent)
+    pickle.dump([_outcome(partial(next, task)) for task in started], sent)
     sent.flush()
     values = pickle.load(received)
-    pickle.dump([_outcome(partial(_end, one, values)) for one in started], sent)
+    pickle.dump([_outcome(partial(_end, task, values)) for task in started], sent)

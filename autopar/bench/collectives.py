@@ -98,12 +98,12 @@ def _planner(kind: str, cluster: Cluster, sizes: Sequence[int]) -> list[float]:
     return [collective_time(kind, b, (0,), mesh) for b in sizes] if kind in COLLECTIVES else []
 
 
-def _setting(found: Cluster) -> Setting:
-    workers = found.num_devices
-    link = slowest(found.levels)
-    two = (found.hosts, found.devices_per_host) if found.axis_levels is None else (1, workers)
-    intra, inter = ((v.alpha, v.beta) for v in (found.intra, found.inter))
-    return Setting(workers, link.alpha, link.beta, 3 / found.device.memory_bandwidth, *two, intra, inter)
+def _setting(cluster: Cluster) -> Setting:
+    workers = cluster.num_devices
+    link = slowest(cluster.levels)
+    two = (cluster.hosts, cluster.devices_per_host) if cluster.axis_levels is None else (1, workers)
+    intra, inter = ((v.alpha, v.beta) for v in (cluster.intra, cluster.inter))
+    return Setting(workers, link.alpha, link.beta, 3 / cluster.device.memory_bandwidth, *two, intra, inter)
 
 
 def _row(name: str, algorithm: Algorithm, at: Setting, sizes: Sequence[int]) -> Result:
@@ -144,18 +144,18 @@ def _figures(
 def crossovers(rows: Sequence[Result]) -> list[Result]:
     """By rising size: from how many bytes on which algorithm is the fastest; the first row's name where two tie."""
     current = min(rows, key=lambda r: (r["latency_s"], r["s_per_byte"]))
-    found: list[Result] = [{"from_bytes": 0.0, "algorithm": current["algorithm"]}]
+    changes: list[Result] = [{"from_bytes": 0.0, "algorithm": current["algorithm"]}]
     while faster := [r for r in rows if r["s_per_byte"] < current["s_per_byte"] * (1 - 1e-9)]:
         meets = [((r["latency_s"] - current["latency_s"]) / (current["s_per_byte"] - r["s_per_byte"])) for r in faster]
         at, slope = min((m, r["s_per_byte"]) for m, r in zip(meets, faster, strict=True))
         current = next(r for m, r in zip(meets, faster, strict=True) if (m, r["s_per_byte"]) == (at, slope))
-        found.append({"from_bytes": at, "algorithm": current["algorithm"]})
-    return found
+        changes.append({"from_bytes": at, "algorithm": current["algorithm"]})
+    return changes
 
 
-def table(found: Result) -> str:
+def table(result: Result) -> str:
     """The result for people; n is the size of the message."""
-    heads = ("", "bytes in all", "per worker", "in a row", "steps", *(f"at {size(b)}" for b in found["bytes"]))
+    heads = ("", "bytes in all", "per worker", "in a row", "steps", *(f"at {size(b)}" for b in result["bytes"]))
     body = [
         (
             row["algorithm"],
@@ -163,31 +163,31 @@ def table(found: Result) -> str:
             str(row["steps"]),
             *map(duration, row["seconds"]),
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]
-    choices = [f"{c['algorithm']} from {size(c['from_bytes'])}" for c in found["crossovers"]]
-    link = f"{found['alpha_s'] * 1e6:g} us and {size(found['bandwidth'])}/s at the slowest link"
-    title = f"{found['kind']} of n bytes, {found['workers']} workers of {found['cluster']}: {link}"
+    choices = [f"{c['algorithm']} from {size(c['from_bytes'])}" for c in result["crossovers"]]
+    link = f"{result['alpha_s'] * 1e6:g} us and {size(result['bandwidth'])}/s at the slowest link"
+    title = f"{result['kind']} of n bytes, {result['workers']} workers of {result['cluster']}: {link}"
     return "\n".join(
-        [title, grid("algorithm", heads, body), "", f"fastest: {', '.join(choices)}", *_planner_line(found)]
+        [title, grid("algorithm", heads, body), "", f"fastest: {', '.join(choices)}", *_planner_line(result)]
     )
 
 
-def _planner_line(found: Result) -> list[str]:
-    price = ", ".join(map(duration, found["planner_s"]))
+def _planner_line(result: Result) -> list[str]:
+    price = ", ".join(map(duration, result["planner_s"]))
     return [f"the planner, over all levels at once: {price}"] if price else []
 
 
-def plot(found: Result, path: Path) -> None:
+def plot(result: Result, path: Path) -> None:
     """Seconds against bytes, a line per algorithm, as a picture; see `autopar.plans.views.picture`."""
-    title = f"{found['kind']}, {found['workers']} workers of {found['cluster']}"
+    title = f"{result['kind']}, {result['workers']} workers of {result['cluster']}"
     sizes = [2.0**k for k in range(6, 33)]
     lines: dict[tuple[float, float], list[str]] = {}
-    for row in found["rows"]:
+    for row in result["rows"]:
         lines.setdefault((row["latency_s"], row["s_per_byte"]), []).append(row["algorithm"])
     with picture(path, title, xscale="log", yscale="log", xlabel="message, bytes", ylabel="time, s") as axes:
         for i, ((latency, slope), names) in enumerate(lines.items()):
             times = [latency + slope * b for b in sizes]
             axes.plot(sizes, times, label=", ".join(names), color=f"C{i % 10}", linestyle=STYLES[i % len(STYLES)])
-        for change in found["crossovers"][1:]:
+        for change in result["crossovers"][1:]:
             axes.axvline(change["from_bytes"], color="0.8", linewidth=1, zorder=0)

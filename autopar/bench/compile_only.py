@@ -72,8 +72,8 @@ Pins = dict[str, PartitionSpec]
 
 
 def _paths(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in found]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves]
 
 
 def _cut(shape: Sequence[int], axes: Sequence[str], mesh: Mapping[str, int]) -> PartitionSpec:
@@ -152,17 +152,17 @@ def row(name: str, sizes: Sequence[int], school: str, target: str) -> Row:
     plan = api.plan(model.step, *model.abstract_args(), mesh=tuple(sizes), **options)
     planned = time.perf_counter()
     report = verification.verify(plan, model.step, *model.abstract_args(), target=target)
-    found = report.comparison
+    comparison = report.comparison
     return {
         "model": name,
         "mesh": list(sizes),
         "plan": school,
         "target": target,
         "ok": report.ok,
-        "predicted_wire_bytes": found.predicted_wire_bytes,
-        "compiled_wire_bytes": found.emitted_wire_bytes,
-        "ratio": found.ratio,
-        "matched": found.matched + found.joined,
+        "predicted_wire_bytes": comparison.predicted_wire_bytes,
+        "compiled_wire_bytes": comparison.emitted_wire_bytes,
+        "ratio": comparison.ratio,
+        "matched": comparison.matched + comparison.joined,
         "exceptions": dict(report.exceptions),
         "unexplained": list(report.mismatches),
         "predicted_flops": plan.flops_per_device,
@@ -207,10 +207,10 @@ def run(
 
 
 def _check_known(models: Sequence[str], plans: Sequence[str], target: str) -> None:
-    for what, given, known in (("model", models, SIZES), ("plan", plans, PLANS)):
-        for name in given:
-            if name not in known:
-                raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+    for what, names, available in (("model", models, SIZES), ("plan", plans, PLANS)):
+        for name in names:
+            if name not in available:
+                raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(available)}")
     if target.partition(":")[0] not in CLUSTERS:
         raise ArgumentError(f"target={target!r} does not compile. Available: {', '.join(CLUSTERS)}")
 
@@ -221,7 +221,7 @@ def _check_known(models: Sequence[str], plans: Sequence[str], target: str) -> No
 def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """What holds over all rows: the worst wire ratio, counts, and FLOPs and bytes against the cost analysis."""
     ratios = [r["ratio"] for r in rows]
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         "rows": len(rows),
         "ok": sum(r["ok"] for r in rows),
         "exact": sum(not r["exceptions"] and not r["unexplained"] for r in rows),
@@ -229,45 +229,45 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         "ratio_most": max(ratios, default=1.0),
         "unexplained_rows": sum(bool(r["unexplained"]) for r in rows),
     }
-    return {**found, **_accuracy(rows, "flops"), **_accuracy(rows, "accessed_bytes")}
+    return {**counts, **_accuracy(rows, "flops"), **_accuracy(rows, "accessed_bytes")}
 
 
 def _accuracy(rows: Sequence[Row], what: str) -> dict[str, float]:
     """Rank correlation and median error of predictions against the cost analysis, which counts no loops."""
-    found: dict[str, float] = {}
+    accuracy: dict[str, float] = {}
     counted = [r for r in rows if r[f"compiled_{what}"] and not r["loops"]]
-    known = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
-    predicted, compiled = zip(*known, strict=True) if known else ((), ())
+    pairs = [(r[f"predicted_{what}"], r[f"compiled_{what}"]) for r in counted]
+    predicted, compiled = zip(*pairs, strict=True) if pairs else ((), ())
     if len(set(predicted)) > 1 and len(set(compiled)) > 1:
-        found[f"{what}_spearman"] = float(spearmanr(predicted, compiled)[0])  # type: ignore[arg-type]
-    if known:
-        found[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in known)
-    return found
+        accuracy[f"{what}_spearman"] = float(spearmanr(predicted, compiled)[0])  # type: ignore[arg-type]
+    if pairs:
+        accuracy[f"{what}_median_error"] = statistics.median(abs(p / c - 1) for p, c in pairs)
+    return accuracy
 
 
-def line(found: Row) -> str:
+def line(row: Row) -> str:
     """One row for people."""
-    mesh = "x".join(map(str, found["mesh"]))
-    known = "".join(f"; {count} x {name}" for name, count in found["exceptions"].items())
+    mesh = "x".join(map(str, row["mesh"]))
+    exceptions = "".join(f"; {count} x {name}" for name, count in row["exceptions"].items())
     parts = [
-        f"{'ok  ' if found['ok'] else 'FAIL'} {found['model']:<8} {mesh:<6} {found['plan']:<9}",
-        f"wire MB {found['predicted_wire_bytes'] / 1e6:8.2f} compiled {found['compiled_wire_bytes'] / 1e6:8.2f}",
-        f"({found['ratio']:.3f})  {found['matched']:>3} as predicted, {len(found['unexplained'])} unexplained",
-        f" flops {_relative(found, 'flops')}  bytes {_relative(found, 'accessed_bytes')}{known}",
+        f"{'ok  ' if row['ok'] else 'FAIL'} {row['model']:<8} {mesh:<6} {row['plan']:<9}",
+        f"wire MB {row['predicted_wire_bytes'] / 1e6:8.2f} compiled {row['compiled_wire_bytes'] / 1e6:8.2f}",
+        f"({row['ratio']:.3f})  {row['matched']:>3} as predicted, {len(row['unexplained'])} unexplained",
+        f" flops {_relative(row, 'flops')}  bytes {_relative(row, 'accessed_bytes')}{exceptions}",
     ]
     return " ".join(parts)
 
 
-def _relative(found: Row, what: str) -> str:
-    compiled = found[f"compiled_{what}"]
-    return f"{found[f'predicted_{what}'] / compiled:.2f}" if compiled else "-"
+def _relative(row: Row, what: str) -> str:
+    compiled = row[f"compiled_{what}"]
+    return f"{row[f'predicted_{what}'] / compiled:.2f}" if compiled else "-"
 
 
 def table(rows: Sequence[Row]) -> str:
     """All rows, what no exception explains, and the figures."""
     lines: list[str] = []
-    for found in rows:
-        lines += [line(found), *(f"       {text}" for text in found["unexplained"])]
+    for row in rows:
+        lines += [line(row), *(f"       {text}" for text in row["unexplained"])]
     return "\n".join([*lines, *(f"{name}: {value:.4g}" for name, value in figures(rows).items())])
 
 

@@ -53,15 +53,15 @@ def run(
     rows_kept.check_words("program", names, (*programs, *zoo.TOYS))
     cases = [(name, size) for name in (*programs, *zoo.TOYS) if name in (names or (*programs, *zoo.TOYS))
              for size in (sizes if name in programs else ("small",))]  # fmt: skip
-    known: dict[tuple[str, str], Row] = {(row["program"], row["size"]): row for row in rows_kept.read(resume)}
+    rows_by_case: dict[tuple[str, str], Row] = {(row["program"], row["size"]): row for row in rows_kept.read(resume)}
     for name, size in cases:
-        if (name, size) in known or (name in programs and programs[name].missing()):
+        if (name, size) in rows_by_case or (name in programs and programs[name].missing()):
             continue
         row = _measured(name, size, half_of(name, tuple(programs)), table, prove)
-        known[name, size] = row
+        rows_by_case[name, size] = row
         tell(line(row))
         rows_kept.keep(resume, row)
-    return [known[case] for case in cases if case in known]
+    return [rows_by_case[case] for case in cases if case in rows_by_case]
 
 
 def half_of(name: str, corpus: Sequence[str]) -> str:
@@ -90,8 +90,8 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
 
     programs = corpus_program.corpus(spec["table"])
     program = programs.get(spec["program"]) or _Toy(spec["program"], "", "", (), 1)
-    one = Subject(program, program.large if spec["size"] == "large" else 1)
-    parallel, args = one.parallel(), one.arguments()
+    subject = Subject(program, program.large if spec["size"] == "large" else 1)
+    parallel, args = subject.parallel(), subject.arguments()
     begin = time.perf_counter()
     plan = parallel.plan(*args)
     plan_s = first_s = time.perf_counter() - begin
@@ -101,7 +101,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
     yield {
         "plan_s": plan_s,
         "first_s": first_s,
-        "jit_s": _compiled_s(one),
+        "jit_s": _compiled_s(subject),
         "phases": dict(plan.phases),
         "mesh": list(plan.mesh_sizes),
         "step_time_s": plan.step_time_s,
@@ -109,7 +109,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         "status": plan.solver_status,
         "variables": plan.variables_unfolded,
         "remat": sum(policy != "none" for policy in plan.remat),
-        "cost": _cost(one, plan.step_time_s) if spec["prove"] else None,
+        "cost": _cost(subject, plan.step_time_s) if spec["prove"] else None,
     }
 
 
@@ -125,17 +125,17 @@ class _Toy(corpus_program.Program):
         return model.step, (model.init(jax.random.key(0)), model.make_batch(jax.random.key(1)))
 
 
-def _compiled_s(one: Any) -> float:
+def _compiled_s(subject: Any) -> float:
     from autopar.bench.corpus.case import lowered
 
     begin = time.perf_counter()
-    lowered(one).compile()
+    lowered(subject).compile()
     return time.perf_counter() - begin
 
 
-def _cost(one: Any, found_s: float) -> float | None:
+def _cost(subject: Any, found_s: float) -> float | None:
     """What the plan's step takes more than a proven one, relative; None where there is no proof in time."""
-    proven = one.parallel(gap=0.0, time_limit=PROOF).plan(*one.arguments())
+    proven = subject.parallel(gap=0.0, time_limit=PROOF).plan(*subject.arguments())
     return found_s / proven.step_time_s - 1 if proven.gap == 0 else None
 
 
@@ -159,7 +159,7 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
         if not row["error"]:
             groups.setdefault(f"{row['half']} {row['size']}", []).append(row)
             groups.setdefault("all", []).append(row)
-    return {name: _figures(some) for name, some in groups.items()} | {"failed": sum(bool(r["error"]) for r in rows)}
+    return {name: _figures(group) for name, group in groups.items()} | {"failed": sum(bool(r["error"]) for r in rows)}
 
 
 def _figures(rows: Sequence[Row]) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def _figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 def holds(rows: Sequence[Row]) -> bool:
     """Whether planning is as quick as it is to be, and its plans as good."""
-    found = figures(rows)
-    whole = found.get("all")
-    if found["failed"] or whole is None:
+    by_group = figures(rows)
+    whole = by_group.get("all")
+    if by_group["failed"] or whole is None:
         return False
     quick = whole["over_jit"] <= 1 and whole["worst_s"] <= WORST_S
     near = whole["wide"] <= 0.05 * whole["programs"] and (whole["cost"] or 0.0) <= MOST_COST

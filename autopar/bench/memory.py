@@ -40,9 +40,9 @@ def run(model: zoo.Model, mesh: LogicalMesh, points: int) -> Result:
     traced = trace(model.step, *model.abstract_args())
     after_trace = time.perf_counter()
     with collector_paused():
-        found = make_model(traced, mesh, Options())
-        liveness = Liveness(traced.graph, found, mesh, backend_of(mesh.device))
-        result = front(found.problem, liveness, points)
+        problem_model = make_model(traced, mesh, Options())
+        liveness = Liveness(traced.graph, problem_model, mesh, backend_of(mesh.device))
+        result = front(problem_model.problem, liveness, points)
     spent = time.perf_counter() - after_trace
     return {
         "model": model.name,
@@ -51,12 +51,14 @@ def run(model: zoo.Model, mesh: LogicalMesh, points: int) -> Result:
         "trace_s": after_trace - begin,
         "beyond_trace_s": spent,
         "least_bytes_bound": result.least_bytes,
-        "points": [_point(p.assignment, p.seconds, result, liveness, traced.graph, found, mesh) for p in result.points],
+        "points": [
+            _point(p.assignment, p.seconds, result, liveness, traced.graph, problem_model, mesh) for p in result.points
+        ],
     }
 
 
 def _point(
-    assignment: Any, step_s: float, found: Front, liveness: Liveness, graph: Graph, model: Model, mesh: LogicalMesh
+    assignment: Any, step_s: float, front: Front, liveness: Liveness, graph: Graph, model: Model, mesh: LogicalMesh
 ) -> Mapping[str, Any]:
     memory = report(liveness, assignment)
     layouts = extract.layouts(model, assignment)
@@ -65,16 +67,16 @@ def _point(
     return {
         "peak_bytes": memory.peak_bytes,
         "step_s": step_s,
-        "lower_s": found.lower(memory.peak_bytes),
+        "lower_s": front.lower(memory.peak_bytes),
         "memory": dict(memory.kinds),
         "wire_bytes": sum(c.bytes_sent(sizes) for c in planned),
     }
 
 
-def table(found: Result) -> str:
+def table(result: Result) -> str:
     """A row per point."""
     rows = []
-    for p in found["points"]:
+    for p in result["points"]:
         kinds = p["memory"]
         state = kinds.get("parameters", 0) + kinds.get("optimizer state", 0)
         gap = (p["step_s"] - p["lower_s"]) / p["step_s"]
@@ -84,7 +86,7 @@ def table(found: Result) -> str:
                 seconds(p["step_s"]),
                 f"{gap:.2%}",
                 size(state),
-                f"{state / found['parameters']:.2f}",
+                f"{state / result['parameters']:.2f}",
                 size(kinds.get("gradients", 0)),
                 size(p["wire_bytes"]),
             )
@@ -93,16 +95,18 @@ def table(found: Result) -> str:
     return "\n".join(
         [
             grid("peak per device", heads, rows),
-            f"{found['model']} on {tuple(found['mesh'])}: {len(rows)} plans, "
-            f"{found['beyond_trace_s']:.1f} s beyond tracing",
+            f"{result['model']} on {tuple(result['mesh'])}: {len(rows)} plans, "
+            f"{result['beyond_trace_s']:.1f} s beyond tracing",
         ]
     )
 
 
-def plot(found: Result, path: Path) -> None:
+def plot(result: Result, path: Path) -> None:
     """Step time against peak memory with the bound below, as a picture; see `autopar.plans.views.picture`."""
-    title = f"{found['model']} on {' x '.join(map(str, found['mesh']))}"
-    peaks = [p["peak_bytes"] / 1e9 for p in found["points"]]
+    title = f"{result['model']} on {' x '.join(map(str, result['mesh']))}"
+    peaks = [p["peak_bytes"] / 1e9 for p in result["points"]]
     with picture(path, title, xlabel="peak memory per device, GB", ylabel="predicted step, s") as axes:
-        axes.step(peaks, [p["step_s"] for p in found["points"]], where="post", marker="o", label="plans")
-        axes.plot(peaks, [p["lower_s"] for p in found["points"]], linestyle="--", color="0.5", label="no plan is below")
+        axes.step(peaks, [p["step_s"] for p in result["points"]], where="post", marker="o", label="plans")
+        axes.plot(
+            peaks, [p["lower_s"] for p in result["points"]], linestyle="--", color="0.5", label="no plan is below"
+        )

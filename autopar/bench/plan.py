@@ -49,12 +49,12 @@ def run(spec: Mapping[str, Any], repeats: int, tell: Callable[[str], None] = lam
     """
     if repeats < 1:
         raise ArgumentError(f"repeats={repeats} must be at least 1")
-    found: list[Result] = []
+    measurements: list[Result] = []
     with _folder(spec, tell) as place:
         for i in range(repeats):
-            found.extend(worker.lines("autopar.bench.plan", {**spec, "folder": place}))
-            tell(f"{i + 1}/{repeats}: {found[-1]['total_s']:.2f} s")
-    return summarise(found)
+            measurements.extend(worker.lines("autopar.bench.plan", {**spec, "folder": place}))
+            tell(f"{i + 1}/{repeats}: {measurements[-1]['total_s']:.2f} s")
+    return summarise(measurements)
 
 
 @contextlib.contextmanager
@@ -64,27 +64,27 @@ def _folder(spec: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[st
         yield None
         return
     with tempfile.TemporaryDirectory() as place:
-        (found,) = worker.lines("autopar.bench.plan", {**spec, "folder": place})
+        (measurement,) = worker.lines("autopar.bench.plan", {**spec, "folder": place})
         if not any(Path(place).iterdir()):
             raise ArgumentError(
-                f"from_cache: {spec['model']} has a plan that is not kept: it is {found['status']!r} after "
-                f"{found['total_s']:.1f} s, and more time may give a better one"
+                f"from_cache: {spec['model']} has a plan that is not kept: it is {measurement['status']!r} after "
+                f"{measurement['total_s']:.1f} s, and more time may give a better one"
             )
-        tell(f"kept: {found['total_s']:.2f} s")
+        tell(f"kept: {measurement['total_s']:.2f} s")
         yield place
 
 
-def summarise(found: Sequence[Result]) -> Result:
+def summarise(measurements: Sequence[Result]) -> Result:
     """Medians of the times, the largest memory, and the raw times; the rest is that of the first process."""
-    totals: list[float] = [f["total_s"] for f in found]
-    phases: dict[str, list[float]] = {p: [f["phases"][p] for f in found] for p in PHASES}
+    totals: list[float] = [f["total_s"] for f in measurements]
+    phases: dict[str, list[float]] = {p: [f["phases"][p] for f in measurements] for p in PHASES}
     return {
-        **found[0],
+        **measurements[0],
         "total_s": statistics.median(totals),
-        "cpu_s": statistics.median(f["cpu_s"] for f in found),
+        "cpu_s": statistics.median(f["cpu_s"] for f in measurements),
         "phases": {p: statistics.median(times) for p, times in phases.items()},
-        "peak_rss_bytes": max(f["peak_rss_bytes"] for f in found),
-        "repeats": len(found),
+        "peak_rss_bytes": max(f["peak_rss_bytes"] for f in measurements),
+        "repeats": len(measurements),
         "raw": {"total_s": totals, "phases": phases},
     }
 
@@ -93,14 +93,14 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
     """One measurement."""
     fn, args = targets.load(spec["model"], layers=spec.get("layers"), batch=spec.get("batch"), seq=spec.get("seq"))
     mesh, cluster, folder = spec.get("mesh"), spec.get("cluster"), spec.get("folder")
-    found = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
+    target_cluster = targets.cluster(cluster, spec.get("hosts"), mesh) if cluster else None
     begin, begin_cpu = time.perf_counter(), time.process_time()
     with plan_cache.use_folder(Path(folder) if folder else None):
         plan = api.plan(
             fn,
             *args,
             mesh=tuple(mesh) if mesh else None,
-            cluster=found,
+            cluster=target_cluster,
             solver=spec.get("solver") or "auto",
             memory_budget=spec.get("memory_budget"),
             remat=spec.get("remat") or "auto",
@@ -142,18 +142,18 @@ def _peak_rss() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def table(found: Result) -> str:
+def table(result: Result) -> str:
     """The result for people."""
-    phases = "  ".join(f"{p} {found['phases'][p]:.2f}" for p in PHASES if found["phases"][p] >= 0.005)
-    kept = ", from the cache" if found["from_cache"] else ""
+    phases = "  ".join(f"{p} {result['phases'][p]:.2f}" for p in PHASES if result["phases"][p] >= 0.005)
+    kept = ", from the cache" if result["from_cache"] else ""
     return "\n".join(
         [
-            f"{found['model']} on {'x'.join(map(str, found['mesh']))} of {found['cluster']}: {found['total_s']:.2f} s "
-            f"(median of {found['repeats']}{kept}), {found['cpu_s']:.2f} s of processor time, "
-            f"{found['peak_rss_bytes'] / 1e9:.2f} GB",
+            f"{result['model']} on {'x'.join(map(str, result['mesh']))} of {result['cluster']}: "
+            f"{result['total_s']:.2f} s (median of {result['repeats']}{kept}), "
+            f"{result['cpu_s']:.2f} s of processor time, {result['peak_rss_bytes'] / 1e9:.2f} GB",
             f"  seconds: {phases}",
-            f"  {found['variables_unfolded']:,} variables, {found['variables']:,} folded, {found['rows']:,} rows; "
-            f"{found['status']}, gap {found['gap']:.2g}; predicted step {found['step_time_s']:.4g} s",
+            f"  {result['variables_unfolded']:,} variables, {result['variables']:,} folded, {result['rows']:,} rows; "
+            f"{result['status']}, gap {result['gap']:.2g}; predicted step {result['step_time_s']:.4g} s",
         ]
     )
 

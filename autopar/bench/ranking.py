@@ -55,28 +55,28 @@ class Prices:
 
     latency: float = 1.0
     first: float = 1.0
-    others: float = 1.0
+    other_axes: float = 1.0
     arithmetic: float = 1.0
     batch_whole: bool = False
 
 
 PRICES: Mapping[str, Prices] = {
     "fair": Prices(),
-    "free network": Prices(latency=1e-3, first=1e-3, others=1e-3),
-    "slow network": Prices(latency=10, first=30, others=30),
-    "no network": Prices(latency=1e4, first=1e4, others=1e4),
-    "first axis slow": Prices(first=1e3, others=1e-2, latency=1e-2),
-    "other axes slow": Prices(first=1e-2, others=1e3, latency=1e-2),
+    "free network": Prices(latency=1e-3, first=1e-3, other_axes=1e-3),
+    "slow network": Prices(latency=10, first=30, other_axes=30),
+    "no network": Prices(latency=1e4, first=1e4, other_axes=1e4),
+    "first axis slow": Prices(first=1e3, other_axes=1e-2, latency=1e-2),
+    "other axes slow": Prices(first=1e-2, other_axes=1e3, latency=1e-2),
     "slow arithmetic": Prices(latency=1e-2, arithmetic=1e-2),
     "batch whole": Prices(batch_whole=True),
-    "batch whole, free network": Prices(latency=1e-3, first=1e-3, others=1e-3, batch_whole=True),
-    "batch whole, slow network": Prices(latency=10, first=30, others=30, batch_whole=True),
+    "batch whole, free network": Prices(latency=1e-3, first=1e-3, other_axes=1e-3, batch_whole=True),
+    "batch whole, slow network": Prices(latency=10, first=30, other_axes=30, batch_whole=True),
 }
 
 
 def elsewhere(mesh: LogicalMesh, p: Prices) -> LogicalMesh:
     """The mesh as it would be on a machine with these prices."""
-    factors = [p.first] + [p.others] * (len(mesh.sizes) - 1)
+    factors = [p.first] + [p.other_axes] * (len(mesh.sizes) - 1)
     links = tuple(
         replace(link, alpha=link.alpha * p.latency, beta=link.beta * f)
         for link, f in zip(mesh.links, factors, strict=True)
@@ -94,12 +94,12 @@ def forced(model: zoo.Model, cluster: Cluster) -> Iterator[tuple[str, Plan, floa
         options = {whole: Options(pins={"batch/*": PartitionSpec()} if whole else None) for whole in (False, True)}
         here_by = {whole: make_model(traced, mesh, chosen).problem for whole, chosen in options.items()}
         for name, prices in PRICES.items():
-            found = make_plan(traced, elsewhere(mesh, prices), name, options[prices.batch_whole])
-            here = here_by[prices.batch_whole].value(found.solution.assignment)
-            identity = f"{here:.4g} {sorted(map(str, found.plan.collectives))}"
+            planned = make_plan(traced, elsewhere(mesh, prices), name, options[prices.batch_whole])
+            here = here_by[prices.batch_whole].value(planned.solution.assignment)
+            identity = f"{here:.4g} {sorted(map(str, planned.plan.collectives))}"
             if identity not in seen and len(seen) < MOST:
                 seen.add(identity)
-                yield f"{'x'.join(map(str, sizes))} {name}", found.plan, here
+                yield f"{'x'.join(map(str, sizes))} {name}", planned.plan, here
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:
@@ -150,29 +150,27 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         path = cluster or str(Path(folder, "here.toml"))
         if cluster is None:
-            for found in worker.lines("autopar.bench.ranking", {"calibrate": path}):
-                tell(f"calibrated: median error of the fit {found['median_error']:.0%}")
+            for calibration in worker.lines("autopar.bench.ranking", {"calibrate": path}):
+                tell(f"calibrated: median error of the fit {calibration['median_error']:.0%}")
         specs = [{"model": model, "cluster": path, "repeats": repeats} for model in models]
         return worker.collect("autopar.bench.ranking", specs, tell, line)
 
 
-def line(found: Row) -> str:
+def line(row: Row) -> str:
     """One row for people."""
     return (
-        f"{found['model']:<14} {len(found['plans']):>3} plans  span {found['span']:.1f}  "
-        f"Spearman {found['spearman']:.2f}  measured/predicted {found['ratio']:.2f}"
+        f"{row['model']:<14} {len(row['plans']):>3} plans  span {row['span']:.1f}  "
+        f"Spearman {row['spearman']:.2f}  measured/predicted {row['ratio']:.2f}"
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """Every plan, by measured time, then a line per model and the counts."""
     lines: list[str] = []
-    for found in rows:
-        by_time = sorted(
-            zip(found["plans"], found["predicted_s"], found["measured_s"], strict=True), key=lambda t: t[2]
-        )
+    for row in rows:
+        by_time = sorted(zip(row["plans"], row["predicted_s"], row["measured_s"], strict=True), key=lambda t: t[2])
         plans = [(name, seconds(p), seconds(m)) for name, p, m in by_time]
-        lines.append(grid(found["model"], ("", "predicted", "measured"), plans))
+        lines.append(grid(row["model"], ("", "predicted", "measured"), plans))
     counts = figures(rows)
     last = (
         f"{counts['plans']} plans of {counts['models']} models: Spearman median {counts['spearman_median']:.2f}, "
@@ -183,12 +181,12 @@ def table(rows: Sequence[Row]) -> str:
 
 def figures(rows: Sequence[Row]) -> Row:
     """Counts and correlations of all models."""
-    found = [r["spearman"] for r in rows]
+    correlations = [r["spearman"] for r in rows]
     return {
         "models": len(rows),
         "plans": sum(len(r["plans"]) for r in rows),
-        "spearman_median": statistics.median(found),
-        "spearman_least": min(found),
+        "spearman_median": statistics.median(correlations),
+        "spearman_least": min(correlations),
         "span_least": min(r["span"] for r in rows),
         "plans_least": min(len(r["plans"]) for r in rows),
     }

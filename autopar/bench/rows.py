@@ -34,11 +34,11 @@ def keep(resume: Path | None, row: Mapping[str, Any]) -> None:
         raise ArgumentError(f"--resume {str(resume)!r} cannot be written: {error}") from error
 
 
-def check_words(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+def check_words(what: str, names: Sequence[str], available: Sequence[str]) -> None:
     """ArgumentError for the first word that is not known, with those that are."""
-    for name in given:
-        if name not in known:
-            raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(known)}")
+    for name in names:
+        if name not in available:
+            raise ArgumentError(f"{what} {name!r} is not known. Available: {', '.join(available)}")
 
 
 def beside_the_expert(row: Mapping[str, Any]) -> str:

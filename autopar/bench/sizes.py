@@ -47,12 +47,12 @@ def run(
 ) -> list[Row]:
     """A row for each model on each cluster, the slowest first; those found in the resume file are not run again."""
     rows: list[Row] = rows_kept.read(resume)
-    known = {(row["model"], row["on"]) for row in rows}
+    cases_done = {(row["model"], row["on"]) for row in rows}
     for model in models:
         for cluster in clusters:
-            if (model, cluster) not in known:
-                found = plan.run({"model": model, "cluster": cluster, "hosts": CLUSTERS[cluster]}, 1)
-                row = {**found, "on": cluster, "hosts": CLUSTERS[cluster]}
+            if (model, cluster) not in cases_done:
+                measurement = plan.run({"model": model, "cluster": cluster, "hosts": CLUSTERS[cluster]}, 1)
+                row = {**measurement, "on": cluster, "hosts": CLUSTERS[cluster]}
                 rows.append(row)
                 rows_kept.keep(resume, row)
                 tell(table([row]))

@@ -185,12 +185,12 @@ def run(models: Sequence[str], repeats: int, tell: Callable[[str], None] = lambd
     return worker.collect("autopar.bench.step", specs, tell, line)
 
 
-def line(found: Row) -> str:
+def line(row: Row) -> str:
     """One row for people."""
-    times = "  ".join(f"{name} {1e3 * t:.1f}" for name, t in found["median_s"].items())
-    mesh = "x".join(map(str, found["mesh"]))
-    ratios = f"ratio to {found['best_expert']} {found['ratio']:.3f}, in pairs {found['paired_ratio']:.3f}"
-    return f"{found['model']:<14} mesh {mesh:<6} ms: {times}  {ratios}"
+    times = "  ".join(f"{name} {1e3 * t:.1f}" for name, t in row["median_s"].items())
+    mesh = "x".join(map(str, row["mesh"]))
+    ratios = f"ratio to {row['best_expert']} {row['ratio']:.3f}, in pairs {row['paired_ratio']:.3f}"
+    return f"{row['model']:<14} mesh {mesh:<6} ms: {times}  {ratios}"
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -95,14 +95,14 @@ def plan(
             "time_limit": time_limit,
             **({} if gap is None else {"gap": gap}),
         }
-        found = api.plan(fn, *args, **asked, **chosen)
+        planned = api.plan(fn, *args, **asked, **chosen)
     if output is not None:
-        found.save(output)
+        planned.save(output)
         say(f"saved to {output}")
     if picture is not None:
-        found.picture(picture)
+        planned.picture(picture)
         say(f"drawn to {picture}")
-    print(found.to_json() if as_json else found.summary(apply_rewrites(trace(fn, *args), found).graph))
+    print(planned.to_json() if as_json else planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
 
 
 @app.command()
@@ -123,14 +123,14 @@ def _rules(fn: Any, args: Sequence[Any]) -> list[dict[str, Any]]:
     from autopar.rules import rules_of
 
     graph = trace(fn, *args).graph
-    found = rules_of(graph)
+    rules = rules_of(graph)
     leaves = [op for op in graph.walk() if not op.regions]
     counts = Counter(op.signature for op in leaves)  # in the order in which they are met first
     examples = {op.signature: op for op in leaves}
     return [
         {
             "name": examples[s].name, "operands": [str(graph.type_of(a)) for a in examples[s].inputs],
-            "rule": str(found[s]), "origin": found[s].origin, "count": count,
+            "rule": str(rules[s]), "origin": rules[s].origin, "count": count,
         }
         for s, count in counts.items()
     ]  # fmt: skip
@@ -167,9 +167,9 @@ def verify(
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
         planned = saved or api.plan(fn, *args, **chosen)
-    found = verification.verify(planned, fn, *args, target=against)
-    report(as_json, _report(found), lambda: str(found))
-    finish(found.ok)
+    verified = verification.verify(planned, fn, *args, target=against)
+    report(as_json, _report(verified), lambda: str(verified))
+    finish(verified.ok)
 
 
 def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:
@@ -178,17 +178,17 @@ def _devices(mesh: Sequence[int] | None, cluster: Any) -> int:
     return LOCAL_DEVICES if cluster is None else cluster.num_devices
 
 
-def _report(found: Any) -> dict[str, Any]:
-    compared = found.comparison
+def _report(verified: Any) -> dict[str, Any]:
+    compared = verified.comparison
     return {
-        "ok": found.ok,
-        "target": found.target,
+        "ok": verified.ok,
+        "target": verified.target,
         "predicted_wire_bytes": compared.predicted_wire_bytes,
         "emitted_wire_bytes": compared.emitted_wire_bytes,
         "ratio": compared.ratio,
-        "flops": found.flops,
-        "memory": dict(found.memory),
-        "mismatches": list(found.mismatches),
+        "flops": verified.flops,
+        "memory": dict(verified.memory),
+        "mismatches": list(verified.mismatches),
     }
 
 
@@ -223,19 +223,24 @@ def _calibrate(path: str, as_json: bool) -> None:
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("calibrating", total=measure.steps(Cluster.local()))
-        found = measure.calibrate(Cluster.local(), lambda what: progress.update(task, advance=1, description=what))
-    found.cluster.save(path)
+        calibration = measure.calibrate(
+            Cluster.local(), lambda what: progress.update(task, advance=1, description=what)
+        )
+    calibration.cluster.save(path)
     report(
         as_json,
-        {**_figures(found.cluster.name, found.cluster), "errors": calibration_tables.errors(found.fits)},
-        lambda: calibration_tables.text(found),
+        {
+            **_figures(calibration.cluster.name, calibration.cluster),
+            "errors": calibration_tables.errors(calibration.fits),
+        },
+        lambda: calibration_tables.text(calibration),
     )
 
 
-def _figures(name: str, one: Any) -> Mapping[str, Any]:
+def _figures(name: str, cluster: Any) -> Mapping[str, Any]:
     from dataclasses import asdict
 
-    return {"name": name, **asdict(one)}
+    return {"name": name, **asdict(cluster)}
 
 
 def main() -> None:

@@ -60,9 +60,9 @@ def bench_plan(
     """Time the phases of planning, each repeat in a fresh process. Without mesh and cluster: 32,8."""
     from autopar.bench import plan as measure
 
-    found = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
+    mesh_sizes = sizes(mesh) if mesh is not None else None if cluster is not None else (32, 8)
     spec = {
-        "model": model, "mesh": found, "cluster": cluster, "hosts": hosts,
+        "model": model, "mesh": mesh_sizes, "cluster": cluster, "hosts": hosts,
         "layers": layers, "batch": batch, "seq": seq, "solver": solver, "memory_budget": memory_budget,
         "remat": remat, "offload": offload, "per_microbatch": words(per_microbatch, ()),
         "from_cache": from_cache,
@@ -91,14 +91,14 @@ def bench_equal(
     from autopar.bench.equal import run as equal
 
     if pipeline:
-        given = equal_pipeline.Product(
+        product = equal_pipeline.Product(
             words(models, equal_pipeline.Product.models),
             words(schedules, equal_pipeline.SCHEDULES),
             equal_pipeline.STAGES if stages is None else sizes(stages),
             words(inner, equal_pipeline.INNER),
             dtypes=words(dtypes, equal.DTYPES),
         )
-        _equal(as_json, equal_pipeline.run(given, resume, say), equal_pipeline.figures, equal_pipeline.table)
+        _equal(as_json, equal_pipeline.run(product, resume, say), equal_pipeline.figures, equal_pipeline.table)
     product = equal.Product(
         words(models, equal.Product.models),
         mesh_list(meshes, equal.MESHES),
@@ -132,8 +132,8 @@ def bench_fuzz(
     """Random train steps in microbatches, in stages and on meshes, against the plain step in x64."""
     from autopar.bench.fuzz import campaign
 
-    given = campaign.Campaign(programs, seed, words(modes, campaign.MODES), workers, failures)
-    rows = campaign.run(given, resume, say)
+    fuzz_campaign = campaign.Campaign(programs, seed, words(modes, campaign.MODES), workers, failures)
+    rows = campaign.run(fuzz_campaign, resume, say)
     report(as_json, campaign.figures(rows), lambda: campaign.table(rows))
     finish(all(row["ok"] for row in rows))
 
@@ -194,11 +194,11 @@ def bench_collectives(
     """Compare the algorithms of a collective by their closed forms; nothing is measured."""
     from autopar.bench import collectives
 
-    found = collectives.run(workers, collectives.SIZES if nbytes is None else sizes(nbytes), cluster, kind)
+    result = collectives.run(workers, collectives.SIZES if nbytes is None else sizes(nbytes), cluster, kind)
     if plot is not None:
-        collectives.plot(found, plot)
+        collectives.plot(result, plot)
         say(f"saved to {plot}")
-    report(as_json, found, lambda: collectives.table(found))
+    report(as_json, result, lambda: collectives.table(result))
 
 
 @app.command("memory")
@@ -221,16 +221,16 @@ def bench_memory(
     from autopar.zoo import targets
 
     shape = sizes(mesh) if mesh is not None else (32, 8) if cluster is None else None
-    one = targets.cluster(cluster or "dgx-h100", hosts, shape)
-    found = memory.run(
+    target_cluster = targets.cluster(cluster or "dgx-h100", hosts, shape)
+    result = memory.run(
         zoo.build(model, layers=layers, batch=batch, seq=seq, dtype=dtype),
-        one.logical_mesh(shape or one.default_shape),
+        target_cluster.logical_mesh(shape or target_cluster.default_shape),
         points,
     )
     if plot is not None:
-        memory.plot(found, plot)
+        memory.plot(result, plot)
         say(f"saved to {plot}")
-    report(as_json, found, lambda: memory.table(found))
+    report(as_json, result, lambda: memory.table(result))
 
 
 @app.command("schedules")
@@ -259,8 +259,8 @@ def bench_pipeline(
     """Time the passes and steps of two stages on two cores under every schedule, beside the simulator; and dispatch."""
     from autopar.bench.pipelines import simulated as pipeline
 
-    found = pipeline.run(model, repeats, say)
-    report(as_json, found, lambda: pipeline.table(found))
+    result = pipeline.run(model, repeats, say)
+    report(as_json, result, lambda: pipeline.table(result))
 
 
 @app.command("gpipe")
@@ -268,9 +268,9 @@ def bench_gpipe(repeats: Repeats = 5, as_json: Json = False) -> None:
     """Time autopar's 1f1b pipeline against GPipe written by hand, 4 stages of 2 virtual devices, taking turns."""
     from autopar.bench.pipelines import gpipe
 
-    found = gpipe.run(repeats)
-    report(as_json, found, lambda: gpipe.table(found))
-    finish(found["ok"])
+    result = gpipe.run(repeats)
+    report(as_json, result, lambda: gpipe.table(result))
+    finish(result["ok"])
 
 
 @app.command("alpa")
@@ -339,8 +339,8 @@ def bench_published(as_json: Json = False) -> None:
     """Count and price GPT of the Alpa paper beside what was published."""
     from autopar.bench.references import published
 
-    found = published.run()
-    report(as_json, found, lambda: published.table(found))
+    result = published.run()
+    report(as_json, result, lambda: published.table(result))
 
 
 @app.command("zero")

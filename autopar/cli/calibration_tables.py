@@ -15,17 +15,17 @@ from autopar.ir.text import size, table
 HEADS = ("", "measured", "fitted", "error")
 
 
-def text(found: Calibration) -> str:
+def text(calibration: Calibration) -> str:
     """Measurements, errors and figures."""
-    device, link = found.cluster.device, found.cluster.intra
-    rows = [(f.what, _micro(f.measured), _micro(f.predicted), f"{f.error:.0%}") for f in found.fits]
+    device, link = calibration.cluster.device, calibration.cluster.intra
+    rows = [(f.what, _micro(f.measured), _micro(f.predicted), f"{f.error:.0%}") for f in calibration.fits]
     rates = ", ".join(f"{rate:.3g} {dtype}" for dtype, rate in sorted(device.peak_flops.items()))
     rows_, columns, contracted = device.half_rate_extents
     return "\n".join(
         [
             table("measurement", HEADS, rows),
-            f"error of the fit: median {found.median_error:.0%}, largest {found.worst_error:.0%}; "
-            + ", ".join(f"{kind} {error:.0%}" for kind, error in errors(found.fits).items()),
+            f"error of the fit: median {calibration.median_error:.0%}, largest {calibration.worst_error:.0%}; "
+            + ", ".join(f"{kind} {error:.0%}" for kind, error in errors(calibration.fits).items()),
             f"per device: flop/s {rates}; half rate at {rows_:.0f} rows, {columns:.0f} columns, "
             f"{contracted:.0f} contracted; memory {size(device.memory_bandwidth)}/s; kernel "
             f"{1e6 * device.kernel_overhead:.2g} us",

@@ -18,12 +18,12 @@ def rows(names: Sequence[str]) -> Rows:
     return [_row(name, Cluster.preset(name)) for name in names]
 
 
-def _row(name: str, one: Cluster) -> tuple[str, ...]:
-    device = one.device
+def _row(name: str, cluster: Cluster) -> tuple[str, ...]:
+    device = cluster.device
     memory = f"{size(device.memory_bytes)}, {size(device.memory_bandwidth)}/s"
     half = max(("bfloat16", "float16"), key=device.peak)
     peaks = ", ".join(f"{device.peak(dtype) / 1e12:.4g}T {dtype}" for dtype in (half, "float32"))
-    return name, f"{one.num_devices} x {device.name}", memory, peaks, _link(one.intra), _link(one.inter)
+    return name, f"{cluster.num_devices} x {device.name}", memory, peaks, _link(cluster.intra), _link(cluster.inter)
 
 
 def _link(link: Link) -> str:

@@ -73,12 +73,12 @@ def report(as_json: bool, data: Any, text: Callable[[], str]) -> None:
 def sizes(text: str) -> tuple[int, ...]:
     """ "32,8" -> (32, 8). ArgumentError if it is no list of positive integers."""
     try:
-        found = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ArgumentError(f"mesh {text!r}: give sizes with commas between, such as 32,8") from error
-    if any(size < 1 for size in found):
+    if any(size < 1 for size in numbers):
         raise ArgumentError(f"mesh {text!r}: sizes must be at least 1")
-    return found
+    return numbers
 
 
 def mesh_list(text: str | None, default: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
@@ -99,10 +99,10 @@ def options(
 
     if hosts is not None and cluster is None:
         raise ArgumentError(f"--hosts {hosts} needs --cluster")
-    found = None if mesh is None else sizes(mesh)
-    chosen: dict[str, Any] = {"mesh": found, "solver": solver}
+    mesh_sizes = None if mesh is None else sizes(mesh)
+    chosen: dict[str, Any] = {"mesh": mesh_sizes, "solver": solver}
     if cluster is not None:
-        chosen["cluster"] = targets.cluster(cluster, hosts, found)
+        chosen["cluster"] = targets.cluster(cluster, hosts, mesh_sizes)
     return chosen if memory_budget is None else {**chosen, "memory_budget": memory_budget}
 
 

@@ -126,17 +126,17 @@ class PlannedPrograms:
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         emitter, keys, graph = self.emitters[stage], self.keys[stage], self.emitters[stage].plan.graph
-        one, sent = self.stages.stages[stage].passes[kind], self._sent(stage)
+        pass_, sent = self.stages.stages[stage].passes[kind], self._sent(stage)
         inputs: dict[Key, Any] = {(graph.index, None): index}
         inputs.update((keys.whole[n], array) for n, array in whole.items())
-        inputs.update(((graph.blocks[n], None), x) for n, x in local.items() if n in one.blocks)
+        inputs.update(((graph.blocks[n], None), x) for n, x in local.items() if n in pass_.blocks)
         inputs.update((keys.local[n], x) for n, x in local.items() if n in keys.local)
-        results = [sent[n] for n in one.writes if n in sent]
-        wanted = [key for t in one.totals if (key := key_of(graph.local[t.value])) is not None]
-        wanted += [keys.local[n] for n in one.writes if n not in sent]
+        results = [sent[n] for n in pass_.writes if n in sent]
+        wanted = [key for t in pass_.totals if (key := key_of(graph.local[t.value])) is not None]
+        wanted += [keys.local[n] for n in pass_.writes if n not in sent]
         emitted = emitter.emit(kind, inputs, wanted, results)
-        parts = tuple(_part(emitted.values, graph.local[t.value]) for t in one.totals)
-        written = (emitted.results[sent[n]] if n in sent else emitted.values[keys.local[n]] for n in one.writes)
+        parts = tuple(_part(emitted.values, graph.local[t.value]) for t in pass_.totals)
+        written = (emitted.results[sent[n]] if n in sent else emitted.values[keys.local[n]] for n in pass_.writes)
         return parts, tuple(written)
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
@@ -203,7 +203,10 @@ def planned_programs(plans: StagePlans[CodegenStage], meshes: Sequence[AnyMesh])
     fresh = itertools.count(len(stages.split.graph.types))
     keys = tuple(number_values(*pair, fresh) for pair in zip(emitters, interfaces, strict=True))
     totals = {
-        t.value: (s, t) for s, stage in enumerate(stages.stages) for one in stage.passes.values() for t in one.totals
+        t.value: (s, t)
+        for s, stage in enumerate(stages.stages)
+        for pass_ in stage.passes.values()
+        for t in pass_.totals
     }
     renumbered = renumber(stages, emitters, interfaces, keys)
     return PlannedPrograms(renumbered, tuple(meshes), emitters, keys, totals, StepPrograms(stages.split))
@@ -214,12 +217,12 @@ def _interfaces(stages: Stages, stage: int, emitter: StageEmitter) -> ProgramInt
     graph, passes = emitter.plan.graph, stages.stages[stage].passes
     sent = {v: i for i, v in graph.sent.items()}
     update_outputs = {v: i for i, (kind, v) in enumerate(graph.results) if kind == "made"}
-    results: dict[str, list[int]] = {k: [sent[v] for v in one.writes if v in sent] for k, one in passes.items()}
+    results: dict[str, list[int]] = {k: [sent[v] for v in pass_.writes if v in sent] for k, pass_ in passes.items()}
     for number, update in enumerate(stages.updates.programs):
         if update.stage == stage:
             results[update_name(number)] = [
                 update_outputs[v] for v in dict.fromkeys(update.writes) if v in update_outputs
             ]
-    atoms = {kind: [graph.local[t.value] for t in one.totals] for kind, one in passes.items()}
+    atoms = {kind: [graph.local[t.value] for t in pass_.totals] for kind, pass_ in passes.items()}
     totals = {kind: [a for a in of_pass if isinstance(a, int)] for kind, of_pass in atoms.items()}
     return program_interfaces(emitter, results, totals)

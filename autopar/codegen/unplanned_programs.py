@@ -78,7 +78,7 @@ class UnplannedPrograms:
 
     @cached_property
     def _totals(self) -> Mapping[int, AccumulatedValue]:
-        return {t.value: t for stage in self.stages.stages for one in stage.passes.values() for t in one.totals}
+        return {t.value: t for stage in self.stages.stages for pass_ in stage.passes.values() for t in pass_.totals}
 
     @cached_property
     def _constants(self) -> Mapping[int, Any]:
@@ -95,12 +95,12 @@ class UnplannedPrograms:
     def run(
         self, stage: int, kind: Kind, whole: Values, local: Values, index: Any
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        one = self.stages.stages[stage].passes[kind]
-        wanted = tuple(AccumulatedValue(v, "last") for v in (*(t.value for t in one.totals), *one.writes))
+        pass_ = self.stages.stages[stage].passes[kind]
+        wanted = tuple(AccumulatedValue(v, "last") for v in (*(t.value for t in pass_.totals), *pass_.writes))
         outputs = self._programs.loop_body(
-            AccumulationLoop(one.ops, wanted, ()), {**self._constants, **whole}, local, index
+            AccumulationLoop(pass_.ops, wanted, ()), {**self._constants, **whole}, local, index
         )
-        return outputs[: len(one.totals)], outputs[len(one.totals) :]
+        return outputs[: len(pass_.totals)], outputs[len(pass_.totals) :]
 
     def update(self, number: int, arguments: Values, totals: Values, reads: Values) -> tuple[Any, ...]:
         update = self.stages.updates.programs[number]

@@ -133,16 +133,16 @@ class _Lists:
         )
         read = {key for name in (BEGIN, *PASS_KINDS) for key in interfaces.reads[name]}
         arguments = tuple(v for v in self.stages.split.graph.inputs if key_of(graph.arguments.get(v)) in read)
-        passes = {kind: self._pass(stage, kind, one) for kind, one in unplanned.passes.items()}
+        passes = {kind: self._pass(stage, kind, pass_) for kind, pass_ in unplanned.passes.items()}
         return replace(unplanned, arguments=arguments, passes=passes)
 
-    def _pass(self, stage: int, kind: Kind, one: Pass) -> Pass:
+    def _pass(self, stage: int, kind: Kind, pass_: Pass) -> Pass:
         graph, interfaces, keys = self.emitters[stage].plan.graph, self.interfaces[stage], self.keys[stage]
         reads, writes = {*interfaces.reads[kind]}, {*interfaces.writes[kind]}
-        sent = [v for v in one.writes if v in graph.sent.values()]
-        forwarded = [v for v in one.reads if v in graph.sent.values()]  # made by an earlier pass, sent by this one
+        sent = [v for v in pass_.writes if v in graph.sent.values()]
+        forwarded = [v for v in pass_.reads if v in graph.sent.values()]  # made by an earlier pass, sent by this one
         return replace(
-            one,
+            pass_,
             whole=tuple(n for n, key in keys.whole.items() if key in reads),
             blocks=tuple(v for v, at in graph.blocks.items() if (at, None) in reads),
             reads=(*(n for n, key in keys.local.items() if key in reads), *forwarded),

@@ -151,18 +151,18 @@ def _compute(
         return p[0] + np.concatenate([2 * (extents + p[2:5]).prod(1) / p[5:][which], nbytes / p[1]])
 
     fastest = [max(2 * extents[which == d].prod(1) / there[which == d]) for d in range(len(dtypes))]
-    found = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), max(nbytes / passed), 8.0, 8.0, 8.0, *fastest])
-    rates = dict(zip(dtypes, map(float, found[5:]), strict=True))
+    parameters = _solve(model, seconds, [max(min(seconds) / 2, 1e-9), max(nbytes / passed), 8.0, 8.0, 8.0, *fastest])
+    rates = dict(zip(dtypes, map(float, parameters[5:]), strict=True))
     scale = rates[dtypes[0]] / base.peak(dtypes[0])
     device = replace(
         base,
         peak_flops={d: rates.get(d, rate * scale) for d, rate in base.peak_flops.items()} | rates,
         efficiency=1.0,
-        half_rate_extents=(float(found[2]), float(found[3]), float(found[4])),
-        kernel_overhead=float(found[0]),
-        memory_bandwidth=float(found[1]),
+        half_rate_extents=(float(parameters[2]), float(parameters[3]), float(parameters[4])),
+        kernel_overhead=float(parameters[0]),
+        memory_bandwidth=float(parameters[1]),
     )
-    return device, _fits((*products, *streams), seconds, model(found))
+    return device, _fits((*products, *streams), seconds, model(parameters))
 
 
 def _link(samples: Mapping[Message, float], base: Cluster, device: Device) -> tuple[Link, list[Fit]]:
@@ -174,9 +174,9 @@ def _link(samples: Mapping[Message, float], base: Cluster, device: Device) -> tu
         lines = {(kind, n): one_level(_run(kind, device), Level(n, link)) for kind, n in kinds}
         return np.array([min(a + b * s.nbytes for a, b in lines[s.kind, s.group]) for s in samples])
 
-    found = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
-    link = replace(base.intra, alpha=float(found[0]), beta=float(found[1]))
-    return link, _fits(samples, seconds, model(found))
+    parameters = _solve(model, seconds, [max(base.intra.alpha, 1e-9), max(base.intra.beta, 1e-14)])
+    link = replace(base.intra, alpha=float(parameters[0]), beta=float(parameters[1]))
+    return link, _fits(samples, seconds, model(parameters))
 
 
 def _run(kind: str, device: Device) -> str:

@@ -145,7 +145,7 @@ def _of_torus(table: Table, where: str, hosts: int | None, topology: str | None,
     if hosts is not None and hosts * inside != chips:
         raise ClusterError(f"Cluster {where}: topology {topology!r} has {chips // inside} hosts, not hosts={hosts}.")
     dimensions = tuple(Level(size, _dimension(torus, shape, size, link)) for size in shape)
-    inter, intra = _link(table["inter"]), max((d.link for d in dimensions), key=lambda found: found.beta)
+    inter, intra = _link(table["inter"]), max((d.link for d in dimensions), key=lambda dimension: dimension.beta)
     hosts = slices * chips // inside
     return ClusterFigures(
         table["name"], _device(table["device"]), hosts, inside, intra, inter, (Level(slices, inter), *dimensions)
@@ -162,17 +162,17 @@ def _topology(torus: Table, where: str, topology: str | None, per_host: int, hos
     """The dimensions of a topology given as text, or of the listed topology with as many chips as `hosts` have."""
     listed: list[str] = torus["topologies"]
     limit = f", or multiples of {torus['wrap']} up to {torus['limit']}" if torus["whole"] else ""
-    known = f"Topologies that fit: {', '.join(listed)}{limit}."
+    available = f"Topologies that fit: {', '.join(listed)}{limit}."
     if topology is None:
         chips = per_host * (hosts or 1)
         fitting = [s for s in map(_sizes, listed) if prod(s) == chips]
         if not fitting:
-            raise ClusterError(f"Cluster {where}: no topology has hosts={hosts}, {chips} chips. {known}")
+            raise ClusterError(f"Cluster {where}: no topology has hosts={hosts}, {chips} chips. {available}")
         return _padded(fitting[0], torus["dimensions"])
     shape = _padded(_sizes(topology), torus["dimensions"])
     fits = any(p == _padded(_sizes(s), len(shape)) for s in listed for p in permutations(shape))
     if not (len(shape) == torus["dimensions"] and (fits or (torus["whole"] and _whole(torus, shape)))):
-        raise ClusterError(f"Cluster {where}: topology {topology!r} does not fit. {known}")
+        raise ClusterError(f"Cluster {where}: topology {topology!r} does not fit. {available}")
     return shape
 
 
@@ -220,8 +220,8 @@ def _device(table: Table) -> Device:
     required = [f.name for f in fields(Device) if f.default is MISSING]
     for name in required:
         table[name]  # a KeyError names the missing field
-    known = [f.name for f in fields(Device) if f.name in table]
-    return Device(**{name: _READ.get(name, float)(table[name]) for name in known})
+    given_fields = [f.name for f in fields(Device) if f.name in table]
+    return Device(**{name: _READ.get(name, float)(table[name]) for name in given_fields})
 
 
 BODIES: Mapping[str, Callable[[Table, str, int | None], ClusterFigures]] = MappingProxyType(

@@ -45,8 +45,10 @@ def of_accelerators(devices: list[Any], hosts: int) -> ClusterFigures:
     kind = str(devices[0].device_kind)
     name = cluster_files.preset_of(kind)
     if name is None:
-        known = ", ".join(cluster_files.presets())
-        raise ClusterError(f"No preset describes a {kind!r}; known presets: {known}. Use Cluster.from_toml or .custom.")
+        presets = ", ".join(cluster_files.presets())
+        raise ClusterError(
+            f"No preset describes a {kind!r}; known presets: {presets}. Use Cluster.from_toml or .custom."
+        )
     coords = [tuple(d.coords) for d in devices if getattr(d, "coords", None)]
     if cluster_files.is_torus(name) and coords:
         extents = [max(along) - min(along) + 1 for along in zip(*coords, strict=True)]

@@ -71,13 +71,13 @@ class _Trial:
     """A program that does an operation so many times in a row, and what it is run on."""
 
     program: Callable[..., Any]
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     times: int
 
     def seconds(self) -> float:
         """Seconds of one run."""
         begin = time.perf_counter()
-        jax.block_until_ready(self.program(*self.given))
+        jax.block_until_ready(self.program(*self.arguments))
         return time.perf_counter() - begin
 
 
@@ -160,8 +160,8 @@ def _trial(mesh: Any, local: Callable[..., Any], shapes: Sequence[tuple[int, ...
         )
     )
     place = NamedSharding(mesh, spec)
-    given = tuple(jax.device_put(jnp.full((mesh.size, *s), 0.5, dtype), place) for s in shapes)
-    return _Trial(program, given, times)
+    arguments = tuple(jax.device_put(jnp.full((mesh.size, *s), 0.5, dtype), place) for s in shapes)
+    return _Trial(program, arguments, times)
 
 
 def _multiply(mesh: Any, product: Product, times: int) -> _Trial:

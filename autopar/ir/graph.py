@@ -250,16 +250,16 @@ class Graph:
     @cached_property
     def uses(self) -> Mapping[int, tuple[Use, ...]]:
         """Value -> where it is read: body by body, in each in program order."""
-        found: dict[int, list[Use]] = {}
+        uses: dict[int, list[Use]] = {}
         for body in self.bodies:
             for op in body.ops:
                 for k, atom in enumerate(op.inputs):
                     if isinstance(atom, int):
-                        found.setdefault(atom, []).append(Use(op, k, f"{op.tag}.in{k}"))
+                        uses.setdefault(atom, []).append(Use(op, k, f"{op.tag}.in{k}"))
             for j, atom in enumerate(body.outputs):
                 if isinstance(atom, int):
-                    found.setdefault(atom, []).append(Use(None, j, f"{body.prefix}out{j}"))
-        return {value: tuple(uses) for value, uses in found.items()}
+                    uses.setdefault(atom, []).append(Use(None, j, f"{body.prefix}out{j}"))
+        return {value: tuple(uses) for value, uses in uses.items()}
 
     @cached_property
     def names(self) -> Mapping[int, str]:

@@ -136,10 +136,10 @@ def read(key: str) -> Plan | None:
         with contextlib.suppress(OSError, ValueError):  # PlanMismatchError is a ValueError
             text = path.read_bytes()
             if path == _file(key, text):
-                found = from_json(parsed(text), str(path))
+                plan = from_json(parsed(text), str(path))
                 with contextlib.suppress(OSError):  # a folder that is only read
                     os.utime(path)
-                return found
+                return plan
     return None
 
 

@@ -70,14 +70,14 @@ def misfit(layout: Layout, shape: Sequence[int], sizes: Sequence[int], most_padd
     return ""
 
 
-def unlike(field: str, found: Any, expected: Any) -> Complaints:
+def unlike(field: str, actual: Any, expected: Any) -> Complaints:
     """A complaint unless a field is what it has to be, naming the first entry that differs where both are as long."""
-    if found == expected:
+    if actual == expected:
         return
-    if isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
-        i = next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
-        field, found, expected = f"{field}[{i}]", found[i], expected[i]
-    yield FieldError(shown(expected), shown(found), field)
+    if isinstance(actual, tuple) and isinstance(expected, tuple) and len(actual) == len(expected):
+        i = next(i for i, (entry, other) in enumerate(zip(actual, expected, strict=True)) if entry != other)
+        field, actual, expected = f"{field}[{i}]", actual[i], expected[i]
+    yield FieldError(shown(expected), shown(actual), field)
 
 
 def _mesh(plan: PlanRecord) -> Complaints:
@@ -89,12 +89,12 @@ def _mesh(plan: PlanRecord) -> Complaints:
 
 
 def _leaves(plan: PlanRecord) -> Complaints:
-    for paths, others in (
+    for paths, lists in (
         ("input_paths", ("inputs", "input_types", "input_shapes")),
         ("output_paths", ("outputs", "output_shapes")),
     ):
         count = len(getattr(plan, paths))
-        for name in others:
+        for name in lists:
             if len(getattr(plan, name)) != count:
                 there = len(getattr(plan, name))
                 yield FieldError(f"{count}, one for each of {paths}", f"a list of {there}", name)
@@ -123,9 +123,9 @@ def _choices(plan: PlanRecord) -> Complaints:
 
 
 def _schedule(plan: PlanRecord) -> Complaints:
-    known = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
-    if plan.schedule not in known:
-        yield FieldError(f"one of {', '.join(known)}", shown(plan.schedule), "schedule")
+    schedules = ("none", *(name for name, row in SCHEDULES.items() if row.executable))
+    if plan.schedule not in schedules:
+        yield FieldError(f"one of {', '.join(schedules)}", shown(plan.schedule), "schedule")
     if (len(plan.stages) > 1) != plan.pipelined or not plan.stages:
         wanted = "several stages" if plan.pipelined else "one stage"
         yield FieldError(f"{wanted}, as schedule {plan.schedule!r} has", f"a list of {len(plan.stages)}", "stages")
@@ -202,8 +202,8 @@ def _even(field: str, layout: Layout, shape: Sequence[int], sizes: Sequence[int]
 def _collectives(plan: PlanRecord) -> Complaints:
     lists = {"collectives": plan.collectives}
     lists |= {f"stages[{i}].collectives": stage.collectives for i, stage in enumerate(plan.stages)}
-    for name, found in lists.items():
-        for i, c in enumerate(found):
+    for name, collectives in lists.items():
+        for i, c in enumerate(collectives):
             if c.kind not in WIRE_FRACTION:
                 yield FieldError(f"one of {', '.join(WIRE_FRACTION)}", shown(c.kind), f"{name}[{i}].kind")
             if not c.axes or c.axes != tuple(axis for axis in plan.mesh_names if axis in c.axes):

@@ -108,8 +108,8 @@ def _key(c: Collective) -> _Key:
 
 
 def _shared(names: Iterable[str]) -> str:
-    first, *others = dict.fromkeys(names)
-    return "" if others else first
+    first, *further = dict.fromkeys(names)
+    return "" if further else first
 
 
 def _as_all_reduce(c: Collective) -> Collective:
@@ -180,9 +180,9 @@ def _cover(pieces: Mapping[Hashable, int], goal: _Key, axis_sizes: Mapping[str, 
         rest = tuple(axis for axis in axes if axis not in step)
         widest = (kind, step, nbytes)
         if pieces.get(widest, 0) > 0:
-            others = _cover(pieces, (kind, rest, nbytes // group_size(step, axis_sizes)), axis_sizes)
-            if others:
-                return (widest, *others)
+            remaining = _cover(pieces, (kind, rest, nbytes // group_size(step, axis_sizes)), axis_sizes)
+            if remaining:
+                return (widest, *remaining)
     return ()
 
 
@@ -194,13 +194,13 @@ _NAMED = 3
 
 def differences(c: Comparison) -> list[str]:
     """What differs, in words: a line for the pieces of one source line that are equal."""
-    found: list[str] = []
+    lines: list[str] = []
     for title, side in (("predicted but not emitted", c.predicted_only), ("emitted but not predicted", c.emitted_only)):
         alike: dict[Hashable, list[Collective]] = {}
         for x in side:
             alike.setdefault((x.kind, x.axes, x.bytes, x.source), []).append(x)
-        found += [f"{title}: {_together(pieces)}" for pieces in alike.values()]
-    return found
+        lines += [f"{title}: {_together(pieces)}" for pieces in alike.values()]
+    return lines
 
 
 def _together(pieces: Sequence[Collective]) -> str:

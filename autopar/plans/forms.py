@@ -133,28 +133,30 @@ def _value(atom: Atom) -> int:
 
 def _batch_dimensions(graph: Graph, rules: Mapping[int, Rule]) -> Mapping[int, frozenset[int]]:
     """Value that depends on the batch -> its dimensions that come from the leading dimension of the batch."""
-    found = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
-    _propagate(graph, graph.ops, rules, found)
-    return found
+    batch_dims = dict.fromkeys((graph.inputs[i] for i in infer_batch(graph)), frozenset({0}))
+    _propagate(graph, graph.ops, rules, batch_dims)
+    return batch_dims
 
 
-def _propagate(graph: Graph, ops: Sequence[Op], rules: Mapping[int, Rule], found: dict[int, frozenset[int]]) -> None:
+def _propagate(
+    graph: Graph, ops: Sequence[Op], rules: Mapping[int, Rule], batch_dims: dict[int, frozenset[int]]
+) -> None:
     for op in ops:
         if op.regions:
-            _propagate_body(graph, op, rules, found)
-        elif op.phase == "forward" and any(_value(atom) in found for atom in op.inputs):
-            for v, dims in zip(op.outputs, _results(graph, op, rules[op.signature], found), strict=True):
-                found[v] = dims
+            _propagate_body(graph, op, rules, batch_dims)
+        elif op.phase == "forward" and any(_value(atom) in batch_dims for atom in op.inputs):
+            for v, dims in zip(op.outputs, _results(graph, op, rules[op.signature], batch_dims), strict=True):
+                batch_dims[v] = dims
 
 
-def _results(graph: Graph, op: Op, rule: Rule, found: Mapping[int, frozenset[int]]) -> Iterator[frozenset[int]]:
+def _results(graph: Graph, op: Op, rule: Rule, batch_dims: Mapping[int, frozenset[int]]) -> Iterator[frozenset[int]]:
     """The dimensions of each result that come from the batch."""
     if op.name == "reshape":
         (value,) = (_value(atom) for atom in op.inputs[:1])
-        yield _reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, found[value])
+        yield _reshaped(graph.types[value].shape, graph.types[op.outputs[0]].shape, batch_dims[value])
         return
     factors = {
-        dims[d] for atom, dims in zip(op.inputs, rule.operands, strict=True) for d in found.get(_value(atom), ())
+        dims[d] for atom, dims in zip(op.inputs, rule.operands, strict=True) for d in batch_dims.get(_value(atom), ())
     }
     yield from (frozenset(d for d, factor in enumerate(dims) if factor in factors) for dims in rule.results)
 
@@ -170,19 +172,19 @@ def _reshaped(source: Sequence[int], target: Sequence[int], dims: frozenset[int]
     return frozenset(d for d, (low, high) in enumerate(spans(target)) if any(low < b and a < high for a, b in sources))
 
 
-def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], found: dict[int, frozenset[int]]) -> None:
+def _propagate_body(graph: Graph, op: Op, rules: Mapping[int, Rule], batch_dims: dict[int, frozenset[int]]) -> None:
     """Through the regions of an operation; those of loops twice, as carries may depend on the batch after a run."""
     carries = num_carries(op)
     for _ in range(2 if carries else 1):
         for entry in entries(op):
-            if (dims := found.get(_value(entry.operand))) is not None:
-                found[entry.value] = frozenset(d - 1 for d in dims if d) if entry.kind == "slice" else dims
+            if (dims := batch_dims.get(_value(entry.operand))) is not None:
+                batch_dims[entry.value] = frozenset(d - 1 for d in dims if d) if entry.kind == "slice" else dims
         for region in op.regions:
-            _propagate(graph, region.ops, rules, found)
+            _propagate(graph, region.ops, rules, batch_dims)
         body = op.regions[-1]
         carried = [entry.value for entry in entries(op) if entry.region is body and entry.kind == "carry"]
         for k, (v, atom) in enumerate(zip(op.outputs, body.outputs, strict=False)):
-            if (dims := found.get(_value(atom))) is not None:
+            if (dims := batch_dims.get(_value(atom))) is not None:
                 stacked = graph.types[v].rank - graph.type_of(atom).rank
-                found[v] = frozenset(d + stacked for d in dims)
-                found.update({carried[k]: dims} if k < carries else {})
+                batch_dims[v] = frozenset(d + stacked for d in dims)
+                batch_dims.update({carried[k]: dims} if k < carries else {})

@@ -137,26 +137,26 @@ class _ExcessGroup:
 def measure(graph: Graph, rules: Mapping[int, Rule], stage: Stage) -> Imbalance:
     """The imbalance of a program under the layouts of a stage."""
     names, sizes = tuple(stage.submesh), tuple(stage.submesh.values())
-    known: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Share, ...]]] = {}
+    excess_by_key: dict[tuple[int, _Layouts, _Layouts], tuple[float, tuple[_Share, ...]]] = {}
     groups: dict[tuple[str, str], _ExcessGroup] = {}
     total = 0.0
     for op, weight in _computing(graph, stage):
         read, written = _read(op, stage), tuple([stage.values.get(v) for v in op.outputs])
         key = op.signature, read, written
-        if key not in known:
+        if key not in excess_by_key:
             rule = rules[op.signature]
             pieces = tuple(_excesses(rule, _running(rule, read, written, len(sizes)), names, sizes))
             once = flops(op, [graph.type_of(a) for a in op.inputs], [graph.types[v] for v in op.outputs])
-            known[key] = once, pieces
-        once, pieces = known[key]
+            excess_by_key[key] = once, pieces
+        once, pieces = excess_by_key[key]
         work = weight * once
         total += work
         for piece in pieces:
             groups.setdefault((piece.kind, piece.why), _ExcessGroup()).add(op, work, piece)
     # A program on empty arrays has no FLOPs of which a device could do more than its share.
-    found = [group.excess(*key, total) for key, group in groups.items()] if total else []
-    found.sort(key=lambda e: (-e.ratio, e.kind, e.why))
-    return Imbalance(1.0 + sum(e.ratio for e in found), tuple(found), total)
+    excesses = [group.excess(*key, total) for key, group in groups.items()] if total else []
+    excesses.sort(key=lambda e: (-e.ratio, e.kind, e.why))
+    return Imbalance(1.0 + sum(e.ratio for e in excesses), tuple(excesses), total)
 
 
 def _computing(graph: Graph, stage: Stage) -> Iterator[tuple[Op, float]]:

@@ -73,19 +73,19 @@ class _Program:
     @cached_property
     def sites(self) -> Mapping[str, Atom]:
         """Where values are read: "op12.in0", "op12.body.out1", "out3" -> what is read there."""
-        found: dict[str, Atom] = {}
+        sites: dict[str, Atom] = {}
         for body in self.graph.bodies:
-            found.update((f"{body.prefix}out{i}", atom) for i, atom in enumerate(body.outputs))
-            found.update((f"{op.tag}.in{k}", atom) for op in body.ops for k, atom in enumerate(op.inputs))
-        return found
+            sites.update((f"{body.prefix}out{i}", atom) for i, atom in enumerate(body.outputs))
+            sites.update((f"{op.tag}.in{k}", atom) for op in body.ops for k, atom in enumerate(op.inputs))
+        return sites
 
     @cached_property
     def makers(self) -> Mapping[int, Op | None]:
         """Value -> the operation without a body that makes it; None: it enters, or one with a body makes it."""
-        found: dict[int, Op | None] = {v: None if op.regions else op for v, op in self.graph.producers.items()}
+        makers: dict[int, Op | None] = {v: None if op.regions else op for v, op in self.graph.producers.items()}
         for body in self.graph.bodies:
-            found.update(dict.fromkeys((*body.inputs, *(v for v, _ in body.constants))))
-        return found
+            makers.update(dict.fromkeys((*body.inputs, *(v for v, _ in body.constants))))
+        return makers
 
     @cached_property
     def rules(self) -> Mapping[int, Rule]:
@@ -203,15 +203,15 @@ def _left(p: _Program, op: Op) -> tuple[int, ...]:
     if op.index not in p.deferral.products:
         return ()
     rule = p.rules[op.signature]
-    found: list[Mapping[int, int]] = []
+    cut_factors: list[Mapping[int, int]] = []
     for k, (atom, dims) in enumerate(zip(op.inputs, rule.operands, strict=True)):
         layout, shape = p.at(atom, f"{op.tag}.in{k}"), p.graph.type_of(atom).shape
         on = {axis: dims[d] for axis, d in enumerate(layout) if d >= 0 and dims[d] in rule.reduced}
         if any(dims[d] in rule.reduced and shape[d] % parts for d, parts in cuts(layout, p.sizes).items()):
             return ()
         if any(factor in rule.reduced for factor in dims):
-            found.append(on)
-    return tuple(found[0]) if found and all(on == found[0] for on in found) else ()
+            cut_factors.append(on)
+    return tuple(cut_factors[0]) if cut_factors and all(on == cut_factors[0] for on in cut_factors) else ()
 
 
 def _region_sums(p: _Program, op: Op) -> Complaints:

@@ -73,15 +73,15 @@ def make_plan(
         parts: the step, if the program runs it in microbatches.
         cutoff: s; see `autopar.passes.mesh_search.planner.Planner.plan`, also for errors.
     """
-    found = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
-    draft = found.draft
-    return Planned(export(found), draft.graph, draft.rules, draft.model, found.solution)
+    mesh_solution = Planner(traced, mesh, options, parts or Parts(traced)).plan(cluster_name, cutoff)
+    draft = mesh_solution.draft
+    return Planned(export(mesh_solution), draft.graph, draft.rules, draft.model, mesh_solution.solution)
 
 
-def export(found: MeshSolution) -> Plan:
+def export(mesh_solution: MeshSolution) -> Plan:
     """The plan of a solution."""
     begin = time.perf_counter()
-    draft, solution, mesh = found.draft, found.solution, found.mesh
+    draft, solution, mesh = mesh_solution.draft, mesh_solution.solution, mesh_solution.mesh
     graph, model, pinned = draft.graph, draft.model, draft.pinned
     layouts = extract.layouts(model, solution.assignment)
     state = match_state(graph)
@@ -98,17 +98,17 @@ def export(found: MeshSolution) -> Plan:
         layouts.values,
         layouts.uses,
         layouts.copies,
-        peak_memory_bytes=found.memory.peak_bytes,
-        memory=found.memory.kinds,
+        peak_memory_bytes=mesh_solution.memory.peak_bytes,
+        memory=mesh_solution.memory.kinds,
         host_memory_bytes=round(host_bytes),
     )
     account = imbalance.measure(graph, model.grouping.rules, stage)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * solution.objective
     plan = Plan(
-        graph_hash=graph_hash(found.written),
+        graph_hash=graph_hash(mesh_solution.written),
         mesh_names=mesh.names,
         mesh_sizes=mesh.sizes,
-        cluster=found.cluster_name,
+        cluster=mesh_solution.cluster_name,
         stages=(stage,),
         inputs=inputs,
         outputs=outputs,
@@ -117,7 +117,7 @@ def export(found: MeshSolution) -> Plan:
         input_types=tuple(str(graph.types[v]) for v in graph.inputs),
         input_shapes=tuple(graph.types[v].shape for v in graph.inputs),
         output_shapes=tuple(graph.type_of(a).shape for a in graph.outputs),
-        donated=found.donated,
+        donated=mesh_solution.donated,
         collectives=planned,
         step_time_s=solution.objective,
         parts=parts,
@@ -129,9 +129,9 @@ def export(found: MeshSolution) -> Plan:
         variables=solution.variables,
         variables_unfolded=solution.variables_unfolded,
         rows=solution.rows,
-        phases=found.phases,
+        phases=mesh_solution.phases,
         # both include recomputation under the user's own jax.checkpoint
-        mfu=model_flops(found.written) / possible if possible > 0 else 0.0,
+        mfu=model_flops(mesh_solution.written) / possible if possible > 0 else 0.0,
         hfu=model_flops(graph) / possible if possible > 0 else 0.0,
         flops_per_device=account.ratio * account.total / mesh.size,
         bytes_per_device=hbm_traffic.bytes_accessed(graph, stage, planned, device=mesh.device),
@@ -139,18 +139,18 @@ def export(found: MeshSolution) -> Plan:
         offloaded=tuple(sorted(draft.hosted)),
         forms=axis_forms(graph, stage, model.grouping.rules),
         notes=(
-            *found.notes,
+            *mesh_solution.notes,
             *_notes(graph, model.grouping, account, inputs, mesh),
             *solution.warnings,
         ),
     )
-    return replace(plan, phases={**found.phases, "export": time.perf_counter() - begin})
+    return replace(plan, phases={**mesh_solution.phases, "export": time.perf_counter() - begin})
 
 
 def _output_layout(
     graph: Graph,
     position: int,
-    found: ProgramLayouts,
+    program: ProgramLayouts,
     state: Mapping[int, int],
     inputs: tuple[Layout, ...],
     pinned: Pinned,
@@ -167,8 +167,8 @@ def _output_layout(
     if position in state:
         return inputs[state[position]]
     atom = graph.outputs[position]
-    of_value = found.values.get(atom) if isinstance(atom, int) else None
-    layout = found.uses.get(f"out{position}", of_value)
+    of_value = program.values.get(atom) if isinstance(atom, int) else None
+    layout = program.uses.get(f"out{position}", of_value)
     shape = graph.type_of(atom).shape
     if layout is None or 0 in shape or not divides(layout, shape, mesh.sizes) or -2 in layout:
         return replicated(len(mesh.sizes))
@@ -182,8 +182,8 @@ def _parts(model: Model, solution: Solution, copied: float) -> Mapping[str, floa
     """
     choice = solution.assignment
     inside = sum(float(n.cost[c]) for n, c in zip(model.problem.nodes, choice, strict=True))
-    found = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
-    return {**found, "host": copied} if copied else found
+    seconds = {"operations": inside - copied, "reshards": max(0.0, solution.objective - inside)}
+    return {**seconds, "host": copied} if copied else seconds
 
 
 def _notes(

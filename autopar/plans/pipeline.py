@@ -60,16 +60,16 @@ def choice_of(plan: Plan) -> StageChoice:
     )
 
 
-def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, str]) -> StagePlans[CodegenStage]:
+def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[str, str]) -> StagePlans[CodegenStage]:
     """The stages of a saved plan, with its layouts.
 
     Raises:
         PlanMismatchError: programs of stages differ from those that were planned.
     """
-    known, programs, reader = avals(traced, found), StepPrograms(found.stages.split), RuleReader(registered)
+    types, programs, reader = avals(traced, pipelined), StepPrograms(pipelined.stages.split), RuleReader(registered)
     plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
-        graph, mesh = stage_graph(found.stages, number, known, programs), found.mesh(number)
+        graph, mesh = stage_graph(pipelined.stages, number, types, programs), pipelined.mesh(number)
         if graph_hash(graph.graph) != stage.graph_hash:
             raise PlanMismatchError(
                 f"{stage.name} of the plan is another program than this autopar makes of it (planned with "
@@ -80,26 +80,26 @@ def kept(plan: Plan, traced: Traced, found: Pipelined, registered: Mapping[str, 
         layouts = ProgramLayouts(stage.values, stage.uses, stage.copies)
         plans.append(SavedStage(graph, mesh, reader.read(graph.graph), layouts))
     with mismatches():
-        _check(plan, traced.graph, found, plans)
-    return StagePlans(found.stages, tuple(plans), len(plans))
+        _check(plan, traced.graph, pipelined, plans)
+    return StagePlans(pipelined.stages, tuple(plans), len(plans))
 
 
-def _check(plan: Plan, graph: Graph, found: Pipelined, plans: Sequence[SavedStage]) -> None:
+def _check(plan: Plan, graph: Graph, pipelined: Pipelined, plans: Sequence[SavedStage]) -> None:
     """FieldError for the first field of a plan that differs from its stages."""
     for number, stage in enumerate(plan.stages):
         at = f"stages[{number}]"
         check_all(
-            unlike(f"{at}.rank", stage.rank, found.schedule.pipeline.placement[number]),
-            unlike(f"{at}.layers", stage.layers, found.first[number : number + 2]),
-            unlike(f"{at}.arguments", stage.arguments, _arguments(found, number)),
+            unlike(f"{at}.rank", stage.rank, pipelined.schedule.pipeline.placement[number]),
+            unlike(f"{at}.layers", stage.layers, pipelined.first[number : number + 2]),
+            unlike(f"{at}.arguments", stage.arguments, _arguments(pipelined, number)),
         )
-    inputs = _inputs(graph, found, [kept.arguments(kept.graph) for kept in plans], len(plan.mesh_sizes))
+    inputs = _inputs(graph, pipelined, [kept.arguments(kept.graph) for kept in plans], len(plan.mesh_sizes))
     check_all(unlike("inputs", plan.inputs, inputs), unlike("outputs", plan.outputs, _outputs(graph, inputs)))
 
 
 def make_plan(
     graph: Graph,
-    found: Pipelined,
+    pipelined: Pipelined,
     plans: StagePlans[PlannedStage],
     target: Target,
     donated: tuple[int, ...],
@@ -109,19 +109,19 @@ def make_plan(
 
     Args:
         graph: the step.
-        found: the step in stages.
+        pipelined: the step in stages.
         plans: their layouts.
         target: the mesh of all devices.
         donated: positions of the argument leaves whose buffers the step may reuse.
         trace_s: seconds of tracing.
     """
-    costs = _priced(plans, found, target.cluster)
-    parts = {"pipeline": simulate(found.schedule, costs).seconds, **_before(found)}
+    costs = _priced(plans, pipelined, target.cluster)
+    parts = {"pipeline": simulate(pipelined.schedule, costs).seconds, **_before(pipelined)}
     seconds = math.fsum(parts.values())
-    mesh, total, executed = target.logical, model_flops(graph), model_flops(found.layers.graph)
+    mesh, total, executed = target.logical, model_flops(graph), model_flops(pipelined.layers.graph)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
-    stages = tuple(_stage(found, plans, s, costs) for s in range(len(plans.plans)))
-    inputs = _inputs(graph, found, [plan.summary.arguments for plan in plans.plans], len(mesh.sizes))
+    stages = tuple(_stage(pipelined, plans, s, costs) for s in range(len(plans.plans)))
+    inputs = _inputs(graph, pipelined, [plan.summary.arguments for plan in plans.plans], len(mesh.sizes))
     solved = [plan.solution for plan in plans.plans]
     return Plan(
         graph_hash=graph_hash(graph),
@@ -152,25 +152,25 @@ def make_plan(
         mfu=total / possible if possible > 0 else 0.0,
         hfu=executed / possible if possible > 0 else 0.0,
         flops_per_device=executed / mesh.size,
-        schedule=found.choice.schedule,
-        num_microbatches=found.choice.microbatches,
-        batch=found.choice.batch,
-        per_microbatch=found.choice.per_microbatch,
-        remat=found.choice.remat,
-        pieces=found.choice.pieces,
+        schedule=pipelined.choice.schedule,
+        num_microbatches=pipelined.choice.microbatches,
+        batch=pipelined.choice.batch,
+        per_microbatch=pipelined.choice.per_microbatch,
+        remat=pipelined.choice.remat,
+        pieces=pipelined.choice.pieces,
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
-            *found.choice.notes,
+            *pipelined.choice.notes,
             *dict.fromkeys(warning for s in solved for warning in s.warnings),
         ),
     )
 
 
-def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs: Prices) -> Stage:
-    plan, first = plans.plans[number], found.first
-    passes = costs.passes(found.schedule.pipeline.split)
-    peak, kinds = _memory(found, plan, number)
-    mesh, layouts = found.mesh(number), plan.layouts
+def _stage(pipelined: Pipelined, plans: StagePlans[PlannedStage], number: int, costs: Prices) -> Stage:
+    plan, first = plans.plans[number], pipelined.first
+    passes = costs.passes(pipelined.schedule.pipeline.split)
+    peak, kinds = _memory(pipelined, plan, number)
+    mesh, layouts = pipelined.mesh(number), plan.layouts
     return Stage(
         f"stage {number}",
         dict(zip(mesh.names, mesh.sizes, strict=True)),
@@ -180,11 +180,11 @@ def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs
         layouts.copies,
         peak_memory_bytes=peak,
         memory=kinds,
-        rank=found.schedule.pipeline.placement[number],
+        rank=pipelined.schedule.pipeline.placement[number],
         layers=(first[number], first[number + 1]),
-        arguments=_arguments(found, number),
+        arguments=_arguments(pipelined, number),
         seconds={
-            **{kind: float(passes[kind][number]) for kind in found.schedule.pipeline.kinds},
+            **{kind: float(passes[kind][number]) for kind in pipelined.schedule.pipeline.kinds},
             "once": float(costs.reduce[number] + costs.update[number]),
         },
         collectives=plan.summary.collectives,
@@ -192,21 +192,21 @@ def _stage(found: Pipelined, plans: StagePlans[PlannedStage], number: int, costs
     )
 
 
-def _arguments(found: Pipelined, number: int) -> tuple[int, ...]:
+def _arguments(pipelined: Pipelined, number: int) -> tuple[int, ...]:
     """Positions of the argument leaves that a stage stores between steps."""
-    owners = found.stages.updates.owners
-    return tuple(i for i, v in enumerate(found.layers.graph.inputs) if owners.get(v) == number)
+    owners = pipelined.stages.updates.owners
+    return tuple(i for i, v in enumerate(pipelined.layers.graph.inputs) if owners.get(v) == number)
 
 
 def _inputs(
-    graph: Graph, found: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
+    graph: Graph, pipelined: Pipelined, layouts: Sequence[Mapping[int, Layout | None]], axes: int
 ) -> tuple[Layout, ...]:
     """Layouts of the argument leaves on the submesh of the stage that stores them; `layouts`: in every stage."""
-    owners = found.stages.updates.owners
+    owners = pipelined.stages.updates.owners
 
     def of(value: int) -> Layout:
         layout = layouts[owners[value]].get(value) if value in owners else None
-        sizes = found.mesh(owners[value]).sizes if value in owners else ()
+        sizes = pipelined.mesh(owners[value]).sizes if value in owners else ()
         return replicated(axes) if layout is None else even(layout, graph.types[value].shape, sizes)
 
     return tuple(of(value) for value in graph.inputs)
@@ -221,12 +221,12 @@ def _outputs(graph: Graph, inputs: Sequence[Layout]) -> tuple[Layout, ...]:
 # Prices
 
 
-def _priced(plans: StagePlans[PlannedStage], found: Pipelined, cluster: Cluster) -> Prices:
+def _priced(plans: StagePlans[PlannedStage], pipelined: Pipelined, cluster: Cluster) -> Prices:
     """Times of the stages, and of the transfers between them."""
     costs = pipeline_times(plans)
-    sizes = [math.prod(mesh.sizes) for mesh in found.meshes]
+    sizes = [math.prod(mesh.sizes) for mesh in pipelined.meshes]
     ends = [*itertools.accumulate(sizes)]
-    on = found.schedule.pipeline.placement
+    on = pipelined.schedule.pipeline.placement
 
     def seconds(pair: tuple[int, int], nbytes: float) -> float:
         """Between neighbouring ranks the link at their border counts, between other ranks the slowest link."""
@@ -237,17 +237,17 @@ def _priced(plans: StagePlans[PlannedStage], found: Pipelined, cluster: Cluster)
     return replace(costs, transfer={pair: seconds(pair, nbytes) for pair, nbytes in costs.border.items()})
 
 
-def _before(found: Pipelined) -> Mapping[str, float]:
+def _before(pipelined: Pipelined) -> Mapping[str, float]:
     """Seconds of a loop over the microbatches that runs first: its FLOPs at the peak rate."""
-    ahead = found.stages.first_loop
+    ahead = pipelined.stages.first_loop
     if ahead is None:
         return {}
-    seconds = tuple(_peak_seconds(found, s, ahead.stages[s].passes["F"].ops) for s in range(len(ahead.stages)))
-    return {"first loop": simulate(forward_only(found.schedule.pipeline, ahead.borders), Prices(seconds)).seconds}
+    seconds = tuple(_peak_seconds(pipelined, s, ahead.stages[s].passes["F"].ops) for s in range(len(ahead.stages)))
+    return {"first loop": simulate(forward_only(pipelined.schedule.pipeline, ahead.borders), Prices(seconds)).seconds}
 
 
-def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
-    mesh, split = found.mesh(number), found.stages.split
+def _peak_seconds(pipelined: Pipelined, number: int, ops: Sequence[Any]) -> float:
+    mesh, split = pipelined.mesh(number), pipelined.stages.split
     amount = math.fsum(work(split.graph, placed.op) for placed in ops) / split.count
     return amount / (mesh.device.peak(main_dtype(split.graph)) * mesh.device.efficiency * mesh.size)
 
@@ -255,18 +255,18 @@ def _peak_seconds(found: Pipelined, number: int, ops: Sequence[Any]) -> float:
 # Memory
 
 
-def _memory(found: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:
+def _memory(pipelined: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:
     """Peak bytes per device of a stage, and by kind."""
-    rank = found.schedule.pipeline.placement[number]
-    stages = found.schedule.pipeline.placement.count(rank)
-    under_way = -(-peak_stash(found.schedule)[rank] // stages)
-    one = plan.summary.memory
+    rank = pipelined.schedule.pipeline.placement[number]
+    stages = pipelined.schedule.pipeline.placement.count(rank)
+    under_way = -(-peak_stash(pipelined.schedule)[rank] // stages)
+    memory = plan.summary.memory
     passes = {
-        "arguments": one.batch,
-        "resharding": one.copies,
-        "residuals": under_way * one.stash,
-        "temporaries": one.temporaries,
+        "arguments": memory.batch,
+        "resharding": memory.copies,
+        "residuals": under_way * memory.stash,
+        "temporaries": memory.temporaries,
     }
-    most = passes if sum(passes.values()) >= one.update else {"update": one.update}
-    kinds = {"state": one.state, "gradients": one.sums, **most}
-    return math.ceil(one.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}
+    most = passes if sum(passes.values()) >= memory.update else {"update": memory.update}
+    kinds = {"state": memory.state, "gradients": memory.sums, **most}
+    return math.ceil(memory.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}

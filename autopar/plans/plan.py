@@ -151,9 +151,9 @@ class Plan(PlanRecord):
 
 def from_json(data: Any, where: str = "the data") -> Plan:
     """The plan that `Plan.to_json` wrote. PlanMismatchError naming the field if it is none, or contradicts itself."""
-    found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-    if not isinstance(data, Mapping) or type(found) is not int or found != FORMAT:
-        raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {shown(found)})")
+    format_ = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+    if not isinstance(data, Mapping) or type(format_) is not int or format_ != FORMAT:
+        raise PlanMismatchError(f"{where} is no plan of format {FORMAT} (found {shown(format_)})")
     try:
         plan: Plan = form(Plan).read(data)
         check_consistent(plan)
@@ -184,7 +184,7 @@ def check_matches(plan: Plan, graph: Graph, name: str) -> None:
     """PlanMismatchError unless the plan was made for this graph; the message says what differs."""
     if plan.graph_hash == graph_hash(graph):
         with mismatches():
-            check_all(*(unlike(field, getattr(plan, field), found) for field, found in _of_graph(graph).items()))
+            check_all(*(unlike(field, getattr(plan, field), expected) for field, expected in _of_graph(graph).items()))
         return
     _check_arguments(plan, tuple(str(graph.types[v]) for v in graph.inputs), name)
     raise PlanMismatchError(

@@ -39,16 +39,16 @@ class FieldError(Exception):
     Attributes:
         path: of the field, such as "stages[0].submesh".
         expected: in words.
-        found: the value, in short.
+        actual: the value, in short.
     """
 
-    def __init__(self, expected: str, found: str, path: str = "") -> None:
-        super().__init__(f"field '{path.removeprefix('.')}' is {found}, expected {expected}")
-        self.path, self.expected, self.found = path, expected, found
+    def __init__(self, expected: str, actual: str, path: str = "") -> None:
+        super().__init__(f"field '{path.removeprefix('.')}' is {actual}, expected {expected}")
+        self.path, self.expected, self.actual = path, expected, actual
 
     def within(self, outer: str) -> FieldError:
         """The same value, seen from the record, list or object that holds it."""
-        return FieldError(self.expected, self.found, outer + self.path)
+        return FieldError(self.expected, self.actual, outer + self.path)
 
 
 def shown(value: Any) -> str:
@@ -125,15 +125,15 @@ def _pack(layout: Layout) -> str:
 
 @lru_cache(maxsize=4096)  # a plan has many values and few layouts
 def _unpacked(text: str) -> Layout | None:
-    found = [_OF_SIGNS.get(part) for part in text.split(" ")]
-    known = tuple(dim for dim in found if dim is not None)
-    return known if len(known) == len(found) else None
+    dims = [_OF_SIGNS.get(part) for part in text.split(" ")]
+    known_dims = tuple(dim for dim in dims if dim is not None)
+    return known_dims if len(known_dims) == len(dims) else None
 
 
 def _unpack(value: Any) -> Layout:
-    found = _unpacked(value) if type(value) is str else None
-    _check(found is not None, _PACKED, value)
-    return found or ()
+    layout = _unpacked(value) if type(value) is str else None
+    _check(layout is not None, _PACKED, value)
+    return layout or ()
 
 
 def _unlist(value: Any) -> Layout:
@@ -171,39 +171,39 @@ def form(hint: Any) -> Form:
     return _record_form(hint)
 
 
-def _list_form(one: Form, length: int | None) -> Form:
+def _list_form(item_form: Form, length: int | None) -> Form:
     """A list of any length, or of one."""
-    words = f"a list, each {one.words}" if length is None else f"a list of {length}, each {one.words}"
+    words = f"a list, each {item_form.words}" if length is None else f"a list of {length}, each {item_form.words}"
 
     def read(value: Any) -> tuple[Any, ...]:
         fits = isinstance(value, list | tuple) and (length is None or len(value) == length)
         _check(fits, words, value)
-        found: list[Any] = []
+        items: list[Any] = []
         try:
             for part in value:
-                found.append(one.read(part))
+                items.append(item_form.read(part))
         except FieldError as error:
-            raise error.within(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.within(f"[{len(items)}]") from None
+        return tuple(items)
 
-    return Form(words, lambda value: [one.write(part) for part in value], read)
+    return Form(words, lambda value: [item_form.write(part) for part in value], read)
 
 
-def _object_form(key_of: Callable[[Any], Any], one: Form) -> Form:
-    words = f"an object, each value {one.words}"
+def _object_form(key_of: Callable[[Any], Any], item_form: Form) -> Form:
+    words = f"an object, each value {item_form.words}"
 
     def read(value: Any) -> dict[Any, Any]:
         _check(isinstance(value, Mapping), words, value)
-        found: dict[Any, Any] = {}
+        entries: dict[Any, Any] = {}
         key: Any = None
         try:
             for key, part in value.items():
-                found[key_of(key)] = one.read(part)
+                entries[key_of(key)] = item_form.read(part)
         except FieldError as error:
             raise error.within(f"[{shown(key)}]") from None
-        return found
+        return entries
 
-    return Form(words, lambda value: {str(key): one.write(part) for key, part in value.items()}, read)
+    return Form(words, lambda value: {str(key): item_form.write(part) for key, part in value.items()}, read)
 
 
 def _number(key: Any) -> int:
@@ -228,16 +228,18 @@ def _record_form(record: Any) -> Form:
                 raise FieldError(forms[name].words, "missing", f".{name}")
             if name not in forms:
                 raise FieldError(f"one of {', '.join(forms)}", "not known", f".{name!s:.60}")
-        found: dict[str, Any] = {}
+        read_fields: dict[str, Any] = {}
         name = ""
         try:
-            for name, one in forms.items():
-                found[name] = one.read(value[name])
+            for name, field_form in forms.items():
+                read_fields[name] = field_form.read(value[name])
         except FieldError as error:
             raise error.within(f".{name}") from None
-        return record(**found)
+        return record(**read_fields)
 
-    return Form(words, lambda value: {name: one.write(getattr(value, name)) for name, one in forms.items()}, read)
+    return Form(
+        words, lambda value: {name: field_form.write(getattr(value, name)) for name, field_form in forms.items()}, read
+    )
 
 
 # Text
@@ -252,8 +254,8 @@ def parsed(text: str | bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    as_dict = dict(pairs)
+    if len(as_dict) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"key {shown(twice)} is there twice in one object")
-    return found
+    return as_dict

@@ -80,7 +80,7 @@ def _readers(stages: Stages) -> Mapping[int, set[int]]:
     """Argument -> the stages that read it."""
     readers: dict[int, set[int]] = {}
     for number, stage in enumerate(stages.stages):
-        for v in (*stage.arguments, *(v for one in stage.passes.values() for v in (*one.whole, *one.blocks))):
+        for v in (*stage.arguments, *(v for pass_ in stage.passes.values() for v in (*pass_.whole, *pass_.blocks))):
             readers.setdefault(v, set()).add(number)
     for update in stages.updates.programs:
         for v in update.arguments:

@@ -55,8 +55,8 @@ class Executable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; arguments are those of the function without the static ones."""
-        with arguments.as_arrays(args, kwargs) as given:
-            return self.run(given.leaves)
+        with arguments.as_arrays(args, kwargs) as array_args:
+            return self.run(array_args.leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the step on flat argument leaves, inside `arguments.as_arrays`, and return the results' tree."""

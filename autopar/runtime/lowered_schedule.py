@@ -166,7 +166,7 @@ def _lower_pass(
     stages: Stages, placement: Sequence[int], compiled: CompiledPrograms, stage: int, kind: Kind
 ) -> LoweredPass:
     programs = stages.stages[stage]
-    one, later_reads = programs.passes[kind], programs.live_after(kind)
+    pass_, later_reads = programs.passes[kind], programs.live_after(kind)
     so_far = [programs.passes[k] for k in PASS_KINDS[: PASS_KINDS.index(kind) + 1]]
     alive = dict.fromkeys(v for p in so_far for v in (*p.reads, *p.writes))
     arrived = [v for transfer, values in stages.transfers.items() if transfer.target == stage for v in values]
@@ -177,7 +177,7 @@ def _lower_pass(
     )
     dropped = tuple(v for v in dict.fromkeys((*alive, *(arrived if kind != "F" else ()))) if v not in later_reads)
     return LoweredPass(
-        compiled.passes[stage].get(kind), one.whole, one.blocks, one.reads, one.writes, transfers, dropped
+        compiled.passes[stage].get(kind), pass_.whole, pass_.blocks, pass_.reads, pass_.writes, transfers, dropped
     )
 
 
@@ -210,7 +210,7 @@ def _total(stages: Stages, value: int) -> tuple[tuple[int, Kind], int]:
     return next(
         ((s, kind), position)
         for s, stage in enumerate(stages.stages)
-        for kind, one in stage.passes.items()
-        for position, total in enumerate(one.totals)
+        for kind, pass_ in stage.passes.items()
+        for position, total in enumerate(pass_.totals)
         if total.value == value
     )

@@ -120,7 +120,7 @@ def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:
         raise ArgumentError(
             f"schedule {schedule.name} lacks the border {missing[0]}; make it with borders=stages.borders"
         )
-    used = {kind for stage in stages.stages for kind, one in stage.passes.items() if one.ops}
+    used = {kind for stage in stages.stages for kind, pass_ in stage.passes.items() if pass_.ops}
     if not used <= {*pipeline.kinds}:
         raise ArgumentError(
             f"schedule {schedule.name} has passes {', '.join(pipeline.kinds)}, the step has {', '.join(sorted(used))}"

@@ -59,8 +59,8 @@ class CompiledPrograms:
 def begin_interface(stages: Stages, stage: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(arguments that `begin` reads, whole values that it returns, arguments whose blocks it returns) of a stage."""
     programs = stages.stages[stage]
-    blocks = sorted({v for one in programs.passes.values() for v in one.blocks})
-    whole = sorted({v for one in programs.passes.values() for v in one.whole} - {*stages.split.graph.inputs})
+    blocks = sorted({v for pass_ in programs.passes.values() for v in pass_.blocks})
+    whole = sorted({v for pass_ in programs.passes.values() for v in pass_.whole} - {*stages.split.graph.inputs})
     reads = sorted({*programs.arguments, *blocks} if whole else blocks)
     return tuple(reads), tuple(whole), tuple(blocks)
 
@@ -135,8 +135,8 @@ def program_name(key: ProgramKey) -> str:
     return f"stage {stage} {f'update {part}' if isinstance(part, int) else part}"
 
 
-def _has_work(one: Pass) -> bool:
-    return bool(one.ops or one.totals)
+def _has_work(pass_: Pass) -> bool:
+    return bool(pass_.ops or pass_.totals)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,15 +185,15 @@ class _ProgramLowering:
             # replicated, so that making blocks needs no communication; unconstrained, XLA would shard the batch first
             stacks = [jax.lax.with_sharding_constraint(jnp.stack(ks), to.replicated(stage)) for ks in cut]
             sums = {
-                k: tuple(self.functions.accumulator(stage, t.value).initial for t in one.totals)
-                for k, one in passes.items()
+                k: tuple(self.functions.accumulator(stage, t.value).initial for t in pass_.totals)
+                for k, pass_ in passes.items()
             }
             return tuple(outer[v] for v in whole), tuple(stacks), sums
 
         out = (
             tuple(to.whole(stage, v) for v in whole),
             tuple(to.blocks(stage, v) for v in blocks),
-            {k: self._summed(stage, one) for k, one in passes.items()},
+            {k: self._summed(stage, pass_) for k, pass_ in passes.items()},
         )
         lowered = self._lower(
             begin, [self.arguments[v] for v in reads], tuple(to.argument(stage, v) for v in reads), out
@@ -204,42 +204,44 @@ class _ProgramLowering:
         self.sums.update(((stage, k), a) for k, a in sums.items())
         return lowered
 
-    def _summed(self, stage: int, one: Pass) -> tuple[NamedSharding | None, ...]:
-        return tuple(None if self.stacks(stage, t.value) else self.shardings.total(stage, t.value) for t in one.totals)
+    def _summed(self, stage: int, pass_: Pass) -> tuple[NamedSharding | None, ...]:
+        return tuple(
+            None if self.stacks(stage, t.value) else self.shardings.total(stage, t.value) for t in pass_.totals
+        )
 
     def run(self, stage: int, kind: Kind) -> Any:
         """The program of one pass."""
-        one = self.stages.stages[stage].passes[kind]
+        pass_ = self.stages.stages[stage].passes[kind]
 
         def run(sums: Any, index: Any, whole: Any, blocks: Any, reads: Any) -> Any:
-            outer = dict(zip(one.whole, whole, strict=True))
+            outer = dict(zip(pass_.whole, whole, strict=True))
             local = {
-                v: jax.lax.dynamic_index_in_dim(a, index, 0, False) for v, a in zip(one.blocks, blocks, strict=True)
+                v: jax.lax.dynamic_index_in_dim(a, index, 0, False) for v, a in zip(pass_.blocks, blocks, strict=True)
             }
-            local.update(zip(one.reads, reads, strict=True))
+            local.update(zip(pass_.reads, reads, strict=True))
             parts, written = self.functions.run(stage, kind, outer, local, index)
-            adding = [self.functions.accumulator(stage, t.value).add for t in one.totals]
+            adding = [self.functions.accumulator(stage, t.value).add for t in pass_.totals]
             both = [add(carry, part) for add, carry, part in zip(adding, sums, parts, strict=True)]
             return tuple(c for c, _ in both), tuple(s for _, s in both), written
 
         to = self.shardings
-        whole = tuple(to.whole(stage, v) for v in one.whole)
-        blocks = tuple(to.blocks(stage, v) for v in one.blocks)
-        reads = tuple(to.value(stage, v) for v in one.reads)
-        sums = self._summed(stage, one)
-        stacked = tuple(to.total(stage, t.value) if self.stacks(stage, t.value) else None for t in one.totals)
-        out = (sums, stacked, tuple(to.value(stage, v) for v in one.writes))
+        whole = tuple(to.whole(stage, v) for v in pass_.whole)
+        blocks = tuple(to.blocks(stage, v) for v in pass_.blocks)
+        reads = tuple(to.value(stage, v) for v in pass_.reads)
+        sums = self._summed(stage, pass_)
+        stacked = tuple(to.total(stage, t.value) if self.stacks(stage, t.value) else None for t in pass_.totals)
+        out = (sums, stacked, tuple(to.value(stage, v) for v in pass_.writes))
         types = (
             self.sums[stage, kind],
             jax.ShapeDtypeStruct((), np.int32),
-            tuple(self.whole.get((stage, v), self.arguments.get(v)) for v in one.whole),
-            tuple(self.blocks[stage, v] for v in one.blocks),
-            tuple(self.value_types[v] for v in one.reads),
+            tuple(self.whole.get((stage, v), self.arguments.get(v)) for v in pass_.whole),
+            tuple(self.blocks[stage, v] for v in pass_.blocks),
+            tuple(self.value_types[v] for v in pass_.reads),
         )
         lowered = self._lower(run, types, (sums, to.replicated(stage), whole, blocks, reads), out, donate=(0,))
         summed, parts, written = lowered.out_info
-        self.value_types.update(zip(one.writes, written, strict=True))
-        for total, carry, part in zip(one.totals, summed, parts, strict=True):
+        self.value_types.update(zip(pass_.writes, written, strict=True))
+        for total, carry, part in zip(pass_.totals, summed, parts, strict=True):
             stacks = self.stacks(stage, total.value)
             self.totals[total.value] = (part,) * self.stages.split.count if stacks else carry
         return lowered
@@ -281,7 +283,7 @@ class _ProgramLowering:
     def source(self, total: int) -> int:
         """The stage that makes a total."""
         stages = enumerate(self.stages.stages)
-        return next(s for s, x in stages for one in x.passes.values() for t in one.totals if t.value == total)
+        return next(s for s, x in stages for pass_ in x.passes.values() for t in pass_.totals if t.value == total)
 
     def stacks(self, stage: int, total: int) -> bool:
         """Whether the parts of a total are stacked, not accumulated."""
@@ -310,6 +312,6 @@ def total_shardings(shardings: StageShardings, number: int, totals: Sequence[Any
     """Shardings of the totals that an update reads, each an accumulator or a tuple of parts."""
     values = [t.value for t in shardings.stages.updates.programs[number].totals]
     return tuple(
-        jax.tree.map(lambda _, v=v: shardings.update_total(number, v), found)
-        for v, found in zip(values, totals, strict=True)
+        jax.tree.map(lambda _, v=v: shardings.update_total(number, v), total)
+        for v, total in zip(values, totals, strict=True)
     )

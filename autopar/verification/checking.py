@@ -111,7 +111,7 @@ class Check:
     def __str__(self) -> str:
         wrong = sum(not leaf.ok for leaf in self.leaves)
         mesh = ", ".join(f"{n}={s}" for n, s in self.plan.mesh.items())
-        found = f"{wrong} of {len(self.leaves)} leaves DIFFER" if wrong else f"{len(self.leaves)} leaves are equal"
+        verdict = f"{wrong} of {len(self.leaves)} leaves DIFFER" if wrong else f"{len(self.leaves)} leaves are equal"
         rows = [
             (leaf.path or "(result)", leaf.type, *leaf.numbers, "" if leaf.ok else "DIFFERS")
             for leaf in self.leaves[:SHOWN]
@@ -119,7 +119,7 @@ class Check:
         left = len(self.leaves) - SHOWN
         return "\n".join(
             [
-                f"{self.name} on the mesh ({mesh}) beside one device: {found}",
+                f"{self.name} on the mesh ({mesh}) beside one device: {verdict}",
                 *self.notes,
                 table("leaf", ("", "type", "difference", "relative", "allowed", " "), rows),
                 *([f"and {left} leaves that differ no more"] if left > 0 else []),
@@ -144,16 +144,16 @@ def compare_with_one_device(
     Raises:
         ArgumentError: the step does not fit one device even with the smallest batch.
     """
-    with arguments.as_arrays(args, {}, s.static_argnums) as given:
-        leaves, single, notes = _fit_one_device(fn, given, s)
+    with arguments.as_arrays(args, {}, s.static_argnums) as array_args:
+        leaves, single, notes = _fit_one_device(fn, array_args, s)
         reference = single(leaves)
         perturbed = single([_perturbed(x, i) for i, x in enumerate(leaves)])
-        positional, _ = jax.tree.unflatten(given.tree, leaves)
-        planned, executable = parallel(arguments.merge_static(given.args, s.static_argnums, positional))
+        positional, _ = jax.tree.unflatten(array_args.tree, leaves)
+        planned, executable = parallel(arguments.merge_static(array_args.args, s.static_argnums, positional))
         results = executable.flat([_copied(x) for x in leaves])
     within = differences.tolerance(t.dtype for t in planned.traced.graph.types)
-    found = map(partial(_leaf, within), planned.plan.output_paths, results, reference, perturbed)
-    by_excess = sorted(found, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
+    leaf_checks = map(partial(_leaf, within), planned.plan.output_paths, results, reference, perturbed)
+    by_excess = sorted(leaf_checks, key=lambda leaf: -leaf.excess)  # stable: equal ones in the order of the results
     return Check(name_of(fn), tuple(by_excess), planned.plan, notes)
 
 
@@ -197,10 +197,10 @@ class SingleDevice:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the step needs; 0 if the platform does not report it."""
-        found = self.compiled.memory_analysis()
-        if found is None:
+        stats = self.compiled.memory_analysis()
+        if stats is None:
             return 0
-        return found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+        return stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leaves of the results."""
@@ -219,11 +219,11 @@ def _one_device_mesh(device: Any) -> AbstractContextManager[Any]:
 
 
 def _compile_single(
-    fn: Callable[..., Any], given: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]
+    fn: Callable[..., Any], array_args: ArrayArguments, leaves: Sequence[Any], static: Sequence[int]
 ) -> SingleDevice:
     def flat(*leaves: Any) -> Any:
-        pure = jax.tree.unflatten(given.tree, leaves)
-        return arguments.call_on_arrays(fn, pure, partial(arguments.merge_static, given.args, static))
+        pure = jax.tree.unflatten(array_args.tree, leaves)
+        return arguments.call_on_arrays(fn, pure, partial(arguments.merge_static, array_args.args, static))
 
     device = jax.local_devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -234,20 +234,20 @@ def _compile_single(
 
 
 def _fit_one_device(
-    fn: Callable[..., Any], given: ArrayArguments, s: Settings
+    fn: Callable[..., Any], array_args: ArrayArguments, s: Settings
 ) -> tuple[list[Any], SingleDevice, tuple[str, ...]]:
     """Argument leaves that fit one device, the step compiled for it, and a note on the batch if it is smaller."""
     limit = (s.cluster or Cluster.local()).device.memory_bytes
-    single = _compile_single(fn, given, given.leaves, s.static_argnums)
+    single = _compile_single(fn, array_args, array_args.leaves, s.static_argnums)
     if single.nbytes <= limit:
-        return given.leaves, single, ()
-    graph = trace(fn, *given.args, static_argnums=s.static_argnums).graph
-    positions = batch_positions(graph, given.args, s)
+        return array_args.leaves, single, ()
+    graph = trace(fn, *array_args.args, static_argnums=s.static_argnums).graph
+    positions = batch_positions(graph, array_args.args, s)
     extents = {graph.types[graph.inputs[i]].shape[0] for i in positions}
     fewest = single.nbytes / limit  # a lower bound: only the batch gets smaller
     for parts in (n for n in _divisors(math.gcd(*extents), s.num_microbatches) if n >= fewest):
-        leaves = [x[: x.shape[0] // parts] if i in positions else x for i, x in enumerate(given.leaves)]
-        single = _compile_single(fn, given, leaves, s.static_argnums)
+        leaves = [x[: x.shape[0] // parts] if i in positions else x for i, x in enumerate(array_args.leaves)]
+        single = _compile_single(fn, array_args, leaves, s.static_argnums)
         if single.nbytes <= limit:
             examples = ", ".join(f"{n // parts} of {n}" for n in sorted(extents))
             return leaves, single, (f"with a batch of {examples} examples, which one device has room for",)

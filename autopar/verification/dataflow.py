@@ -74,18 +74,18 @@ class Context:
     @cached_property
     def loop_runs(self) -> Mapping[int, int]:
         """Loop-invariant value -> number of iterations of the loops around it, multiplied."""
-        found: dict[int, int] = {}
+        runs_of_value: dict[int, int] = {}
         trips = assumed_trips(self.graph)
         for op in self.graph.walk():  # an operation comes before its regions, and its operands before both
             runs = trips.get(op.tag, op.trips or 1)
             for e in entries(op):
-                outside = found.get(e.operand, 1) if isinstance(e.operand, int) else 1
+                outside = runs_of_value.get(e.operand, 1) if isinstance(e.operand, int) else 1
                 if e.kind == "constant" and outside * runs > 1:
-                    found[e.value] = outside * runs
-            read = [found.get(atom, 1) for atom in op.inputs if isinstance(atom, int)]
+                    runs_of_value[e.value] = outside * runs
+            read = [runs_of_value.get(atom, 1) for atom in op.inputs if isinstance(atom, int)]
             if not op.regions and read and min(read) > 1:
-                found.update((v, min(read)) for v in op.outputs)
-        return found
+                runs_of_value.update((v, min(read)) for v in op.outputs)
+        return runs_of_value
 
     @cached_property
     def folded_transposes(self) -> Mapping[int, Op]:
@@ -113,27 +113,27 @@ class Context:
     def summed_factors(self, op: Op) -> Mapping[str, int]:
         """Mesh axis -> the factor that it shards and that the operation reduces over."""
         rule, stage = rules_of(self.graph).get(op.signature), self.plan.stages[0]
-        found: dict[str, int] = {}
+        factors_by_axis: dict[str, int] = {}
         if rule is None:
-            return found
+            return factors_by_axis
         for k, (atom, factors) in enumerate(zip(op.inputs, rule.operands, strict=True)):
             layout = stage.values.get(atom) if isinstance(atom, int) else None
             for axis, dim in zip(self.plan.mesh_names, stage.uses.get(f"{op.tag}.in{k}", layout) or (), strict=False):
                 if dim >= 0 and factors[dim] in rule.reduced:
-                    found[axis] = factors[dim]
-        return found
+                    factors_by_axis[axis] = factors[dim]
+        return factors_by_axis
 
     @cached_property
     def same_data(self) -> Mapping[int, int]:
         """Value -> the operand from which it differs only in dimensions of extent 1."""
-        found: dict[int, int] = {}
+        sources: dict[int, int] = {}
         for op in self.graph.walk():
             if op.name in SAME_DATA and isinstance(op.inputs[0], int):
                 before, after = self.graph.types[op.inputs[0]].shape, self.graph.types[op.outputs[0]].shape
                 reversed_extent = math.prod(before[d] for d in op.params["dimensions"]) if op.name == "rev" else 1
                 if reversed_extent == 1 and [n for n in before if n > 1] == [n for n in after if n > 1]:
-                    found[op.outputs[0]] = op.inputs[0]
-        return found
+                    sources[op.outputs[0]] = op.inputs[0]
+        return sources
 
     def origin(self, value: int) -> int:
         """The first value with the same data, up to dimensions of extent 1."""
@@ -170,7 +170,7 @@ class Context:
     @cached_property
     def duplicates(self) -> AbstractSet[int]:
         """Operations (by index) that compute the same as an earlier one, in the same layouts."""
-        stage, first, found = self.plan.stages[0], dict[Hashable, int](), set[int]()
+        stage, first, duplicates = self.plan.stages[0], dict[Hashable, int](), set[int]()
         producer: dict[int, tuple[int, int]] = {}  # value -> the first operation that computes it, and its position
         for op in (op for op in self.graph.walk() if op.outputs and not op.regions):
             atoms = [producer.get(a, a) if isinstance(a, int) else repr(a.value) for a in op.inputs]
@@ -178,15 +178,15 @@ class Context:
             layouts = [stage.values.get(v) for v in op.outputs]
             index = first.setdefault((op.signature, *atoms, *uses, *layouts), op.index)
             producer.update((v, (index, i)) for i, v in enumerate(op.outputs))
-            found.update({op.index} - {index})
-        return found
+            duplicates.update({op.index} - {index})
+        return duplicates
 
     @cached_property
     def free_ops(self) -> AbstractSet[str]:
         """Tags of operations whose results have dimensions but no planned layout: they are computed at each use."""
-        made = [op for op in self.graph.walk() if op.outputs and not op.regions]
+        computed = [op for op in self.graph.walk() if op.outputs and not op.regions]
         values, types = self.plan.stages[0].values, self.graph.types
-        return {op.tag for op in made if op.outputs[0] not in values and types[op.outputs[0]].rank}
+        return {op.tag for op in computed if op.outputs[0] not in values and types[op.outputs[0]].rank}
 
     @cached_property
     def recomputed(self) -> AbstractSet[str]:
@@ -199,13 +199,13 @@ class Context:
     @cached_property
     def uniform(self) -> AbstractSet[int]:
         """Values whose elements are all equal, computed from constants alone."""
-        found: set[int] = set()
+        uniform: set[int] = set()
         for op in self.graph.walk():
             read = [a for k, a in enumerate(op.inputs) if op.name != "scatter-add" or k != 1]  # not its indices
-            equal = all(a in found if isinstance(a, int) else a.type.rank == 0 for a in read)
+            equal = all(a in uniform if isinstance(a, int) else a.type.rank == 0 for a in read)
             if equal and (op.name in UNIFORM or (op.name == "scatter-add" and self._scatters_nowhere(op))):
-                found.update(op.outputs)
-        return found
+                uniform.update(op.outputs)
+        return uniform
 
     def _scatters_nowhere(self, op: Op) -> bool:
         """Whether the dimensions that a scatter indexes have extent 1."""

@@ -81,7 +81,7 @@ class _Instruction:
 
     @property
     def callees(self) -> tuple[str, ...]:
-        names = [many or one for many, one in _CALLEES.findall(self.rest)]
+        names = [many or single for many, single in _CALLEES.findall(self.rest)]
         return tuple(name.strip().lstrip("%") for names_ in names for name in names_.split(","))
 
 
@@ -119,13 +119,13 @@ def collectives(
         raise MeshError(f"Mesh axes {tuple(axis_names)} and sizes {tuple(axis_sizes)} differ in number.")
     sizes = dict(zip(axis_names, axis_sizes, strict=True))
     module = _module(hlo_text)
-    found: list[Collective] = []
+    emitted: list[Collective] = []
     for at in _once_per_chain(_walk(module, assumed)):
         axes = communicating_axes(at.instruction.rest, axis_names, axis_sizes)
         kind = _kind(at.instruction, at.computation)
         pieces = _piece_bytes(at.instruction, group_size(axes, sizes)) if axes else ()
-        found.extend(Collective(kind, axes, nbytes, at.count, at.op, at.source) for nbytes in pieces)
-    return tuple(found)
+        emitted.extend(Collective(kind, axes, nbytes, at.count, at.op, at.source) for nbytes in pieces)
+    return tuple(emitted)
 
 
 def unknown_trip_counts(hlo_text: str) -> tuple[str, ...]:
@@ -165,23 +165,23 @@ def _walk(module: _Module, assumed: Mapping[str, int]) -> Iterator[_Found]:
         yield from visit(root, 1, "", "")
 
 
-def _unseen(found: Iterable[_Found], channels: set[int]) -> Iterator[_Found]:
+def _unseen(occurrences: Iterable[_Found], channels: set[int]) -> Iterator[_Found]:
     """TPU spreads one asynchronous collective over several fusions, each with a copy of it: one per channel counts."""
-    for each in found:
+    for each in occurrences:
         channel = _field("channel_id", each.instruction.rest)
         if not channel or channel not in channels:
             channels.add(channel)
             yield each
 
 
-def _once_per_chain(found: Iterable[_Found]) -> list[_Found]:
+def _once_per_chain(occurrences: Iterable[_Found]) -> list[_Found]:
     """TPU may run an asynchronous collective beside a loop, with parts in its body: it runs as often as the outermost.
 
     Parts of one share a channel and are marked with a chain.
     """
     out: list[_Found] = []
     places: dict[int, int] = {}
-    for each in found:
+    for each in occurrences:
         chained = "chain_id=" in each.instruction.rest
         place = places.setdefault(_field("channel_id", each.instruction.rest), len(out)) if chained else len(out)
         if place == len(out):
@@ -264,8 +264,8 @@ def _place(location: str, files: Mapping[int, str]) -> str:
 
 def file_line(path: str, line: int) -> str:
     """ "file.py:line"; nothing where none is known, or it is one of autopar's own, which no user wrote."""
-    known = bool(path and line) and not jax_compat.is_ours(path)
-    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}" if known else ""
+    of_user = bool(path and line) and not jax_compat.is_ours(path)
+    return f"{path.replace(chr(92), '/').rsplit('/', 1)[-1]}:{line}" if of_user else ""
 
 
 def _source(text: str, frames: Mapping[int, str]) -> str:
@@ -278,9 +278,9 @@ def _source(text: str, frames: Mapping[int, str]) -> str:
 
 def _trips(loop: _Instruction, module: _Module) -> int | None:
     """Iterations of a while loop, or None when the text does not tell."""
-    known = re.search(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)', loop.rest)
-    if known:
-        return int(known[1])
+    trip_count = re.search(r'known_trip_count"?\s*[:=]\s*\{\s*"?n"?\s*[:=]\s*"?(\d+)', loop.rest)
+    if trip_count:
+        return int(trip_count[1])
     condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.rest)
     return _bound(condition[1], module) if condition else None
 

@@ -100,9 +100,9 @@ def _batch(config: Config, key: jax.Array) -> Batch:
     order = jnp.argsort(jnp.where(inside, jax.random.uniform(keys[2], (rows, seq)), 2.0), axis=1)
     positions = jnp.sort(order[:, :most], axis=1).astype(jnp.int32)
     labels = jnp.take_along_axis(words, positions, axis=1)
-    others = jax.random.randint(keys[3], (rows, most), WORDS, config.vocab, jnp.int32)
+    random_words = jax.random.randint(keys[3], (rows, most), WORDS, config.vocab, jnp.int32)
     choice = jax.random.uniform(keys[4], (rows, most))
-    shown = jnp.where(choice < 0.8, MASK, jnp.where(choice < 0.9, others, labels))
+    shown = jnp.where(choice < 0.8, MASK, jnp.where(choice < 0.9, random_words, labels))
     counts = jnp.clip(lengths * 15 // 100, 1, most)
     counted = jnp.arange(most) < counts
     shown = jnp.where(counted, shown, labels)
@@ -152,9 +152,9 @@ def _encode(config: Config, params: Tree, batch: Batch) -> jax.Array:
 def _loss(config: Config, params: Tree, batch: Batch) -> jax.Array:
     """The mean loss of the predicted tokens plus that of the next sentence."""
     x = _encode(config, params, batch)
-    found = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
-    found = nn.norm(params["transform"]["norm"], nn.erf_gelu(nn.dense(params["transform"], found)))
-    logits = nn.affine(found, params["embed"].T, params["output_bias"])
+    predicted = jnp.take_along_axis(x, batch["positions"][:, :, None], axis=1)
+    predicted = nn.norm(params["transform"]["norm"], nn.erf_gelu(nn.dense(params["transform"], predicted)))
+    logits = nn.affine(predicted, params["embed"].T, params["output_bias"])
     tokens = nn.weighted_cross_entropy(logits, batch["labels"], batch["weights"])
     pooled = jnp.tanh(nn.dense(params["pooler"], x[:, 0]))
     return tokens + nn.cross_entropy(nn.dense(params["next"], pooled), batch["is_next"])

@@ -88,8 +88,8 @@ def build(name: str, config: Config) -> Model:
 
 
 def _batch(config: Config, key: jax.Array) -> Batch:
-    one, two = jax.random.split(key)
-    (images,) = normals([(config.batch, config.image, config.image, 3)], one, config.precision.params)
+    image_key, two = jax.random.split(key)
+    (images,) = normals([(config.batch, config.image, config.image, 3)], image_key, config.precision.params)
     end = config.vocab - 1
     return {"images": images, "texts": ended_text(two, config.batch, config.seq, end, (1, end))}
 

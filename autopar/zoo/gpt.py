@@ -93,10 +93,10 @@ EMBEDDING_TABLE = {"embed": PartitionSpec("model", None), "head": PartitionSpec(
 
 def build(name: str, config: Config) -> Model:
     """The model of one `Config`; batch = {"tokens", "labels"}, both int32[batch, seq]."""
-    made, dtype = trainable, config.precision.params
+    make_step, dtype = trainable, config.precision.params
     if config.master:
-        made, dtype = trainable_with_master, config.precision.compute
-    init, step = made(parameters(config), partial(_loss, config), optax.adamw(3e-4), dtype)
+        make_step, dtype = trainable_with_master, config.precision.compute
+    init, step = make_step(parameters(config), partial(_loss, config), optax.adamw(3e-4), dtype)
     names = frozenset(BLOCK_TABLE) if config.scan else frozenset[str]()
     table = with_layer_axis({**BLOCK_TABLE, **EMBEDDING_TABLE}, names)
     return Model(name, "gpt", step, init, token_batch(config.batch, config.seq, config.vocab), table, _notes(config))

@@ -254,8 +254,8 @@ def lengths_between(key: jax.Array, batch: int, most: int) -> jax.Array:
 
 def ended_text(key: jax.Array, batch: int, seq: int, end: int, words: tuple[int, int]) -> jax.Array:
     """Text of different lengths, int32[batch, seq]: words in [words[0], words[1]), the token `end`, then zeros."""
-    one, two = jax.random.split(key)
-    last = lengths_between(one, batch, seq)[:, None] - 1
+    length_key, two = jax.random.split(key)
+    last = lengths_between(length_key, batch, seq)[:, None] - 1
     text = jax.random.randint(two, (batch, seq), *words, jnp.int32)
     where = jnp.arange(seq)
     return jnp.where(where < last, text, jnp.where(where == last, end, 0))

@@ -81,8 +81,8 @@ def build(name: str, config: Config) -> Model:
 
 
 def _batch(config: Config, key: jax.Array) -> Batch:
-    one, two, three = jax.random.split(key, 3)
-    (mel,) = normals([(config.batch, config.frames, config.mels)], one, config.precision.params)
+    mel_key, two, three = jax.random.split(key, 3)
+    (mel,) = normals([(config.batch, config.frames, config.mels)], mel_key, config.precision.params)
     text = jax.random.randint(two, (config.batch, config.seq + 1), 0, config.vocab, jnp.int32)
     return {"mel": mel, "tokens": text, "lengths": lengths_between(three, config.batch, config.seq)}
 

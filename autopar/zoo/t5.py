@@ -97,10 +97,10 @@ def build(name: str, config: Config) -> Model:
 
 
 def _batch(config: Config, key: jax.Array) -> Batch:
-    one, two = jax.random.split(key)
+    input_key, two = jax.random.split(key)
     words = (WORDS, config.vocab)
     return {
-        "inputs": ended_text(one, config.batch, config.seq, END, words),
+        "inputs": ended_text(input_key, config.batch, config.seq, END, words),
         "targets": ended_text(two, config.batch, config.targets, END, words),
     }
 
@@ -162,8 +162,8 @@ def buckets(queries: int, keys: int, *, bidirectional: bool) -> jax.Array:
 
 def _position_bias(table: jax.Array, queries: int, keys: int, *, bidirectional: bool, dtype: str) -> jax.Array:
     """Rows of the table [32,H] by relative position -> [1,H,S,T]."""
-    found = nn.lookup(table, buckets(queries, keys, bidirectional=bidirectional), dtype)
-    return found.transpose(2, 0, 1)[None]
+    biases = nn.lookup(table, buckets(queries, keys, bidirectional=bidirectional), dtype)
+    return biases.transpose(2, 0, 1)[None]
 
 
 def _attend(params: Tree, x: jax.Array, bias: jax.Array, source: jax.Array | None = None) -> jax.Array:

@@ -156,9 +156,9 @@ def _find(target: str, base: str) -> tuple[str, str]:
         size = base.removeprefix(f"{family}-")
         if size != base and size in entry.sizes:
             return family, size
-    known = sorted(names(), key=lambda name: (-difflib.SequenceMatcher(None, base, name).ratio(), name))
+    closest = sorted(names(), key=lambda name: (-difflib.SequenceMatcher(None, base, name).ratio(), name))
     raise ArgumentError(
-        f"unknown zoo target {target!r}; known, closest first: {', '.join(known)}; suffixes: "
+        f"unknown zoo target {target!r}; known, closest first: {', '.join(closest)}; suffixes: "
         + ", ".join(f"-{suffix}" for suffix in SUFFIXES)
     )
 

@@ -48,10 +48,12 @@ def _from_file(path: Path, name: str) -> Loaded:
     function = getattr(_module(path), name, None)
     if not callable(function):
         raise ArgumentError(f"{path} has no function {name!r}")
-    found = _called(path, f"{name}()", function)
-    if not (isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple | list)):
-        raise ArgumentError(f"{name}() of {path} must return (train_step, example_args), got {found!r:.100}")
-    return found[0], tuple(found[1])
+    loaded = _called(path, f"{name}()", function)
+    if not (
+        isinstance(loaded, tuple) and len(loaded) == 2 and callable(loaded[0]) and isinstance(loaded[1], tuple | list)
+    ):
+        raise ArgumentError(f"{name}() of {path} must return (train_step, example_args), got {loaded!r:.100}")
+    return loaded[0], tuple(loaded[1])
 
 
 def _module(path: Path) -> Any:
@@ -84,6 +86,6 @@ def cluster(name: str, hosts: int | None, mesh: Sequence[int] | None) -> Cluster
     """
     if name.endswith(".toml"):
         return Cluster.from_toml(name, hosts)
-    one = Cluster.preset(name)
-    needed = math.prod(mesh) // one.devices_per_host if mesh else 1
+    preset = Cluster.preset(name)
+    needed = math.prod(mesh) // preset.devices_per_host if mesh else 1
     return Cluster.preset(name, hosts=hosts or max(1, needed))

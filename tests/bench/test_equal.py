@@ -78,7 +78,7 @@ def test_float32_is_judged_by_loss_and_expert(loss, params, by_hand, failures):
 def test_a_wrong_step_fails_the_comparison():
     one = equal_case.single("mlp-toy", "float32")
     wrong = equal_case.steps(
-        lambda s, b: one.given.model.step(s, {**b, "x": b["x"] * 1.001}), one.given, one.given.state
+        lambda s, b: one.inputs.model.step(s, {**b, "x": b["x"] * 1.001}), one.inputs, one.inputs.state
     )
     assert equal_case.loss_difference(wrong, one.run) > equal_case.TOLERANCE_LOSS
     assert equal_case.of_params(wrong.state, one.run.state) > equal_case.FLOOR_32

@@ -112,13 +112,13 @@ def test_the_table_sums_up_rows() -> None:
 def test_a_number_that_planning_reads_is_varied_in_a_process_of_its_own(tmp_path: Path) -> None:
     own = records.RECORDS["local-search"].sweeps
     resume = tmp_path / "rows.jsonl"
-    rows = measure.run(["local-search", "front"], ["sweeps", "others"], ["mlp-toy 0.7"], resume)
+    rows = measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume)
     told = {(r["algorithm"], r["field"], r.get("value")) for r in rows}
     varied = {("local-search", "sweeps", own // 2), ("local-search", "sweeps", 2 * own)}
-    assert told == varied | {("front", "sweeps", None), ("front", "others", None)}
+    assert told == varied | {("front", "sweeps", None), ("front", "nearest", None)}
     assert all(r["step_s"] >= r["default_step_s"] * 0.99 > 0 for r in rows if r["read"])
     assert records.RECORDS["local-search"].sweeps == own
-    assert measure.run(["local-search", "front"], ["sweeps", "others"], ["mlp-toy 0.7"], resume) == rows
+    assert measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume) == rows
 
 
 def test_unknown_names_are_refused() -> None:

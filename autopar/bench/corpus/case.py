@@ -170,15 +170,15 @@ def _rows_over(mesh: Any, args: Any) -> Any:
 
 def results(step: Callable[..., Any], args: tuple[Any, ...], program: Program) -> list[corpus_compare.Leaves]:
     """Results of `STEPS` steps, of one where nothing is carried from one to the next."""
-    found, carried = list[corpus_compare.Leaves](), program.carried
+    outputs, carried = list[corpus_compare.Leaves](), program.carried
     for _ in range(STEPS if carried else 1):
         out = step(*args)
-        found.append(corpus_compare.host((args[:carried], out) if program.in_place else out))
+        outputs.append(corpus_compare.host((args[:carried], out) if program.in_place else out))
         if program.in_place:
             continue
         first = out[:carried] if type(out) is tuple else (out,)
         args = (*first, *args[carried:]) if carried else args
-    return found
+    return outputs
 
 
 # Checks
@@ -194,56 +194,63 @@ class Outcome:
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def on_mesh(one: Subject, mesh: Sequence[int]) -> Iterator[tuple[str, Outcome]]:
+def on_mesh(subject: Subject, mesh: Sequence[int]) -> Iterator[tuple[str, Outcome]]:
     """Equality on a mesh, and the plan's collectives against both targets."""
     name = "x".join(map(str, mesh))
-    step = one.parallel(mesh=tuple(mesh), cluster=equal_case.dear(mesh))
-    yield f"mesh {name}", _equal(one, step)
-    compiled = step.compiled(*one.built[1])
-    yield f"cpu {name}", verified(verification.verify_compiled(compiled, one.step, *one.built[1]), compiled.plan)
+    step = subject.parallel(mesh=tuple(mesh), cluster=equal_case.dear(mesh))
+    yield f"mesh {name}", _equal(subject, step)
+    compiled = step.compiled(*subject.built[1])
+    yield (
+        f"cpu {name}",
+        verified(verification.verify_compiled(compiled, subject.step, *subject.built[1]), compiled.plan),
+    )
     yield (
         f"shardy {name}",
-        verified(autopar.verify(compiled.plan, one.step, *one.built[1], target="shardy"), compiled.plan),
+        verified(autopar.verify(compiled.plan, subject.step, *subject.built[1], target="shardy"), compiled.plan),
     )
 
 
-def in_microbatches(one: Subject) -> Outcome:
+def in_microbatches(subject: Subject) -> Outcome:
     """Two microbatches on a mesh of all devices."""
-    step = one.parallel(mesh=(DEVICES,), cluster=equal_case.dear((DEVICES,)), num_microbatches=2)
-    return _unless_refused(lambda: _equal(one, step))
+    step = subject.parallel(mesh=(DEVICES,), cluster=equal_case.dear((DEVICES,)), num_microbatches=2)
+    return _unless_refused(lambda: _equal(subject, step))
 
 
-def in_stages(one: Subject) -> Outcome:
+def in_stages(subject: Subject) -> Outcome:
     """Two stages of half of the devices each."""
-    step = one.parallel(mesh={"devices": DEVICES}, cluster=equal_case.dear((DEVICES,)), stages=2)
-    found = _unless_refused(lambda: _equal(one, step))
-    if found.state != OK:
-        return found
-    notes = step.plan(*one.built[1]).notes
+    step = subject.parallel(mesh={"devices": DEVICES}, cluster=equal_case.dear((DEVICES,)), stages=2)
+    outcome = _unless_refused(lambda: _equal(subject, step))
+    if outcome.state != OK:
+        return outcome
+    notes = step.plan(*subject.built[1]).notes
     refusal = next((note for note in notes if note.startswith("one microbatch")), "")
-    return replace(found, text=f"{found.text}; {refusal}") if refusal else found
+    return replace(outcome, text=f"{outcome.text}; {refusal}") if refusal else outcome
 
 
-def _equal(one: Subject, step: Callable[..., Any]) -> Outcome:
+def _equal(subject: Subject, step: Callable[..., Any]) -> Outcome:
     """The results of a step against those of one device."""
-    ours = results(step, one.arguments(), one.program)
-    found = [corpus_compare.differences(x, y) for x, y in zip(ours, one.single, strict=True)]
-    value, path = max(map(corpus_compare.worst, found))
-    tolerance = TOLERANCE[one.precision]
+    ours = results(step, subject.arguments(), subject.program)
+    leaf_differences = [corpus_compare.differences(x, y) for x, y in zip(ours, subject.single, strict=True)]
+    value, path = max(map(corpus_compare.worst, leaf_differences))
+    tolerance = TOLERANCE[subject.precision]
     if value <= tolerance:
         return Outcome(OK, value, path)
-    if one.precision == "float64":
+    if subject.precision == "float64":
         return Outcome(FAILED, value, path)
-    excess = [above for f, hand in zip(found, one.by_hand, strict=True) for above in _above(f, hand, tolerance)]
+    excess = [
+        above for f, hand in zip(leaf_differences, subject.by_hand, strict=True) for above in _above(f, hand, tolerance)
+    ]
     if excess:
         return Outcome(FAILED, *max(excess))
-    return Outcome(OK, value, f"{path}, by hand {max(hand[path] for hand in one.by_hand):.1e}")
+    return Outcome(OK, value, f"{path}, by hand {max(hand[path] for hand in subject.by_hand):.1e}")
 
 
-def _above(found: Mapping[str, float], hand: Mapping[str, float], tolerance: float) -> list[tuple[float, str]]:
+def _above(
+    leaf_differences: Mapping[str, float], hand: Mapping[str, float], tolerance: float
+) -> list[tuple[float, str]]:
     """The leaves that differ by more than rounding can explain."""
     allowed = {path: max(tolerance, equal_case.TIMES_BY_HAND * v) for path, v in hand.items()}
-    return [(v, path) for path, v in found.items() if not v <= allowed[path]]
+    return [(v, path) for path, v in leaf_differences.items() if not v <= allowed[path]]
 
 
 def _unless_refused(check: Callable[[], Outcome]) -> Outcome:
@@ -255,8 +262,8 @@ def _unless_refused(check: Callable[[], Outcome]) -> Outcome:
         return check()
     except AutoparError as error:
         text = f"{type(error).__name__}: {error}"
-        told = LINE.search(text) or "batch_argnums" in text
-        return Outcome(REFUSED if told else FAILED, text=text)
+        is_explained = LINE.search(text) or "batch_argnums" in text
+        return Outcome(REFUSED if is_explained else FAILED, text=text)
 
 
 def verified(report: autopar.Report, plan: autopar.Plan) -> Outcome:
@@ -266,23 +273,27 @@ def verified(report: autopar.Report, plan: autopar.Plan) -> Outcome:
     return Outcome(OK if report.ok else FAILED, value, text, {"wire_bytes": plan.wire_bytes()})
 
 
-def memory(one: Subject) -> Outcome:
+def memory(subject: Subject) -> Outcome:
     """The predicted peak against the compiler's."""
-    stats = one.whole.memory_analysis()
-    found = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    found += stats.temp_size_in_bytes
-    predicted = one.whole.plan.stages[0].peak_memory_bytes
-    error = predicted / found - 1
-    ok = MEMORY[0] <= error <= MEMORY[1] and found >= SMALLEST
-    text = "" if found >= SMALLEST else f"too small to judge at scale {one.scale}: {found / 2**20:.1f} MiB"
-    return Outcome(OK if ok else FAILED, error, text, {"predicted": predicted, "compiled": float(found)})
+    stats = subject.whole.memory_analysis()
+    compiled_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    compiled_bytes += stats.temp_size_in_bytes
+    predicted = subject.whole.plan.stages[0].peak_memory_bytes
+    error = predicted / compiled_bytes - 1
+    ok = MEMORY[0] <= error <= MEMORY[1] and compiled_bytes >= SMALLEST
+    text = (
+        ""
+        if compiled_bytes >= SMALLEST
+        else f"too small to judge at scale {subject.scale}: {compiled_bytes / 2**20:.1f} MiB"
+    )
+    return Outcome(OK if ok else FAILED, error, text, {"predicted": predicted, "compiled": float(compiled_bytes)})
 
 
-def replicated(one: Subject) -> Outcome:
+def replicated(subject: Subject) -> Outcome:
     """The part of the FLOPs that every device does for itself, and the reasons."""
-    plan = one.whole.plan
-    with as_arrays(one.built[1], {}, _static(one)) as given:
-        traced = apply_rewrites(trace(one.step, *given.args, static_argnums=_static(one)), plan)
+    plan = subject.whole.plan
+    with as_arrays(subject.built[1], {}, _static(subject)) as array_args:
+        traced = apply_rewrites(trace(subject.step, *array_args.args, static_argnums=_static(subject)), plan)
     account = imbalance.measure(traced.graph, rules_of(traced.graph), plan.stages[0])
     whole = [excess for excess in account.excesses if excess.why.startswith("whole along")]
     part = sum(excess.part for excess in whole)
@@ -292,15 +303,15 @@ def replicated(one: Subject) -> Outcome:
     return Outcome(OK if ok else FAILED, part, " | ".join(account.lines()), figures)
 
 
-def _static(one: Subject) -> tuple[int, ...]:
-    return tuple(one.program.options.get("static_argnums", ()))
+def _static(subject: Subject) -> tuple[int, ...]:
+    return tuple(subject.program.options.get("static_argnums", ()))
 
 
-def times(one: Subject) -> Outcome:
+def times(subject: Subject) -> Outcome:
     """Seconds of planning over those that the compiler takes for one device."""
-    planning = sum(one.whole.plan.phases.values())
+    planning = sum(subject.whole.plan.phases.values())
     begin = time.perf_counter()
-    program = lowered(one)
+    program = lowered(subject)
     lowered_s = time.perf_counter() - begin
     program.compile()
     compiling = time.perf_counter() - begin - lowered_s
@@ -308,32 +319,32 @@ def times(one: Subject) -> Outcome:
     return Outcome(OK, planning / (lowered_s + compiling), figures=figures)
 
 
-def lowered(one: Subject) -> Any:
+def lowered(subject: Subject) -> Any:
     """The step lowered for one device; leaf by leaf, since some pytrees hold nothing but arrays."""
-    args, static = one.built[1], _static(one)
-    if one.program.in_place:
-        return one.jitted().lower(*args)
+    args, static = subject.built[1], _static(subject)
+    if subject.program.in_place:
+        return subject.jitted().lower(*args)
     leaves, tree = jax.tree.flatten([x for i, x in enumerate(args) if i not in static])
-    return jax.jit(lambda *x: one.step(*merge_static(args, static, jax.tree.unflatten(tree, x)))).lower(*leaves)
+    return jax.jit(lambda *x: subject.step(*merge_static(args, static, jax.tree.unflatten(tree, x)))).lower(*leaves)
 
 
 Check = tuple[tuple[str, ...], Callable[[Subject], Iterator[tuple[str, Outcome]]]]
 
 
 def _one(name: str, check: Callable[[Subject], Outcome]) -> Check:
-    def only(one: Subject) -> Iterator[tuple[str, Outcome]]:
-        yield name, check(one)
+    def only(subject: Subject) -> Iterator[tuple[str, Outcome]]:
+        yield name, check(subject)
 
     return (name,), only
 
 
 def _mesh(sizes: Sequence[int]) -> Check:
     name = "x".join(map(str, sizes))
-    return (f"mesh {name}", f"cpu {name}", f"shardy {name}"), lambda one: on_mesh(one, sizes)
+    return (f"mesh {name}", f"cpu {name}", f"shardy {name}"), lambda subject: on_mesh(subject, sizes)
 
 
-def _cpu_large(one: Subject) -> Outcome:
-    return verified(verification.verify_compiled(one.whole, one.step, *one.built[1]), one.whole.plan)
+def _cpu_large(subject: Subject) -> Outcome:
+    return verified(verification.verify_compiled(subject.whole, subject.step, *subject.built[1]), subject.whole.plan)
 
 
 #: The checks of a small and of a large step: the names of what each finds, and the check.
@@ -351,7 +362,7 @@ LARGE: tuple[Check, ...] = (
 )
 
 
-def findings(one: Subject, checks: Sequence[Check], wanted: Sequence[str]) -> Iterator[Finding]:
+def findings(subject: Subject, checks: Sequence[Check], wanted: Sequence[str]) -> Iterator[Finding]:
     """A finding for each name that is wanted; an error is one for each name that is left of its check."""
     for names, check in checks:
         left = [name for name in names if name in wanted]
@@ -359,16 +370,22 @@ def findings(one: Subject, checks: Sequence[Check], wanted: Sequence[str]) -> It
             continue
         begin = time.perf_counter()
         try:
-            for name, found in check(one):
+            for name, outcome in check(subject):
                 seconds, begin = time.perf_counter() - begin, time.perf_counter()
                 if name in left:
                     left.remove(name)
                     yield Finding(
-                        one.program.name, name, found.state, found.value, found.text[:600], seconds, found.figures
+                        subject.program.name,
+                        name,
+                        outcome.state,
+                        outcome.value,
+                        outcome.text[:600],
+                        seconds,
+                        outcome.figures,
                     )
         except Exception as error:
             for name in left:
-                yield Finding(one.program.name, name, FAILED, math.inf, _told(error), time.perf_counter() - begin)
+                yield Finding(subject.program.name, name, FAILED, math.inf, _told(error), time.perf_counter() - begin)
 
 
 def _told(error: Exception) -> str:
@@ -389,9 +406,9 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     large = spec["large"]
     x64 = program.precision == "float64" and not large
     jax.config.update("jax_enable_x64", x64)
-    one = Subject(program, program.large if large else 1, x64)
-    for found in findings(one, LARGE if large else SMALL, spec["checks"]):
-        yield asdict(found)
+    subject = Subject(program, program.large if large else 1, x64)
+    for finding in findings(subject, LARGE if large else SMALL, spec["checks"]):
+        yield asdict(finding)
 
 
 if __name__ == "__main__":

@@ -27,20 +27,20 @@ Leaves = Mapping[str, np.ndarray[Any, Any]]
 
 def host(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Path -> value on the host; random keys by their bits."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): value(leaf) for path, leaf in found}
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): value(leaf) for path, leaf in leaves}
 
 
 def differences(ours: Leaves, theirs: Leaves) -> dict[str, float]:
     """Path -> difference; infinite where a path, a shape or a dtype is another one."""
     scales = _scales(theirs)
-    found = {path: _difference(ours[path], y, scales[path]) for path, y in theirs.items() if path in ours}
-    return found | {path: math.inf for path in [*theirs, *ours] if path not in found}
+    by_path = {path: _difference(ours[path], y, scales[path]) for path, y in theirs.items() if path in ours}
+    return by_path | {path: math.inf for path in [*theirs, *ours] if path not in by_path}
 
 
-def worst(found: Mapping[str, float]) -> tuple[float, str]:
+def worst(leaf_differences: Mapping[str, float]) -> tuple[float, str]:
     """The largest difference and its path."""
-    return max(((v, path) for path, v in found.items()), default=(0.0, ""))
+    return max(((v, path) for path, v in leaf_differences.items()), default=(0.0, ""))
 
 
 def _scales(leaves: Leaves) -> dict[str, float]:

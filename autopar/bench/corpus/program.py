@@ -54,8 +54,8 @@ class Program:
 
     def versions(self) -> dict[str, str]:
         """Package -> installed version; those that are absent are left out."""
-        found = {name: _version(name) for name in self.packages}
-        return {name: version for name, version in found.items() if version}
+        versions = {name: _version(name) for name in self.packages}
+        return {name: version for name, version in versions.items() if version}
 
     def missing(self) -> tuple[str, ...]:
         """Packages that are not installed."""

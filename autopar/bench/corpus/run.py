@@ -40,14 +40,14 @@ def run(
     """Findings of all programs, or of some; `tell` hears of each as it is known."""
     rows_kept.check_words("check", checks, (*SMALL, *LARGE))
     programs = corpus_program.chosen(corpus_program.corpus(table), names)
-    known: dict[tuple[str, str], Row] = {(row["program"], row["check"]): row for row in rows_kept.read(resume)}
+    rows_by_check: dict[tuple[str, str], Row] = {(row["program"], row["check"]): row for row in rows_kept.read(resume)}
     for program in programs:
-        todo = [check for check in checks if (program.name, check) not in known]
+        todo = [check for check in checks if (program.name, check) not in rows_by_check]
         for row in _findings(program, table, todo):
-            known[row["program"], row["check"]] = row
+            rows_by_check[row["program"], row["check"]] = row
             tell(line(row))
             rows_kept.keep(resume, row)
-    return [known[program.name, check] for program in programs for check in checks]
+    return [rows_by_check[program.name, check] for program in programs for check in checks]
 
 
 def _findings(program: Program, table: str, checks: Sequence[str]) -> Iterator[Row]:
@@ -111,30 +111,30 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _totals(rows: Sequence[Row]) -> Iterator[str]:
-    found = figures(rows)
+    totals = figures(rows)
     yield (
-        f"{found['programs']} programs, {found['whole']} without a failure; of {len(rows)} checks "
-        f"{found['failed']} failed, {found['refused']} were refused, {found['absent']} lacked their packages"
+        f"{totals['programs']} programs, {totals['whole']} without a failure; of {len(rows)} checks "
+        f"{totals['failed']} failed, {totals['refused']} were refused, {totals['absent']} lacked their packages"
     )
     yield (
-        f"memory: median {100 * found['memory_median']:.1f}%, worst {100 * found['memory_worst']:.1f}%, lowest "
-        f"{100 * found['memory_lowest']:+.1f}%"
+        f"memory: median {100 * totals['memory_median']:.1f}%, worst {100 * totals['memory_worst']:.1f}%, lowest "
+        f"{100 * totals['memory_lowest']:+.1f}%"
     )
 
 
 def _grouped(rows: Sequence[Row], keys: Callable[[Row], Iterable[str]]) -> dict[str, list[Row]]:
     """Rows by each of their keys, in the order in which these come."""
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         for key in keys(row):
-            found.setdefault(key, []).append(row)
-    return found
+            groups.setdefault(key, []).append(row)
+    return groups
 
 
 def packages(rows: Sequence[Row]) -> list[str]:
     """A line for each package: its version, its programs, and what of them is refused or fails."""
     by_package = _grouped(rows, lambda row: (f"{name} {version}" for name, version in row["versions"].items()))
-    return [f"{package:<28} {_of_package(some)}" for package, some in sorted(by_package.items())]
+    return [f"{package:<28} {_of_package(rows_of_package)}" for package, rows_of_package in sorted(by_package.items())]
 
 
 def _of_package(rows: Sequence[Row]) -> str:
@@ -142,7 +142,10 @@ def _of_package(rows: Sequence[Row]) -> str:
     parts = [f"{count} program{'s' if count > 1 else ''}"]
     for state in (REFUSED, FAILED):
         by_check = _grouped([row for row in rows if row["state"] == state], lambda row: (row["check"],))
-        parts += [f"{state}: {check} of {', '.join(r['program'] for r in some)}" for check, some in by_check.items()]
+        parts += [
+            f"{state}: {check} of {', '.join(r['program'] for r in rows_of_check)}"
+            for check, rows_of_check in by_check.items()
+        ]
     return "; ".join(parts)
 
 

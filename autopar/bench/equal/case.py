@@ -134,10 +134,10 @@ def inputs(target: str, dtype: str, batch: int | None = None) -> Inputs:
     return Inputs(model, model.init(jax.random.key(0)), batches)
 
 
-def steps(step: Callable[..., Any], given: Inputs, state: Any) -> Run:
+def steps(step: Callable[..., Any], inputs: Inputs, state: Any) -> Run:
     """`STEPS` steps from `state`."""
     losses: list[float] = []
-    for batch in given.batches:
+    for batch in inputs.batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return Run(autopar.gather(state), tuple(losses))
@@ -152,40 +152,40 @@ class ByHand:
     devices: int = 0
 
 
-def needs_expert(dtype: str, params: float, found: Mapping[str, float], rounding: frozenset[str]) -> bool:
+def needs_expert(dtype: str, params: float, leaf_differences: Mapping[str, float], rounding: frozenset[str]) -> bool:
     """Whether the criteria ask how much rounding does.
 
     Args:
         dtype: of the model; `params`: relative difference of all parameters.
-        found: path of a leaf -> difference.
+        leaf_differences: path of a leaf -> difference.
         rounding: leaves that are zero but for rounding.
     """
     if dtype == "float64":
-        return any(found[path] > TOLERANCE_64 for path in rounding)
+        return any(leaf_differences[path] > TOLERANCE_64 for path in rounding)
     return params > FLOOR_32
 
 
-def by_hand(one: Single, devices: int) -> ByHand:
+def by_hand(baseline: Single, devices: int) -> ByHand:
     """The yardstick of rounding, on up to so many devices."""
-    hand, used = _by_hand(one.given, devices)
-    return ByHand(differences(hand.state, one.run.state), of_params(hand.state, one.run.state), used)
+    hand, used = _by_hand(baseline.inputs, devices)
+    return ByHand(differences(hand.state, baseline.run.state), of_params(hand.state, baseline.run.state), used)
 
 
-def _by_hand(given: Inputs, devices: int) -> tuple[Run, int]:
+def _by_hand(inputs: Inputs, devices: int) -> tuple[Run, int]:
     """Data parallelism as an expert writes it, and over how many devices it goes."""
-    used = max(n for n in range(1, devices + 1) if given.batch_size % n == 0)
+    used = max(n for n in range(1, devices + 1) if inputs.batch_size % n == 0)
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:used]), ("data",))
     whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-    step = jax.jit(given.model.step, in_shardings=(whole, cut), out_shardings=whole)
-    return steps(step, given, given.state), used
+    step = jax.jit(inputs.model.step, in_shardings=(whole, cut), out_shardings=whole)
+    return steps(step, inputs, inputs.state), used
 
 
 # Comparing
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
 def kind(path: str) -> str:
@@ -267,15 +267,15 @@ class Parallel:
         return self.compiled.plan
 
 
-def parallel(given: Inputs, *, replans: bool = True, **options: Any) -> Parallel:
+def parallel(inputs: Inputs, *, replans: bool = True, **options: Any) -> Parallel:
     """`STEPS` steps through autopar; `habits` has a line for each of donation, tracing and replanning that fails.
 
     `replans`: whether to try a batch of another size, which takes as long as planning does.
     """
-    counted = Counted(given.model.step)
+    counted = Counted(inputs.model.step)
     step = autopar.parallelize(counted, **options)
-    state, losses, habits = given.state, [], []
-    for i, batch in enumerate(given.batches):
+    state, losses, habits = inputs.state, [], []
+    for i, batch in enumerate(inputs.batches):
         before = state
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -283,9 +283,9 @@ def parallel(given: Inputs, *, replans: bool = True, **options: Any) -> Parallel
             habits += _not_donated(before, step.plan(state, batch))
     if counted.calls != 1:
         habits.append(f"{STEPS} steps of one shape traced the function {counted.calls} times")
-    compiled, traced = step.compiled(state, given.batches[0]), counted.calls
+    compiled, traced = step.compiled(state, inputs.batches[0]), counted.calls
     if replans:
-        double = jax.tree.map(lambda x: jnp.concatenate([x, x]), given.batches[0])
+        double = jax.tree.map(lambda x: jnp.concatenate([x, x]), inputs.batches[0])
         if step.plan(state, double).graph_hash == compiled.plan.graph_hash or counted.calls != traced + 1:
             habits.append(f"a batch of twice the size traced the function {counted.calls - traced} times, not once")
     return Parallel(Run(autopar.gather(state), tuple(losses)), compiled, tuple(dict.fromkeys(habits)))
@@ -303,71 +303,77 @@ def _not_donated(before: Any, plan: autopar.Plan) -> list[str]:
 class Single:
     """One model on one device: what every mesh is compared with."""
 
-    given: Inputs
+    inputs: Inputs
     run: Run
     flops: float
 
 
 def single(target: str, dtype: str, batch: int | None = None) -> Single:
     """`STEPS` jitted steps on one device."""
-    given = inputs(target, dtype, batch)
-    compiled = jax.jit(given.model.step).lower(given.state, given.batches[0]).compile()
-    run = steps(compiled, given, given.state)
-    return Single(given, run, float((compiled.cost_analysis() or {})["flops"]))
+    model_inputs = inputs(target, dtype, batch)
+    compiled = jax.jit(model_inputs.model.step).lower(model_inputs.state, model_inputs.batches[0]).compile()
+    run = steps(compiled, model_inputs, model_inputs.state)
+    return Single(model_inputs, run, float((compiled.cost_analysis() or {})["flops"]))
 
 
-def case(one: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
+def case(baseline: Single, mesh: Sequence[int], dtype: str, cluster: str = "dear") -> Row:
     """All criteria for one model on one mesh."""
-    given, devices = one.given, math.prod(mesh)
-    ours = parallel(given, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
-    numbers, wrong = compared(one, ours.run, dtype, devices)
-    report = verification.verify_compiled(ours.compiled, given.model.step, given.state, given.batches[0])
+    inputs, devices = baseline.inputs, math.prod(mesh)
+    ours = parallel(inputs, mesh=tuple(mesh), cluster=CLUSTERS[cluster](mesh))
+    numbers, wrong = compared(baseline, ours.run, dtype, devices)
+    report = verification.verify_compiled(ours.compiled, inputs.model.step, inputs.state, inputs.batches[0])
     row = Row(
-        given.model.name,
+        inputs.model.name,
         tuple(mesh),
         dtype,
         ok=False,
         **asdict(numbers),
-        flops_ratio=report.flops * devices / one.flops,
+        flops_ratio=report.flops * devices / baseline.flops,
         bytes_ratio=report.comparison.ratio,
         wire_bytes=ours.plan.wire_bytes(),
     )
     found_flops = equal_flops.Reasons()
     if row.flops_ratio > equal_flops.FLAG:
-        found_flops = equal_flops.explain(given.model.step, (given.state, given.batches[0]), ours.plan, row.flops_ratio)
+        found_flops = equal_flops.explain(
+            inputs.model.step, (inputs.state, inputs.batches[0]), ours.plan, row.flops_ratio
+        )
     failures = (*wrong, *ours.habits, *_bytes(report), *found_flops.failures)
     return replace(row, ok=not failures, reasons=found_flops.lines, failures=failures)
 
 
-def compared(one: Single, run: Run, dtype: str, devices: int) -> tuple[Differences, list[str]]:
+def compared(baseline: Single, run: Run, dtype: str, devices: int) -> tuple[Differences, list[str]]:
     """A run beside the single device, and a line for each number that is too far from it.
 
     Args:
-        one: the run on a single device.
+        baseline: the run on a single device.
         run: the parallel run.
         dtype: of the state.
         devices: of the step written by hand, which says what rounding alone does.
     """
-    found = differences(run.state, one.run.state)
-    rounding = rounding_leaves(one.run.state)
-    params = of_params(run.state, one.run.state)
-    hand = by_hand(one, devices) if needs_expert(dtype, params, found, rounding) else ByHand()
-    worst = max((path for path in found if path not in rounding), key=lambda path: found[path])
+    leaf_differences = differences(run.state, baseline.run.state)
+    rounding = rounding_leaves(baseline.run.state)
+    params = of_params(run.state, baseline.run.state)
+    hand = by_hand(baseline, devices) if needs_expert(dtype, params, leaf_differences, rounding) else ByHand()
+    worst = max((path for path in leaf_differences if path not in rounding), key=lambda path: leaf_differences[path])
     numbers = Differences(
-        loss=loss_difference(run, one.run),
+        loss=loss_difference(run, baseline.run),
         params=params,
-        leaf=found[worst],
+        leaf=leaf_differences[worst],
         worst=worst,
         rounding=len(rounding),
         by_hand=hand.params,
         by_hand_devices=hand.devices,
     )
-    return numbers, _numbers_64(found, hand.leaves, rounding) if dtype == "float64" else _numbers_32(numbers)
+    return numbers, _numbers_64(leaf_differences, hand.leaves, rounding) if dtype == "float64" else _numbers_32(numbers)
 
 
-def _numbers_64(found: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]) -> list[str]:
-    allowed = {p: max(TOLERANCE_64, TIMES_BY_HAND * expert.get(p, 0.0) if p in rounding else 0.0) for p in found}
-    return [f"{p} differs by {v:.1e} of its magnitude" for p, v in found.items() if not v <= allowed[p]]
+def _numbers_64(
+    leaf_differences: Mapping[str, float], expert: Mapping[str, float], rounding: frozenset[str]
+) -> list[str]:
+    allowed = {
+        p: max(TOLERANCE_64, TIMES_BY_HAND * expert.get(p, 0.0) if p in rounding else 0.0) for p in leaf_differences
+    }
+    return [f"{p} differs by {v:.1e} of its magnitude" for p, v in leaf_differences.items() if not v <= allowed[p]]
 
 
 def _numbers_32(row: Differences) -> list[str]:
@@ -386,10 +392,10 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     cpu_devices(max(8, *(math.prod(m) for m in spec["meshes"])))
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     warnings.simplefilter("ignore")
-    one = single(spec["model"], spec["dtype"])
+    baseline = single(spec["model"], spec["dtype"])
     for mesh in spec["meshes"]:
         try:
-            row = case(one, mesh, spec["dtype"], spec["cluster"])
+            row = case(baseline, mesh, spec["dtype"], spec["cluster"])
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             row = Row(spec["model"], tuple(mesh), spec["dtype"], False, failures=(text[:300],))

@@ -109,14 +109,14 @@ def line(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each case, then the figures."""
-    found = figures(rows)
+    counts = figures(rows)
     return "\n".join(
         [
             *map(line, rows),
-            f"{found['ok']} of {found['rows']} cases equal the single-device run; "
-            f"least share of FLOPs in the loop {found['share_min']:.2%}, largest difference of a leaf in float64 "
-            f"{found['leaf_float64']:.1e}, of a loss in float32 {found['loss_float32']:.1e}; "
-            f"refused: {', '.join(found['refused']) or 'none'}",
+            f"{counts['ok']} of {counts['rows']} cases equal the single-device run; "
+            f"least share of FLOPs in the loop {counts['share_min']:.2%}, largest difference of a leaf in float64 "
+            f"{counts['leaf_float64']:.1e}, of a loss in float32 {counts['loss_float32']:.1e}; "
+            f"refused: {', '.join(counts['refused']) or 'none'}",
         ]
     )
 

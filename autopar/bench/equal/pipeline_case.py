@@ -61,24 +61,24 @@ class Row(equal_case.Differences):
     failures: tuple[str, ...] = ()
 
 
-def case(one: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row:
+def case(baseline: Single, schedule: str, stages: int, inner: str, dtype: str) -> Row:
     """All criteria for one model under one schedule."""
-    given = one.given
-    coupled = given.model.name in COUPLED
+    inputs = baseline.inputs
+    coupled = inputs.model.name in COUPLED
     asked = "auto" if coupled and schedule == "interleaved-1f1b" else schedule  # it takes no single microbatch
-    how = {"stages": stages, "schedule": asked, **options(given.model, stages, inner)}
-    ours = equal_case.parallel(given, replans=False, **how)
-    numbers, wrong = equal_case.compared(one, ours.run, dtype, DEVICES)
+    how = {"stages": stages, "schedule": asked, **options(inputs.model, stages, inner)}
+    ours = equal_case.parallel(inputs, replans=False, **how)
+    numbers, wrong = equal_case.compared(baseline, ours.run, dtype, DEVICES)
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
     row = Row(
-        given.model.name,
+        inputs.model.name,
         schedule,
         stages,
         inner,
         dtype,
         ok=False,
         microbatches=ours.plan.num_microbatches,
-        share=_share(one, ours.plan),
+        share=_share(baseline, ours.plan),
         **asdict(numbers),
         refusal=refusal,
     )
@@ -94,11 +94,11 @@ def options(model: zoo.Model, stages: int, inner: str) -> Mapping[str, Any]:
     return {"mesh": mesh, "cluster": equal_case.dear(tuple(mesh.values())), "pins": state}
 
 
-def _share(one: Single, plan: autopar.Plan) -> float:
+def _share(baseline: Single, plan: autopar.Plan) -> float:
     """Part of the FLOPs in the loop over microbatches."""
-    graph = trace(one.given.model.step, one.given.state, one.given.batches[0]).graph
-    found = pipelines.assemble(graph, choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
-    return found.stages.split.loop_share
+    graph = trace(baseline.inputs.model.step, baseline.inputs.state, baseline.inputs.batches[0]).graph
+    pipelined = pipelines.assemble(graph, choice_of(plan), meshes.targets(plan.mesh, None, local=True)[0])
+    return pipelined.stages.split.loop_share
 
 
 def _split(row: Row, coupled: bool) -> list[str]:
@@ -112,10 +112,10 @@ def work(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     cpu_devices(DEVICES)
     jax.config.update("jax_enable_x64", spec["dtype"] == "float64")
     warnings.simplefilter("ignore")
-    one = equal_case.single(spec["model"], spec["dtype"], BATCH)
+    baseline = equal_case.single(spec["model"], spec["dtype"], BATCH)
     for asked in spec["cases"]:
         try:
-            row = case(one, **asked, dtype=spec["dtype"])
+            row = case(baseline, **asked, dtype=spec["dtype"])
         except Exception as error:
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             row = Row(spec["model"], **asked, dtype=spec["dtype"], ok=False, failures=(text[:300],))

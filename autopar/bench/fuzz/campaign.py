@@ -149,19 +149,19 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
 
 def table(rows: Sequence[Row]) -> str:
     """Failures, refusals by reason, primitives, and the cost of a program."""
-    found = figures(rows)
-    return "\n".join([*(line(row) for row in rows if not row["ok"]), *_figures(found)])
+    counts = figures(rows)
+    return "\n".join([*(line(row) for row in rows if not row["ok"]), *_figures(counts)])
 
 
-def _figures(found: Mapping[str, Any]) -> Iterator[str]:
-    count = found["programs"]
-    yield f"{count - len(found['failed'])} of {count} programs equal the plain step, or are refused"
+def _figures(counts: Mapping[str, Any]) -> Iterator[str]:
+    count = counts["programs"]
+    yield f"{count - len(counts['failed'])} of {count} programs equal the plain step, or are refused"
     if count:
-        yield f"seeds {found['seeds'][0]} to {found['seeds'][1]}, {found['equations']:.0f} equations on average"
-        refused = found["refused_in_microbatches"]
+        yield f"seeds {counts['seeds'][0]} to {counts['seeds'][1]}, {counts['equations']:.0f} equations on average"
+        refused = counts["refused_in_microbatches"]
         yield f"refused in microbatches: {refused}, {refused / count:.1%}; all refusals by reason:"
-    yield from (f"  {times:>6} {reason}" for reason, times in found["refusals"].items())
-    yield f"meshes over which nothing was cut: {found['uncut_meshes']}"
-    yield f"{len(found['primitives'])} primitives: {', '.join(found['primitives'])}"
-    costs = ", ".join(f"{mode} {s:.2f} s" for mode, s in found["seconds_per_program"].items())
+    yield from (f"  {times:>6} {reason}" for reason, times in counts["refusals"].items())
+    yield f"meshes over which nothing was cut: {counts['uncut_meshes']}"
+    yield f"{len(counts['primitives'])} primitives: {', '.join(counts['primitives'])}"
+    costs = ", ".join(f"{mode} {s:.2f} s" for mode, s in counts["seconds_per_program"].items())
     yield f"processor time per program: {costs}"

@@ -102,8 +102,8 @@ class Case:
     @cached_property
     def paths(self) -> tuple[str, ...]:
         shapes = jax.eval_shape(self.step.function, *self.arguments)
-        found = jax.tree_util.tree_flatten_with_path(shapes)[0]
-        return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found)
+        leaves = jax.tree_util.tree_flatten_with_path(shapes)[0]
+        return tuple(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
 
     @cached_property
     def expected(self) -> list[Any]:
@@ -115,9 +115,11 @@ class Case:
 
     def check(self, variant: str, results: Any, theirs: Sequence[Any]) -> None:
         """Note leaves that differ from the plain step."""
-        found = dict(unequal(self.paths, jax.tree.leaves(results), theirs, lambda: self.noise))
-        if found:
-            self.failures[variant] = ", ".join(f"{path} differs by {d:.1e}" for path, d in list(found.items())[:4])
+        unequal_leaves = dict(unequal(self.paths, jax.tree.leaves(results), theirs, lambda: self.noise))
+        if unequal_leaves:
+            self.failures[variant] = ", ".join(
+                f"{path} differs by {d:.1e}" for path, d in list(unequal_leaves.items())[:4]
+            )
 
     def attempt(self, variant: str, make: Callable[[], Any]) -> Any:
         """What `make` gives; None, with a note why, where it raises."""
@@ -201,8 +203,8 @@ def microbatches(case: Case) -> None:
     batch: Any = case.program.batch or "auto"
     traced = trace(case.step.function, *case.arguments)
     counts = {f"{n} microbatches": n for n in case.counts}
-    made = {name: case.attempt(name, lambda n=n: split_step(traced, n, batch)) for name, n in counts.items()}
-    steps = {variant: step for variant, step in made.items() if step is not None}
+    split_steps = {name: case.attempt(name, lambda n=n: split_step(traced, n, batch)) for name, n in counts.items()}
+    steps = {variant: step for variant, step in split_steps.items() if step is not None}
     together = case.attempt("microbatches", lambda: _run_together(case, steps))
     if together is None:
         del (case.failures if "microbatches" in case.failures else case.refusals)["microbatches"]
@@ -237,9 +239,11 @@ def meshes(case: Case) -> None:
 RUN: Mapping[str, Callable[[Case], None]] = {"microbatches": microbatches, "stages": stages, "meshes": meshes}
 
 
-def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, counts: Sequence[int] = COUNTS) -> Row:
+def run(
+    program: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, counts: Sequence[int] = COUNTS
+) -> Row:
     """One program in these modes; `generated_s`: processor time that drawing it took."""
-    case = Case(found, counts)
+    case = Case(program, counts)
     case.seconds["generate"] = generated_s
     warnings.simplefilter("ignore")
     begin = time.process_time()
@@ -250,7 +254,7 @@ def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, 
         RUN[mode](case)
         case.seconds[mode] = time.process_time() - begin
     return Row(
-        found.seed,
+        program.seed,
         not case.failures,
         case.failures,
         case.refusals,
@@ -261,9 +265,9 @@ def run(found: Program, modes: Sequence[str] = MODES, generated_s: float = 0.0, 
     )
 
 
-def outcome(found: Program, variant: str) -> str:
+def outcome(program: Program, variant: str) -> str:
     """What fails in one variant: "differs", the first word of an error, or nothing."""
-    case = Case(found)
+    case = Case(program)
     warnings.simplefilter("ignore")
     try:
         variants(case, [variant])
@@ -277,10 +281,10 @@ def kind_of(message: str) -> str:
     return "differs" if " differs by " in message else message.split(":")[0]
 
 
-def shrunk_file(found: Program, variant: str, message: str) -> str:
+def shrunk_file(program: Program, variant: str, message: str) -> str:
     """The smallest program that fails alike, as a file."""
     kind = kind_of(message)
-    return shrink.standalone(shrink.shrunk(found, lambda p: outcome(p, variant) == kind), variant, message)
+    return shrink.standalone(shrink.shrunk(program, lambda p: outcome(p, variant) == kind), variant, message)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -335,17 +339,17 @@ def _is_refused_by_jit(seed: int) -> bool:
 def _row(seed: int, modes: Sequence[str], failures: str | None) -> Row:
     try:
         begin = time.process_time()
-        found = program(seed)
-        row = run(found, modes, time.process_time() - begin)
+        drawn = program(seed)
+        row = run(drawn, modes, time.process_time() - begin)
     except Exception as error:
-        told = {"plain": failure(error)}
-        return Row(seed, True, refusals=told) if _is_refused_by_jit(seed) else Row(seed, False, told)
+        plain_failure = {"plain": failure(error)}
+        return Row(seed, True, refusals=plain_failure) if _is_refused_by_jit(seed) else Row(seed, False, plain_failure)
     if row.failures and _is_refused_by_jit(seed):
-        told = next(iter(row.failures.values()))
-        return replace(row, ok=True, failures={}, refusals={**row.refusals, "plain": told})
+        message = next(iter(row.failures.values()))
+        return replace(row, ok=True, failures={}, refusals={**row.refusals, "plain": message})
     for variant, message in list(row.failures.items())[:1] if failures else ():
         faulthandler.cancel_dump_traceback_later()
-        text = shrunk_file(found, variant, message)
+        text = shrunk_file(drawn, variant, message)
         Path(failures or "", f"seed{seed}.py").write_text(text)
     return row
 

@@ -47,21 +47,21 @@ class Noise:
 
     leaves: tuple[float, ...]
 
-    def explains(self, leaf: int, found: float) -> bool:
+    def explains(self, leaf: int, difference: float) -> bool:
         """Whether a difference is no more than noise."""
-        return found <= TIMES_NOISE * self.leaves[leaf]
+        return difference <= TIMES_NOISE * self.leaves[leaf]
 
 
 def noise(plain: Callable[..., Any], jaxpr: Any, arguments: Sequence[Any]) -> Noise:
     """Noise of a step: of its jitted form on arguments that hardly differ, and of its operations one by one."""
     first = jax.tree.leaves(plain(*arguments))
-    found = [0.0] * len(first)
+    noise_of_leaf = [0.0] * len(first)
     for seed in range(PERTURBED):
         moved = perturbed(arguments, np.random.default_rng(seed))
-        found = list(map(max, found, differences(jax.tree.leaves(plain(*moved)), first)))
+        noise_of_leaf = list(map(max, noise_of_leaf, differences(jax.tree.leaves(plain(*moved)), first)))
     one_by_one = jaxpr_as_fun(jaxpr)(*map(jnp.asarray, jax.tree.leaves(arguments)))
-    found = list(map(max, found, differences(one_by_one, first)))
-    return Noise(tuple(found))
+    noise_of_leaf = list(map(max, noise_of_leaf, differences(one_by_one, first)))
+    return Noise(tuple(noise_of_leaf))
 
 
 def perturbed(arguments: Any, rng: np.random.Generator) -> Any:
@@ -79,9 +79,9 @@ def unequal(
     paths: Sequence[str], ours: Sequence[Any], theirs: Sequence[Any], noisy: Callable[[], Noise]
 ) -> Mapping[str, float]:
     """Paths of the leaves that differ -> by how much; `noisy` is asked only where some do."""
-    found = differences(ours, theirs)
-    bad = [i for i, d in enumerate(found) if not d <= TOLERANCE]
+    leaf_differences = differences(ours, theirs)
+    bad = [i for i, d in enumerate(leaf_differences) if not d <= TOLERANCE]
     if not bad:
         return {}
-    known = noisy()
-    return {paths[i]: found[i] for i in bad if not known.explains(i, found[i])}
+    step_noise = noisy()
+    return {paths[i]: leaf_differences[i] for i in bad if not step_noise.explains(i, leaf_differences[i])}

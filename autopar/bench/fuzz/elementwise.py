@@ -277,11 +277,11 @@ def special(scope: Scope) -> None:
     if value is None:
         return
     bad = scope.rng.choice(("jnp.inf", "-jnp.inf", "jnp.nan", "-0.0"))
-    made = scope.emit(f"jnp.where({{0}} > 1.0, {bad}, {{0}})", scope.stopped(value), smooth=False)
-    if made:
+    special_values = scope.emit(f"jnp.where({{0}} > 1.0, {bad}, {{0}})", scope.stopped(value), smooth=False)
+    if special_values:
         over = scope.rng.choice(("max", "min"))
         axis = None if value.batch is None else value.batch
         facts: dict[str, Any] = {} if value.batch is None else {"batch": None, "stage": 2 * (value.stage // 2) + 2}
         if value.folded == (1, 1):
-            scope.emit(f"jnp.{over}({{0}}, axis={axis})", made, **facts)
-        scope.values.remove(made)
+            scope.emit(f"jnp.{over}({{0}}, axis={axis})", special_values, **facts)
+        scope.values.remove(special_values)

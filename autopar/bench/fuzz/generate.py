@@ -62,9 +62,9 @@ def program(seed: int, largest: int = SIZES[-1]) -> Program:
     rng = Random(seed)
     size = min(largest, rng.choice(SIZES))
     for _ in range(20):
-        found = _drawn(seed, rng, size)
-        if found is not None:
-            return found
+        drawn = _drawn(seed, rng, size)
+        if drawn is not None:
+            return drawn
     raise AssertionError(f"seed {seed} gives no program")
 
 
@@ -78,12 +78,12 @@ def _drawn(seed: int, rng: Random, size: int) -> Program | None:
         return None
     _play(scope, rng.randint(1, 3 * size), (*ACROSS_MOVES, *FROZEN_MOVES), MIXED_BODY, 0.2)
     metrics = _metrics(scope)
-    found = [*results, *_counters(scope), *((f"metrics/m{i}", v.name) for i, v in enumerate(metrics))]
+    outputs = [*results, *_counters(scope), *((f"metrics/m{i}", v.name) for i, v in enumerate(metrics))]
     leaves = tuple(names.leaves)
-    block = Block("step", tuple(x.name for x in leaves), tuple(scope.nodes), tuple(name for _, name in found))
+    block = Block("step", tuple(x.name for x in leaves), tuple(scope.nodes), tuple(name for _, name in outputs))
     groups = tuple(dict.fromkeys(x.group for x in leaves if x.group not in STATE))
     batch = tuple(i + 1 for i, group in enumerate(groups) if group in batch_groups)
-    return Program(seed, leaves, block, tuple(found), () if scope.chance(0.3) else batch, dict(names.types))
+    return Program(seed, leaves, block, tuple(outputs), () if scope.chance(0.3) else batch, dict(names.types))
 
 
 # Arguments
@@ -210,18 +210,18 @@ def _trained(scope: Scope, size: int) -> list[tuple[str, str]] | None:
     leaves = list(inner.trained)
     form = "({0}, " + "(" + "".join(f"{{{i}}}, " for i in range(1, len(aux) + 1)) + "))"
     block = inner.block("loss", list(inner.trained.values()), [loss, *aux], form)
-    given = ", ".join(f"{{{i}}}" for i in range(len(leaves)))
+    operands = ", ".join(f"{{{i}}}" for i in range(len(leaves)))
     numbers = tuple(range(len(leaves)))
-    code = f"jax.tree.leaves(jax.value_and_grad({{b0}}, argnums={numbers}, has_aux=True)({given}))"
-    found = scope.emit_all(code, *leaves, bodies=(block,))
-    if len(found) != 1 + len(aux) + len(leaves):
+    code = f"jax.tree.leaves(jax.value_and_grad({{b0}}, argnums={numbers}, has_aux=True)({operands}))"
+    values = scope.emit_all(code, *leaves, bodies=(block,))
+    if len(values) != 1 + len(aux) + len(leaves):
         return None
     total = {"batch": None, "stage": 2, "folded": (1, 1), "smooth": False}
-    scope.learn(found[0], **total)
-    for value, inside in zip(found[1:], aux, strict=False):
+    scope.learn(values[0], **total)
+    for value, inside in zip(values[1:], aux, strict=False):
         facts = {"batch": inside.batch, "stage": inside.stage, "folded": inside.folded, "mixed": inside.mixed}
         scope.learn(value, **facts, smooth=False)
-    grads = [scope.learn(v, **total) for v in found[1 + len(aux) :]]
+    grads = [scope.learn(v, **total) for v in values[1 + len(aux) :]]
     grads = _second_order(scope, block, leaves, grads)
     return _update(scope, leaves, grads)
 
@@ -235,9 +235,11 @@ def _loss(scope: Scope) -> Value | None:
     """A scalar of the last values with a gradient: means of one or two, a product of means, a regulariser."""
     inner = set((scope.trained or {}).values())
     names = {v.name for v in scope.values if v.name in inner}
-    made = {out for node in scope.nodes for out in node.outs}
+    computed = {out for node in scope.nodes for out in node.outs}
     fit = [
-        v for v in scope.values if v.smooth and v.stage == 1 and not v.mixed and v.name in made and v.name not in names
+        v
+        for v in scope.values
+        if v.smooth and v.stage == 1 and not v.mixed and v.name in computed and v.name not in names
     ]
     if not fit:
         return None
@@ -254,10 +256,10 @@ def _loss(scope: Scope) -> Value | None:
     if scope.chance(0.3) and scope.trained:
         name = scope.rng.choice(list(scope.trained.values()))
         parts.append(scope.emit("0.01 * jnp.sum({0} ** 2)", name, **total))
-    known = [p for p in parts if p is not None]
-    if len(known) < len(parts) or any(p.shape for p in known):
+    emitted = [p for p in parts if p is not None]
+    if len(emitted) < len(parts) or any(p.shape for p in emitted):
         return None
-    return scope.emit(" + ".join(f"{{{i}}}" for i in range(len(known))), *known, smooth=True, **total)
+    return scope.emit(" + ".join(f"{{{i}}}" for i in range(len(emitted))), *emitted, smooth=True, **total)
 
 
 def _loss_of(scope: Scope, value: Value) -> str:
@@ -270,18 +272,18 @@ def _second_order(scope: Scope, block: Block, leaves: Sequence[str], grads: Sequ
     """The gradients, in some programs with a product of the Hessian and another vector, or themselves."""
     if not scope.chance(0.12):
         return list(grads)
-    given = ", ".join(f"{{{i}}}" for i in range(len(leaves)))
+    operands = ", ".join(f"{{{i}}}" for i in range(len(leaves)))
     along = ", ".join(
         f"{{{len(leaves) + i}}}" if scope.chance(0.4) else f"jnp.ones_like({{{i}}})" for i in range(len(leaves))
     )
     gradient = f"jax.grad(lambda *p: {{b0}}(*p)[0], argnums={tuple(range(len(leaves)))})"
-    code = f"jax.jvp({gradient}, ({given},), ({along},))[1]"
-    found = scope.emit_all(
+    code = f"jax.jvp({gradient}, ({operands},), ({along},))[1]"
+    products = scope.emit_all(
         code, *leaves, *grads, bodies=(block,), batch=None, stage=LARGEST_STAGE, folded=(1, 1), smooth=False
     )
-    if len(found) != len(grads):
+    if len(products) != len(grads):
         return list(grads)
-    mixed = [scope.emit("{0} + 0.1 * {1}", g, h, smooth=False) for g, h in zip(grads, found, strict=True)]
+    mixed = [scope.emit("{0} + 0.1 * {1}", g, h, smooth=False) for g, h in zip(grads, products, strict=True)]
     return [m or g for m, g in zip(mixed, grads, strict=True)]
 
 
@@ -292,14 +294,14 @@ UPDATES = ("{0} - 0.1 * {1}", "{0} - 0.1 * jnp.tanh({1})", "{0} - 0.1 * {1} / jn
 
 def _update(scope: Scope, leaves: Sequence[str], grads: Sequence[Value]) -> list[tuple[str, str]] | None:
     code = scope.rng.choice(UPDATES)
-    found: list[tuple[str, str]] = []
+    updated: list[tuple[str, str]] = []
     for leaf, grad in zip(leaves, grads, strict=True):
         new = scope.emit(code, leaf, grad, batch=None, stage=grad.stage, folded=(1, 1), smooth=False)
         if new is None:
             return None
-        found.append((f"params/{leaf}", new.name))
+        updated.append((f"params/{leaf}", new.name))
     rest = [x.name for x in scope.names.leaves if x.group == "params" and x.name not in leaves]
-    return [*found, *((f"params/{name}", name) for name in rest)]
+    return [*updated, *((f"params/{name}", name) for name in rest)]
 
 
 # Metrics and counters
@@ -307,17 +309,17 @@ def _update(scope: Scope, leaves: Sequence[str], grads: Sequence[Value]) -> list
 
 def _metrics(scope: Scope) -> list[Value]:
     """Totals, values of examples, and whatever came last."""
-    made = {out for node in scope.nodes for out in node.outs}
+    computed = {out for node in scope.nodes for out in node.outs}
     count = scope.rng.randint(1, 3)
-    found: list[Value] = []
+    metrics: list[Value] = []
     for _ in range(count):
         value = totals.total(scope)
         if value is not None:
-            found.append(value)
-    others = [v for v in scope.values if v.name in made and v.kind != "k" and v not in found]
-    recent = [v for v in others if not _read(scope, v)]
-    found += scope.rng.sample(recent, min(len(recent), 8))
-    return list(dict.fromkeys(found))
+            metrics.append(value)
+    unused = [v for v in scope.values if v.name in computed and v.kind != "k" and v not in metrics]
+    recent = [v for v in unused if not _read(scope, v)]
+    metrics += scope.rng.sample(recent, min(len(recent), 8))
+    return list(dict.fromkeys(metrics))
 
 
 def _read(scope: Scope, value: Value) -> bool:
@@ -332,7 +334,7 @@ COUNTERS = {
 
 def _counters(scope: Scope) -> list[tuple[str, str]]:
     """Counters one step on."""
-    found: list[tuple[str, str]] = []
+    counters: list[tuple[str, str]] = []
     for leaf in [x for x in scope.names.leaves if x.group == "counters"]:
         value = next(v for v in scope.values if v.name == leaf.name)
         other = scope.find(floating, of_rank(1), lambda v: v.stage == 1 and not v.mixed)
@@ -343,8 +345,8 @@ def _counters(scope: Scope) -> list[tuple[str, str]]:
         else:
             code = scope.rng.choice(COUNTERS[leaf.name[0]])
             new = scope.emit(code, value, scope.stopped(other), batch=None, stage=2, folded=(1, 1), smooth=False)
-        found.append((f"counters/{leaf.name}", (new or value).name))
-    return found
+        counters.append((f"counters/{leaf.name}", (new or value).name))
+    return counters
 
 
 def node_count(block: Block) -> int:

@@ -64,10 +64,10 @@ def _rows_and_column(scope: Scope) -> tuple[Value, Value] | None:
 
 def own_label(scope: Scope) -> None:
     """x[arange(n), labels] in several ways, and adding to what it reads."""
-    found = _rows_and_column(scope)
-    if found is None:
+    pair = _rows_and_column(scope)
+    if pair is None:
         return
-    value, column = found
+    value, column = pair
     n, width = value.shape[:2]
     rows = scope.rng.choice(ROWS).replace("{n}", str(n)).replace("{h}", str(n // 2))
     mode = scope.rng.choice(READS[:3])
@@ -168,10 +168,10 @@ def scatter_columns(scope: Scope) -> None:
 
 def slices_of_examples(scope: Scope) -> None:
     """A slice of each example that begins where the example says."""
-    found = _rows_and_column(scope)
-    if found is None:
+    pair = _rows_and_column(scope)
+    if pair is None:
         return
-    value, column = found
+    value, column = pair
     size = max(1, value.shape[1] - 1)
     form = scope.rng.choice((
         f"jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i.astype(jnp.int32), {size}, axis=0))({{0}}, {{1}})",

@@ -101,9 +101,9 @@ class Block:
 
     def free(self) -> tuple[str, ...]:
         """Names from around it that it reads."""
-        made = {*self.params, *(out for node in self.nodes for out in node.outs)}
+        defined = {*self.params, *(out for node in self.nodes for out in node.outs)}
         read = (*(name for node in self.nodes for name in node.free()), *self.results)
-        return tuple(dict.fromkeys(name for name in read if name not in made))
+        return tuple(dict.fromkeys(name for name in read if name not in defined))
 
     def free_of_params(self) -> tuple[str, ...]:
         """Names that its nodes read, parameters among them."""
@@ -176,12 +176,12 @@ class Program:
             for body in node.bodies:
                 yield from body.lines("    ")
             yield f"    {_targets(node)} = {expression(node)}"
-        found: dict[str, list[str]] = {"params": [], "counters": [], "metrics": []}
+        entries: dict[str, list[str]] = {"params": [], "counters": [], "metrics": []}
         for path, name in self.results:
             group, key = path.split("/")
-            found[group].append(f'"{key}": {name}')
-        state = f'{{"params": {{{", ".join(found["params"])}}}, "counters": {{{", ".join(found["counters"])}}}}}'
-        yield f"    return {state}, {{{', '.join(found['metrics'])}}}"
+            entries[group].append(f'"{key}": {name}')
+        state = f'{{"params": {{{", ".join(entries["params"])}}}, "counters": {{{", ".join(entries["counters"])}}}}}'
+        yield f"    return {state}, {{{', '.join(entries['metrics'])}}}"
 
     def _arguments(self) -> Iterator[str]:
         yield "def arguments(rng):"
@@ -189,8 +189,8 @@ class Program:
             yield f"    {leaf.name} = {leaf.code}  # {leaf.type.dtype}{list(leaf.type.shape)}"
         groups = {g: ", ".join(f'"{x.name}": {x.name}' for x in self.leaves if x.group == g) for g in self.groups}
         state = {g: ", ".join(f'"{x.name}": {x.name}' for x in self.leaves if x.group == g) for g in STATE}
-        made = ", ".join(f"{{{text}}}" for text in groups.values())
-        yield f'    return {{"params": {{{state["params"]}}}, "counters": {{{state["counters"]}}}}}, {made}'
+        group_dicts = ", ".join(f"{{{text}}}" for text in groups.values())
+        yield f'    return {{"params": {{{state["params"]}}}, "counters": {{{state["counters"]}}}}}, {group_dicts}'
 
     def compiled(self) -> Step:
         """The step as a Python function, and its arguments."""

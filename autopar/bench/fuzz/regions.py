@@ -58,8 +58,8 @@ def fit(scope: Scope, value: Value, target: Value) -> Value | None:
     if value.kind == "c":
         code = code.replace("{0}", "jnp.real({0})")
     facts: dict[str, Any] = {"batch": target.batch, "folded": target.folded, "stage": max(value.stage, target.stage)}
-    found = scope.emit(code, value, **facts)
-    return found if found is not None and found.type == target.type else None
+    fitted = scope.emit(code, value, **facts)
+    return fitted if fitted is not None and fitted.type == target.type else None
 
 
 COMBINED = (
@@ -76,12 +76,12 @@ def merged(scope: Scope, carry: Value, values: Sequence[Value]) -> Value:
     """A carry's next value: itself, with one of these values in it where one fits."""
     table = {"f": COMBINED, "i": COMBINED_INTEGERS, "b": COMBINED_BOOLS}.get(carry.kind)
     for value in scope.rng.sample(list(values), min(4, len(values))):
-        made = fit(scope, value, carry) if table and value.name != carry.name and value.kind != "k" else None
-        if made is None:
+        fitted = fit(scope, value, carry) if table and value.name != carry.name and value.kind != "k" else None
+        if fitted is None:
             continue
-        found = scope.emit(scope.rng.choice(table or ()), carry, made)
-        if found is not None and found.type == carry.type:
-            return found
+        combined = scope.emit(scope.rng.choice(table or ()), carry, fitted)
+        if combined is not None and combined.type == carry.type:
+            return combined
     return carry
 
 
@@ -130,9 +130,9 @@ def chained(scope: Scope, value: Value) -> Value:
 
 def chain(scope: Scope) -> None:
     """A chain behind a total that is there, or a new one."""
-    found = scope.find(numeric, of_rank(0, 3), lambda v: v.batch is None and v.stage in (2, 4)) or totals.total(scope)
-    if found is not None:
-        chained(scope, scope.stopped(found))
+    total = scope.find(numeric, of_rank(0, 3), lambda v: v.batch is None and v.stage in (2, 4)) or totals.total(scope)
+    if total is not None:
+        chained(scope, scope.stopped(total))
 
 
 # Loops
@@ -152,10 +152,10 @@ ACCUMULATORS = ("float64", "float64", "int32", "int8", "uint8", "uint32", "int64
 
 def _carries(scope: Scope) -> list[Carry]:
     """One value with examples or none, perhaps a total, perhaps another value."""
-    found: list[Carry] = []
+    carries: list[Carry] = []
     first = scope.find(batched, lambda v: v.kind in "bi" or v.dtype == "float64", lambda v: v.stage in (1, 3))
     if first is not None and scope.chance(0.8):
-        found.append(_carry(scope, first))
+        carries.append(_carry(scope, first))
     if scope.chance(0.7):
         alike = [v.dtype for v in scope.values if v.batch is not None and (v.kind == "i" or v.dtype == "float64")]
         dtype = scope.rng.choice(alike if alike and scope.chance(0.75) else ACCUMULATORS)
@@ -164,43 +164,43 @@ def _carries(scope: Scope) -> list[Carry]:
         zero = scope.emit(begin)
         if zero is not None:
             scope.values.remove(zero)
-            found.append(_carry(scope, zero, adds=True))
+            carries.append(_carry(scope, zero, adds=True))
     second = scope.find(numeric, lambda v: v.batch is None and v.stage == 0 and (v.kind == "i" or v.dtype == "float64"))
     if second is not None and scope.chance(0.4):
-        found.append(_carry(scope, second))
-    return found
+        carries.append(_carry(scope, second))
+    return carries
 
 
 def _carry(scope: Scope, value: Value, adds: bool = False) -> Carry:
     return Carry(value, scope.within(value), adds)
 
 
-def _next(scope: Scope, carry: Carry, made: Sequence[Value]) -> Value:
+def _next(scope: Scope, carry: Carry, computed: Sequence[Value]) -> Value:
     """A carry behind one iteration."""
     inside = carry.inside
     if not carry.adds:
-        fit_here = [v for v in made if v.stage == 0 or (inside.batch is not None and v.batch is not None)]
+        fit_here = [v for v in computed if v.stage == 0 or (inside.batch is not None and v.batch is not None)]
         return merged(scope, inside, [v for v in fit_here if v.mixed <= inside.mixed])
-    whole = _total_for(scope, inside, made)
+    whole = _total_for(scope, inside, computed)
     added = whole and fit(scope, chained(scope, scope.stopped(whole)), inside)
     if added is None:
         return inside
     form = "{0} | {1}" if inside.kind == "b" else scope.rng.choice(SUMS)
-    found = scope.emit(form, inside, added)
-    return found if found is not None and found.type == inside.type else inside
+    total = scope.emit(form, inside, added)
+    return total if total is not None and total.type == inside.type else inside
 
 
 #: How a total is added to a carry; sums may stay parts, extremes of sums may not.
 SUMS = (*("{0} + {1}",) * 6, "jnp.maximum({0}, {1})")
 
 
-def _total_for(scope: Scope, carry: Value, made: Sequence[Value]) -> Value | None:
+def _total_for(scope: Scope, carry: Value, computed: Sequence[Value]) -> Value | None:
     """A total over the batch to add to a carry, of what was made or of its own type."""
-    sources = [v for v in (*made, *scope.values) if v.batch is not None and v.stage == 1 and v.kind in "bif"]
+    sources = [v for v in (*computed, *scope.values) if v.batch is not None and v.stage == 1 and v.kind in "bif"]
     if not sources:
         return None
     alike = [v for v in sources if v.dtype == carry.dtype]
-    value = scope.rng.choice(alike if alike and scope.chance(0.8) else sources[: max(1, len(made))])
+    value = scope.rng.choice(alike if alike and scope.chance(0.8) else sources[: max(1, len(computed))])
     if value in alike and scope.chance(0.7):  # of the carry's own type, that sums may stay parts
         code = f"jnp.sum({{0}}, {value.batch}, dtype={{0}}.dtype)"
         whole = scope.emit(code, value, batch=None, stage=totals.after(value), folded=(1, 1))
@@ -222,9 +222,9 @@ def _body(
     inner = scope.inner([*outside, *visible, *slices], frozen)
     before = len(inner.values)
     moves.play(inner)
-    made = inner.values[before:]
-    made = [*slices, *made, *visible] if scope.chance(0.5) or not made else made
-    return inner, [_next(inner, c, made) for c in carries]
+    computed = inner.values[before:]
+    computed = [*slices, *computed, *visible] if scope.chance(0.5) or not computed else computed
+    return inner, [_next(inner, c, computed) for c in carries]
 
 
 def _facts(carry: Carry, last: Value) -> dict[str, Any]:
@@ -265,8 +265,8 @@ def scan(scope: Scope, moves: Moves) -> None:
         return
     slices, xs, reads = _sliced(scope)
     inner, lasts = _body(scope, moves, carries, slices, False)
-    given = [v for v in inner.values if v not in scope.values and v.kind in "bif" and v.stage in (0, 1, 3)]
-    stacked = [scope.rng.choice(given)] if given and scope.chance(0.5) else []
+    candidates = [v for v in inner.values if v not in scope.values and v.kind in "bif" and v.stage in (0, 1, 3)]
+    stacked = [scope.rng.choice(candidates)] if candidates and scope.chance(0.5) else []
     carried = scope.names.fresh("s")
     inner.unpack(carried, [c.inside.name for c in carries])
     form = f"({tuple_form(len(carries))}, {f'{{{len(carries)}}}' if stacked else 'None'})"
@@ -275,10 +275,10 @@ def scan(scope: Scope, moves: Moves) -> None:
     reverse = ", reverse=True" if scope.chance(0.2) else ""
     whole = xs.replace("{x}", f"{{{len(carries)}}}")
     code = f"jax.tree.leaves(lax.scan({{b0}}, {tuple_form(len(carries))}, {whole}{trips}{reverse}))"
-    found = scope.emit_all(code, *(c.outside for c in carries), *reads, bodies=(body,))
-    for value, carry, last in zip(found, carries, lasts, strict=False):
+    outputs = scope.emit_all(code, *(c.outside for c in carries), *reads, bodies=(body,))
+    for value, carry, last in zip(outputs, carries, lasts, strict=False):
         scope.learn(value, **_facts(carry, last))
-    for value, last in zip(found[len(carries) :], stacked, strict=False):
+    for value, last in zip(outputs[len(carries) :], stacked, strict=False):
         scope.learn(value, **_facts_of(last, 1))
 
 
@@ -302,12 +302,12 @@ def while_loop(scope: Scope, moves: Moves) -> None:
     names = tuple(v.name for v in lasts)
     body = replace(inner.block("body", (carried,), lasts), results=(step, *names), form=_counted(len(names)))
     test = scope.rng.choice(TESTS).replace("{i}", "{0}[0]").replace("{n}", "{1}")
-    made = Node((scope.names.fresh("t"),), test, (carried, counter.name))
-    block = Block(scope.names.fresh("test"), (carried,), (made,), made.outs)
+    node = Node((scope.names.fresh("t"),), test, (carried, counter.name))
+    block = Block(scope.names.fresh("test"), (carried,), (node,), node.outs)
     begin = tuple_form(len(carries)).replace("(", "(jnp.int64(0), ", 1)
     code = f"lax.while_loop({{b0}}, {{b1}}, {begin})[1:]"
-    found = scope.emit_all(code, *(c.outside for c in carries), bodies=(block, body))
-    for value, carry, last in zip(found, carries, lasts, strict=False):
+    outputs = scope.emit_all(code, *(c.outside for c in carries), bodies=(block, body))
+    for value, carry, last in zip(outputs, carries, lasts, strict=False):
         scope.learn(value, **{**_facts(carry, last), "smooth": False})
 
 
@@ -358,21 +358,21 @@ def _called(
     if first is None:
         return None
     second = scope.find(lambda v: v.dtype == "float64", lambda v: v.stage in (0, 1))
-    given = [first] if second is None or second.name == first.name else [first, second]
-    insides = [scope.within(v) for v in given]
+    operands = [first] if second is None or second.name == first.name else [first, second]
+    insides = [scope.within(v) for v in operands]
     inner = scope.inner(insides if closed else [*scope.values, *insides], frozen, closed)
     before = len(inner.values)
     moves.play(inner)
     results = [v for v in inner.values[before:] if v.dtype == "float64" and v.stage <= 1][-1:] or [insides[0]]
-    return given, inner, inner.block("body", [v.name for v in insides], results), results
+    return operands, inner, inner.block("body", [v.name for v in insides], results), results
 
 
-def _apply(scope: Scope, form: str, found: tuple[list[Value], Scope, Block, list[Value]] | None) -> None:
+def _apply(scope: Scope, form: str, called: tuple[list[Value], Scope, Block, list[Value]] | None) -> None:
     """The body behind a transformation, called."""
-    if found is not None:
-        given, _, block, results = found
-        operands = ", ".join(f"{{{i}}}" for i in range(len(given)))
-        scope.emit(f"{form}({operands})", *given, bodies=(block,), **_facts_of(results[0]))
+    if called is not None:
+        operands, _, block, results = called
+        operands = ", ".join(f"{{{i}}}" for i in range(len(operands)))
+        scope.emit(f"{form}({operands})", *operands, bodies=(block,), **_facts_of(results[0]))
 
 
 CHECKPOINTS = (
@@ -412,8 +412,8 @@ def mapped(scope: Scope, moves: Moves) -> None:
     inner = scope.inner([*closures, inside])
     before = len(inner.values)
     moves.play(inner)
-    made = [v for v in inner.values[before:] if v.kind in "bif" and v.stage <= 1 and v.folded == (1, 1)]
-    result = made[-1] if made else inside
+    results = [v for v in inner.values[before:] if v.kind in "bif" and v.stage <= 1 and v.folded == (1, 1)]
+    result = results[-1] if results else inside
     out = scope.rng.randint(0, result.rank)
     block = inner.block("each", (inside.name,), [result])
     where = out if of_examples else None if result.batch is None else result.batch + (out <= result.batch)

@@ -133,9 +133,9 @@ class Scope:
 
     def learn(self, value: Value, **facts: Any) -> Value:
         """Know more of a value."""
-        known = replace(value, **facts)
-        self.values[self.values.index(value)] = known
-        return known
+        updated = replace(value, **facts)
+        self.values[self.values.index(value)] = updated
+        return updated
 
     # Drawing
 
@@ -153,8 +153,8 @@ class Scope:
 
     def emit(self, code: str, *reads: Value | str, bodies: Sequence[Block] = (), **facts: Any) -> Value | None:
         """One node with one result; None where JAX refuses it. Facts that are not given are those of the operands."""
-        found = self._appended(code, reads, bodies, facts, many=False)
-        return found[0] if found else None
+        values = self._appended(code, reads, bodies, facts, many=False)
+        return values[0] if values else None
 
     def emit_all(self, code: str, *reads: Value | str, bodies: Sequence[Block] = (), **facts: Any) -> list[Value]:
         """One node with as many results as its expression, a sequence, has; none where JAX refuses it."""
@@ -172,10 +172,10 @@ class Scope:
         outs = tuple(self.names.fresh("v") for _ in types)
         self.nodes.append(replace(node, outs=outs))
         operands = [read for read in reads if isinstance(read, Value)]
-        made = [Value(out, t, **_facts(operands, t, facts)) for out, t in zip(outs, types, strict=True)]
-        self.names.types.update((v.name, v.type) for v in made)
-        self.values.extend(made)
-        return made
+        values = [Value(out, t, **_facts(operands, t, facts)) for out, t in zip(outs, types, strict=True)]
+        self.names.types.update((v.name, v.type) for v in values)
+        self.values.extend(values)
+        return values
 
     def traced(self, node: Node) -> Sequence[Type] | None:
         """Types of a node's results, None if JAX refuses it."""
@@ -199,9 +199,11 @@ class Scope:
         """A parameter of the step; where a loss is being made, its name there."""
         type_ = Type(dtype, tuple(shape))
         if self.closed:
-            found = self.emit(f"0.4 * jnp.cos(jnp.arange({np.prod(type_.shape, dtype=int)}.0)).reshape({type_.shape})")
-            assert found is not None
-            return found
+            constant = self.emit(
+                f"0.4 * jnp.cos(jnp.arange({np.prod(type_.shape, dtype=int)}.0)).reshape({type_.shape})"
+            )
+            assert constant is not None
+            return constant
         leaf = self.names.leaf("w", "params", code, type_)
         smooth = dtype == "float64" and not self.frozen
         if self.trained is None or dtype != "float64":
@@ -225,10 +227,10 @@ def _traced(node: Node, names: Sequence[str], types: Sequence[Type]) -> Sequence
     """Types of the results of a node that reads these."""
     run = function(Block("node", tuple(names), (replace(node, outs=("out",), many=False),), ("out",)))
     try:
-        found = jax.eval_shape(run, *(t.abstract() for t in types))
+        shapes = jax.eval_shape(run, *(t.abstract() for t in types))
     except Exception:  # whatever JAX says of a node that is no program
         return None
-    return tuple(map(type_of, jax.tree.leaves(found)))
+    return tuple(map(type_of, jax.tree.leaves(shapes)))
 
 
 @lru_cache(maxsize=1 << 16)
@@ -238,21 +240,21 @@ def _traced_alone(node: Node, types: tuple[Type, ...]) -> Sequence[Type] | None:
     return _traced(node, tuple(names), types)
 
 
-def _facts(operands: Sequence[Value], type_: Type, given: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(operands: Sequence[Value], type_: Type, facts: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of a result: what is given, else what all operands have in common."""
     batches = [v for v in operands if v.batch is not None]
-    known: dict[str, Any] = {
+    inferred: dict[str, Any] = {
         "batch": batches[0].batch if batches else None,
         "folded": batches[0].folded if batches else (1, 1),
         "stage": max((v.stage for v in operands), default=0),
         "mixed": any(v.mixed for v in operands),
         "smooth": any(v.smooth for v in operands),
     }
-    known.update(given)
-    if known["batch"] is not None and known["stage"] in (2, 4):
-        known["stage"] += 1
-    known["smooth"] = known["smooth"] and type_.dtype == "float64"
-    return known
+    inferred.update(facts)
+    if inferred["batch"] is not None and inferred["stage"] in (2, 4):
+        inferred["stage"] += 1
+    inferred["smooth"] = inferred["smooth"] and type_.dtype == "float64"
+    return inferred
 
 
 # What moves look for

@@ -22,8 +22,8 @@ def shrunk(program: Program, fails: Fails, most: int = 400) -> Program:
     """The smallest program found that still fails, in at most so many tries."""
     tries = iter(range(most))
 
-    def holds(found: Program) -> bool:
-        return next(tries, None) is not None and fails(found)
+    def holds(candidate: Program) -> bool:
+        return next(tries, None) is not None and fails(candidate)
 
     program = _fewer_results(program, holds)
     while True:
@@ -36,16 +36,16 @@ def shrunk(program: Program, fails: Fails, most: int = 400) -> Program:
 
 def _fewer_results(program: Program, holds: Fails) -> Program:
     for result in program.results:
-        found = _with_results(program, (result,))
-        if holds(found):
-            return found
+        candidate = _with_results(program, (result,))
+        if holds(candidate):
+            return candidate
     size = max(1, len(program.results) // 2)
     while size:
         start = 0
         while start < len(program.results):
-            found = _with_results(program, (*program.results[:start], *program.results[start + size :]))
-            if found.results and holds(found):
-                program = found
+            candidate = _with_results(program, (*program.results[:start], *program.results[start + size :]))
+            if candidate.results and holds(candidate):
+                program = candidate
             else:
                 start += size
         size //= 2
@@ -62,9 +62,9 @@ def _zeroed(program: Program, holds: Fails) -> Program:
     while size:
         start = 0
         while start < len(names := [n.outs for n in nodes(program.block) if not _is_zero(n)]):
-            found = _without_values(program, {out for outs in names[start : start + size] for out in outs})
-            if found != program and holds(found):
-                program = found
+            candidate = _without_values(program, {out for outs in names[start : start + size] for out in outs})
+            if candidate != program and holds(candidate):
+                program = candidate
             else:
                 start += size
         size //= 2
@@ -93,9 +93,9 @@ def _zeros(types: Mapping[str, Type], node: Node) -> tuple[Node, ...] | None:
 
 def _replaced(program: Program, holds: Fails) -> Program:
     for node in reversed(list(nodes(program.block))):
-        for found in _simpler(program, node):
-            if found != program and holds(found):
-                program = found
+        for candidate in _simpler(program, node):
+            if candidate != program and holds(candidate):
+                program = candidate
                 break
     return program
 
@@ -137,13 +137,13 @@ def _mapped(program: Program, change: Change) -> Program:
 
 
 def _mapped_block(block: Block, change: Change) -> Block:
-    found: list[Node] = []
+    changed_nodes: list[Node] = []
     for node in block.nodes:
         changed = change(node)
         if changed is None:
             changed = (replace(node, bodies=tuple(_mapped_block(b, change) for b in node.bodies)),)
-        found += changed
-    return replace(block, nodes=tuple(found))
+        changed_nodes += changed
+    return replace(block, nodes=tuple(changed_nodes))
 
 
 def _renamed(program: Program, names: Mapping[str, str]) -> Program:

@@ -72,12 +72,12 @@ def narrow_total(scope: Scope) -> None:
     few = "jnp.round(jnp.clip(jnp.nan_to_num({0}), 0, 1))"
     ends = f"jnp.where({place} == {scope.names.batch - 1}, -{large}, {few})"
     code = f"jnp.where({place} == 0, {large}, {ends}).astype(jnp.{dtype})"
-    made = scope.emit(code, scope.stopped(value), batch=value.batch, smooth=False)
-    if made is not None:
-        found = scope.emit(f"jnp.sum({{0}}, {value.batch})", made, batch=None, stage=after(value))
-        scope.values.remove(made)
-        if found is not None and scope.chance(0.7):
-            scope.emit("{0}.astype(jnp.float64)", found)
+    narrow = scope.emit(code, scope.stopped(value), batch=value.batch, smooth=False)
+    if narrow is not None:
+        total = scope.emit(f"jnp.sum({{0}}, {value.batch})", narrow, batch=None, stage=after(value))
+        scope.values.remove(narrow)
+        if total is not None and scope.chance(0.7):
+            scope.emit("{0}.astype(jnp.float64)", total)
 
 
 def wrapped_total(scope: Scope) -> None:
@@ -88,10 +88,10 @@ def wrapped_total(scope: Scope) -> None:
     dtype = scope.rng.choice(("int8", "uint8", "int16", "uint16", "int32", "uint32"))
     axes = tuple(sorted(d for d in {value.batch} if d is not None))
     code = f"jnp.sum({{0}}.astype(jnp.{jnp_name(dtype)}), {axes}, dtype=jnp.{dtype})"
-    found = scope.emit(code, value, batch=None, stage=after(value), folded=(1, 1))
-    if found is not None:
+    total = scope.emit(code, value, batch=None, stage=after(value), folded=(1, 1))
+    if total is not None:
         target = scope.rng.choice(("float64", "int64", "float32", "bool_", "uint64", "int8"))
-        scope.emit(f"{{0}}.astype(jnp.{target})", found)
+        scope.emit(f"{{0}}.astype(jnp.{target})", total)
 
 
 def flags(scope: Scope) -> None:

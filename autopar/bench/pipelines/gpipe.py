@@ -144,20 +144,20 @@ class GPipe:
         number = tick - stage
         works = (number >= 0) & (number < self.microbatches)
         at = jnp.clip(number, 0, self.microbatches - 1)
-        one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, at, 0, False), cut)
-        x, loss = jax.checkpoint(self._work)(params, one, x, stage, works)
+        microbatch = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, at, 0, False), cut)
+        x, loss = jax.checkpoint(self._work)(params, microbatch, x, stage, works)
         return jax.lax.ppermute(x, "stage", [(s, s + 1) for s in range(self.stages - 1)]), loss
 
     def _work(
-        self, params: Tree, one: Tree, x: jax.Array, stage: jax.Array, works: jax.Array
+        self, params: Tree, microbatch: Tree, x: jax.Array, stage: jax.Array, works: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """A stage on one microbatch, or on none."""
         first, last = works & (stage == 0), works & (stage == self.stages - 1)
-        x = jax.lax.cond(first, lambda x: gpt.embed(params, one["tokens"], self.dtype), lambda x: x, x)
+        x = jax.lax.cond(first, lambda x: gpt.embed(params, microbatch["tokens"], self.dtype), lambda x: x, x)
         layers = partial(self._layers, params["blocks"])
         x = jax.lax.cond(works, layers, lambda x: x, x) if self.skips else layers(x)
         none = jnp.zeros((), self.dtype)
-        loss = jax.lax.cond(last, lambda x: gpt.next_token_loss(params, x, one["labels"]), lambda x: none, x)
+        loss = jax.lax.cond(last, lambda x: gpt.next_token_loss(params, x, microbatch["labels"]), lambda x: none, x)
         return x, loss
 
     def _layers(self, blocks: Tree, x: jax.Array) -> jax.Array:
@@ -214,11 +214,11 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
 
 def _losses(step: Callable[..., Any], state: Tree, batches: list[Tree]) -> list[float]:
     """Of two steps in a row: the second sees what the first has changed."""
-    found: list[float] = []
+    losses: list[float] = []
     for batch in batches:
         state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
+        losses.append(float(metrics["loss"]))
+    return losses
 
 
 def row(
@@ -231,7 +231,10 @@ def row(
     """Medians, ratio, losses beside those of one device, and raw times."""
     times = {v.name: v.times for v in variants}
     medians = {name: statistics.median(t) for name, t in times.items()}
-    error = {n: max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) for n, found in losses.items()}
+    error = {
+        n: max(abs(a - b) / abs(b) for a, b in zip(step_losses, expected, strict=True))
+        for n, step_losses in losses.items()
+    }
     return {
         "model": MODEL,
         "sizes": dict(SIZES),
@@ -253,24 +256,24 @@ def row(
 
 def run(repeats: int) -> Row:
     """The comparison; WorkerError where its process dies."""
-    (found,) = worker.lines("autopar.bench.pipelines.gpipe", {"repeats": repeats}, worker.KEEP)
-    return found
+    (row,) = worker.lines("autopar.bench.pipelines.gpipe", {"repeats": repeats}, worker.KEEP)
+    return row
 
 
-def table(found: Row) -> str:
+def table(row: Row) -> str:
     """A few lines."""
-    medians, passes = found["median_s"], found["pass_s"]
+    medians, passes = row["median_s"], row["pass_s"]
     return "\n".join(
         [
             *(
-                f"{name:<22}{seconds(medians[name])}, autopar's step over it {found['ratio'][name]:.3f}, "
-                f"in pairs {found['paired_ratio'][name]:.3f}"
+                f"{name:<22}{seconds(medians[name])}, autopar's step over it {row['ratio'][name]:.3f}, "
+                f"in pairs {row['paired_ratio'][name]:.3f}"
                 for name in HANDS
             ),
             f"autopar, 1f1b         {seconds(medians['autopar'])}",
             f"passes of stages      {'; '.join(f'{k} ' + ' '.join(map(seconds, t)) for k, t in passes.items())}",
             "losses of two steps   "
-            + ", ".join(f"{name} within {error:.1e} of one device" for name, error in found["loss_error"].items()),
+            + ", ".join(f"{name} within {error:.1e} of one device" for name, error in row["loss_error"].items()),
         ]
     )
 

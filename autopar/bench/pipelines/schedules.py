@@ -38,9 +38,9 @@ def run(
         raise ArgumentError(f"repeats must be at least 1, not {repeats}")
     several = {"chunks": chunks, "slices": slices, "batches": BATCHES}
     rows: list[Row] = []
-    for name, found in SCHEDULES.items():
+    for name, schedule in SCHEDULES.items():
         tell(name)
-        fitting = replace(size, **{word: several[word] for word in found.several})
+        fitting = replace(size, **{word: several[word] for word in schedule.several})
         try:
             rows.append(_row(name, fitting, repeats))
         except ScheduleError as error:

@@ -126,8 +126,8 @@ class Clock:
 
     def __call__(self, i: Instruction, stash: Stash) -> None:
         took, self.last = time.perf_counter() - self.last, time.perf_counter()
-        found = self.begins if self.first else self.times.setdefault((i.op, i.kind, i.stage, i.to), [])
-        found.append(took)
+        durations = self.begins if self.first else self.times.setdefault((i.op, i.kind, i.stage, i.to), [])
+        durations.append(took)
         self.first = False
 
     def median(self, op: str, kind: str, stage: int, to: int = -1) -> float:
@@ -136,13 +136,16 @@ class Clock:
 
     def updates(self, stage: int, steps: int) -> float:
         """s of all updates of a stage in a step, which run in one order in each of so many."""
-        found = self.times.get(("update", "", stage, -1), [])
-        count = len(found) // steps
-        return math.fsum(statistics.median(found[k::count]) for k in range(count))
+        durations = self.times.get(("update", "", stage, -1), [])
+        count = len(durations) // steps
+        return math.fsum(statistics.median(durations[k::count]) for k in range(count))
 
     def repeat(self, r: int, repeats: int) -> Clock:
         """What step r of so many has told."""
-        times = {key: found[r * len(found) // repeats :][: len(found) // repeats] for key, found in self.times.items()}
+        times = {
+            key: durations[r * len(durations) // repeats :][: len(durations) // repeats]
+            for key, durations in self.times.items()
+        }
         return Clock(begins=self.begins[r : r + 1], times=times)
 
     def beginning(self) -> float:
@@ -165,10 +168,10 @@ def neighbours(cores: Iterable[int]) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def confine(cores: Iterable[int]) -> None:
     """Let all threads of this process run on these cores alone."""
-    some = [*cores]
+    core_list = [*cores]
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), some)
+            os.sched_setaffinity(int(thread), core_list)
 
 
 def built(model: zoo.Model, ranks: int, devices: int, schedule: str, microbatches: int) -> PipelineStep:
@@ -290,12 +293,14 @@ def row(model: str, schedule: Schedule, clock: Clock, times: Sequence[float], th
         "transfer_s": {f"{a}>{b}": t for (a, b), t in sorted(prices.transfer.items())},
         "simulated_s": simulated.seconds,
         "measured_s": statistics.median(times),
-        "ratio": statistics.median(t / one.seconds for one, t in pairs),
+        "ratio": statistics.median(t / simulation.seconds for simulation, t in pairs),
         "simulated_bubble": simulated.bubble,
-        "bubble": statistics.median(1 - math.fsum(one.busy) / (len(one.busy) * t) for one, t in pairs),
+        "bubble": statistics.median(
+            1 - math.fsum(simulation.busy) / (len(simulation.busy) * t) for simulation, t in pairs
+        ),
         "threads": statistics.median(threads),
         "raw_s": list(times),
-        "raw_simulated_s": [one.seconds for one, _ in pairs],
+        "raw_simulated_s": [simulation.seconds for simulation, _ in pairs],
     }
 
 
@@ -312,15 +317,15 @@ def dispatch(devices: int) -> Row:
         clock.start()
         leaves = advance(watched, leaves)
     by_op = {
-        op: [t for key, found in clock.times.items() if key[0] == op for t in found]
+        op: [t for key, durations in clock.times.items() if key[0] == op for t in durations]
         for op in ("run", "send", "free", "update")
     }
-    every = [t for op, found in by_op.items() if op != "free" for t in found]
+    every = [t for op, durations in by_op.items() if op != "free" for t in durations]
     return {
         "model": TINY,
         "devices": devices,
         "median_us": 1e6 * statistics.median(every),
-        "by_us": {op: 1e6 * statistics.median(found) for op, found in by_op.items()},
+        "by_us": {op: 1e6 * statistics.median(durations) for op, durations in by_op.items()},
     }
 
 
@@ -328,13 +333,13 @@ def run(model: str, repeats: int, tell: Callable[[str], None] = lambda text: Non
     """{"rows": a row per schedule, "dispatch": a row per size of submesh}; WorkerError where a worker dies."""
     env = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip(), **worker.KEEP}
     rows: list[Row] = []
-    for found in worker.lines(
+    for row in worker.lines(
         "autopar.bench.pipelines.simulated", {"model": model, "schedules": SCHEDULES, "repeats": repeats}, env
     ):
-        rows.append(found)
-        tell(line(found))
+        rows.append(row)
+        tell(line(row))
     dispatched = [
-        one for n in (1, 2) for one in worker.lines("autopar.bench.pipelines.simulated", {"dispatch": n}, env)
+        row for n in (1, 2) for row in worker.lines("autopar.bench.pipelines.simulated", {"dispatch": n}, env)
     ]
     return {"rows": rows, "dispatch": dispatched, **figures(rows)}
 
@@ -348,16 +353,16 @@ def figures(rows: Sequence[Row]) -> Row:
     }
 
 
-def line(found: Row) -> str:
+def line(row: Row) -> str:
     """One row for people."""
     return (
-        f"{found['schedule']:<17} measured {seconds(found['measured_s'])}, simulated {seconds(found['simulated_s'])}, "
-        f"ratio {found['ratio']:.3f}; bubble {found['bubble']:.1%}, simulated {found['simulated_bubble']:.1%}; "
-        f"threads {found['threads']:.2f}"
+        f"{row['schedule']:<17} measured {seconds(row['measured_s'])}, simulated {seconds(row['simulated_s'])}, "
+        f"ratio {row['ratio']:.3f}; bubble {row['bubble']:.1%}, simulated {row['simulated_bubble']:.1%}; "
+        f"threads {row['threads']:.2f}"
     )
 
 
-def table(found: Row) -> str:
+def table(result: Row) -> str:
     """A line per schedule, the passes of the stages, and dispatch."""
     heads = ("", "measured", "simulated", "ratio", "bubble", "simulated", "threads", "passes of stages")
     lines = [
@@ -371,14 +376,14 @@ def table(found: Row) -> str:
             f"{r['threads']:.2f}",
             "; ".join(f"{kind} {' '.join(map(seconds, times))}" for kind, times in r["pass_s"].items()),
         )
-        for r in found["rows"]
+        for r in result["rows"]
     ]
     dispatched = (
         f"dispatch on {d['devices']} device{'s' * (d['devices'] > 1)} per stage: {d['median_us']:.0f} us "
         f"({', '.join(f'{op} {us:.0f}' for op, us in d['by_us'].items())})"
-        for d in found["dispatch"]
+        for d in result["dispatch"]
     )
-    return "\n".join([grid("schedule", heads, lines), *dispatched, f"worst ratio {found['worst_ratio']:.3f}"])
+    return "\n".join([grid("schedule", heads, lines), *dispatched, f"worst ratio {result['worst_ratio']:.3f}"])
 
 
 if __name__ == "__main__":

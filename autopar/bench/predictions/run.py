@@ -226,13 +226,13 @@ def measure(planned: Planned, avals: Sequence[Any], target: str) -> Row:
     """What was predicted of a plan, and what the compiler says."""
     begin = time.perf_counter()
     stats = compiled(planned, avals, target).memory_analysis()
-    found = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    found += stats.temp_size_in_bytes
+    compiled_bytes = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    compiled_bytes += stats.temp_size_in_bytes
     peak, kinds = _peak(planned), planned.plan.stages[0].memory
     return {
         "predicted": peak,
-        "compiled": found,
-        "error": peak / found - 1,
+        "compiled": compiled_bytes,
+        "error": peak / compiled_bytes - 1,
         "predicted_arguments": sum(kinds.get(k, 0) for k in ("parameters", "optimizer state", "arguments")),
         "compiled_arguments": stats.argument_size_in_bytes,
         "kinds": dict(kinds),
@@ -257,9 +257,9 @@ def compiled(planned: Planned, avals: Sequence[Any], target: str) -> Any:
 
 def rows(spec: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of one model, in this process."""
-    found = subject(spec["model"], spec["sizes"], spec["mesh"], spec["target"].partition(":")[0])
-    for kind, planned in found.plans():
-        yield {**spec, "plan": kind, **measure(planned, found.traced.in_avals, spec["target"])}
+    planned_subject = subject(spec["model"], spec["sizes"], spec["mesh"], spec["target"].partition(":")[0])
+    for kind, planned in planned_subject.plans():
+        yield {**spec, "plan": kind, **measure(planned, planned_subject.traced.in_avals, spec["target"])}
 
 
 def work(spec: Mapping[str, Any]) -> Iterator[Row]:

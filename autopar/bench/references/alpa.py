@@ -91,8 +91,8 @@ def borders(layers: Layers, groups: Sequence[int]) -> tuple[int, ...]:
     amounts = [sum(flops_of(layers.graph, op) for op in layers.ops(i)) for i in range(len(layers.layers))]
     done = np.cumsum(amounts) / sum(amounts)
     wanted = [g / sum(groups) for g in itertools.accumulate(groups)]
-    found = [int(np.abs(done - share).argmin()) + 1 for share in wanted[:-1]]
-    return (*found, len(amounts))
+    last_layers = [int(np.abs(done - share).argmin()) + 1 for share in wanted[:-1]]
+    return (*last_layers, len(amounts))
 
 
 def priced(
@@ -136,28 +136,28 @@ def work(spec: Mapping[str, Any]) -> Iterator[Row]:
         )  # they ran
         division, fits = priced(searcher, question, theirs, published)
         unlimited = replace(question, memory=(np.inf,) * len(question.memory))
-        found = searcher.simulated(division, unlimited, theirs)
-        assert found is not None
+        alpa = searcher.simulated(division, unlimited, theirs)
+        assert alpa is not None
     yield {
         "model": name,
         "devices": sum(published.devices),
         "autopar_s": None if ours is None else ours.seconds,
-        "alpa_s": found.seconds,
-        "ratio": None if ours is None else ours.seconds / found.seconds,
+        "alpa_s": alpa.seconds,
+        "ratio": None if ours is None else ours.seconds / alpa.seconds,
         "alpa_fits": fits,
-        "alpa_peak_bytes": max(found.peaks),
+        "alpa_peak_bytes": max(alpa.peaks),
         "autopar": None if ours is None else describe(ours),
-        "alpa": describe(found),
+        "alpa": describe(alpa),
     }
 
 
-def describe(found: FoundPipeline) -> str:
+def describe(pipeline: FoundPipeline) -> str:
     """A pipeline in a line: microbatches, schedule, layers and submesh of every stage."""
-    stages = [f"{s.last - s.first}@{'x'.join(map(str, s.shape))}" for s in found.stages]
+    stages = [f"{s.last - s.first}@{'x'.join(map(str, s.shape))}" for s in pipeline.stages]
     runs = [(len(list(same)), key) for key, same in itertools.groupby(stages)]
     listed = " ".join(key if count == 1 else f"{count}*{key}" for count, key in runs)
-    again = sum(policy == FULL for policy in found.remat)
-    return f"m={found.microbatches} {found.schedule} {listed}; recomputed {again}"
+    again = sum(policy == FULL for policy in pipeline.remat)
+    return f"m={pipeline.microbatches} {pipeline.schedule} {listed}; recomputed {again}"
 
 
 def run(
@@ -167,9 +167,9 @@ def run(
 ) -> list[Row]:
     """Rows of all models, each in a process of its own; those found in the resume file are not run again."""
     rows: list[Row] = rows_kept.read(resume)
-    known = {row["model"] for row in rows}
+    models_done = {row["model"] for row in rows}
     for model in models:
-        if model not in known:
+        if model not in models_done:
             for row in worker.lines("autopar.bench.references.alpa", {"model": model}):
                 rows.append(row)
                 rows_kept.keep(resume, row)

@@ -161,9 +161,9 @@ def run(
 ) -> list[Row]:
     """Rows of all pairs, each in a process of its own; those found in the resume file are not run again."""
     rows: list[Row] = rows_kept.read(resume)
-    known = {row["pair"] for row in rows}
+    pairs_done = {row["pair"] for row in rows}
     for pair in pairs:
-        if pair.name not in known:
+        if pair.name not in pairs_done:
             spec = {"model": pair.model, "batch": pair.batch, "cluster": pair.cluster, "hosts": pair.hosts}
             for row in worker.lines("autopar.bench.references.named", spec):
                 rows.append(row)

@@ -158,21 +158,21 @@ def _step_figures(plan: Plan) -> Row:
     }
 
 
-def table(found: Row) -> str:
+def table(result: Row) -> str:
     """FLOPs, then the stage and its memory by kind."""
     heads = ("", "counted", "left out", "formula", "ratio")
     body = [
         (r["model"], *(f"{r[key]:.4g}" for key in ("counted", "left_out", "formula")), f"{r['ratio']:.4f}")
-        for r in found["flops"]
+        for r in result["flops"]
     ]
-    one = found["stage"]
-    kinds = [(kind, size(nbytes)) for kind, nbytes in sorted(one["memory"].items(), key=lambda item: -item[1])]
+    stage = result["stage"]
+    kinds = [(kind, size(nbytes)) for kind, nbytes in sorted(stage["memory"].items(), key=lambda item: -item[1])]
     line = (
-        f"one stage on 4 devices of {CLUSTER}: {seconds(one['step_s'])} per microbatch of {MICROBATCH} and update, "
-        f"{one['flops_per_s'] / 1e12:.1f} TFLOP/s per device, {size(one['peak_bytes'])} at the peak"
+        f"one stage on 4 devices of {CLUSTER}: {seconds(stage['step_s'])} per microbatch of {MICROBATCH} and update, "
+        f"{stage['flops_per_s'] / 1e12:.1f} TFLOP/s per device, {size(stage['peak_bytes'])} at the peak"
     )
     memory = grid("memory at the peak", ("", "per device"), kinds)
-    return "\n".join([grid("FLOPs per step", heads, body), line, memory, _step_line(found["step"])])
+    return "\n".join([grid("FLOPs per step", heads, body), line, memory, _step_line(result["step"])])
 
 
 def _step_line(step: Row) -> str:

@@ -108,8 +108,8 @@ def fields(algorithm: str) -> tuple[str, ...]:
 def values(algorithm: str, field: str) -> tuple[Value, ...]:
     """The values that a field is tried with, other than its own."""
     own = getattr(RECORDS[algorithm], field)
-    found = VALUES.get((algorithm, field)) or tuple(_scaled(own, factor) for factor in (0.5, 2.0))
-    return tuple(value for value in dict.fromkeys(found) if value != own)
+    candidates = VALUES.get((algorithm, field)) or tuple(_scaled(own, factor) for factor in (0.5, 2.0))
+    return tuple(value for value in dict.fromkeys(candidates) if value != own)
 
 
 def _scaled(value: Value, factor: float) -> Value:

@@ -80,11 +80,11 @@ def _step(row: Row) -> float:
 
 def default_seconds(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Program -> processor times (s) of planning with the defaults, one for each record that it reads."""
-    found: dict[str, dict[float, None]] = {}
+    times_by_program: dict[str, dict[float, None]] = {}
     for row in rows:
         if row["read"]:
-            found.setdefault(row["program"], {})[row["default_cpu_s"]] = None
-    return {program: list(times) for program, times in found.items()}
+            times_by_program.setdefault(row["program"], {})[row["default_cpu_s"]] = None
+    return {program: list(times) for program, times in times_by_program.items()}
 
 
 def noise(rows: Sequence[Row]) -> float:
@@ -100,14 +100,14 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         groups.setdefault((row["algorithm"], row["field"], str(row.get("value"))), []).append(row)
     read = {(row["algorithm"], row["field"]) for row in rows if row["read"]}
-    found: list[Row] = []
-    for (algorithm, field, _), some in groups.items():
+    summaries: list[Row] = []
+    for (algorithm, field, _), group in groups.items():
         own = {"algorithm": algorithm, "field": field, "default": getattr(records.RECORDS[algorithm], field)}
-        if some[0]["read"]:
-            found.append({**own, **_figures(some, default)})
+        if group[0]["read"]:
+            summaries.append({**own, **_figures(group, default)})
         elif (algorithm, field) not in read:
-            found.append({**own, "value": None, "programs": 0})
-    return found
+            summaries.append({**own, "value": None, "programs": 0})
+    return summaries
 
 
 def _figures(rows: Sequence[Row], default: Mapping[str, float]) -> Row:
@@ -138,16 +138,16 @@ def changes(row: Mapping[str, Any]) -> bool:
 
 def table(rows: Sequence[Row]) -> str:
     """A table per record with a line per field and value, and the fields that changed nothing."""
-    found = summary(rows)
+    summaries = summary(rows)
     head = ("", "default", "value", "programs", "step, worst", "median", "planning", "from", "to", "gap", "given up")
-    read = [row for row in found if row["programs"]]
+    read = [row for row in summaries if row["programs"]]
     tables = [
         f"\n{algorithm}{grid('field', head, [_cells(row) for row in read if row['algorithm'] == algorithm])}"
         for algorithm in dict.fromkeys(row["algorithm"] for row in read)
     ]
-    every = dict.fromkeys(f"{row['algorithm']}.{row['field']}" for row in found)
-    active = {f"{row['algorithm']}.{row['field']}" for row in found if changes(row)}
-    unread = [f"{row['algorithm']}.{row['field']}" for row in found if not row["programs"]]
+    every = dict.fromkeys(f"{row['algorithm']}.{row['field']}" for row in summaries)
+    active = {f"{row['algorithm']}.{row['field']}" for row in summaries if changes(row)}
+    unread = [f"{row['algorithm']}.{row['field']}" for row in summaries if not row["programs"]]
     idle = [name for name in every if name not in active and name not in unread]
     last = [
         f"with the defaults, 90% of planning times are within {noise(rows):.1%} of the median of their program",

@@ -52,9 +52,9 @@ def work(spec: Mapping[str, Any]) -> Iterator[Outcome]:
         if algorithm != last:  # again for each record: the machine may be busier than before
             last, base = algorithm, _forked(plan, math.inf)
         for value in values:
-            found = _forked(partial(_varied, plan, algorithm, field, value), _patience(base))
+            outcome = _forked(partial(_varied, plan, algorithm, field, value), _patience(base))
             row = {"program": spec["program"], "algorithm": algorithm, "field": field, "value": value, "read": True}
-            yield {**row, **found, **{f"default_{name}": x for name, x in base.items()}}
+            yield {**row, **outcome, **{f"default_{name}": x for name, x in base.items()}}
 
 
 def _patience(base: Outcome) -> float:
@@ -104,7 +104,7 @@ def _planned(program: Program, model: zoo.Model, budget: int | None, free: bool 
 def _processor_seconds() -> float:
     """Of this process and of its children that ended (ILP solvers)."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def _varied(plan: Callable[[], Outcome], algorithm: str, field: str, value: records.Value) -> Outcome:

@@ -148,13 +148,13 @@ def read(text: str, jaxprs: Mapping[str, Any]) -> dict[str, Any]:
         raise UnreadableError(f"parameters '{text}' are no list of name=value: {error.msg}") from None
     if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
         raise UnreadableError(f"parameters '{text}' are no list of name=value")
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for keyword in call.keywords:
         try:
-            found[str(keyword.arg)] = _Reader(jaxprs).read(keyword.value)
+            by_name[str(keyword.arg)] = _Reader(jaxprs).read(keyword.value)
         except UnreadableError as error:
             raise UnreadableError(f"parameter '{keyword.arg}': {error}") from None
-    return found
+    return by_name
 
 
 class _Reader:

@@ -85,22 +85,22 @@ class _Builder:
     def region(self, body: BodyText, outer: frozenset[int]) -> Region:
         """A body; `outer` are the constants around it, the only values from outside that it may read."""
         constants = tuple((v, array) for v, _, array in body.constants)
-        known = outer | {v for v, _ in constants}
+        outer_constants = outer | {v for v, _ in constants}
         inputs = self.define(body.line, body.inputs)
         self.define(body.line, [(v, t) for v, t, _ in body.constants])
         self.constants.update(constants)
-        defined = {*known, *inputs}
+        defined = {*outer_constants, *inputs}
         ops: list[Op] = []
         for op in body.ops:
             _check_defined(op.inputs, defined, op.line)
-            ops.append(self.op(op, known))
+            ops.append(self.op(op, outer_constants))
             defined.update(ops[-1].outputs)
         _check_defined(body.outputs, defined, body.return_line)
         return Region(body.name, inputs, tuple(ops), body.outputs, constants)
 
-    def op(self, op: OpText, known: frozenset[int]) -> Op:
+    def op(self, op: OpText, outer_constants: frozenset[int]) -> Op:
         index = next(self.indices)
-        regions = {name: self.region(b, known) for name, b in op.regions.items()}
+        regions = {name: self.region(b, outer_constants) for name, b in op.regions.items()}
         params = self.params(op, {name: self.jaxpr(region) for name, region in regions.items()})
         signature, equation = self.signature(op, params)
         outputs = self.define(op.line, op.outputs)
@@ -130,8 +130,8 @@ class _Builder:
             written = parameters.read(op.params, jaxprs)
         except parameters.UnreadableError as error:
             raise GraphTextError(f"line {op.line}: {op.name}: {error}") from None
-        others = {**usual, **combiner, **_region_params(op, regions)}
-        return written | {name: value for name, value in others.items() if name not in written}
+        defaults = {**usual, **combiner, **_region_params(op, regions)}
+        return written | {name: value for name, value in defaults.items() if name not in written}
 
     def signature(self, op: OpText, params: Mapping[str, Any]) -> tuple[int, jex.JaxprEqn]:
         """Equal for operations with equal primitive, parameters, regions and operand types."""
@@ -233,8 +233,8 @@ def _check_results(op: OpText, equation: jex.JaxprEqn) -> None:
     types = [type_of_aval(v.aval) for v in equation.outvars]
     written = [t for _, t in op.outputs]
     if types != written:
-        given, wanted = (", ".join(map(str, ts)) or "nothing" for ts in (types, written))
-        raise GraphTextError(f"line {op.line}: {op.name} gives {given}, not {wanted}")
+        inferred, wanted = (", ".join(map(str, ts)) or "nothing" for ts in (types, written))
+        raise GraphTextError(f"line {op.line}: {op.name} gives {inferred}, not {wanted}")
 
 
 def _aval(type_: Type, weak: bool = False) -> jax.ShapeDtypeStruct:

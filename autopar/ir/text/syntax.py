@@ -88,16 +88,16 @@ class TextReader:
         raise GraphTextError(f"line {self.line}: {message}")
 
     def skip(self) -> None:
-        while (found := _TOKEN.match(self.text, self.at)) and found.lastgroup == "skip":
-            self.at = found.end()
+        while (match := _TOKEN.match(self.text, self.at)) and match.lastgroup == "skip":
+            self.at = match.end()
 
     def peek(self) -> tuple[str, str]:
         """Kind and text of the next token; ("end", "") at the end."""
         self.skip()
-        found = _TOKEN.match(self.text, self.at)
-        if found is None:
+        match = _TOKEN.match(self.text, self.at)
+        if match is None:
             return ("end", "") if self.at >= len(self.text) else ("unknown", self.text[self.at])
-        return str(found.lastgroup), found.group()
+        return str(match.lastgroup), match.group()
 
     def take(self, *wanted: str) -> str:
         """The next token, which is one of these kinds or signs."""
@@ -116,12 +116,12 @@ class TextReader:
 
     def separated(self, item: Callable[[], _T], end: str) -> tuple[_T, ...]:
         """Items with commas between them up to a sign, which is read."""
-        found: list[_T] = []
+        items: list[_T] = []
         while not self.has(end):
-            if found:
+            if items:
                 self.take(",")
-            found.append(item())
-        return tuple(found)
+            items.append(item())
+        return tuple(items)
 
     def value(self) -> int:
         return int(self.take("value")[1:])
@@ -131,15 +131,15 @@ class TextReader:
 
     def type(self) -> Type:
         self.skip()
-        found = _TYPE.match(self.text, self.at)
-        if found is None:
+        match = _TYPE.match(self.text, self.at)
+        if match is None:
             self.fail(f"expected a type such as f32[8,4], found '{self.text[self.at : self.at + 20].splitlines()[0]}'")
         try:
-            made = _type(found[1], tuple(int(n) for n in found[2].split(",") if n))
+            type_ = _type(match[1], tuple(int(n) for n in match[2].split(",") if n))
         except TypeError as error:
             self.fail(str(error))
-        self.at = found.end()
-        return made
+        self.at = match.end()
+        return type_
 
     def typed_value(self) -> tuple[int, Type]:
         value = self.value()
@@ -177,14 +177,14 @@ class TextReader:
         """What follows the name of a graph, region or jaxpr."""
 
         def argument() -> tuple[int, Type]:
-            found = self.typed_value()
+            value = self.typed_value()
             after_input()
-            return found
+            return value
 
         def result() -> Atom:
-            found = self.atom()
+            atom = self.atom()
             after_output()
-            return found
+            return atom
 
         line = self.line
         self.take("(")
@@ -227,22 +227,22 @@ class TextReader:
         return _BLOCK.match(self.text, self.at) is not None
 
     def trips(self) -> int | None:
-        found = _TRIPS.match(self.text, self.at)
-        if found is None:
+        match = _TRIPS.match(self.text, self.at)
+        if match is None:
             return 1
-        self.at = found.end()
-        return None if found[1] == "?" else int(found[1])
+        self.at = match.end()
+        return None if match[1] == "?" else int(match[1])
 
     def origin(self) -> tuple[Phase, str, str]:
         """Phase, source line and scopes from the comment behind an operation."""
-        found = _ORIGIN.match(self.text, self.at)
-        if found is None:
+        match = _ORIGIN.match(self.text, self.at)
+        if match is None:
             return "forward", "", ""
-        phase = next((p for p in _PHASES if p == found[1]), None)
+        phase = next((p for p in _PHASES if p == match[1]), None)
         if phase is None:
-            self.fail(f"'{found[1]}' is no phase; they are {', '.join(_PHASES)}")
-        self.at = found.end()
-        return phase, found[2] or "", found[3] or ""
+            self.fail(f"'{match[1]}' is no phase; they are {', '.join(_PHASES)}")
+        self.at = match.end()
+        return phase, match[2] or "", match[3] or ""
 
     def brackets(self) -> str:
         """What is between a "[" and the "]" that closes it."""
@@ -282,15 +282,15 @@ class TextReader:
 
     def array(self, value: Any, type_: Type) -> Any:
         try:
-            found = np.asarray(value, parameters.dtype_of(type_.dtype))
+            array = np.asarray(value, parameters.dtype_of(type_.dtype))
         except (TypeError, ValueError) as error:
             self.fail(f"'{value}' is no {type_}: {error}")
-        if found.shape != type_.shape:
-            self.fail(f"elements of shape {found.shape} are no {type_}")
-        return found
+        if array.shape != type_.shape:
+            self.fail(f"elements of shape {array.shape} are no {type_}")
+        return array
 
 
 def _type(name: str, shape: tuple[int, ...]) -> Type:
     dtype = printer.long_dtype(name)
-    found = parameters.dtype_of(dtype)
-    return Type(shape, dtype, found.itemsize if isinstance(found, np.dtype) else 8)
+    numpy_dtype = parameters.dtype_of(dtype)
+    return Type(shape, dtype, numpy_dtype.itemsize if isinstance(numpy_dtype, np.dtype) else 8)

@@ -14,12 +14,16 @@ from autopar.plans.record import PlanRecord, Stage
 
 def sections(plan: PlanRecord) -> Mapping[str, tuple[int, ...]]:
     """Title -> argument leaves, in their order; empty sections are left out."""
-    found: dict[str, list[int]] = {"parameters and other state": [], "optimizer state": [], "other arguments": []}
+    leaves_by_title: dict[str, list[int]] = {
+        "parameters and other state": [],
+        "optimizer state": [],
+        "other arguments": [],
+    }
     for i, path in enumerate(plan.input_paths):
         parts = path.split("/")
         optimizer = any(part in ("mu", "nu", "opt", "opt_state", "trace") for part in parts)
-        found[_title(i in plan.donated, optimizer)].append(i)
-    return {title: tuple(members) for title, members in found.items() if members}
+        leaves_by_title[_title(i in plan.donated, optimizer)].append(i)
+    return {title: tuple(members) for title, members in leaves_by_title.items() if members}
 
 
 def _title(state: bool, optimizer: bool) -> str:
@@ -47,16 +51,16 @@ def _like_parameters(plan: PlanRecord, members: Sequence[int]) -> Mapping[int, s
 
     "opt/0/mu/blocks/0/w" belongs to "params/blocks/0/w": the longest end that both paths have in common.
     """
-    known = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
-    found: dict[int, str] = {}
+    parameter_by_path = {p.partition("params/")[2]: i for i, p in enumerate(plan.input_paths) if "params/" in p}
+    prefix_by_leaf: dict[int, str] = {}
     for i in members:
         parts = plan.input_paths[i].split("/")
-        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in known]
+        ends = [k for k in range(1, len(parts)) if "/".join(parts[k:]) in parameter_by_path]
         if ends and "params" not in parts[: ends[0]]:
-            j = known["/".join(parts[ends[0] :])]
+            j = parameter_by_path["/".join(parts[ends[0] :])]
             if (plan.inputs[i], plan.input_shapes[i]) == (plan.inputs[j], plan.input_shapes[j]):
-                found[i] = "/".join(parts[: ends[0]])
-    return found
+                prefix_by_leaf[i] = "/".join(parts[: ends[0]])
+    return prefix_by_leaf
 
 
 def label(paths: Sequence[str]) -> str:

@@ -43,8 +43,8 @@ def describe(plan: PlanRecord) -> str:
 
 def _axes(plan: PlanRecord) -> Iterator[str]:
     """The forms of all axes; neighbouring axes with the same forms are told together."""
-    known = [axis for axis in plan.mesh_names if axis in plan.forms]  # JSON does not keep their order
-    for (names, details), group in groupby(known, key=lambda axis: _named(plan.forms[axis])):
+    axes_with_forms = [axis for axis in plan.mesh_names if axis in plan.forms]  # JSON does not keep their order
+    for (names, details), group in groupby(axes_with_forms, key=lambda axis: _named(plan.forms[axis])):
         axes = list(group)
         over = f"over {' and '.join(axes)}"
         ways = f"{math.prod(plan.mesh[axis] for axis in axes)} ways"
@@ -58,11 +58,11 @@ def _axes(plan: PlanRecord) -> Iterator[str]:
 
 def _named(shares: Mapping[str, float]) -> tuple[tuple[tuple[str, int], ...], tuple[str, ...]]:
     """The names of forms with their shares in percent, the largest first, and the details that are said of them."""
-    told = {form: share for form, share in shares.items() if share >= LEAST_SHARE}
+    shown = {form: share for form, share in shares.items() if share >= LEAST_SHARE}
     names: dict[str, float] = {}
-    for form, share in told.items():
+    for form, share in shown.items():
         names[NAMES[form][0]] = names.get(NAMES[form][0], 0.0) + share
-    details = tuple(sorted(detail for form in told if (detail := NAMES[form][1])))
+    details = tuple(sorted(detail for form in shown if (detail := NAMES[form][1])))
     ranked = sorted(names, key=lambda name: -names[name])
     return tuple((name, round(100 * names[name])) for name in ranked), details
 

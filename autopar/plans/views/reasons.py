@@ -28,10 +28,10 @@ MAX_WALK = 64  # operations followed from one value
 def layout_text(layout: Layout, shape: Sequence[int], plan: PlanRecord) -> str:
     """The effect of a layout: which dimensions it shards and how much that saves, or why it cannot shard."""
     parts = cuts(layout, plan.mesh_sizes)
-    found = [(d, n) for d, n in sorted(parts.items()) if n > 1]
-    if found:
-        where = [f"dim {d} over {_axes(layout, d, plan)}{_padding(shape[d], n)}" for d, n in found]
-        return f"{', '.join(where)}: 1/{math.prod(n for _, n in found)} a device"
+    cuts_by_dim = [(d, n) for d, n in sorted(parts.items()) if n > 1]
+    if cuts_by_dim:
+        where = [f"dim {d} over {_axes(layout, d, plan)}{_padding(shape[d], n)}" for d, n in cuts_by_dim]
+        return f"{', '.join(where)}: 1/{math.prod(n for _, n in cuts_by_dim)} a device"
     real = {n: s for n, s in plan.mesh.items() if s > 1}
     if shape and real and not any(extent % s == 0 for extent in shape for s in real.values()):
         return f"whole: no dimension divides by {', '.join(f'{n}={s}' for n, s in real.items())}"
@@ -61,10 +61,10 @@ class Reasons:
     @cached_property
     def _at(self) -> Mapping[str, tuple[Collective, ...]]:
         """Tag of an operation or a site -> the collectives it needs."""
-        found: dict[str, tuple[Collective, ...]] = {}
+        collectives: dict[str, tuple[Collective, ...]] = {}
         for c in self.plan.collectives:
-            found[c.op] = (*found.get(c.op, ()), c)
-        return found
+            collectives[c.op] = (*collectives.get(c.op, ()), c)
+        return collectives
 
     def argument(self, i: int) -> str:
         """Reasons for the layout of argument leaf `i`."""
@@ -78,19 +78,19 @@ class Reasons:
 
     def results(self, ops: Sequence[Op], layout: Layout, shape: Sequence[int]) -> str:
         """Reasons for the layout of results of these operations, which share shape and layout."""
-        found = [c for op in ops for c in self._at.get(op.tag, ())]
-        return "; ".join([layout_text(layout, shape, self.plan), *_described("made by ", found)])
+        collectives = [c for op in ops for c in self._at.get(op.tag, ())]
+        return "; ".join([layout_text(layout, shape, self.plan), *_described("made by ", collectives)])
 
     def reads(self, value: int) -> tuple[Collective, ...]:
         """Collectives at the sites that read a value, also behind operations that pass it on."""
-        found: list[Collective] = []
+        collectives: list[Collective] = []
         todo = [value]
         for v in todo:
             for use in self.graph.uses.get(v, ()):
-                found += self._at.get(use.site, ()) if use.op is not None else ()
+                collectives += self._at.get(use.site, ()) if use.op is not None else ()
                 if len(todo) < MAX_WALK:
                     todo += _passed_on(use)
-        return tuple(found)
+        return tuple(collectives)
 
     def sums(self, new: int) -> tuple[Collective, ...]:
         """Collectives that reduce the gradient from which a new value of the state is computed."""
@@ -100,8 +100,8 @@ class Reasons:
             op = self.graph.producers.get(v)
             if op is None:
                 continue
-            if found := self._gradient_sums(op):
-                return found
+            if reductions := self._gradient_sums(op):
+                return reductions
             for atom in op.inputs:
                 if isinstance(atom, int) and atom not in seen and self.graph.types[atom].size == size > 1:
                     seen.add(atom)
@@ -115,8 +115,8 @@ class Reasons:
         if op.phase != "backward":
             return ()
         sites = [op.tag, *(use.site for v in op.outputs for use in self.graph.uses.get(v, ()) if use.op is not None)]
-        found = [c for site in sites for c in self._at.get(site, ())]
-        return tuple(c for c in found if c.kind in ("all-reduce", "reduce-scatter"))
+        collectives = [c for site in sites for c in self._at.get(site, ())]
+        return tuple(c for c in collectives if c.kind in ("all-reduce", "reduce-scatter"))
 
 
 def _passed_on(use: Use) -> Iterator[int]:
@@ -126,11 +126,11 @@ def _passed_on(use: Use) -> Iterator[int]:
         yield from (e.value for e in entries(use.op) if e.position == use.position)
 
 
-def _described(word: str, found: Sequence[Collective]) -> list[str]:
+def _described(word: str, collectives: Sequence[Collective]) -> list[str]:
     """The distinct collectives, the first with its line."""
-    texts = dict.fromkeys((c.kind, "+".join(c.axes)) for c in found)
+    texts = dict.fromkeys((c.kind, "+".join(c.axes)) for c in collectives)
     if not texts:
         return []
-    lines = list(dict.fromkeys(c.source for c in found if c.source))
+    lines = list(dict.fromkeys(c.source for c in collectives if c.source))
     where = f" ({lines[0]}{f' and {len(lines) - 1} more' if len(lines) > 1 else ''})" if lines else ""
     return [f"{word}{', '.join(f'{kind} over {axes}' for kind, axes in texts)}{where}"]

@@ -45,13 +45,13 @@ def lazily(module: str, library: str) -> Callable[[str, Config], Model]:
 
     def build(name: str, config: Config) -> Model:
         try:
-            found = importlib.import_module(f"autopar.zoo.libraries.{module}")
+            library_module = importlib.import_module(f"autopar.zoo.libraries.{module}")
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != library:
                 raise
             raise ArgumentError(
                 f"{name!r} needs {library}, which is not installed: pip install autopar[zoo]"
             ) from error
-        return found.build(name, config)
+        return library_module.build(name, config)
 
     return build
