@@ -62,8 +62,8 @@ def digests(name: str) -> Iterator[tuple[str, str]]:
 def main() -> None:
     with cache.use_folder(None):
         for name in sys.argv[1:] or TOYS:
-            for title, found in digests(name):
-                print(f"{name}, {title}: {found}", flush=True)
+            for title, hashed in digests(name):
+                print(f"{name}, {title}: {hashed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -206,10 +206,10 @@ def test_a_mesh_in_every_form(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("given", [True, False], ids=["given", "searched"])
-def test_inside_a_mesh_that_the_user_has_set(kind: AxisType, given: bool) -> None:
+@pytest.mark.parametrize("asked", [True, False], ids=["given", "searched"])
+def test_inside_a_mesh_that_the_user_has_set(kind: AxisType, asked: bool) -> None:
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
-    step = parallelize(plain, mesh=mesh if given else None, donate_argnums=())
+    step = parallelize(plain, mesh=mesh if asked else None, donate_argnums=())
     args = two_layers(), array(16, 8)
     expected = jax.jit(plain)(*args)
     with jax.set_mesh(mesh):
@@ -218,9 +218,9 @@ def test_inside_a_mesh_that_the_user_has_set(kind: AxisType, given: bool) -> Non
 
 def test_progress_is_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     autopar.plan(plain, two_layers(), array(16, 8), mesh=(8,), progress=True)
-    told = capsys.readouterr()
-    assert told.out == ""
-    lines = told.err.splitlines()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    lines = printed.err.splitlines()
     assert all(line.startswith("autopar: plain: ") for line in lines)
     assert [line.split(": ", 2)[2].split(":")[0] for line in lines] == ["tracing", "planning mesh 8", "mesh 8"]
     assert "per step, gap 0.00%" in lines[-1]
@@ -309,8 +309,8 @@ def test_a_plan_goes_through_a_file(counted: Any, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
-        other = parallelize(plain, plan=given, donate_argnums=())
+    for source in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        other = parallelize(plain, plan=source, donate_argnums=())
         assert other.plan(*args) == replace(plan, donated=())
     assert_equal(other(*args), jax.jit(plain)(*args))
 

@@ -132,8 +132,8 @@ def kinds(plan: Plan) -> dict[str, int]:
 
 def specs(plan: Plan, *names: str) -> list[P]:
     """Specs of the arguments with these last path components, moments of the optimizer left out."""
-    found = {path.split("/")[-1]: spec for path, spec in plan.shardings().items() if "/opt/" not in path}
-    return [found[name] for name in names]
+    spec_by_name = {path.split("/")[-1]: spec for path, spec in plan.shardings().items() if "/opt/" not in path}
+    return [spec_by_name[name] for name in names]
 
 
 def test_a_large_batch_is_cut_and_every_gradient_is_summed_once(data_parallel: Case) -> None:

@@ -23,10 +23,10 @@ def power(n: int) -> int:
 
 
 def test_results_come_in_order_from_two_processes() -> None:
-    found = json.loads(processes.printed("import os; parent = os.getpid()\n" + SCRIPT, "0"))
-    assert [value for value, _ in found] == [0, 1, 4, 9, 16]
+    results = json.loads(processes.printed("import os; parent = os.getpid()\n" + SCRIPT, "0"))
+    assert [value for value, _ in results] == [0, 1, 4, 9, 16]
     on_one = len(os.sched_getaffinity(0)) == 1
-    assert [here for _, here in found] == [on_one] * 5
+    assert [here for _, here in results] == [on_one] * 5
 
 
 def test_a_task_that_starts_a_backend_leaves_this_process_without_one() -> None:

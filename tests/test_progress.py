@@ -12,9 +12,9 @@ from autopar.progress import reporting
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    found = capsys.readouterr()
-    assert found.out == ""
-    return found.err.splitlines()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err.splitlines()
 
 
 def test_asked_for_everything_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:

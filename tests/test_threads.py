@@ -56,11 +56,11 @@ def test_first_calls_from_threads_plan_and_compile_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(api, "plan_step", slow_plan)
     monkeypatch.setattr(api.Lowered, "compile", counted)
     run = parallelize(step, mesh=(8,), donate_argnums=())
-    given = two_layers(), array(16, 8)
-    results = at_once(*[lambda: run(*given)] * THREADS)
+    args = two_layers(), array(16, 8)
+    results = at_once(*[lambda: run(*args)] * THREADS)
     assert len(planned) == len(compiled) == 1
     for result in results:
-        assert_equal(result, jax.jit(step)(*given))
+        assert_equal(result, jax.jit(step)(*args))
 
 
 def test_two_functions_are_handed_to_the_devices_one_after_the_other() -> None:
@@ -77,16 +77,16 @@ def test_two_functions_are_handed_to_the_devices_one_after_the_other() -> None:
     tree = jax.tree.structure([0])
     plan = parallelize(jnp.sin, mesh=(8,)).plan(array(8))
     steps = [Executable(plan, {}, tree, slow) for _ in range(THREADS)]
-    at_once(*[lambda one=one: one.run([0]) for one in steps])
+    at_once(*[lambda step=step: step.run([0]) for step in steps])
     assert most == [1] * THREADS
 
 
 def test_a_pipeline_and_a_step_on_the_same_devices_called_from_threads_end() -> None:
-    given = two_layers(), array(16, 8)
+    args = two_layers(), array(16, 8)
     options: dict[str, Any] = {"mesh": (8,), "cluster": dear((8,)), "donate_argnums": ()}
     staged, whole = parallelize(step, stages=2, **options), parallelize(step, **options)
-    assert staged.plan(*given).collectives
-    assert whole.plan(*given).collectives
-    results = at_once(*[lambda: [jax.block_until_ready(f(*given)) for f in (staged, whole)]] * THREADS)
-    for result in (one for both in results for one in both):
-        assert_equal(result, jax.jit(step)(*given))
+    assert staged.plan(*args).collectives
+    assert whole.plan(*args).collectives
+    results = at_once(*[lambda: [jax.block_until_ready(f(*args)) for f in (staged, whole)]] * THREADS)
+    for result in (result for both in results for result in both):
+        assert_equal(result, jax.jit(step)(*args))

@@ -37,18 +37,18 @@ class Case:
     """One case, as it is written."""
 
     title: str
-    given: str
+    source: str
     expected: str
 
     @property
     def options(self) -> Mapping[str, Any]:
-        lines = [line for line in self.given.partition("graph(")[0].splitlines() if line and line[0] != "#"]
+        lines = [line for line in self.source.partition("graph(")[0].splitlines() if line and line[0] != "#"]
         return {name: ast.literal_eval(value.strip()) for name, _, value in (line.partition(":") for line in lines)}
 
     @property
     def graph(self) -> Graph:
         """GraphTextError if the text is no graph; its line numbers begin at the graph."""
-        _, head, text = self.given.partition("graph(")
+        _, head, text = self.source.partition("graph(")
         return parse(head + text)
 
     def run(self, transform: Transform) -> str:
@@ -66,15 +66,15 @@ def read(path: Path) -> tuple[str, tuple[Case, ...]]:
     cases: list[Case] = []
     for part in parts:
         title, _, rest = part.partition("\n")
-        given, mark, expected = rest.partition(f"\n{EXPECTED}")
+        source, mark, expected = rest.partition(f"\n{EXPECTED}")
         if not mark or any(title == c.title for c in cases):
             raise ValueError(f"{path.name}: '{title}' is the title of two cases, or has no line '---'")
-        cases.append(Case(title, given, expected.rstrip("\n") + "\n"))
+        cases.append(Case(title, source, expected.rstrip("\n") + "\n"))
     return description, tuple(cases)
 
 
 def regenerate(path: Path, transform: Transform) -> None:
     """Rewrites the expected parts of a file."""
     description, cases = read(path)
-    written = [f"\n{TITLE}{c.title}\n{c.given}\n{EXPECTED}{c.run(transform)}" for c in cases]
+    written = [f"\n{TITLE}{c.title}\n{c.source}\n{EXPECTED}{c.run(transform)}" for c in cases]
     path.write_text(description + "".join(written), encoding="utf-8")

@@ -185,8 +185,8 @@ def _set(holder: Any, name: str, value: Any) -> None:
 def fingerprint(value: Any) -> Any:
     """What was decided, comparable: operations by their index, arrays by their bytes."""
     if isinstance(value, Microbatches):
-        found = [(p.op.index, p.outer, p.own_totals, fingerprint(p.rule_result)) for p in _placed(value)]
-        return found, [[(t.value, t.combine) for t in s.totals] for s in value.loops]
+        placed = [(p.op.index, p.outer, p.own_totals, fingerprint(p.rule_result)) for p in _placed(value)]
+        return placed, [[(t.value, t.combine) for t in s.totals] for s in value.loops]
     if hasattr(value, "rule_results"):  # a body
         return (
             sorted((i, fingerprint(o)) for i, o in value.rule_results.items()),
@@ -199,9 +199,9 @@ def fingerprint(value: Any) -> Any:
     return [fingerprint(v) for v in value] if isinstance(value, tuple | list) else repr(value)
 
 
-def _placed(found: Microbatches) -> Iterator[Any]:
-    yield from found.prologue
-    for accumulation in found.loops:
+def _placed(microbatches: Microbatches) -> Iterator[Any]:
+    yield from microbatches.prologue
+    for accumulation in microbatches.loops:
         yield from (*accumulation.body, *accumulation.after)
 
 
@@ -236,7 +236,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
     from autopar.bench.fuzz.generate import program
     from autopar.ir.trace import trace
 
-    left, found = list(faults), list[Found]()
+    left, found_faults = list(faults), list[Found]()
     for number, seed in enumerate(seeds, 1):
         if not left:
             break
@@ -255,7 +255,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
                 row = case.run(drawn, [fault.mode])
             if row.failures and not case.run(drawn, [fault.mode]).failures:
                 left.remove(fault)
-                found.append(Found(fault.title, number, seed, dict(row.failures)))
+                found_faults.append(Found(fault.title, number, seed, dict(row.failures)))
                 tell(f"{fault.title}: program {number}, seed {seed}: {next(iter(row.failures.values()))[:90]}")
         if number % 50 == 0:
             tell(f"{number} programs, {len(left)} faults left")
@@ -263,7 +263,7 @@ def find(faults: Sequence[Fault], seeds: range, largest: int, tell: Callable[[st
             jax.clear_caches()
     for fault in left:
         tell(f"{fault.title}: NOT found in {len(seeds)} programs")
-    return found
+    return found_faults
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -276,8 +276,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if re.search(chosen.fault, fault.title)]
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
-    found = find(faults, seeds, chosen.largest, lambda text: print(text, flush=True))
-    return 0 if len(found) == len(faults) else 1
+    found_faults = find(faults, seeds, chosen.largest, lambda text: print(text, flush=True))
+    return 0 if len(found_faults) == len(faults) else 1
 
 
 if __name__ == "__main__":

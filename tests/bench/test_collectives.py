@@ -20,27 +20,27 @@ EXCHANGES = {
 
 
 def test_rows_are_the_closed_forms_on_the_clusters_link():
-    found = collectives.run(8, (1000, 10**9), "dgx-h100")
+    result = collectives.run(8, (1000, 10**9), "dgx-h100")
     cluster = Cluster.preset("dgx-h100")
     gamma = 3 / cluster.device.memory_bandwidth
-    assert {row["algorithm"] for row in found["rows"]} == EXCHANGES
-    for row in found["rows"]:
+    assert {row["algorithm"] for row in result["rows"]} == EXCHANGES
+    for row in result["rows"]:
         form = ALGORITHMS["all-reduce"][row["algorithm"]]
         expected = [form.time(8, b, cluster.intra.alpha, cluster.intra.beta, gamma) for b in (1000, 10**9)]
         assert row["seconds"] == pytest.approx(expected)
         assert row["total_bytes"] == pytest.approx(8 * row["bytes_per_worker"])
-    assert found["planner_s"][1] == pytest.approx(14 / 8 * 1e9 / 450e9, rel=0.01)
+    assert result["planner_s"][1] == pytest.approx(14 / 8 * 1e9 / 450e9, rel=0.01)
 
 
 def test_two_levels_appear_between_hosts_and_win_there():
-    found = collectives.run(32, (10**9,), "dgx-h100")
-    rows = {row["algorithm"]: row for row in found["rows"]}
+    result = collectives.run(32, (10**9,), "dgx-h100")
+    rows = {row["algorithm"]: row for row in result["rows"]}
     # 7/8 twice inside at 450 GB/s, 2 * 3/4 of an eighth at 50 GB/s, additions, and 20 messages.
     gamma = 3 / 3.35e12
     expected = 14 / 8 / 450e9 + 1.5 / 8 / 50e9 + gamma * (7 / 8 + 3 / 4 / 8)
     assert rows["two-level"]["s_per_byte"] == pytest.approx(expected)
     assert rows["two-level"]["steps"] == 20
-    assert found["crossovers"][-1]["algorithm"] == "two-level"
+    assert result["crossovers"][-1]["algorithm"] == "two-level"
     assert "two-level" not in {row["algorithm"] for row in collectives.run(8, (1,), "dgx-h100")["rows"]}
 
 
@@ -55,11 +55,11 @@ costs = st.floats(1e-7, 1e-2)
 @given(st.lists(st.tuples(costs, costs), min_size=1, max_size=8), st.floats(0, 1e9))
 def test_crossovers_name_the_fastest_at_every_size(lines: list[tuple[float, float]], nbytes: float) -> None:
     rows = [{"algorithm": str(i), "latency_s": a, "s_per_byte": s} for i, (a, s) in enumerate(lines)]
-    found = collectives.crossovers(rows)
-    name = [c["algorithm"] for c in found if c["from_bytes"] <= nbytes][-1]
+    crossovers = collectives.crossovers(rows)
+    name = [c["algorithm"] for c in crossovers if c["from_bytes"] <= nbytes][-1]
     times = [a + s * nbytes for a, s in lines]
     assert times[int(name)] == pytest.approx(min(times), rel=1e-6)
-    starts = [c["from_bytes"] for c in found]
+    starts = [c["from_bytes"] for c in crossovers]
     assert starts == sorted(starts)
 
 
@@ -86,11 +86,11 @@ def test_the_table_shows_every_algorithm():
 
 def test_plot_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
-    found = collectives.run(8, (1000,), "dgx-h100")
-    collectives.plot(found, tmp_path / "times.png")
+    result = collectives.run(8, (1000,), "dgx-h100")
+    collectives.plot(result, tmp_path / "times.png")
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ArgumentError, match="cannot be written"):
-        collectives.plot(found, tmp_path / "times.abacus")
+        collectives.plot(result, tmp_path / "times.abacus")
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ def test_figures_are_taken_over_all_rows() -> None:
     }  # fmt: skip
     larger = {**row, "predicted_flops": 2.0, "compiled_flops": 2.5, "ratio": 1.2, "ok": False, "unexplained": ["one"]}
     looping = {**row, "loops": True, "predicted_flops": 100.0, "exceptions": {"why": 1}}
-    found = compile_only.figures([row, larger, looping])
-    assert (found["rows"], found["ok"], found["exact"], found["unexplained_rows"]) == (3, 2, 1, 1)
-    assert (found["ratio_least"], found["ratio_most"]) == (1.0, 1.2)
-    assert found["flops_spearman"] == pytest.approx(1)
-    assert found["flops_median_error"] == pytest.approx(0.1)
-    assert found["accessed_bytes_median_error"] == pytest.approx(0.1)
+    figures = compile_only.figures([row, larger, looping])
+    assert (figures["rows"], figures["ok"], figures["exact"], figures["unexplained_rows"]) == (3, 2, 1, 1)
+    assert (figures["ratio_least"], figures["ratio_most"]) == (1.0, 1.2)
+    assert figures["flops_spearman"] == pytest.approx(1)
+    assert figures["flops_median_error"] == pytest.approx(0.1)
+    assert figures["accessed_bytes_median_error"] == pytest.approx(0.1)
 
 
 def test_a_row_on_virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:

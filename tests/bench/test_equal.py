@@ -29,8 +29,8 @@ def row(model="mlp-toy", mesh=(8,), dtype="float32", ok=True, **more):
 
 
 def test_differences_are_relative_to_the_largest_of_a_leaf():
-    found = equal_case.differences({"w": np.array([1.0, 4.0]), "n": 3}, {"w": np.array([1.5, 5.0]), "n": 3})
-    assert found == {"n": 0.0, "w": pytest.approx(0.2)}
+    leaf_differences = equal_case.differences({"w": np.array([1.0, 4.0]), "n": 3}, {"w": np.array([1.5, 5.0]), "n": 3})
+    assert leaf_differences == {"n": 0.0, "w": pytest.approx(0.2)}
 
 
 @pytest.mark.parametrize("ours", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0])])
@@ -61,8 +61,8 @@ def test_parameters_are_compared_by_their_norm():
 
 
 def test_float64_asks_nine_digits_but_of_rounding_only_what_the_expert_reaches():
-    found, expert = {"w": 2e-9, "bk": 5e-3, "bq": 5e-2}, {"w": 1e-3, "bk": 1e-3, "bq": 1e-3}
-    failures = equal_case._numbers_64(found, expert, frozenset({"bk", "bq"}))
+    leaf_differences, expert = {"w": 2e-9, "bk": 5e-3, "bq": 5e-2}, {"w": 1e-3, "bk": 1e-3, "bq": 1e-3}
+    failures = equal_case._numbers_64(leaf_differences, expert, frozenset({"bk", "bq"}))
     assert [text.split()[0] for text in failures] == ["w", "bq"]
 
 
@@ -71,22 +71,22 @@ def test_float64_asks_nine_digits_but_of_rounding_only_what_the_expert_reaches()
     [(1e-6, 9e-6, 1e-6, 0), (2e-5, 0.0, 0.0, 1), (0.0, 1.1e-5, 1e-6, 1), (0.0, 9e-7, 0.0, 0)],
 )
 def test_float32_is_judged_by_loss_and_expert(loss, params, by_hand, failures):
-    one = equal_case.Row("m", (8,), "float32", True, loss=loss, params=params, by_hand=by_hand)
-    assert len(equal_case._numbers_32(one)) == failures
+    row = equal_case.Row("m", (8,), "float32", True, loss=loss, params=params, by_hand=by_hand)
+    assert len(equal_case._numbers_32(row)) == failures
 
 
 def test_a_wrong_step_fails_the_comparison():
-    one = equal_case.single("mlp-toy", "float32")
+    baseline = equal_case.single("mlp-toy", "float32")
     wrong = equal_case.steps(
-        lambda s, b: one.inputs.model.step(s, {**b, "x": b["x"] * 1.001}), one.inputs, one.inputs.state
+        lambda s, b: baseline.inputs.model.step(s, {**b, "x": b["x"] * 1.001}), baseline.inputs, baseline.inputs.state
     )
-    assert equal_case.loss_difference(wrong, one.run) > equal_case.TOLERANCE_LOSS
-    assert equal_case.of_params(wrong.state, one.run.state) > equal_case.FLOOR_32
+    assert equal_case.loss_difference(wrong, baseline.run) > equal_case.TOLERANCE_LOSS
+    assert equal_case.of_params(wrong.state, baseline.run.state) > equal_case.FLOOR_32
 
 
 def test_the_expert_goes_over_the_most_devices_that_divide_the_batch():
-    one = equal_case.single("mlp-toy", "float32")
-    assert [equal_case.by_hand(one, n).devices for n in (8, 6, 3)] == [8, 4, 2]
+    baseline = equal_case.single("mlp-toy", "float32")
+    assert [equal_case.by_hand(baseline, n).devices for n in (8, 6, 3)] == [8, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +161,12 @@ def test_rows_without_reasons_are_run_again(tmp_path):
 
 
 def account(ratio, *excesses):
-    found = tuple(imbalance.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
-    return imbalance.Imbalance(ratio, found)
+    excess_list = tuple(imbalance.Excess(kind, kind, more, 1.0, ("dot_general",), (), "") for kind, more in excesses)
+    return imbalance.Imbalance(ratio, excess_list)
 
 
 @pytest.mark.parametrize(
-    ("given", "ratio", "unfused", "failing"),
+    ("measured", "ratio", "unfused", "failing"),
     [
         (account(1.5, ("padded", 0.5)), 1.5, 1.5, False),
         (account(6.0, ("indivisible", 5.0)), 6.0, 6.0, False),
@@ -176,10 +176,10 @@ def account(ratio, *excesses):
         (account(1.4, ("chosen", 0.2), ("padded", 0.2)), 1.4, 1.4, False),
     ],
 )
-def test_flops_above_the_flag_fail_where_an_even_cut_exists(given, ratio, unfused, failing):
-    found = equal_flops.reasons(given, ratio, unfused)
-    assert bool(found.failures) == failing
-    assert sum(float(line.rsplit("+", 1)[1][:4]) for line in found.lines) == pytest.approx(ratio - 1)
+def test_flops_above_the_flag_fail_where_an_even_cut_exists(measured, ratio, unfused, failing):
+    reasons = equal_flops.reasons(measured, ratio, unfused)
+    assert bool(reasons.failures) == failing
+    assert sum(float(line.rsplit("+", 1)[1][:4]) for line in reasons.lines) == pytest.approx(ratio - 1)
 
 
 def test_a_step_that_every_device_repeats_fails():
@@ -187,9 +187,9 @@ def test_a_step_that_every_device_repeats_fails():
     state, batch = model.abstract_args()
     slow = Cluster.custom((8,), 1.0, 1.0, 1e13, 1e13, 2**34)
     plan = autopar.plan(model.step, state, batch, mesh=(8,), cluster=slow)
-    found = equal_flops.explain(model.step, (state, batch), plan, 8.0)
-    assert found.failures
-    assert found.lines[0].startswith("whole along x=8, which is cheaper than moving data: +7.00 (dot_general, ")
+    reasons = equal_flops.explain(model.step, (state, batch), plan, 8.0)
+    assert reasons.failures
+    assert reasons.lines[0].startswith("whole along x=8, which is cheaper than moving data: +7.00 (dot_general, ")
 
 
 def test_unknown_choices_are_refused():

@@ -67,8 +67,8 @@ def test_rows_are_resumed_and_a_dead_worker_leaves_failed_ones(tmp_path: Path, m
 
 def test_figures_leave_refusals_out_of_the_share() -> None:
     rows = [row(share=0.995), row("gpipe", share=0.2, refusal="one microbatch"), row("zb-h1", ok=False)]
-    found = equal_pipeline.figures(rows)
-    assert (found["ok"], found["rows"], found["share_min"], found["refused"]) == (2, 3, 0.995, ["mlp-toy"])
+    figures = equal_pipeline.figures(rows)
+    assert (figures["ok"], figures["rows"], figures["share_min"], figures["refused"]) == (2, 3, 0.995, ["mlp-toy"])
 
 
 def test_unknown_words_are_refused() -> None:

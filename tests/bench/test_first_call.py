@@ -17,12 +17,12 @@ def row(name: str, half: str, plan_s: float, gap: float = 0.0, cost: float | Non
 
 
 def test_one_program_is_measured() -> None:
-    (found,) = first_call.run(["mlp-toy"])
-    assert (found["program"], found["size"], found["half"], found["error"]) == ("mlp-toy", "small", "zoo", "")
-    assert 0 < found["plan_s"] < found["first_s"]
-    assert found["jit_s"] > 0
-    assert sum(found["phases"].values()) == pytest.approx(found["plan_s"], rel=0.25)
-    assert "planned in" in first_call.line(found)
+    (row,) = first_call.run(["mlp-toy"])
+    assert (row["program"], row["size"], row["half"], row["error"]) == ("mlp-toy", "small", "zoo", "")
+    assert 0 < row["plan_s"] < row["first_s"]
+    assert row["jit_s"] > 0
+    assert sum(row["phases"].values()) == pytest.approx(row["plan_s"], rel=0.25)
+    assert "planned in" in first_call.line(row)
 
 
 def test_every_other_program_is_set_aside() -> None:

@@ -66,9 +66,9 @@ def test_a_program_is_its_source():
 
 
 def test_a_source_runs():
-    made = load(DOUBLED.source(), 3)
+    loaded = load(DOUBLED.source(), 3)
     x = np.random.default_rng(3).normal(size=(8, 2))
-    np.testing.assert_allclose(made.function(*made.arguments)[1]["m"], (2 * x + 1).sum(0))
+    np.testing.assert_allclose(loaded.function(*loaded.arguments)[1]["m"], (2 * x + 1).sum(0))
 
 
 def test_equal_seeds_give_equal_programs():
@@ -114,10 +114,10 @@ def test_a_leaf_that_differs_from_itself_is_noise():
         return x, jax.numpy.sign(x.sum() - 1.5)
 
     x = np.array([0.7, 0.3, 0.5])
-    found = compare.noise(jax.jit(steep), jax.make_jaxpr(steep)(x), (x,))
-    assert found.leaves[0] < 1e-13
-    assert found.leaves[1] >= 1
-    assert compare.unequal(("x", "sign"), (x + 1e-3, np.float64(1)), (x, np.float64(-1)), lambda: found) == {
+    noise = compare.noise(jax.jit(steep), jax.make_jaxpr(steep)(x), (x,))
+    assert noise.leaves[0] < 1e-13
+    assert noise.leaves[1] >= 1
+    assert compare.unequal(("x", "sign"), (x + 1e-3, np.float64(1)), (x, np.float64(-1)), lambda: noise) == {
         "x": pytest.approx(1e-3 / 0.7)
     }
 
@@ -126,16 +126,16 @@ def test_a_leaf_that_differs_from_itself_is_noise():
 
 
 def test_shrinking_keeps_what_fails_alone():
-    found = shrink.shrunk(DOUBLED, lambda p: "jnp.sum" in p.source())
-    assert [node.code for node in shrink.nodes(found.block)] == [F8.zeros(), "jnp.sum({0}, 0)"]
-    assert [leaf.name for leaf in found.leaves] == ["x"]
-    assert found.batch == (1,)
+    shrunk = shrink.shrunk(DOUBLED, lambda p: "jnp.sum" in p.source())
+    assert [node.code for node in shrink.nodes(shrunk.block)] == [F8.zeros(), "jnp.sum({0}, 0)"]
+    assert [leaf.name for leaf in shrunk.leaves] == ["x"]
+    assert shrunk.batch == (1,)
 
 
 def test_shrinking_opens_bodies():
-    found = shrink.shrunk(DOUBLED, lambda p: "+" in p.source())
-    assert [node.code for node in shrink.nodes(found.block) if "zeros" not in node.code][:1] == ["{0} + {1}"]
-    assert "def f" not in found.source()
+    shrunk = shrink.shrunk(DOUBLED, lambda p: "+" in p.source())
+    assert [node.code for node in shrink.nodes(shrunk.block) if "zeros" not in node.code][:1] == ["{0} + {1}"]
+    assert "def f" not in shrunk.source()
 
 
 def test_shrinking_ends_where_nothing_fails():
@@ -190,10 +190,10 @@ def test_unknown_modes_are_refused():
 
 
 def test_a_program_that_is_right():
-    found = case.run(DOUBLED, ["microbatches"])
-    assert found.ok
-    assert not found.refusals
-    assert {"add", "mul", "reduce_sum"} <= set(found.primitives)
+    row = case.run(DOUBLED, ["microbatches"])
+    assert row.ok
+    assert not row.refusals
+    assert {"add", "mul", "reduce_sum"} <= set(row.primitives)
 
 
 def test_a_program_that_is_wrong(monkeypatch):
@@ -209,9 +209,9 @@ def test_a_refusal_is_no_failure():
         Node(("a",), "{0} / jnp.std({0}, 0) @ jnp.ones((2, 2))", ("x",)),
         Node(("m",), "jnp.sum(jnp.tanh({0} @ {0}.T), 0)", ("a",)),
     )
-    found = case.run(refused, ["microbatches"])
-    assert found.ok
-    assert [reason.split(":")[0] for reason in found.refusals.values()] == ["MicrobatchError"] * 2
+    row = case.run(refused, ["microbatches"])
+    assert row.ok
+    assert [reason.split(":")[0] for reason in row.refusals.values()] == ["MicrobatchError"] * 2
 
 
 # Random programs
@@ -231,9 +231,9 @@ def test_random_programs_in_microbatches(part):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_programs_in_stages_and_on_meshes(seed):
-    found = case.run(program(seed, 1), ["stages", "meshes"])
-    assert not found.failures
-    assert not found.uncut
+    row = case.run(program(seed, 1), ["stages", "meshes"])
+    assert not row.failures
+    assert not row.uncut
 
 
 @pytest.mark.parametrize(

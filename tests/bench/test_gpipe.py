@@ -57,10 +57,10 @@ def test_the_row_has_ratios_errors_and_raw_times() -> None:
     ]
     losses = {"autopar": [1.0, 2.0], "gpipe": [1.0, 2.1], "gpipe that skips": [1.0, 2.0]}
     passes = {"F": [0.02] * 4, "B": [0.05] * 4}
-    found = gpipe.row(variants, [1.0, 2.0], losses, passes, [{"x": 2}] * 4)
-    assert found["ratio"] == {"gpipe": 1.2, "gpipe that skips": 3.0}
-    assert found["paired_ratio"] == {"gpipe": 1.5, "gpipe that skips": 3.0}
-    assert found["loss_error"] == {"autopar": 0.0, "gpipe": pytest.approx(0.05), "gpipe that skips": 0.0}
-    assert not found["ok"]
-    assert found["raw_s"]["autopar"] == [2.0, 4.0]
-    assert "gpipe within 5.0e-02 of one device" in gpipe.table(found)
+    row = gpipe.row(variants, [1.0, 2.0], losses, passes, [{"x": 2}] * 4)
+    assert row["ratio"] == {"gpipe": 1.2, "gpipe that skips": 3.0}
+    assert row["paired_ratio"] == {"gpipe": 1.5, "gpipe that skips": 3.0}
+    assert row["loss_error"] == {"autopar": 0.0, "gpipe": pytest.approx(0.05), "gpipe that skips": 0.0}
+    assert not row["ok"]
+    assert row["raw_s"]["autopar"] == [2.0, 4.0]
+    assert "gpipe within 5.0e-02 of one device" in gpipe.table(row)

@@ -13,14 +13,14 @@ from autopar.bench.references.named import Pair
 
 
 def test_every_mesh_and_every_uniform_pipeline_is_named_once() -> None:
-    found = list(named.named(8, 4))
-    assert len({name for name, _ in found}) == len(found)
-    one_mesh = [options for _, options in found if "stages" not in options]
+    named_plans = list(named.named(8, 4))
+    assert len({name for name, _ in named_plans}) == len(named_plans)
+    one_mesh = [options for _, options in named_plans if "stages" not in options]
     assert [options["mesh"] for options in one_mesh if "num_microbatches" not in options] == [
         *((8,), (2, 4), (4, 2), (2, 2, 2)),
     ]
     assert {options["num_microbatches"] for options in one_mesh if "num_microbatches" in options} == {4}
-    pipelines = [options for _, options in found if "stages" in options]
+    pipelines = [options for _, options in named_plans if "stages" in options]
     assert all(math.prod(options["mesh"]) == 8 for options in pipelines)
     assert all(options["mesh"][0] == options["stages"] for options in pipelines)
     assert {(2, 4), (2, 2, 2), (4, 2), (8,)} <= {options["mesh"] for options in pipelines}

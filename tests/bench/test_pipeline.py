@@ -49,8 +49,8 @@ def test_prices_are_medians_and_the_beginning_counts_once() -> None:
         ("update", "", 0, -1): [1.0, 1.0],
         ("update", "", 1, -1): [1.0, 10.0, 3.0, 10.0],
     }
-    found = pipeline.prices_of(clocked(seconds, [4.0, 4.0]), 2, 2)
-    assert found == Prices(
+    prices = pipeline.prices_of(clocked(seconds, [4.0, 4.0]), 2, 2)
+    assert prices == Prices(
         (2.0, 3.0), (4.0, 5.0), (0.0, 0.0), transfer={(0, 1): 0.5, (1, 0): 0.25}, update=(1.0 + 1.0, 12.0 + 1.0)
     )
 
@@ -71,15 +71,15 @@ def test_a_row_pairs_steps_with_the_prices_before_them() -> None:
     ticks = (1.0, 2.0, 4.0)
     seconds = {("run", kind, s, -1): [t for t in ticks for _ in range(4)] for kind in "FB" for s in range(2)}
     clock = clocked(seconds | {("run", "F", 0, -1): [t for t in ticks for _ in range(3)]}, [*ticks])
-    found = pipeline.row("narrow", schedule, clock, [12.0, 20.0, 60.0], [1.0, 0.9, 1.1])
-    assert (found["raw_simulated_s"], found["raw_s"]) == ([10.0, 20.0, 40.0], [12.0, 20.0, 60.0])
-    assert (found["simulated_s"], found["measured_s"]) == (20.0, 20.0)
-    assert found["ratio"] == pytest.approx(1.2)
-    assert found["simulated_bubble"] == pytest.approx(0.2)
-    assert found["bubble"] == pytest.approx(1 - 8 / 12)
-    assert found["threads"] == 1.0
-    assert pipeline.figures([found]) == {"worst_ratio": pytest.approx(1.2), "by_bubble": ["1f1b"]}
-    assert "ratio 1.200" in pipeline.line(found)
+    row = pipeline.row("narrow", schedule, clock, [12.0, 20.0, 60.0], [1.0, 0.9, 1.1])
+    assert (row["raw_simulated_s"], row["raw_s"]) == ([10.0, 20.0, 40.0], [12.0, 20.0, 60.0])
+    assert (row["simulated_s"], row["measured_s"]) == (20.0, 20.0)
+    assert row["ratio"] == pytest.approx(1.2)
+    assert row["simulated_bubble"] == pytest.approx(0.2)
+    assert row["bubble"] == pytest.approx(1 - 8 / 12)
+    assert row["threads"] == 1.0
+    assert pipeline.figures([row]) == {"worst_ratio": pytest.approx(1.2), "by_bubble": ["1f1b"]}
+    assert "ratio 1.200" in pipeline.line(row)
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="idle priority is Linux's")
@@ -114,7 +114,7 @@ def test_a_pipeline_is_measured_end_to_end() -> None:
         variants.append(pipeline.Variant(step, pipeline.placed(step, model)))
     pipeline.take_turns(variants, 2)
     for variant in variants:
-        found = pipeline.row("narrow", variant.step.schedule, variant.clock, variant.times, variant.threads)
-        assert len(found["raw_s"]) == 2
-        assert min(t for times in found["pass_s"].values() for t in times) > 0
-        assert {*found["transfer_s"]} == {"0>1", "1>0"}
+        row = pipeline.row("narrow", variant.step.schedule, variant.clock, variant.times, variant.threads)
+        assert len(row["raw_s"]) == 2
+        assert min(t for times in row["pass_s"].values() for t in times) > 0
+        assert {*row["transfer_s"]} == {"0>1", "1>0"}

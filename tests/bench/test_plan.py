@@ -25,38 +25,38 @@ def one(total: float, trace: float, rss: int) -> plan.Result:
 
 
 def test_medians_keep_the_raw_times():
-    found = plan.summarise([one(3.0, 0.3, 10), one(1.0, 0.1, 30), one(2.0, 0.2, 20)])
-    assert (found["total_s"], found["cpu_s"]) == (2.0, 1.0)
-    assert found["phases"]["trace"] == 0.2
-    assert found["peak_rss_bytes"] == 30
-    assert found["raw"]["total_s"] == [3.0, 1.0, 2.0]
-    assert found["raw"]["phases"]["ilp"] == [0.3, 0.1, 0.2]
-    assert found["repeats"] == 3
+    summary = plan.summarise([one(3.0, 0.3, 10), one(1.0, 0.1, 30), one(2.0, 0.2, 20)])
+    assert (summary["total_s"], summary["cpu_s"]) == (2.0, 1.0)
+    assert summary["phases"]["trace"] == 0.2
+    assert summary["peak_rss_bytes"] == 30
+    assert summary["raw"]["total_s"] == [3.0, 1.0, 2.0]
+    assert summary["raw"]["phases"]["ilp"] == [0.3, 0.1, 0.2]
+    assert summary["repeats"] == 3
 
 
 def test_a_fresh_process_measures_a_toy():
     heard: list[str] = []
-    found = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append)
-    assert set(found) >= KEYS
-    assert set(found["phases"]) == set(plan.PHASES)
-    assert 0.8 * found["total_s"] <= sum(found["phases"].values()) <= found["total_s"]
-    assert found["gap"] <= 0.005
-    assert found["certified"] == (found["ilp_calls"] == 0)
+    measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1, heard.append)
+    assert set(measurement) >= KEYS
+    assert set(measurement["phases"]) == set(plan.PHASES)
+    assert 0.8 * measurement["total_s"] <= sum(measurement["phases"].values()) <= measurement["total_s"]
+    assert measurement["gap"] <= 0.005
+    assert measurement["certified"] == (measurement["ilp_calls"] == 0)
     assert len(heard) == 1
-    assert plan.table(found).startswith("mlp-toy on 2x4 of dgx-h100")
+    assert plan.table(measurement).startswith("mlp-toy on 2x4 of dgx-h100")
 
 
 def test_what_is_read_from_the_cache_is_not_solved_again():
     heard: list[str] = []
-    found = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)
+    measurement = plan.run({"model": "mlp-toy", "mesh": [2, 4], "from_cache": True}, 1, heard.append)
     fresh = plan.run({"model": "mlp-toy", "mesh": [2, 4]}, 1)
-    assert (found["from_cache"], fresh["from_cache"]) == (True, False)
+    assert (measurement["from_cache"], fresh["from_cache"]) == (True, False)
     assert len(heard) == 2
     assert heard[0].startswith("kept: ")
-    assert found["step_time_s"] == fresh["step_time_s"]
-    assert (found["phases"]["graph"], found["phases"]["export"]) == (0.0, 0.0)
+    assert measurement["step_time_s"] == fresh["step_time_s"]
+    assert (measurement["phases"]["graph"], measurement["phases"]["export"]) == (0.0, 0.0)
     assert fresh["phases"]["graph"] > 0.0
-    assert "from the cache" in plan.table(found)
+    assert "from the cache" in plan.table(measurement)
 
 
 def test_a_plan_that_is_not_kept_cannot_be_read(monkeypatch: pytest.MonkeyPatch):

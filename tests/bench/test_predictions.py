@@ -50,9 +50,9 @@ def test_every_target_names_models_with_sizes_they_take() -> None:
 
 
 def test_the_tight_budget_lies_between_the_least_and_the_free_peak() -> None:
-    found = predictions.subject("mlp-1b", {"layers": 1, "batch": 64}, (8,), "cpu")
-    plans = dict(found.plans())
-    small, large = (p.plan.stages[0].peak_memory_bytes for p in (found.plan("min"), plans["free"]))
+    subject = predictions.subject("mlp-1b", {"layers": 1, "batch": 64}, (8,), "cpu")
+    plans = dict(subject.plans())
+    small, large = (p.plan.stages[0].peak_memory_bytes for p in (subject.plan("min"), plans["free"]))
     budget = predictions.between(small, large)
     assert small < budget < large
     assert plans["tight"].plan.stages[0].peak_memory_bytes <= budget
@@ -65,13 +65,13 @@ def test_the_least_peak_fits_where_there_is_nothing_to_save() -> None:
 
 @pytest.mark.parametrize("platform", predictions.CLUSTERS)
 def test_plans_are_made_for_the_compiler_of_the_target(platform: str) -> None:
-    found = predictions.subject("mlp-toy", {}, (8,), platform)
-    assert backend_of(found.mesh.device).name == platform
+    subject = predictions.subject("mlp-toy", {}, (8,), platform)
+    assert backend_of(subject.mesh.device).name == platform
 
 
 def test_recomputation_is_a_row_where_it_saves_memory() -> None:
-    found = predictions.subject("mlp-toy", {"layers": 3, "batch": 8192}, (8,), "cpu")
-    plans = dict(found.plans())
+    subject = predictions.subject("mlp-toy", {"layers": 3, "batch": 8192}, (8,), "cpu")
+    plans = dict(subject.plans())
     assert [kind for kind in predictions.PLANS if kind in plans] == list(plans)
     recomputed = {kind: any(policy != "none" for policy in p.plan.remat) for kind, p in plans.items()}
     assert recomputed["recomputed"]

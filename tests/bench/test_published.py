@@ -11,9 +11,9 @@ from autopar.bench.references import published
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_flops_are_those_of_the_formula(remat: bool) -> None:
-    found = published.flops("125m", remat=remat)
-    assert found["ratio"] == pytest.approx(1, rel=1e-12)
-    assert (found["left_out"] > 0) == remat
+    counts = published.flops("125m", remat=remat)
+    assert counts["ratio"] == pytest.approx(1, rel=1e-12)
+    assert (counts["left_out"] > 0) == remat
 
 
 def test_the_formula_at_a_size_worked_out_by_hand() -> None:

@@ -29,18 +29,18 @@ MODULES = sorted(
 
 def instances() -> dict[str, Any]:
     """Module and name -> record, of all modules of the planner."""
-    found: dict[str, Any] = {}
+    records_by_name: dict[str, Any] = {}
     for module in (*MODULES, "autopar.compile"):
         for name, value in vars(importlib.import_module(module)).items():
             if type(value).__name__.endswith("Effort") and type(value).__module__ == module:
-                found[f"{module}.{name}"] = value
-    return found
+                records_by_name[f"{module}.{name}"] = value
+    return records_by_name
 
 
 def test_every_record_of_the_planner_is_varied() -> None:
-    known = {id(record) for record in records.RECORDS.values()}
-    assert {id(record) for record in instances().values()} <= known
-    assert len(known) == len(records.RECORDS)
+    varied_records = {id(record) for record in records.RECORDS.values()}
+    assert {id(record) for record in instances().values()} <= varied_records
+    assert len(varied_records) == len(records.RECORDS)
 
 
 @pytest.mark.parametrize("kind", sorted({type(r) for r in records.RECORDS.values()}, key=lambda kind: kind.__name__))
@@ -76,9 +76,9 @@ def _defaults(function: ast.FunctionDef) -> list[ast.expr]:
 def test_values_differ_from_the_default() -> None:
     for algorithm, field in records.every():
         own = getattr(records.RECORDS[algorithm], field)
-        found = records.values(algorithm, field)
-        assert found, f"{algorithm}.{field}"
-        assert own not in found
+        values = records.values(algorithm, field)
+        assert values, f"{algorithm}.{field}"
+        assert own not in values
     assert records.values("dual-ascent", "patience") == (6, 24)
     assert records.values("multipliers", "adapt") == (True,)
     assert records.values("stage-options", "shares") == ((0.15, 3.0), (0.6, 12.0))
@@ -113,9 +113,9 @@ def test_a_number_that_planning_reads_is_varied_in_a_process_of_its_own(tmp_path
     own = records.RECORDS["local-search"].sweeps
     resume = tmp_path / "rows.jsonl"
     rows = measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume)
-    told = {(r["algorithm"], r["field"], r.get("value")) for r in rows}
+    tried = {(r["algorithm"], r["field"], r.get("value")) for r in rows}
     varied = {("local-search", "sweeps", own // 2), ("local-search", "sweeps", 2 * own)}
-    assert told == varied | {("front", "sweeps", None), ("front", "nearest", None)}
+    assert tried == varied | {("front", "sweeps", None), ("front", "nearest", None)}
     assert all(r["step_s"] >= r["default_step_s"] * 0.99 > 0 for r in rows if r["read"])
     assert records.RECORDS["local-search"].sweeps == own
     assert measure.run(["local-search", "front"], ["sweeps", "nearest"], ["mlp-toy 0.7"], resume) == rows

@@ -62,10 +62,10 @@ def test_everyone_takes_as_many_turns_and_goes_first_in_turn():
 def test_the_ratio_is_to_the_best_expert():
     times = {"autopar": [2.0, 3.0, 9.0], "data": [6.0, 6.0, 6.0], "fsdp": [2.0, 2.0, 2.0]}
     variants = [step.Variant(name, lambda s, b: (s, b), None, t) for name, t in times.items()]
-    found = step.row("mlp-toy", variants, SimpleNamespace(mesh_sizes=(8,), step_time_s=1.0))
-    assert (found["best_expert"], found["ratio"], found["raw_s"]) == ("fsdp", 1.5, times)
-    assert found["paired_ratio"] == 1.5
-    assert step.table([found]).endswith("largest ratio: 1.500 (mlp-toy); target 1.05")
+    row = step.row("mlp-toy", variants, SimpleNamespace(mesh_sizes=(8,), step_time_s=1.0))
+    assert (row["best_expert"], row["ratio"], row["raw_s"]) == ("fsdp", 1.5, times)
+    assert row["paired_ratio"] == 1.5
+    assert step.table([row]).endswith("largest ratio: 1.500 (mlp-toy); target 1.05")
 
 
 def test_no_models_are_refused():

@@ -22,14 +22,14 @@ def child(tmp_path):
 
 
 def test_a_worker_that_is_silent_is_killed_and_what_it_said_is_kept(child):
-    rows, told = child("import time\nprint('{\"a\": 1}', flush=True)\ntime.sleep(600)", patience=2.0)
+    rows, message = child("import time\nprint('{\"a\": 1}', flush=True)\ntime.sleep(600)", patience=2.0)
     assert rows == [{"a": 1}]
-    assert told == "child_of_a_test {} was silent for 2 s and was killed"
+    assert message == "child_of_a_test {} was silent for 2 s and was killed"
 
 
 def test_a_worker_that_writes_more_errors_than_a_pipe_holds_ends(child):
-    rows, told = child(
+    rows, message = child(
         "import sys\nsys.stderr.write('x' * 1_000_000 + '\\nthe last words\\n')\nsys.exit(7)", patience=20.0
     )
     assert rows == []
-    assert told.endswith("ended with 7: " + "x" * 1_000_000 + " | the last words")
+    assert message.endswith("ended with 7: " + "x" * 1_000_000 + " | the last words")

@@ -181,8 +181,8 @@ def test_rules_name_each_distinct_operation_once(autopar):
 @pytest.mark.parametrize("target", ["shardy", "cpu"])
 def test_verify_compares_with_what_is_emitted(autopar, target):
     status, out, _ = autopar("verify", "mlp-toy", "--batch", 4096, "--mesh", "8", "--target", target, "--json")
-    found = json.loads(out)
-    assert (status, found["ok"], found["target"]) == (0, True, target)
+    report = json.loads(out)
+    assert (status, report["ok"], report["target"]) == (0, True, target)
 
 
 def test_verify_takes_a_saved_plan(autopar, tmp_path):
@@ -201,9 +201,9 @@ def test_clusters_lists_the_presets(autopar):
     for name in ("cpu-host", "dgx-h100", "p3.16xlarge", "tpu-v6e"):
         assert f"\n{name} " in out
     _, out, _ = autopar("clusters", "--json")
-    found = {row["name"]: row for row in map(json.loads, out.splitlines())}
-    assert found["dgx-h100"]["devices_per_host"] == 8
-    assert len(found) == 10
+    rows = {row["name"]: row for row in map(json.loads, out.splitlines())}
+    assert rows["dgx-h100"]["devices_per_host"] == 8
+    assert len(rows) == 10
 
 
 def test_bench_collectives_prints_a_table_or_json(autopar, tmp_path):
@@ -223,5 +223,5 @@ def test_measurements_as_json_keep_their_rows(autopar, monkeypatch):
     rows = [{"model": "one", "error": 0.05}, {"model": "two", "error": -0.01}]
     monkeypatch.setattr("autopar.bench.predictions.run.run", lambda *arguments: rows)
     status, out, _ = autopar("bench", "predictions", "--json")
-    found = json.loads(out)
-    assert (status, found["rows"], found["worst"]) == (0, rows, 0.05)
+    printed = json.loads(out)
+    assert (status, printed["rows"], printed["worst"]) == (0, rows, 0.05)

@@ -33,10 +33,10 @@ def test_the_results_are_those_of_the_whole_batch(name: str, mesh: tuple[int, ..
         model = zoo.build(name, dtype="float64", batch=32)
         state, batch = inputs(model)
         expected = jax.tree.leaves(jax.jit(model.step)(state, batch))
-        found = jax.tree.leaves(parallel(model, mesh, num_microbatches=4, remat=remat)(state, batch))
-    for one, other in zip(found, expected, strict=True):
+        results = jax.tree.leaves(parallel(model, mesh, num_microbatches=4, remat=remat)(state, batch))
+    for result, other in zip(results, expected, strict=True):
         largest = np.max(np.abs(np.asarray(other)), initial=1e-300)
-        assert np.max(np.abs(np.asarray(one) - np.asarray(other)), initial=0.0) <= 1e-9 * largest
+        assert np.max(np.abs(np.asarray(result) - np.asarray(other)), initial=0.0) <= 1e-9 * largest
 
 
 def test_the_peak_falls_and_the_plan_says_why() -> None:
@@ -62,10 +62,10 @@ def test_microbatches_may_be_recomputed_too() -> None:
     assert again.stages[0].memory["residuals"] < kept.stages[0].memory["residuals"] / 2
     assert again.hfu / again.mfu > 1.2 * kept.hfu / kept.mfu
     budget = (kept.stages[0].peak_memory_bytes + again.stages[0].peak_memory_bytes) / 2
-    found = autopar.plan(
+    plan = autopar.plan(
         model.step, *args, mesh=(8,), cluster=dear((8,)), num_microbatches=4, remat="auto", memory_budget=budget
     )
-    assert found.stages[0].peak_memory_bytes <= budget
+    assert plan.stages[0].peak_memory_bytes <= budget
 
 
 def test_a_refusal_suggests_more_microbatches_than_there_are() -> None:

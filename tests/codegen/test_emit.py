@@ -115,35 +115,35 @@ def planned() -> tuple[Planned, codegen.Program, Any]:
     traced = trace(step, two_layers(), array(16, 8))
     (target,) = targets({"data": 2, "model": 4}, None, local=False)
     pins = {"params/up": P(None, "model"), "params/down": P("model"), "x": P("data")}
-    made = make_plan(traced, target.logical, "test", Options(pins=pins))
+    planned_step = make_plan(traced, target.logical, "test", Options(pins=pins))
     mesh = jax_compat.auto_abstract_mesh((2, 4), ("data", "model"))
-    built = codegen.program(made.graph, made.plan, made.rules, mesh)
-    return made, built, built.jit().trace(*traced.in_avals).jaxpr
+    built = codegen.program(planned_step.graph, planned_step.plan, planned_step.rules, mesh)
+    return planned_step, built, built.jit().trace(*traced.in_avals).jaxpr
 
 
 def test_arguments_and_results_have_the_shardings_of_the_plan(planned: Any) -> None:
-    made, built, _ = planned
+    planned_step, built, _ = planned
     assert [s.spec for s in built.in_shardings] == [P("model"), P(None, "model"), P("data")]
-    assert [s.spec for s in built.in_shardings] == list(made.plan.in_specs())
-    assert [s.spec for s in built.out_shardings] == list(made.plan.out_specs())
-    assert [made.plan.input_paths[i] for i in built.donated] == ["params/down", "params/up"]
+    assert [s.spec for s in built.in_shardings] == list(planned_step.plan.in_specs())
+    assert [s.spec for s in built.out_shardings] == list(planned_step.plan.out_specs())
+    assert [planned_step.plan.input_paths[i] for i in built.donated] == ["params/down", "params/up"]
 
 
 def test_every_homed_value_is_constrained_to_its_home(planned: Any) -> None:
-    made, _, jaxpr = planned
+    planned_step, _, jaxpr = planned
     constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     specs = {e.params["sharding"].spec for e in constraints}
     assert {P("data", "model"), P("data"), P(None, "model")} <= specs
-    values = [v for v in made.plan.stages[0].values if made.graph.types[v].rank]
-    homed = [v for v in values if v not in made.graph.inputs]
+    values = [v for v in planned_step.plan.stages[0].values if planned_step.graph.types[v].rank]
+    homed = [v for v in values if v not in planned_step.graph.inputs]
     assert len(constraints) >= len(homed)
     assert all(isinstance(e.params["sharding"], NamedSharding) for e in constraints)
 
 
 def test_every_operation_carries_its_tag_and_the_users_line(planned: Any) -> None:
-    made, _, jaxpr = planned
+    planned_step, _, jaxpr = planned
     tags = {tag for e in jaxpr.eqns for tag in re.findall(r"\bop\d+\b", str(e.source_info.name_stack))}
-    dots = [op for op in made.graph.ops if op.name == "dot_general"]
+    dots = [op for op in planned_step.graph.ops if op.name == "dot_general"]
     assert len(dots) == 5
     assert {op.tag for op in dots} <= tags
     lines = {jax_compat.user_frame(e.source_info)[0].rpartition("/")[2] for e in jaxpr.eqns}
@@ -151,13 +151,13 @@ def test_every_operation_carries_its_tag_and_the_users_line(planned: Any) -> Non
 
 
 def test_no_operation_is_lost_or_doubled(planned: Any) -> None:
-    made, _, jaxpr = planned
+    planned_step, _, jaxpr = planned
 
     def count(name: str, ops: Any) -> int:
         return sum(name == (op.primitive.name if hasattr(op, "primitive") else op.name) for op in ops)
 
     for name in ("dot_general", "tanh", "integer_pow", "sub"):
-        assert count(name, jaxpr.eqns) == count(name, made.graph.ops), name
+        assert count(name, jaxpr.eqns) == count(name, planned_step.graph.ops), name
 
 
 def sources_of_constraints(jaxpr: Any) -> list[str]:
@@ -167,8 +167,8 @@ def sources_of_constraints(jaxpr: Any) -> list[str]:
 
 
 def test_the_gradient_of_a_weight_is_made_as_its_transpose(planned: Any) -> None:
-    made, _, jaxpr = planned
-    assert sum(op.name == "transpose" for op in made.graph.ops) == 2
+    planned_step, _, jaxpr = planned
+    assert sum(op.name == "transpose" for op in planned_step.graph.ops) == 2
     assert not any(e.primitive.name == "transpose" for e in jaxpr.eqns)
     dots = [e for e in jaxpr.eqns if e.primitive.name == "dot_general"]
     assert sources_of_constraints(jaxpr).count("dot_general") == len(dots) == 5
@@ -183,8 +183,10 @@ def test_a_product_that_is_read_besides_is_made_as_it_is(besides: bool) -> None:
     args = array(8, 16, 4), array(8, 4, 2)
     traced = trace(product, *args)
     (target,) = targets({"x": 8}, None, local=False)
-    made = make_plan(traced, target.logical, "test", Options(pins={"arg:0": P(None, "x")}))
-    built = codegen.program(made.graph, made.plan, made.rules, jax_compat.auto_abstract_mesh((8,), ("x",)))
+    planned_step = make_plan(traced, target.logical, "test", Options(pins={"arg:0": P(None, "x")}))
+    built = codegen.program(
+        planned_step.graph, planned_step.plan, planned_step.rules, jax_compat.auto_abstract_mesh((8,), ("x",))
+    )
     names = [e.primitive.name for e in built.jit().trace(*traced.in_avals).jaxpr.eqns]
     assert names.count("dot_general") == 1
     assert names.count("transpose") == besides
@@ -218,14 +220,14 @@ def test_a_user_constraint_is_the_plans_own() -> None:
 
 
 def test_a_flipped_layout_changes_the_program_and_not_the_numbers(planned: Any) -> None:
-    made, _, _ = planned
+    planned_step, _, _ = planned
     mesh = jax_compat.auto_mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
-    stage = made.plan.stages[0]
-    product = next(op.outputs[0] for op in made.graph.ops if op.name == "dot_general")
+    stage = planned_step.plan.stages[0]
+    product = next(op.outputs[0] for op in planned_step.graph.ops if op.name == "dot_general")
     flipped = replace(stage, values={**stage.values, product: (1, 0)})
     results = []
-    for plan in (made.plan, replace(made.plan, stages=(flipped,))):
-        built = codegen.program(made.graph, plan, made.rules, mesh)
+    for plan in (planned_step.plan, replace(planned_step.plan, stages=(flipped,))):
+        built = codegen.program(planned_step.graph, plan, planned_step.rules, mesh)
         args = [
             jax.device_put(x, s)
             for x, s in zip(jax.tree.leaves((two_layers(), array(16, 8))), built.in_shardings, strict=True)
@@ -250,8 +252,8 @@ def test_what_is_made_of_constants_is_padded_before_it_is_cut() -> None:
     """XLA gives [1, 1] for [1, 0] and for [0, 1], each padded from one element to two that two devices hold."""
 
     def fn(x: Any) -> Any:
-        one = jnp.ones(2)[:1]
-        row = jax.lax.pad(one, 0.0, [(0, 1, 1)]) + 2 * jax.lax.pad(one, 0.0, [(1, 0, 1)])
+        ones = jnp.ones(2)[:1]
+        row = jax.lax.pad(ones, 0.0, [(0, 1, 1)]) + 2 * jax.lax.pad(ones, 0.0, [(1, 0, 1)])
         return jnp.broadcast_to(row, (8, 2)) * x
 
     x, columns = jnp.ones((8, 2)), P(None, "x")

@@ -37,12 +37,12 @@ def doubles() -> Iterator[None]:
 
 def grids(shapes: Sequence[tuple[int, ...]]) -> list[Mesh]:
     """Submeshes of these shapes on devices in order."""
-    devices, first, found = np.array(jax.devices()), 0, []
+    devices, first, meshes = np.array(jax.devices()), 0, []
     for shape in shapes:
         count = int(np.prod(shape))
-        found.append(Mesh(devices[first : first + count].reshape(shape), ("x", "y")[: len(shape)]))
+        meshes.append(Mesh(devices[first : first + count].reshape(shape), ("x", "y")[: len(shape)]))
         first += count
-    return found
+    return meshes
 
 
 def planned(
@@ -84,12 +84,12 @@ def arguments(name: str, **options: int) -> tuple[Any, tuple[Any, Any]]:
 
 def collectives(program: Any) -> Mapping[str, int]:
     """Collectives of a compiled program with operands of rank 1 or more, by kind; pieces of tuples count one by one."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in program.as_text().splitlines():
         match = re.search(rf" = (.*) ({'|'.join(COLLECTIVES)})(-start)?\(", line)
         if match:
-            found[match[2]] += len(re.findall(r"\w+\[\d[^\]]*\]", match[1]))
-    return +found
+            counts[match[2]] += len(re.findall(r"\w+\[\d[^\]]*\]", match[1]))
+    return +counts
 
 
 # Equal to one device
@@ -131,9 +131,11 @@ def test_gradients_are_summed_over_devices_once_per_step() -> None:
     model, (state, batch) = arguments("gpt-toy", batch=32)
     step, plans = planned(model.step, (state, batch), ((4,), (4,)), count=4, alpha=1e-5)
     parameters = [len(plan.graph.summed_in) for plan in plans.plans]
-    found = {name: collectives(program) for name, program in step.programs.items()}
-    assert {name: c for name, c in found.items() if c and name[-1] in "FB"} == {}
-    sums = [sum(c["all-reduce"] for n, c in found.items() if n.startswith(f"stage {s} update")) for s in (0, 1)]
+    counts_by_program = {name: collectives(program) for name, program in step.programs.items()}
+    assert {name: c for name, c in counts_by_program.items() if c and name[-1] in "FB"} == {}
+    sums = [
+        sum(c["all-reduce"] for n, c in counts_by_program.items() if n.startswith(f"stage {s} update")) for s in (0, 1)
+    ]
     partial = [
         sum(-2 in (plan.layout(plan.graph.local[v]) or ()) for v in plan.graph.summed_in)  # pyright: ignore[reportArgumentType]
         for plan in plans.plans
@@ -144,10 +146,10 @@ def test_gradients_are_summed_over_devices_once_per_step() -> None:
 def test_without_a_plan_they_are_summed_in_every_microbatch() -> None:
     model, (state, batch) = arguments("gpt-toy", batch=32)
     step, _ = planned(model.step, (state, batch), ((4,), (4,)), count=4, layouts=data_parallel)
-    found = {name: collectives(program)["all-reduce"] for name, program in step.programs.items()}
-    assert found["stage 0 B"] > 0
-    assert found["stage 1 B"] > 0
-    assert not any(n for name, n in found.items() if "update" in name)
+    counts_by_program = {name: collectives(program)["all-reduce"] for name, program in step.programs.items()}
+    assert counts_by_program["stage 0 B"] > 0
+    assert counts_by_program["stage 1 B"] > 0
+    assert not any(n for name, n in counts_by_program.items() if "update" in name)
     assert_close(step(state, batch), jax.jit(model.step, compiler_options=QUICK)(state, batch))
 
 
@@ -261,5 +263,5 @@ def test_like_stages_with_unlike_room_share_their_solutions() -> None:
         fits = plan.summary.memory.peak(limit.in_flight) <= limit.nbytes
         assert fits != bool(plan.solution.warnings)
         assert plan.summary.memory.peak(limit.in_flight) <= before[limit.in_flight > 1]
-    at_one = [{p.summary.memory.peak(1) for p in found.plans[1:-1]} for found in (tight, roomy)]
+    at_one = [{p.summary.memory.peak(1) for p in stage_plans.plans[1:-1]} for stage_plans in (tight, roomy)]
     assert at_one[0] != at_one[1]

@@ -19,11 +19,11 @@ def test_even_layouts_divide_and_keep_what_does(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     layout = tuple(data.draw(st.integers(-2, len(shape) - 1)) for _ in sizes)
-    found = even(layout, shape, sizes)
-    assert divides(found, shape, sizes)
-    assert all(a == b or b == -1 for a, b in zip(layout, found, strict=True))
-    assert found == layout or not divides(layout, shape, sizes)
-    assert math.prod(cuts(found, sizes).values()) <= math.prod(cuts(layout, sizes).values())
+    layout = even(layout, shape, sizes)
+    assert divides(layout, shape, sizes)
+    assert all(a == b or b == -1 for a, b in zip(layout, layout, strict=True))
+    assert layout == layout or not divides(layout, shape, sizes)
+    assert math.prod(cuts(layout, sizes).values()) <= math.prod(cuts(layout, sizes).values())
 
 
 def test_what_programs_take_is_given_before() -> None:
@@ -34,15 +34,15 @@ def test_what_programs_take_is_given_before() -> None:
         names = list(plan.graph.programs)
         atoms = [a for v in plan.graph.summed_in if isinstance(a := plan.graph.local[v], int)]
         totals = {kind: [a for a in atoms if plan.graph.maker[a] == kind] for kind in PASS_KINDS}
-        found = program_interfaces(emitter, {}, totals)
+        interfaces = program_interfaces(emitter, {}, totals)
         arguments = {(v, None) for v in plan.graph.graph.inputs}
         for i, name in enumerate(names):
-            earlier = {key for other in names[:i] for key in found.writes[other]}
-            assert {*found.reads[name]} <= arguments | earlier
-            for value, copy in found.reads[name]:
+            earlier = {key for other in names[:i] for key in interfaces.writes[other]}
+            assert {*interfaces.reads[name]} <= arguments | earlier
+            for value, copy in interfaces.reads[name]:
                 shape = plan.graph.graph.types[value].shape
                 assert divides(emitter.layout((value, copy)), shape, on.sizes)
-        assert found.writes["F"]
+        assert interfaces.writes["F"]
 
 
 def test_arrays_of_partial_sums_have_dimensions_in_front() -> None:

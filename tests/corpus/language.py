@@ -309,8 +309,8 @@ def scanned_remat_gpt(scale=1):
             chunks = x.reshape(x.shape[0], 2, length // 2, width).swapaxes(0, 1)
             labels = ids[:, 1:].reshape(x.shape[0], 2, length // 2).swapaxes(0, 1)
 
-            def chunk(total, one):
-                x, labels = one
+            def chunk(total, piece):
+                x, labels = piece
                 return total + optax.softmax_cross_entropy_with_integer_labels(x @ p["head"], labels).sum(), None
 
             total, _ = lax.scan(chunk, jnp.zeros((), x.dtype), (chunks, labels))

@@ -221,15 +221,15 @@ def vtrace_actor_learner(scale=1):
     )
 
     def train_step(state, batch):
-        def loss_one(params, one):
-            logits, values = state.apply_fn(params, one["obs"])
+        def loss_one(params, trajectory):
+            logits, values = state.apply_fn(params, trajectory["obs"])
             logits = logits[:-1]
-            ratios = rlax.categorical_importance_sampling_ratios(logits, one["behaviour"], one["action"])
+            ratios = rlax.categorical_importance_sampling_ratios(logits, trajectory["behaviour"], trajectory["action"])
             vtrace = rlax.vtrace_td_error_and_advantage(
-                values[:-1], values[1:], one["reward"], one["discount"], ratios, lambda_=0.95
+                values[:-1], values[1:], trajectory["reward"], trajectory["discount"], ratios, lambda_=0.95
             )
-            weights = jnp.ones_like(one["reward"])
-            pg = rlax.policy_gradient_loss(logits, one["action"], vtrace.pg_advantage, weights)
+            weights = jnp.ones_like(trajectory["reward"])
+            pg = rlax.policy_gradient_loss(logits, trajectory["action"], vtrace.pg_advantage, weights)
             return pg + 0.5 * jnp.mean(vtrace.errors**2) + 0.01 * rlax.entropy_loss(logits, weights)
 
         def loss_fn(params):

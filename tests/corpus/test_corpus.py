@@ -61,17 +61,17 @@ def test_a_program_is_planned(name):
 
 def test_a_program_equals_the_single_device():
     program = BY_NAME["muon"]
-    one = corpus_case.Subject(program, 1)
-    found = dict(corpus_case.on_mesh(one, (8,)))
-    assert {name: (outcome.state, outcome.text) for name, outcome in found.items() if outcome.state != "ok"} == {}
-    assert set(found) == set(corpus.SMALL[:3])
+    subject = corpus_case.Subject(program, 1)
+    outcomes = dict(corpus_case.on_mesh(subject, (8,)))
+    assert {name: (outcome.state, outcome.text) for name, outcome in outcomes.items() if outcome.state != "ok"} == {}
+    assert set(outcomes) == set(corpus.SMALL[:3])
 
 
 def test_a_wrong_step_is_found():
     program = BY_NAME["muon"]
-    one = corpus_case.Subject(program, 1)
-    step, args = one.built
-    theirs = corpus_case.results(jax.jit(step), one.arguments(), program)
+    subject = corpus_case.Subject(program, 1)
+    step, args = subject.built
+    theirs = corpus_case.results(jax.jit(step), subject.arguments(), program)
     params, opt_state, x, y = args
     ours = corpus_case.results(jax.jit(step), (params, opt_state, x * 1.001, y), program)
     value, path = corpus_compare.worst(corpus_compare.differences(ours[-1], theirs[-1]))
@@ -128,8 +128,8 @@ def test_findings_are_resumed_and_an_absent_package_is_no_failure(tmp_path):
     table.write_text(json.dumps({**row, "figures": {"predicted": 11.0, "compiled": 10.0}}) + "\n")
     rows = corpus.run(("muon",), checks=("memory",), resume=table)
     assert [r["value"] for r in rows] == [0.1]
-    found = corpus.figures([*rows, {**row, "program": "other", "state": "absent", "figures": {}}])
-    assert (found["programs"], found["failed"], found["absent"], found["memory_worst"]) == (2, 0, 1, 0.1)
+    figures = corpus.figures([*rows, {**row, "program": "other", "state": "absent", "figures": {}}])
+    assert (figures["programs"], figures["failed"], figures["absent"], figures["memory_worst"]) == (2, 0, 1, 0.1)
     assert "muon" in corpus.table(rows)
 
 

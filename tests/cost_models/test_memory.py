@@ -52,13 +52,15 @@ def planned(fn: Callable[..., Any], args: Sequence[Any], mesh: Sequence[int] = (
     return make_plan(trace(fn, *args), cluster(mesh).logical_mesh(mesh), "custom", Options(**options))
 
 
-def liveness(made: Planned, backend: Backend, mesh: Sequence[int] = (1,)) -> Liveness:
-    return Liveness(made.graph, made.model, cluster(mesh).logical_mesh(mesh), backend, made.plan.donated)
+def liveness(planned_step: Planned, backend: Backend, mesh: Sequence[int] = (1,)) -> Liveness:
+    return Liveness(
+        planned_step.graph, planned_step.model, cluster(mesh).logical_mesh(mesh), backend, planned_step.plan.donated
+    )
 
 
 def peak(fn: Callable[..., Any], args: Sequence[Any], backend: Backend, **options: Any) -> float:
-    made = planned(fn, args, **options)
-    return liveness(made, backend).peak(made.solution.assignment)[0]
+    planned_step = planned(fn, args, **options)
+    return liveness(planned_step, backend).peak(planned_step.solution.assignment)[0]
 
 
 # Programs small enough to count by hand: x and w are 64 KiB each; a result of x's type takes over its buffer
@@ -157,8 +159,8 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=[c.title for c in CASES])
 def test_peaks_counted_by_hand(case: Case) -> None:
     backend = replace(case.backend, near_bytes=0.0, narrows=False, fragmentation=1.0)
-    found = peak(case.fn, (X, W), backend, **(case.options or {}))
-    assert found == pytest.approx((2 + case.arrays) * BIG, rel=0.02)  # vectors and scalars come on top
+    bytes_at_peak = peak(case.fn, (X, W), backend, **(case.options or {}))
+    assert bytes_at_peak == pytest.approx((2 + case.arrays) * BIG, rel=0.02)  # vectors and scalars come on top
 
 
 def test_what_fits_into_on_chip_memory_and_is_read_at_once_takes_no_room() -> None:
@@ -169,8 +171,8 @@ def test_what_fits_into_on_chip_memory_and_is_read_at_once_takes_no_room() -> No
         return (y @ w @ w @ w) + y
 
     near = replace(TPU, near_bytes=BIG, narrows=False, fragmentation=1.0)
-    found = [peak(twice, (X, W), backend) for backend in (near, replace(near, near_bytes=BIG - 1))]
-    assert found == pytest.approx([(2 + 1) * BIG, (2 + 3) * BIG], rel=0.02)
+    peaks = [peak(twice, (X, W), backend) for backend in (near, replace(near, near_bytes=BIG - 1))]
+    assert peaks == pytest.approx([(2 + 1) * BIG, (2 + 3) * BIG], rel=0.02)
 
 
 def rolled(x: Any, w: Any) -> Any:
@@ -189,8 +191,8 @@ def test_a_loops_body_works_in_on_chip_memory_and_its_stack_leaves_no_holes(near
     What is read at once may have all of the near bytes, y less, for it lasts longer.
     """
     backend = replace(TPU, narrows=False, fragmentation=1.5, near_bytes=near)
-    found = peak(rolled, (X, W), backend)
-    assert found == pytest.approx((2 + 4 + 1.5 * loose) * BIG, rel=0.02)
+    bytes_at_peak = peak(rolled, (X, W), backend)
+    assert bytes_at_peak == pytest.approx((2 + 4 + 1.5 * loose) * BIG, rel=0.02)
 
 
 def flattened(
@@ -204,14 +206,14 @@ def test_what_runs_beside_products_is_fetched_early() -> None:
     """The last product reads its first operand, made by the first product, and w in other layouts."""
     graph = trace(lambda x, w: (y := x @ w) @ (y @ w @ w).T @ y @ w, X, W).graph
     sites = {f"{graph.ops[-2].tag}.in1": "rows", f"{graph.ops[-1].tag}.in1": "columns"}
-    found = {}
+    moments_of_fetch = {}
     for overlaps in (False, True):
         program = flatten(graph, replace(TPU, overlaps=overlaps), sites)
         lives = lifetimes(program, written(program))
         moments = {step.outputs[0]: i for i, step in enumerate(lives.moments)}
         born = {key: lives.birth[token] for token, (_, key) in program.tokens.items()}
-        found[overlaps] = born["rows"] - moments[graph.ops[0].outputs[0]], born["columns"] - lives.end
-    assert found == {False: (4, -1), True: (0, -2)}
+        moments_of_fetch[overlaps] = born["rows"] - moments[graph.ops[0].outputs[0]], born["columns"] - lives.end
+    assert moments_of_fetch == {False: (4, -1), True: (0, -2)}
 
 
 def test_a_weight_is_fetched_for_its_product_whatever_it_is_converted_to() -> None:
@@ -223,8 +225,8 @@ def test_a_weight_is_fetched_for_its_product_whatever_it_is_converted_to() -> No
         return x.astype("bfloat16") @ w.astype("bfloat16")
 
     graph = trace(chain, X, W).graph
-    *others, product = graph.ops
-    assert product.inputs[1] in {v for op in others if op.name == "convert_element_type" for v in op.outputs}
+    *earlier, product = graph.ops
+    assert product.inputs[1] in {v for op in earlier if op.name == "convert_element_type" for v in op.outputs}
     program = flatten(graph, TPU, {f"{product.tag}.in1": "other"})
     lives = lifetimes(program, written(program))
     (token,) = program.tokens
@@ -250,13 +252,13 @@ def shared_bias(x: Any, w: Any, b: Any) -> Any:
 
 def test_library_kernels_read_broadcasts_from_memory() -> None:
     """What leaves the program ends a kernel. On CPU both read one broadcast; elsewhere each repeats it."""
-    found = {}
+    broadcasts = {}
     for backend in (CPU, GPU):
         program, w = flattened(shared_bias, (X, W, array(128)), backend)
         makers = {v: s for frame in program.top.walk() for s in frame.steps for v in s.outputs}
-        found[backend.name] = [v for v in w.values if v in makers and makers[v].name == "broadcast_in_dim"]
-    assert len(found["cpu"]) == 1
-    assert not found["gpu"]
+        broadcasts[backend.name] = [v for v in w.values if v in makers and makers[v].name == "broadcast_in_dim"]
+    assert len(broadcasts["cpu"]) == 1
+    assert not broadcasts["gpu"]
 
 
 def test_kernels_of_products_stay_alone_and_reductions_take_them_in() -> None:
@@ -267,12 +269,12 @@ def test_kernels_of_products_stay_alone_and_reductions_take_them_in() -> None:
     program, _ = flattened(step, (X, W, array(128)), CPU)
     steps = [s for frame in program.top.walk() for s in frame.steps]
     readers: dict[int, list[Any]] = {}
-    for one in steps:
-        for v in map(program.behind, one.inputs):
-            readers.setdefault(v, []).append(one)
-    found = kernels(program, steps, readers, frozenset(program.behind(v) for v in program.top.leaving))
-    numbers = {one.op.name: found.get(id(one)) for one in steps if one.name == one.op.name}
-    first, second = (found[id(one)] for one in steps if one.name == "dot_general")
+    for step in steps:
+        for v in map(program.behind, step.inputs):
+            readers.setdefault(v, []).append(step)
+    kernel_of = kernels(program, steps, readers, frozenset(program.behind(v) for v in program.top.leaving))
+    numbers = {step.op.name: kernel_of.get(id(step)) for step in steps if step.name == step.op.name}
+    first, second = (kernel_of[id(step)] for step in steps if step.name == "dot_general")
     assert (numbers["add"], numbers["tanh"]) == (None, None)
     assert first != second == numbers["mul"] == numbers["reduce_sum"]
 
@@ -283,11 +285,11 @@ def test_noise_lies_as_the_product_that_reads_it() -> None:
     def step(w: Any, key: Any) -> Any:
         return (jax.random.normal(key, (8192, 64)) @ w).sum(0)
 
-    made = planned(step, (array(64, 4), jax.eval_shape(lambda: jax.random.key(0))), (8,))
-    (product,) = (op for op in made.graph.walk() if op.name == "dot_general")
-    assert made.plan.stages[0].values[product.outputs[0]] == (0,)
-    lives = liveness(made, CPU, (8,))
-    assert lives.peak(made.solution.assignment)[0] < 8192 * 64 * 4
+    planned_step = planned(step, (array(64, 4), jax.eval_shape(lambda: jax.random.key(0))), (8,))
+    (product,) = (op for op in planned_step.graph.walk() if op.name == "dot_general")
+    assert planned_step.plan.stages[0].values[product.outputs[0]] == (0,)
+    lives = liveness(planned_step, CPU, (8,))
+    assert lives.peak(planned_step.solution.assignment)[0] < 8192 * 64 * 4
 
 
 def normed(x: Any, scale: Any) -> Any:
@@ -301,8 +303,8 @@ def test_library_kernels_leave_small_arithmetic_out(features: int, devices: int,
     grad = jax.grad(lambda x, scale: (normed(x, scale) ** 3).sum(), (0, 1))
     program, w = flattened(grad, (array(64, features), array(features)), CPU, devices)
     makers = {v: s for frame in program.top.walk() for s in frame.steps for v in s.outputs}
-    found = [v for v in w.values if v in makers and makers[v].name == "spread" and program.type_of(v).rank == 2]
-    assert len(found) == written
+    spreads = [v for v in w.values if v in makers and makers[v].name == "spread" and program.type_of(v).rank == 2]
+    assert len(spreads) == written
 
 
 def test_products_that_want_one_turned_operand_share_it() -> None:
@@ -314,10 +316,10 @@ def test_products_that_want_one_turned_operand_share_it() -> None:
     def step(ws: Any, x: Any) -> Any:
         return jax.grad(lambda ws: sum((convolve(w, x) ** 2).sum() for w in ws))(ws)
 
-    made = planned(step, ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8)), (8,))
-    images = made.graph.inputs[2]
-    reads = {use.site: (use.value, use.consumer) for use in made.model.grouping.uses}
-    program = flatten(made.graph, CPU, reads, 8)
+    planned_step = planned(step, ((array(1, 1, 8, 16), array(3, 3, 8, 16)), array(32, 4, 4, 8)), (8,))
+    images = planned_step.graph.inputs[2]
+    reads = {use.site: (use.value, use.consumer) for use in planned_step.model.grouping.uses}
+    program = flatten(planned_step.graph, CPU, reads, 8)
     turned = [s for s in program.top.steps if s.name == "turn" and program.behind(s.inputs[0]) == images]
     assert len({consumer for value, consumer in reads.values() if value == images}) == 4
     assert len(turned) == 1
@@ -405,8 +407,8 @@ def test_a_gathered_weight_stays_for_the_backward_pass() -> None:
     args, mesh = (array(512, 512), array(4096, 512)), (8,)
     names = cluster(mesh).logical_mesh(mesh).names
     pins = {"arg:0": PartitionSpec(names), "arg:1": PartitionSpec(names)}
-    made = planned(step, args, mesh, pins=pins)
-    memory = report(liveness(made, GPU, mesh), made.solution.assignment)
+    planned_step = planned(step, args, mesh, pins=pins)
+    memory = report(liveness(planned_step, GPU, mesh), planned_step.solution.assignment)
     assert memory.kinds["parameters"] == 512 * 512 * 4 // 8
     assert memory.kinds["arguments"] == 4096 * 512 * 4 // 8
     assert memory.kinds["resharding"] >= 512 * 512 * 4
@@ -432,54 +434,54 @@ def toy(name: str, backend: str) -> tuple[Planned, Liveness]:
 TOYS = ("mlp-toy", "gpt-toy", "gpt-toy-scan-remat", "moe-toy")
 
 
-def assignments(made: Planned, seed: int) -> np.ndarray:
+def assignments(planned_step: Planned, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    return np.array([rng.integers(len(n.cost)) for n in made.model.problem.nodes], np.int64)
+    return np.array([rng.integers(len(n.cost)) for n in planned_step.model.problem.nodes], np.int64)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_rows_agree_with_the_peak_and_never_exceed_it(name: str, backend: str, seed: int) -> None:
-    made, lives = toy(name, backend)
+    planned_step, lives = toy(name, backend)
     source: RowSource = lives
-    assignment = assignments(made, seed)
-    found, row = source.peak(assignment)
-    assert row.value(made.model.problem, assignment) == pytest.approx(found, rel=1e-9)
+    assignment = assignments(planned_step, seed)
+    peak_bytes, row = source.peak(assignment)
+    assert row.value(planned_step.model.problem, assignment) == pytest.approx(peak_bytes, rel=1e-9)
     moments = np.random.default_rng(seed).integers(0, len(lives.moments) + 1, 5)
-    others = [*source.rows(), *(lives.row(int(m)) for m in moments)]
-    assert max(r.value(made.model.problem, assignment) for r in others) <= found * (1 + 1e-9)
+    some_rows = [*source.rows(), *(lives.row(int(m)) for m in moments)]
+    assert max(r.value(planned_step.model.problem, assignment) for r in some_rows) <= peak_bytes * (1 + 1e-9)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_rows_over_a_bound_are_local_peaks_the_highest_first(name: str, backend: str, seed: int) -> None:
-    made, lives = toy(name, backend)
-    assignment = assignments(made, seed)
+    planned_step, lives = toy(name, backend)
+    assignment = assignments(planned_step, seed)
     peak, row = lives.peak(assignment)
     for bound in (0.0, 0.5 * peak, 0.999 * peak):
         over = lives.over(assignment, bound)
-        held = [r.value(made.model.problem, assignment) for r in over]
+        held = [r.value(planned_step.model.problem, assignment) for r in over]
         assert held == sorted(held, reverse=True)
         assert all(h > bound for h in held)
         assert len({r.name for r in over}) == len(over)
         if row.name != lives.row(None).name:  # more than the arguments alone
-            assert held[0] == pytest.approx(row.value(made.model.problem, assignment))
+            assert held[0] == pytest.approx(row.value(planned_step.model.problem, assignment))
     assert not lives.over(assignment, peak * (1 + 1e-9))
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(("cpu", "gpu")), st.integers(0, 2**31))
 def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) -> None:
-    made, lives = toy(name, backend)
-    assignment = assignments(made, seed)
-    layouts = extract.layouts(made.model, assignment)
-    bindings = made.model.grouping.bindings
+    planned_step, lives = toy(name, backend)
+    assignment = assignments(planned_step, seed)
+    layouts = extract.layouts(planned_step.model, assignment)
+    bindings = planned_step.model.grouping.bindings
     checked = 0
     for buffer, nbytes in zip(lives.buffers, lives.sizes(assignment), strict=True):
         binding = bindings.get(buffer.value)
         own = binding is not None and binding.view is None and buffer.node == binding.group
         if buffer.what in ("argument", "value") and own:
-            type_ = made.graph.types[buffer.value]
+            type_ = planned_step.graph.types[buffer.value]
             pieces = int(np.prod(local_shape(layouts.values[buffer.value], type_.shape, MESH), dtype=np.int64))
             scale = 1.0 if buffer.what == "argument" else lives.backend.fragmentation
             wanted = pieces * type_.itemsize * scale
@@ -487,14 +489,14 @@ def test_sizes_are_those_of_decoded_layouts(name: str, backend: str, seed: int) 
                 checked += 1
             else:  # a turned operand of the value, in the layout of the product that reads it
                 assert backend == "cpu"
-    assert checked > len(made.graph.inputs)
+    assert checked > len(planned_step.graph.inputs)
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_the_peak_is_that_of_a_plain_simulation(name: str, backend: str, seed: int) -> None:
-    made, lives = toy(name, backend)
-    assignment = assignments(made, seed)
+    planned_step, lives = toy(name, backend)
+    assignment = assignments(planned_step, seed)
     sizes = lives.sizes(assignment)
     arguments = sum(s for b, s in zip(lives.buffers, sizes, strict=True) if b.what == "argument")
     most = 0.0
@@ -511,28 +513,32 @@ def test_the_peak_is_that_of_a_plain_simulation(name: str, backend: str, seed: i
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(TOYS), st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**31))
 def test_a_smaller_footprint_is_smaller_in_every_row(name: str, backend: str, seed: int) -> None:
-    made, lives = toy(name, backend)
+    planned_step, lives = toy(name, backend)
     rng = np.random.default_rng(seed)
     rows = [lives.row(int(m)) for m in rng.integers(0, len(lives.moments) + 1, 6)]
-    for node in rng.integers(0, len(made.model.problem.nodes), 40).tolist():
+    for node in rng.integers(0, len(planned_step.model.problem.nodes), 40).tolist():
         prints = lives.footprint(node)
         a, b = rng.integers(0, len(prints), 2)
         if (prints[a] <= prints[b]).all():
             assert all(r.nodes[node][a] <= r.nodes[node][b] + 1e-6 for r in rows if node in r.nodes)
     for row in rows:
         for edge, table in row.edges.items():
-            assert lives.edge_footprint(edge).shape[1:] == table.shape == made.model.problem.edges[edge].table.shape
+            assert (
+                lives.edge_footprint(edge).shape[1:]
+                == table.shape
+                == planned_step.model.problem.edges[edge].table.shape
+            )
             assert (lives.edge_footprint(edge).sum(0) > 0)[table > 0].all()
 
 
 def test_kinds_add_up_to_the_peak_and_name_the_largest() -> None:
-    made, lives = toy("gpt-toy", "gpu")
-    memory = report(lives, made.solution.assignment)
+    planned_step, lives = toy("gpt-toy", "gpu")
+    memory = report(lives, planned_step.solution.assignment)
     assert sum(memory.kinds.values()) == pytest.approx(memory.peak_bytes, abs=8)
     assert memory.largest[0].nbytes == max(t.nbytes for t in memory.largest)
     assert {t.kind for t in memory.largest} <= set(memory.kinds)
-    assert made.plan.stages[0].peak_memory_bytes == memory.peak_bytes
-    assert dict(made.plan.stages[0].memory) == dict(memory.kinds)
+    assert planned_step.plan.stages[0].peak_memory_bytes == memory.peak_bytes
+    assert dict(planned_step.plan.stages[0].memory) == dict(memory.kinds)
     assert memory.kinds["optimizer state"] == pytest.approx(2 * memory.kinds["parameters"], rel=0.5)
 
 
@@ -555,28 +561,28 @@ COMPILED = (
 @pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy"])
 def test_new_state_goes_into_the_buffers_of_the_old(name: str, backend: str) -> None:
     """At the end nothing is left beside the arguments but results that are no state."""
-    made, lives = toy(name, backend)
-    state = {made.graph.outputs[out] for out in match_state(made.graph)}
-    others = sum(made.graph.type_of(a).nbytes for a in made.graph.outputs if a not in state)
-    assert lives.profile(made.solution.assignment)[-1] <= 2 * others
+    planned_step, lives = toy(name, backend)
+    state = {planned_step.graph.outputs[out] for out in match_state(planned_step.graph)}
+    other_bytes = sum(planned_step.graph.type_of(a).nbytes for a in planned_step.graph.outputs if a not in state)
+    assert lives.profile(planned_step.solution.assignment)[-1] <= 2 * other_bytes
 
 
 def test_an_array_that_a_barrier_renames_is_counted_once() -> None:
     """Data parallel on two devices: nothing is copied, and no array has two buffers at a time."""
     model = zoo.build("mlp-toy", layers=3, batch=512)
-    made = planned(model.step, model.abstract_args(), (2,), remat="full")
-    lives = liveness(made, GPU, (2,))
-    sizes = lives.sizes(made.solution.assignment)
+    planned_step = planned(model.step, model.abstract_args(), (2,), remat="full")
+    lives = liveness(planned_step, GPU, (2,))
+    sizes = lives.sizes(planned_step.solution.assignment)
     spans: dict[int, list[tuple[int, int]]] = {}
-    program = flatten(made.graph, GPU, {})
+    program = flatten(planned_step.graph, GPU, {})
     for b, nbytes in zip(lives.buffers, sizes.tolist(), strict=True):
         if nbytes >= 256 * 32 * 4:
             root = program.root(b.value)
             assert isinstance(root, int)
             spans.setdefault(root, []).append((b.birth, b.death))
     assert spans
-    for found in spans.values():
-        ordered = sorted(found)
+    for spans_of_root in spans.values():
+        ordered = sorted(spans_of_root)
         assert all(before[1] < after[0] for before, after in itertools.pairwise(ordered))
 
 
@@ -618,10 +624,10 @@ def copies_of_weight(pins: dict[str, PartitionSpec], backend: Backend) -> list[t
         return w - 0.1 * jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)
 
     mesh = (4,)
-    made = planned(step, (array(512, 256), array(4096, 512)), mesh, pins=pins)
-    lives = liveness(made, backend, mesh)
-    found = zip(lives.buffers, lives.sizes(made.solution.assignment).tolist(), strict=True)
-    return [(b, n) for b, n in found if b.what == "copy" and b.value == made.graph.inputs[0] and n > 0]
+    planned_step = planned(step, (array(512, 256), array(4096, 512)), mesh, pins=pins)
+    lives = liveness(planned_step, backend, mesh)
+    sized = zip(lives.buffers, lives.sizes(planned_step.solution.assignment).tolist(), strict=True)
+    return [(b, n) for b, n in sized if b.what == "copy" and b.value == planned_step.graph.inputs[0] and n > 0]
 
 
 WHOLE = 512 * 256 * 4
@@ -632,18 +638,18 @@ def test_what_is_gathered_along_its_columns_is_there_twice_on_cpu(spec: Partitio
     """Data parallel with a weight that is cut over all devices."""
     backend = replace(CPU, fragmentation=1.0, turns_operands=False)
     pins = {"arg:0": spec, "arg:1": PartitionSpec("x")}
-    found = copies_of_weight(pins, backend)
-    at_once = [sum(n for b, n in found if b.birth <= first.birth <= b.death) for first, _ in found]
+    copies = copies_of_weight(pins, backend)
+    at_once = [sum(n for b, n in copies if b.birth <= first.birth <= b.death) for first, _ in copies]
     assert max(at_once) == arrays * WHOLE
     assert len(copies_of_weight(pins, replace(backend, gathers_turn=False))) == 1
 
 
 def most_copied(fn: Callable[..., Any], x: Any, pins: dict[str, PartitionSpec], backend: Backend) -> float:
     """Bytes of the copies that are there at once, on four devices."""
-    made = planned(fn, (x,), (4,), pins=pins)
-    lives = liveness(made, replace(backend, fragmentation=1.0), (4,))
-    found = zip(lives.buffers, lives.sizes(made.solution.assignment).tolist(), strict=True)
-    copies = [(b, n) for b, n in found if b.what == "copy"]
+    planned_step = planned(fn, (x,), (4,), pins=pins)
+    lives = liveness(planned_step, replace(backend, fragmentation=1.0), (4,))
+    sized = zip(lives.buffers, lives.sizes(planned_step.solution.assignment).tolist(), strict=True)
+    copies = [(b, n) for b, n in sized if b.what == "copy"]
     return max(sum(n for b, n in copies if b.birth <= first.birth <= b.death) for first, _ in copies)
 
 
@@ -674,10 +680,14 @@ def test_an_activation_gathered_along_its_columns_beside_products_is_there_twice
     """Two products whose weights are cut by columns: what the first makes is gathered for the second."""
     columns = PartitionSpec(None, "x")
     pins = {"arg:0": PartitionSpec(), "arg:1": columns, "arg:2": columns, "out:0": columns}
-    made = planned(lambda x, v, w: (x @ v) @ w, (array(64, 256), array(256, 512), array(512, 4096)), (4,), pins=pins)
-    (gather,) = made.plan.collectives
-    assert (gather.kind, gather.op) == ("all-gather", f"{made.graph.ops[1].tag}.in0")
-    lives = liveness(made, replace(TPU, fragmentation=1.0, near_bytes=0.0, narrows=False, overlaps=overlaps), (4,))
-    sizes = lives.sizes(made.solution.assignment).tolist()
+    planned_step = planned(
+        lambda x, v, w: (x @ v) @ w, (array(64, 256), array(256, 512), array(512, 4096)), (4,), pins=pins
+    )
+    (gather,) = planned_step.plan.collectives
+    assert (gather.kind, gather.op) == ("all-gather", f"{planned_step.graph.ops[1].tag}.in0")
+    lives = liveness(
+        planned_step, replace(TPU, fragmentation=1.0, near_bytes=0.0, narrows=False, overlaps=overlaps), (4,)
+    )
+    sizes = lives.sizes(planned_step.solution.assignment).tolist()
     copies = [n for b, n in zip(lives.buffers, sizes, strict=True) if b.what == "copy" and n > 0]
     assert copies == [64 * 512 * 4] * arrays

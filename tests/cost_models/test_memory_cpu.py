@@ -64,8 +64,8 @@ def test_a_loop_slices_a_copy_of_a_bfloat16_stack_in_float32(dtype: str, stacks:
     def fn(x: Any, ws: Any) -> Any:
         return jax.lax.scan(lambda c, w: (c @ w, None), x, ws)[0]
 
-    found = kept(fn, (array(dtype, 64, 64), array(dtype, 4, 64, 64)))
-    assert found["f32[4,64,64]"] == stacks
+    counts = kept(fn, (array(dtype, 64, 64), array(dtype, 4, 64, 64)))
+    assert counts["f32[4,64,64]"] == stacks
 
 
 def test_the_gradient_of_a_maximum_over_windows_finds_places_first() -> None:
@@ -78,10 +78,10 @@ def test_the_gradient_of_a_maximum_over_windows_finds_places_first() -> None:
         return jax.grad(lambda x, y: (pooled(x) ** 2).sum() + (pooled(y) ** 3).sum(), (0, 1))(x, y)
 
     args = array("float32", 128, 128), array("float32", 128, 128)
-    found = kept(fn, args)
-    assert found["i32[128,128]"] == 2
-    assert found["f32[128,128]"] == 2 * 2
-    assert found["i32[64,64]"] == 2 * (2 + 2)
+    counts = kept(fn, args)
+    assert counts["i32[128,128]"] == 2
+    assert counts["f32[128,128]"] == 2 * 2
+    assert counts["i32[64,64]"] == 2 * (2 + 2)
     assert not any(name.startswith("i32") for name in kept(fn, args, GPU))
 
 
@@ -213,8 +213,8 @@ def test_a_transposed_broadcast_is_a_broadcast() -> None:
 @pytest.mark.parametrize(("axis", "arrays"), [(0, 1), (1, 2)])
 def test_gathered_columns_are_gathered_as_rows_first(axis: int, arrays: int) -> None:
     args = array("float32", 128, 128), array("int32", 96)
-    found = kept(lambda x, i: jnp.take(x, i, axis, mode="clip"), args)
-    assert sum(count for name, count in found.items() if name.startswith("f32")) == arrays
+    counts = kept(lambda x, i: jnp.take(x, i, axis, mode="clip"), args)
+    assert sum(count for name, count in counts.items() if name.startswith("f32")) == arrays
 
 
 def test_a_window_that_is_added_to_zeros_and_then_to_an_array_needs_no_zeros() -> None:

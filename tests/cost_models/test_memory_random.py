@@ -42,10 +42,10 @@ def kept(impl: str, backend: Backend) -> list[float]:
     """Bytes per device of each array of random words."""
     cluster = Cluster.custom((DEVICES,), 1e-6, 1e-11, {"float32": 1e9}, 1e9, 2**34)
     mesh = cluster.logical_mesh((DEVICES,))
-    made = make_plan(trace(step, array(WIDTH, WIDTH), array(ROWS, WIDTH), key(impl)), mesh, "custom", Options())
-    lives = Liveness(made.graph, made.model, mesh, backend, made.plan.donated)
-    sizes = lives.sizes(made.solution.assignment) / backend.fragmentation
-    words = {v for op in made.graph.walk() if op.name == "random_bits" for v in op.outputs}
+    planned_step = make_plan(trace(step, array(WIDTH, WIDTH), array(ROWS, WIDTH), key(impl)), mesh, "custom", Options())
+    lives = Liveness(planned_step.graph, planned_step.model, mesh, backend, planned_step.plan.donated)
+    sizes = lives.sizes(planned_step.solution.assignment) / backend.fragmentation
+    words = {v for op in planned_step.graph.walk() if op.name == "random_bits" for v in op.outputs}
     return [float(size) for b, size in zip(lives.buffers, sizes, strict=True) if b.value in words]
 
 

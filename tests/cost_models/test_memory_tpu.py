@@ -53,9 +53,9 @@ def planned(fn: Callable[..., Any], args: Sequence[Any], mesh: tuple[int, ...] =
     return make_plan(trace(fn, *args), cluster.logical_mesh(mesh), "custom", Options(**options))
 
 
-def liveness(made: Planned, mesh: tuple[int, ...] = (1,), backend: Backend = PLAIN) -> Liveness:
+def liveness(planned_step: Planned, mesh: tuple[int, ...] = (1,), backend: Backend = PLAIN) -> Liveness:
     logical = Cluster.custom(mesh, 1e-6, 1e-11, {"float32": 1e12}, 1e12, 2**34).logical_mesh(mesh)
-    return Liveness(made.graph, made.model, logical, backend, made.plan.donated)
+    return Liveness(planned_step.graph, planned_step.model, logical, backend, planned_step.plan.donated)
 
 
 def masked(x: Any, w: Any, m: Any) -> Any:
@@ -86,9 +86,9 @@ def returned(x: Any, w: Any, m: Any) -> Any:
 def test_a_product_writes_what_alone_is_made_of_it(fn: Callable[..., Any], count: int, absorbed: int) -> None:
     """Two products are added in the kernel of one of them; what is read or returned besides is written."""
     program, w = flattened(fn, [X] * count)
-    found = [s for s in products(program) if s.outputs[0] not in w.values]
-    assert len(found) == absorbed
-    assert sorted(w.absorbed) == sorted(s.outputs[0] for s in found)
+    absorbed_products = [s for s in products(program) if s.outputs[0] not in w.values]
+    assert len(absorbed_products) == absorbed
+    assert sorted(w.absorbed) == sorted(s.outputs[0] for s in absorbed_products)
     assert all(end in w.values for end in w.absorbed.values())
     assert not flattened(fn, [X] * count, GPU)[1].absorbed
 
@@ -98,8 +98,8 @@ def test_the_kernel_of_an_absorbed_product_runs_once_and_counts_as_a_product() -
     moments = lifetimes(program, w).moments
     kernels = [s for s in moments if w.has_product(s)]
     assert [s.name for s in kernels] == ["select_n", "dot_general", "dot_general"]
-    made = {v for s in moments for v in s.outputs}
-    assert all(product not in made for product in w.absorbed)
+    outputs = {v for s in moments for v in s.outputs}
+    assert all(product not in outputs for product in w.absorbed)
     assert w.inner[id(kernels[0])] == set(trace(masked, X, X, X).graph.inputs[:2])
 
 
@@ -113,21 +113,21 @@ def test_gradients_are_summed_before_an_update_reads_them() -> None:
 
 def test_a_masked_product_is_one_array_and_half_of_one_where_products_alone_read_it() -> None:
     """Beside the arguments, at the first product: what its kernel writes."""
-    made = planned(masked, [X] * 3)
+    planned_step = planned(masked, [X] * 3)
     for narrows, arrays in ((False, 1.0), (True, 0.5)):
-        lives = liveness(made, backend=replace(PLAIN, narrows=narrows))
+        lives = liveness(planned_step, backend=replace(PLAIN, narrows=narrows))
         first = next(t for t, step in enumerate(lives.moments) if step.name == "select_n")
-        assert lives.profile(made.solution.assignment)[first] == pytest.approx(arrays * WHOLE)
+        assert lives.profile(planned_step.solution.assignment)[first] == pytest.approx(arrays * WHOLE)
 
 
 @pytest.mark.parametrize("out", [P(), P("x")])
 def test_what_a_product_is_summed_to_is_whole_before_its_kernel_goes_on(out: P) -> None:
     """Half of the contracted dimension on each device: an all-reduce, of which a half may be kept, and the mask."""
-    made = planned(lambda x, w, m: jnp.where(m > 0.0, x @ w, 0.0), [X] * 3, (2,), pins={
+    planned_step = planned(lambda x, w, m: jnp.where(m > 0.0, x @ w, 0.0), [X] * 3, (2,), pins={
         "arg:0": P(None, "x"), "arg:1": P("x"), "arg:2": out, "out:0": out,
     })  # fmt: skip
-    lives = liveness(made, (2,))
-    sizes = lives.sizes(made.solution.assignment).tolist()
+    lives = liveness(planned_step, (2,))
+    sizes = lives.sizes(planned_step.solution.assignment).tolist()
     assert [n for b, n in zip(lives.buffers, sizes, strict=True) if b.what == "unsummed"] == [WHOLE]
 
 
@@ -180,20 +180,20 @@ def test_a_loop_makes_what_is_broadcast_for_it_in_its_body() -> None:
 
         return jax.lax.scan(body, start, None, length=4)[0]
 
-    found = {}
+    written_broadcasts = {}
     for backend in (GPU, TPU):
         program, w = flattened(fn, [X, X, array(128)], backend)
         broadcasts = [s for s in program.top.steps if s.name == "broadcast_in_dim"]
-        found[backend.name] = sum(s.outputs[0] in w.values for s in broadcasts)
-    assert found == {"gpu": 2, "tpu": 1}
+        written_broadcasts[backend.name] = sum(s.outputs[0] in w.values for s in broadcasts)
+    assert written_broadcasts == {"gpu": 2, "tpu": 1}
 
 
-def assert_never_more_and_somewhere_less(made: Any, less: Any, more: Any) -> None:
+def assert_never_more_and_somewhere_less(planned_step: Any, less: Any, more: Any) -> None:
     """Under random layouts: at no moment more bytes, at some moment fewer."""
     rng = np.random.default_rng(0)
     changes: list[Any] = []
     for _ in range(5):
-        assignment = np.array([rng.integers(len(n.cost)) for n in made.model.problem.nodes], np.int64)
+        assignment = np.array([rng.integers(len(n.cost)) for n in planned_step.model.problem.nodes], np.int64)
         changes.append(more.profile(assignment) - less.profile(assignment))
     assert min(change.min() for change in changes) >= 0.0
     assert max(change.max() for change in changes) > 0.0
@@ -202,9 +202,9 @@ def assert_never_more_and_somewhere_less(made: Any, less: Any, more: Any) -> Non
 def test_what_two_products_fetch_alike_is_counted_once_between_them() -> None:
     """Half on either reader: all of it where both fetch it, for any layouts never less than without."""
     model, mesh = zoo.build("mlp-toy", layers=2, batch=4096), (8,)
-    made = planned(model.step, model.abstract_args(), mesh)
-    alone, merged = (liveness(made, mesh, replace(PLAIN, merges_fetches=merges)) for merges in (False, True))
-    assert_never_more_and_somewhere_less(made, alone, merged)
+    planned_step = planned(model.step, model.abstract_args(), mesh)
+    alone, merged = (liveness(planned_step, mesh, replace(PLAIN, merges_fetches=merges)) for merges in (False, True))
+    assert_never_more_and_somewhere_less(planned_step, alone, merged)
 
 
 # Tiles of 8 x 128
@@ -214,17 +214,17 @@ def batched(x: Any, y: Any) -> Any:
     return jnp.einsum("bik,bkj->bij", x, y)
 
 
-def held_of_the_result(made: Any) -> float:
+def held_of_the_result(planned_step: Any) -> float:
     """Bytes of the buffer of the first result."""
-    lives = liveness(made)
-    sizes = lives.sizes(made.solution.assignment)
-    return next(n for b, n in zip(lives.buffers, sizes, strict=True) if b.value == made.graph.outputs[0])
+    lives = liveness(planned_step)
+    sizes = lives.sizes(planned_step.solution.assignment)
+    return next(n for b, n in zip(lives.buffers, sizes, strict=True) if b.value == planned_step.graph.outputs[0])
 
 
 def test_products_of_a_batch_are_tiled_behind_the_batch() -> None:
     """32 columns fill a quarter of a row of tiles; were the batch in the rows, nothing would be padded."""
-    made = planned(batched, [array(128, 16, 16), array(128, 16, 32)])
-    assert held_of_the_result(made) == pytest.approx(128 * 16 * 32 * 4 * 4)
+    planned_step = planned(batched, [array(128, 16, 16), array(128, 16, 32)])
+    assert held_of_the_result(planned_step) == pytest.approx(128 * 16 * 32 * 4 * 4)
 
 
 def test_a_stack_has_the_layout_of_what_is_stored() -> None:
@@ -235,8 +235,8 @@ def test_a_stack_has_the_layout_of_what_is_stored() -> None:
 
         return jax.lax.scan(body, x, None, length=2)[1]
 
-    made = planned(fn, [array(128, 16, 16), array(128, 16, 32)])
-    assert held_of_the_result(made) == pytest.approx(2 * 128 * 16 * 32 * 4 * 4)
+    planned_step = planned(fn, [array(128, 16, 16), array(128, 16, 32)])
+    assert held_of_the_result(planned_step) == pytest.approx(2 * 128 * 16 * 32 * 4 * 4)
 
 
 def test_rows_gathered_for_products_keep_their_width_in_rows() -> None:
@@ -245,11 +245,13 @@ def test_rows_gathered_for_products_keep_their_width_in_rows() -> None:
     def fn(table: Any, tokens: Any, w: Any) -> Any:
         return (table[tokens] @ w).max()
 
-    made = planned(fn, [array(64, 32), jax.ShapeDtypeStruct((1024,), jnp.int32), array(32, 32)])
-    lives = liveness(made)
-    sizes = lives.sizes(made.solution.assignment).tolist()
-    found = [n for b, n in zip(lives.buffers, sizes, strict=True) if made.graph.types[b.value].shape == (1024, 32)]
-    assert found[0] == pytest.approx(1024 * 32 * 2 * 4)
+    planned_step = planned(fn, [array(64, 32), jax.ShapeDtypeStruct((1024,), jnp.int32), array(32, 32)])
+    lives = liveness(planned_step)
+    sizes = lives.sizes(planned_step.solution.assignment).tolist()
+    rows_bytes = [
+        n for b, n in zip(lives.buffers, sizes, strict=True) if planned_step.graph.types[b.value].shape == (1024, 32)
+    ]
+    assert rows_bytes[0] == pytest.approx(1024 * 32 * 2 * 4)
 
 
 # Copies
@@ -258,23 +260,23 @@ def test_rows_gathered_for_products_keep_their_width_in_rows() -> None:
 def test_parameters_gathered_for_products_are_not_held_for_their_updates() -> None:
     """Random layouts of a transformer on eight devices: never more at any moment, less in some."""
     model, mesh = zoo.build("gpt-toy"), (8,)
-    made = planned(model.step, model.abstract_args(), mesh)
-    early, late = (liveness(made, mesh, replace(PLAIN, updates_read_pieces=pieces)) for pieces in (True, False))
-    assert_never_more_and_somewhere_less(made, early, late)
+    planned_step = planned(model.step, model.abstract_args(), mesh)
+    early, late = (liveness(planned_step, mesh, replace(PLAIN, updates_read_pieces=pieces)) for pieces in (True, False))
+    assert_never_more_and_somewhere_less(planned_step, early, late)
 
 
 def test_an_array_that_arithmetic_reads_too_is_not_rounded_while_products_read_it() -> None:
     """What the blocks of an MLP add up, read by a sum and by two products: one array, whole to the last of them."""
     model, mesh, batch = zoo.build("mlp-toy", layers=3, batch=65536), (8,), 65536
-    made = planned(model.step, model.abstract_args(), mesh)
-    lives = liveness(made, mesh)
-    sums = {op.outputs[0] for op in made.graph.walk() if op.name == "add" and op.phase == "forward"}
-    sums = {v for v in sums if made.graph.types[v].shape == (batch, 32)}
-    sizes = lives.sizes(made.solution.assignment).tolist()
+    planned_step = planned(model.step, model.abstract_args(), mesh)
+    lives = liveness(planned_step, mesh)
+    sums = {op.outputs[0] for op in planned_step.graph.walk() if op.name == "add" and op.phase == "forward"}
+    sums = {v for v in sums if planned_step.graph.types[v].shape == (batch, 32)}
+    sizes = lives.sizes(planned_step.solution.assignment).tolist()
     held = {v: [(b, n) for b, n in zip(lives.buffers, sizes, strict=True) if b.value == v and n > 0] for v in sums}
-    for found in filter(None, held.values()):
-        last = max(b.death for b, _ in found)
-        assert sum(n for b, n in found if b.birth <= last <= b.death) == pytest.approx(batch // 8 * 32 * 4)
+    for sized in filter(None, held.values()):
+        last = max(b.death for b, _ in sized)
+        assert sum(n for b, n in sized if b.birth <= last <= b.death) == pytest.approx(batch // 8 * 32 * 4)
     assert sum(map(bool, held.values())) == 2
 
 
@@ -297,12 +299,12 @@ def rated(flops: float, mesh: tuple[int, ...]) -> LogicalMesh:
 
 def test_products_made_before_a_gather_wait_as_long_as_it_takes() -> None:
     """The third cotangent: two gradients are made before it; each reads a whole array and one that is rounded."""
-    made = planned(chain, [[X] * 4, X])
+    planned_step = planned(chain, [[X] * 4, X])
     program, w = flattened(chain, [[X] * 4, X], PLAIN)
     lives = lifetimes(program, w)
     makers = {v: step for step in lives.moments for v in step.outputs}
     rate = 1e12
-    sizes = Sizes(made.graph, made.model, rated(rate, (1,)), PLAIN, program, w, lives, makers)
+    sizes = Sizes(planned_step.graph, planned_step.model, rated(rate, (1,)), PLAIN, program, w, lives, makers)
     urgent = [t for t, s in enumerate(lives.moments) if s.op.phase == "backward" and s.name == "dot_general"]
     gathered = next(t for t in urgent if t not in lives.late)
     product = 2 * 128**3 / rate
@@ -317,9 +319,12 @@ def test_products_made_before_a_gather_wait_as_long_as_it_takes() -> None:
 
 def test_fewer_products_wait_where_they_take_longer() -> None:
     model, mesh = zoo.build("mlp-toy", layers=4, batch=4096), (8,)
-    made = planned(model.step, model.abstract_args(), mesh)
-    fast, slow = (Liveness(made.graph, made.model, rated(f, mesh), PLAIN, made.plan.donated) for f in (1e15, 1e6))
-    assert_never_more_and_somewhere_less(made, slow, fast)
+    planned_step = planned(model.step, model.abstract_args(), mesh)
+    fast, slow = (
+        Liveness(planned_step.graph, planned_step.model, rated(f, mesh), PLAIN, planned_step.plan.donated)
+        for f in (1e15, 1e6)
+    )
+    assert_never_more_and_somewhere_less(planned_step, slow, fast)
 
 
 # The compiler

@@ -63,16 +63,16 @@ def test_a_piece_is_copied_to_the_device_and_back() -> None:
         piece = local_shape(layout_at(strategies, choice, binding.dims, False), W.shape, mesh().sizes)
         before, after = (m.problem.nodes[binding.group].cost[choice] for m in (model, priced))
         assert after - before == pytest.approx(2 * 4 * np.prod(piece) / BANDWIDTH)
-    others = [v for v in range(len(model.problem.nodes)) if v != binding.group]
-    assert all(model.problem.nodes[v] is priced.problem.nodes[v] for v in others)
+    other_groups = [v for v in range(len(model.problem.nodes)) if v != binding.group]
+    assert all(model.problem.nodes[v] is priced.problem.nodes[v] for v in other_groups)
 
 
 def test_what_has_to_be_copied_is_cut() -> None:
     """Each device copies an eighth: 4 KiB at 1 GB/s, there and back."""
     graph, model, hosted = program()
     priced = offload.priced(model, graph, mesh(), hosted)
-    found = optimize(priced.problem).assignment
-    assert offload.host_bytes(priced, graph, mesh(), hosted, found) == WHOLE / 8
+    assignment = optimize(priced.problem).assignment
+    assert offload.host_bytes(priced, graph, mesh(), hosted, assignment) == WHOLE / 8
     assert offload.seconds(WHOLE / 8, mesh()) == pytest.approx(2 * 4096 / 1e9)
 
 
@@ -80,7 +80,7 @@ def test_what_has_to_be_copied_is_cut() -> None:
 def test_only_its_visit_takes_device_memory(backend: Backend) -> None:
     graph, model, hosted = program()
     backend = replace(backend, near_bytes=0.0, fragmentation=1.0)
-    without, within = (Liveness(graph, model, mesh(), backend, hosted=some) for some in ((), hosted))
+    without, within = (Liveness(graph, model, mesh(), backend, hosted=positions) for positions in ((), hosted))
     choice = optimize(model.problem).assignment
     moment = graph.inputs[hosted[0]]
     held = {b.value: without.sizes(choice)[i] for i, b in enumerate(without.buffers) if b.what == "argument"}
@@ -104,15 +104,15 @@ def test_only_its_visit_takes_device_memory(backend: Backend) -> None:
 def test_a_peak_without_what_waits_bounds_every_plan_that_has_it_wait(name: str, seen: int, judged: int) -> None:
     graph, model, hosted = program()
     waiting = frozenset(graph.inputs[i] for i in hosted)
-    without, within = (Liveness(graph, model, mesh(), BACKENDS[name], hosted=some) for some in ((), hosted))
-    one, other = (
+    without, within = (Liveness(graph, model, mesh(), BACKENDS[name], hosted=positions) for positions in ((), hosted))
+    choice, other = (
         np.array([rng.integers(len(n.cost)) for n in model.problem.nodes])
         for rng in map(np.random.default_rng, (seen, judged))
     )
-    row = without.at_peak_without(waiting, one)
+    row = without.at_peak_without(waiting, choice)
     assert smallest(row) <= within.peak(other)[0] * (1 + 1e-12)
-    assert row.value(model.problem, one) <= within.peak(one)[0] * (1 + 1e-12)
-    assert row.value(model.problem, one) < without.peak(one)[0]
+    assert row.value(model.problem, choice) <= within.peak(choice)[0] * (1 + 1e-12)
+    assert row.value(model.problem, choice) < without.peak(choice)[0]
 
 
 def test_nothing_is_priced_where_nothing_is_moved() -> None:

@@ -23,9 +23,9 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (3, 2), (4, 4), (4, 32), (8, 3), (8, 16
 
 def ratio(name: str, size: Size, prices: Prices) -> Fraction:
     """Bubble over ideal, exactly."""
-    found = simulate(make(name, size), prices)
-    busy = sum(map(Fraction, found.busy))
-    return (size.ranks * Fraction(found.seconds) - busy) / busy
+    simulation = simulate(make(name, size), prices)
+    busy = sum(map(Fraction, simulation.busy))
+    return (size.ranks * Fraction(simulation.seconds) - busy) / busy
 
 
 # Longest paths
@@ -37,10 +37,10 @@ def longest_path(schedule: Schedule, prices: Prices) -> Mapping[Any, float]:
     stages, passes = pipeline.stages, prices.passes(pipeline.split)
     links: dict[Any, list[Any]] = {}
     graph.add_node("all", seconds=0)
-    for rank, found in enumerate(schedule.lists):
+    for rank, instructions in enumerate(schedule.lists):
         chain: list[Any] = [("start", rank)]
         graph.add_node(chain[0], seconds=0)
-        for i in found:
+        for i in instructions:
             node: Any = (i.op, i.kind, i.stage, i.microbatch)
             if i.op == "run":
                 graph.add_node(node, seconds=passes[i.kind][i.stage % stages])
@@ -88,9 +88,9 @@ def test_simulation_is_the_longest_path(schedule: Schedule, data: st.DataObject,
     borders = [pair for a, b in schedule.pipeline.borders for pair in ((a, b), (b, a))]
     transfer = {pair: data.draw(st.integers(0, 9)) for pair in borders}
     prices = Prices(times(), times(), times(), transfer, times(), times(), overlap=overlap)
-    found, judged = simulate(schedule, prices), longest_path(schedule, prices)
-    assert found.seconds == judged["all"]
-    for instructions, starts, ends in zip(schedule.lists, found.starts, found.ends, strict=True):
+    simulation, judged = simulate(schedule, prices), longest_path(schedule, prices)
+    assert simulation.seconds == judged["all"]
+    for instructions, starts, ends in zip(schedule.lists, simulation.starts, simulation.ends, strict=True):
         assert len(instructions) == len(starts) == len(ends)
         for i, start, end in zip(instructions, starts, ends, strict=True):
             assert start <= end
@@ -109,8 +109,8 @@ def test_a_pass_waits_for_its_last_input() -> None:
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 def test_plain_placement_uses_one_device_at_a_time(p: int) -> None:
-    found = simulate(make("gpipe", Size(p, 1)), uniform(p, 3, 5))
-    assert [Fraction(busy, found.seconds) for busy in found.busy] == [Fraction(1, p)] * p
+    simulation = simulate(make("gpipe", Size(p, 1)), uniform(p, 3, 5))
+    assert [Fraction(busy, simulation.seconds) for busy in simulation.busy] == [Fraction(1, p)] * p
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b", "inference", "terapipe"])
@@ -119,11 +119,11 @@ def test_plain_placement_uses_one_device_at_a_time(p: int) -> None:
 @settings(max_examples=5, deadline=None)
 def test_utilisation_of_a_flushed_pipeline(name: str, p: int, m: int, forward: int, backward: int) -> None:
     """m / (m + p - 1), and (p - 1) / m over the ideal (Huang et al., 2019; Narayanan et al., 2021)."""
-    found = simulate(make(name, Size(p, m)), uniform(p, forward, backward))
-    assert [Fraction(busy, found.seconds) for busy in found.busy] == [Fraction(m, m + p - 1)] * p
+    simulation = simulate(make(name, Size(p, m)), uniform(p, forward, backward))
+    assert [Fraction(busy, simulation.seconds) for busy in simulation.busy] == [Fraction(m, m + p - 1)] * p
     assert ratio(name, Size(p, m), uniform(p, forward, backward)) == Fraction(p - 1, m)
-    assert found.bubble == pytest.approx((p - 1) / (m + p - 1))
-    assert found.bubble_over_ideal == pytest.approx((p - 1) / m)
+    assert simulation.bubble == pytest.approx((p - 1) / (m + p - 1))
+    assert simulation.bubble_over_ideal == pytest.approx((p - 1) / m)
 
 
 def test_four_stages_go_from_25_to_57_percent() -> None:
@@ -148,20 +148,20 @@ def test_bubble_of_zb_h1(p: int, m: int, forward: int, backward: int, data: st.D
     """(p - 1) (F + B - W) for m >= p and W <= F, W <= B (Qi et al., 2023)."""
     weight = data.draw(st.integers(0, min(forward, backward)))
     prices = uniform(p, forward, backward, weight)
-    found = simulate(make("zb-h1", Size(p, m)), prices)
+    simulation = simulate(make("zb-h1", Size(p, m)), prices)
     work = m * (forward + backward + weight)
-    assert found.busy == (work,) * p
-    assert found.seconds - work == (p - 1) * (forward + backward - weight)
+    assert simulation.busy == (work,) * p
+    assert simulation.seconds - work == (p - 1) * (forward + backward - weight)
     assert simulate(make("1f1b", Size(p, m)), prices).seconds - work == (p - 1) * (forward + backward + weight)
 
 
 def test_bubbles_come_in_the_published_order() -> None:
     """ZB-H1 and interleaving below 1F1B, which equals GPipe; with F = B = W, ZB-H1 has a third of 1F1B's."""
     p, m = 4, 8
-    found = {name: ratio(name, Size(p, m), uniform(p, 1, 1, 1)) for name in ("gpipe", "1f1b", "zb-h1")}
-    found["interleaved"] = ratio("interleaved-1f1b", Size(p, m, chunks=2), uniform(2 * p, 1, 1, 1))
-    assert found["zb-h1"] == found["1f1b"] / 3 < found["interleaved"] == found["1f1b"] / 2
-    assert found["1f1b"] == found["gpipe"]
+    ratios = {name: ratio(name, Size(p, m), uniform(p, 1, 1, 1)) for name in ("gpipe", "1f1b", "zb-h1")}
+    ratios["interleaved"] = ratio("interleaved-1f1b", Size(p, m, chunks=2), uniform(2 * p, 1, 1, 1))
+    assert ratios["zb-h1"] == ratios["1f1b"] / 3 < ratios["interleaved"] == ratios["1f1b"] / 2
+    assert ratios["1f1b"] == ratios["gpipe"]
 
 
 GPIPE_TABLE = {1: (1.0, 1.07, 1.3), 4: (1.7, 3.2, 4.8), 32: (1.8, 3.4, 6.3)}
@@ -190,11 +190,11 @@ def test_published_table_of_gpipe() -> None:
 def test_bubble_of_chimera(p: int, units: int) -> None:
     """(D - 2) / (2 N + D - 2) for F = B; for B = 2 F and N = D, (D - 2) / (3 N / 2 + D - 2) (Li and Hoefler, 2021)."""
     m = p * units
-    found = simulate(make("chimera", Size(p, m)), uniform(p, 1, 1))
-    assert 1 - Fraction(found.busy[0], found.seconds) == Fraction(p - 2, 2 * m + p - 2)
+    simulation = simulate(make("chimera", Size(p, m)), uniform(p, 1, 1))
+    assert 1 - Fraction(simulation.busy[0], simulation.seconds) == Fraction(p - 2, 2 * m + p - 2)
     if units == 1:
-        found = simulate(make("chimera", Size(p, m)), uniform(p, 1, 2))
-        assert 1 - Fraction(found.busy[0], found.seconds) == (p - 2) / (Fraction(3 * m, 2) + p - 2)
+        simulation = simulate(make("chimera", Size(p, m)), uniform(p, 1, 2))
+        assert 1 - Fraction(simulation.busy[0], simulation.seconds) == (p - 2) / (Fraction(3 * m, 2) + p - 2)
 
 
 @given(p=st.integers(1, 6), slices=st.lists(seconds, min_size=1, max_size=8))
@@ -202,8 +202,8 @@ def test_bubble_of_chimera(p: int, units: int) -> None:
 def test_latency_of_terapipe(p: int, slices: list[int]) -> None:
     """sum t_i + (K - 1) max t_i each way, for slices of unlike cost (Li et al., 2021)."""
     schedule = make("terapipe", Size(p, 1, slices=len(slices)))
-    found = simulate(schedule, Prices((2,) * p, (3,) * p, scale=tuple(slices)))
-    assert found.seconds == (2 + 3) * (sum(slices) + (p - 1) * max(slices))
+    simulation = simulate(schedule, Prices((2,) * p, (3,) * p, scale=tuple(slices)))
+    assert simulation.seconds == (2 + 3) * (sum(slices) + (p - 1) * max(slices))
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw", "ampnet"])
@@ -220,8 +220,8 @@ def test_asynchronous_schedules_have_no_bubble_in_steady_state(name: str, p: int
 def test_pipedream_never_waits_between_warm_up_and_drain(forward: int, backward: int) -> None:
     p, m = 4, 12
     schedule = make("pipedream", Size(p, m))
-    found = simulate(schedule, uniform(p, forward, backward))
-    for instructions, starts, ends in zip(schedule.lists, found.starts, found.ends, strict=True):
+    simulation = simulate(schedule, uniform(p, forward, backward))
+    for instructions, starts, ends in zip(schedule.lists, simulation.starts, simulation.ends, strict=True):
         runs = [(i.kind, a, b) for i, a, b in zip(instructions, starts, ends, strict=True) if i.op == "run"]
         first = next(k for k, (kind, _, _) in enumerate(runs) if kind == "B")
         last = max(k for k, (kind, _, _) in enumerate(runs) if kind == "F")
@@ -260,11 +260,11 @@ def test_transfers_beside_computation_cost_less_than_transfers_that_stop_it() ->
     p, m = 3, 6
     transfer = transfer_times({(s, s + 1): 4 for s in range(p - 1)}, 1, 0.25)
     assert transfer == {(0, 1): 2, (1, 0): 2, (1, 2): 2, (2, 1): 2}
-    found = [
+    by_overlap = [
         simulate(make("1f1b", Size(p, m)), Prices((4,) * p, (8,) * p, transfer=transfer, overlap=overlap)).seconds
         for overlap in (True, False)
     ]
-    assert simulate(make("1f1b", Size(p, m)), uniform(p, 4, 8)).seconds < found[0] < found[1]
+    assert simulate(make("1f1b", Size(p, m)), uniform(p, 4, 8)).seconds < by_overlap[0] < by_overlap[1]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -273,10 +273,10 @@ def test_what_a_stage_does_once_is_paid_per_update(name: str) -> None:
     schedule = make(name, Size(2, 4))
     free, dear = Prices((1, 1), (1, 1)), Prices((1, 1), (1, 1), reduce=(5, 1), update=(2, 1))
     updates = [i.stage % 2 for instructions in schedule.lists for i in instructions if i.op == "update"]
-    found = simulate(schedule, dear)
-    assert sum(found.busy) - sum(simulate(schedule, free).busy) == sum((7, 2)[stage] for stage in updates)
+    simulation = simulate(schedule, dear)
+    assert sum(simulation.busy) - sum(simulate(schedule, free).busy) == sum((7, 2)[stage] for stage in updates)
     assert len(updates) == 2 * schedule.pipeline.copies or not SCHEDULES[name].synchronous
-    assert found.seconds > simulate(schedule, free).seconds
+    assert simulation.seconds > simulate(schedule, free).seconds
 
 
 def test_prices_have_to_fit() -> None:
@@ -316,10 +316,10 @@ def test_closed_forms_bound_unlike_stages(name: str, data: st.DataObject) -> Non
     scales = data.draw(st.lists(st.integers(1, 20), min_size=stages, max_size=stages))
     forward, backward = data.draw(seconds), data.draw(seconds)
     weight = data.draw(st.integers(0, min(forward, backward)))
-    prices = Prices(*(tuple(one * scale for scale in scales) for one in (forward, backward, weight)))
-    found = simulate(make(name, size), prices).seconds
-    assert found <= closed_form(name, prices, p, m)
-    assert found == closed_form(name, prices, p, m) or name not in ("inference", "gpipe")
+    prices = Prices(*(tuple(passes * scale for scale in scales) for passes in (forward, backward, weight)))
+    simulated_seconds = simulate(make(name, size), prices).seconds
+    assert simulated_seconds <= closed_form(name, prices, p, m)
+    assert simulated_seconds == closed_form(name, prices, p, m) or name not in ("inference", "gpipe")
 
 
 @pytest.mark.parametrize("name", ["inference", "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b"])
@@ -331,10 +331,10 @@ def test_bounds_that_hold_for_any_passes(name: str, data: st.DataObject) -> None
     p, m, stages = size.ranks, size.microbatches, size.ranks * size.chunks
     times = st.lists(st.sampled_from([0, 1, 2, 10]), min_size=stages, max_size=stages)
     prices = Prices(tuple(data.draw(times)), tuple(data.draw(times)))
-    found = simulate(make(name, size), prices).seconds
+    simulated_seconds = simulate(make(name, size), prices).seconds
     form = "gpipe" if name in ("1f1b", "eager-1f1b") else name
-    assert found <= closed_form(form, prices, p, m)
-    assert found == closed_form(form, prices, p, m) or name not in ("inference", "gpipe")
+    assert simulated_seconds <= closed_form(form, prices, p, m)
+    assert simulated_seconds == closed_form(form, prices, p, m) or name not in ("inference", "gpipe")
 
 
 def test_the_form_of_1f1b_needs_one_ratio() -> None:

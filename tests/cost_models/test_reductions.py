@@ -50,22 +50,22 @@ def numbers(dtype: str) -> jax.Array:
         return jnp.asarray(rng.integers(0, 2, (16, 8)), bool)
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        found = rng.integers(int(info.min), int(info.max), (16, 8), endpoint=True)
-        return jnp.asarray(np.where(found == 0, 1, found)).astype(dtype)
+        integers = rng.integers(int(info.min), int(info.max), (16, 8), endpoint=True)
+        return jnp.asarray(np.where(integers == 0, 1, integers)).astype(dtype)
     signs = rng.choice([-1.0, 1.0], (16, 8))
     return jnp.asarray(signs * (1j ** rng.integers(0, 4, (16, 8))) if dtype == "complex64" else signs).astype(dtype)
 
 
 def taken(operation: str) -> list[jax.Array]:
     """Numbers of the types that JAX has this operation for."""
-    found: list[jax.Array] = []
+    arrays: list[jax.Array] = []
     for dtype in DTYPES:
         try:
             jax.eval_shape(OVER_ROWS[operation], numbers(dtype))
         except TypeError:
             continue
-        found.append(numbers(dtype))
-    return found
+        arrays.append(numbers(dtype))
+    return arrays
 
 
 def in_pieces(operation: str, arrays: list[jax.Array]) -> tuple[list[Any], str]:
@@ -82,9 +82,9 @@ def test_cpus_combine_what_the_table_says(operation: str) -> None:
     if not arrays:
         assert operation == "reduce_xor"
         return
-    found, text = in_pieces(operation, arrays)
+    totals, text = in_pieces(operation, arrays)
     assert "all-gather" not in text
-    for x, got in zip(arrays, found, strict=True):
+    for x, got in zip(arrays, totals, strict=True):
         np.testing.assert_array_equal(got, OVER_ROWS[operation](x), err_msg=f"{operation} of {x.dtype}")
 
 
@@ -97,7 +97,7 @@ def test_what_the_table_leaves_out_fails_on_cpus(operation: str) -> None:
 
 
 def test_every_type_has_a_family() -> None:
-    families = {name for known in KNOWN.values() for types in known.values() for name in types}
+    families = {name for table in KNOWN.values() for types in table.values() for name in types}
     assert {family(d) for d in DTYPES} - families == {"int2"}
     assert family("float0") == "float"
 

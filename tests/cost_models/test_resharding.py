@@ -56,8 +56,8 @@ def test_a_scalar_is_free() -> None:
 @given(data=st.data())
 def test_a_table_is_its_pairs(sizes: tuple[int, ...], data: st.DataObject) -> None:
     mesh, whole = mesh_of(sizes), list(itertools.product(range(PARTIAL, 3), repeat=len(sizes)))
-    some = st.lists(st.sampled_from(whole), min_size=1, max_size=6)
-    sources, targets = data.draw(some), data.draw(some)
+    layout_lists = st.lists(st.sampled_from(whole), min_size=1, max_size=6)
+    sources, targets = data.draw(layout_lists), data.draw(layout_lists)
     nbytes = data.draw(st.floats(4.0, 1e10))
     table = Resharding(mesh).table(np.array(sources, np.int8), np.array(targets, np.int8), nbytes)
     pairs = [[reshard_time(s, t, nbytes, mesh) for t in targets] for s in sources]

@@ -43,12 +43,12 @@ def test_closed_form_is_what_the_messages_cost(kind: str, name: str, p: int, chu
     if not algorithm.runs_on(p):
         p = 1 << (p.bit_length() - 1)
         nbytes = p * chunk
-    found = simulated(kind, name, p, chunk)
-    assert found.steps == algorithm.messages(p)
-    assert found.critical == pytest.approx(algorithm.volume(p) * nbytes, rel=1e-12)
-    assert found.total == pytest.approx(algorithm.total(p) * nbytes, rel=1e-12)
-    assert found.reduced == pytest.approx(algorithm.reduced(p) * nbytes, rel=1e-12)
-    assert found.seconds == pytest.approx(algorithm.time(p, nbytes, ALPHA, BETA, GAMMA), rel=1e-12)
+    outcome = simulated(kind, name, p, chunk)
+    assert outcome.steps == algorithm.messages(p)
+    assert outcome.critical == pytest.approx(algorithm.volume(p) * nbytes, rel=1e-12)
+    assert outcome.total == pytest.approx(algorithm.total(p) * nbytes, rel=1e-12)
+    assert outcome.reduced == pytest.approx(algorithm.reduced(p) * nbytes, rel=1e-12)
+    assert outcome.seconds == pytest.approx(algorithm.time(p, nbytes, ALPHA, BETA, GAMMA), rel=1e-12)
 
 
 def test_powers_of_two_only_means_it() -> None:
@@ -148,13 +148,13 @@ def test_a_pipelined_server_takes_one_direction_of_its_link(p: int, count: int, 
     """k chunks: N (k + 1) steps of M / k, which tends to the table's N M / b from above, 2 N M / b with one chunk."""
     own = np.random.default_rng(p).integers(-9, 9, size=(p, count, chunk)).astype(float)
     state = [{c: own[i, c] for c in range(count)} for i in range(p)] + [{c: np.zeros(chunk) for c in range(count)}]
-    found = run(state, pipelined_server(p, count), lambda i, j: (ALPHA, BETA), 0.0)
+    outcome = run(state, pipelined_server(p, count), lambda i, j: (ALPHA, BETA), 0.0)
     nbytes = count * chunk
-    for worker in found.state:
+    for worker in outcome.state:
         np.testing.assert_array_equal([worker[c] for c in range(count)], own.sum(axis=0))
-    assert found.steps == p * (count + 1)
-    assert found.critical * count == p * nbytes * (count + 1)
-    assert found.total == 2 * p * nbytes
+    assert outcome.steps == p * (count + 1)
+    assert outcome.critical * count == p * nbytes * (count + 1)
+    assert outcome.total == 2 * p * nbytes
 
 
 @given(hosts=st.integers(2, 5), per_host=st.integers(2, 5), chunk=chunks)
@@ -166,15 +166,15 @@ def test_two_levels_cost_what_their_messages_cost(hosts: int, per_host: int, chu
     def cost(i: int, j: int) -> tuple[float, float]:
         return intra if i // per_host == j // per_host else inter
 
-    found = run(state, two_level(hosts, per_host), cost, GAMMA)
-    for have, want in zip(found.state, wanted, strict=False):
+    outcome = run(state, two_level(hosts, per_host), cost, GAMMA)
+    for have, want in zip(outcome.state, wanted, strict=False):
         for key, piece in want.items():
             np.testing.assert_array_equal(have[key], piece)
     rings = ALGORITHMS["reduce-scatter"]["ring"], ALGORITHMS["all-gather"]["ring"]
     expected = two_level_time(
         rings, ALGORITHMS["all-reduce"]["ring"], hosts, per_host, p * chunk, intra, inter, GAMMA
     )  # fmt: skip
-    assert found.seconds == pytest.approx(expected, rel=1e-12)
+    assert outcome.seconds == pytest.approx(expected, rel=1e-12)
 
 
 @given(p=st.integers(2, 24))

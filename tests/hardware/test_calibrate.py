@@ -51,38 +51,40 @@ def _measured(link: Link, noise: float, seed: int = 0) -> Measured:
 @pytest.mark.parametrize("network", ["memory", "switch"])
 def test_exact_measurements_give_back_the_figures(network: str) -> None:
     link = Link(4e-5, 1e-9, network)
-    found = fit(_measured(link, 0.0), _base(network))
-    device = found.cluster.device
+    calibration = fit(_measured(link, 0.0), _base(network))
+    device = calibration.cluster.device
     assert device.peak("float32") == pytest.approx(RATE, rel=1e-3)
     assert device.half_rate_extents == pytest.approx(HALF, rel=1e-2)
     assert device.kernel_overhead == pytest.approx(OVERHEAD, rel=2e-2)
     assert device.memory_bandwidth == pytest.approx(BANDWIDTH, rel=1e-3)
-    assert (found.cluster.intra.alpha, found.cluster.intra.beta) == pytest.approx((4e-5, 1e-9), rel=1e-3)
+    assert (calibration.cluster.intra.alpha, calibration.cluster.intra.beta) == pytest.approx((4e-5, 1e-9), rel=1e-3)
     assert device.overlap == 0.25
-    assert found.worst_error < 1e-3
+    assert calibration.worst_error < 1e-3
 
 
 def test_noise_moves_the_figures_little_and_shows_as_error() -> None:
-    found = fit(_measured(Link(4e-5, 1e-9), 0.1), _base("switch"))
-    assert found.cluster.device.peak("float32") == pytest.approx(RATE, rel=0.3)
-    assert found.cluster.intra.beta == pytest.approx(1e-9, rel=0.3)
-    assert 0.01 < found.median_error < 0.2
-    assert found.median_error <= found.worst_error
+    calibration = fit(_measured(Link(4e-5, 1e-9), 0.1), _base("switch"))
+    assert calibration.cluster.device.peak("float32") == pytest.approx(RATE, rel=0.3)
+    assert calibration.cluster.intra.beta == pytest.approx(1e-9, rel=0.3)
+    assert 0.01 < calibration.median_error < 0.2
+    assert calibration.median_error <= calibration.worst_error
 
 
 def test_what_was_not_measured_stays() -> None:
     base = _base("switch")
-    found = fit(_measured(Link(4e-5, 1e-9), 0.0), base).cluster
-    assert (found.inter, found.hosts, found.devices_per_host) == (base.inter, 1, 8)
-    assert found.device.memory_bytes == base.device.memory_bytes
-    assert found.device.peak("bfloat16") == pytest.approx(2 * RATE, rel=1e-3)  # as far above float32 as it was
+    fitted_cluster = fit(_measured(Link(4e-5, 1e-9), 0.0), base).cluster
+    assert (fitted_cluster.inter, fitted_cluster.hosts, fitted_cluster.devices_per_host) == (base.inter, 1, 8)
+    assert fitted_cluster.device.memory_bytes == base.device.memory_bytes
+    assert fitted_cluster.device.peak("bfloat16") == pytest.approx(2 * RATE, rel=1e-3)  # as far above float32 as it was
 
 
 def test_one_device_says_nothing_of_links() -> None:
     base = _base("memory")
-    found = fit(replace(_measured(Link(4e-5, 1e-9), 0.0), messages={}), base)
-    assert (found.cluster.intra.alpha, found.cluster.intra.beta) == pytest.approx((base.intra.alpha, base.intra.beta))
-    assert found.cluster.device.peak("float32") == pytest.approx(RATE, rel=1e-3)
+    calibration = fit(replace(_measured(Link(4e-5, 1e-9), 0.0), messages={}), base)
+    assert (calibration.cluster.intra.alpha, calibration.cluster.intra.beta) == pytest.approx(
+        (base.intra.alpha, base.intra.beta)
+    )
+    assert calibration.cluster.device.peak("float32") == pytest.approx(RATE, rel=1e-3)
 
 
 def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +94,9 @@ def test_measuring_the_devices_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "MESSAGE_BYTES", (2**10, 2**14))
     monkeypatch.setattr(measure, "GROUP_BYTES", (2**12,))
     heard: list[str] = []
-    found = measure.calibrate(Cluster.local(), heard.append)
+    calibration = measure.calibrate(Cluster.local(), heard.append)
     assert len(heard) == len(set(heard)) == measure.steps(Cluster.local())
-    assert {f.what for f in found.fits} | set(measure.OVERLAP) < set(heard)
-    assert all(f.measured > 0 and f.predicted > 0 for f in found.fits)
-    assert found.cluster.num_devices == 8
-    assert "error of the fit" in calibration_tables.text(found)
+    assert {f.what for f in calibration.fits} | set(measure.OVERLAP) < set(heard)
+    assert all(f.measured > 0 and f.predicted > 0 for f in calibration.fits)
+    assert calibration.cluster.num_devices == 8
+    assert "error of the fit" in calibration_tables.text(calibration)

@@ -220,13 +220,13 @@ def test_part_of_a_ring_is_a_line() -> None:
 def test_local_shares_the_host_between_virtual_devices() -> None:
     cluster = Cluster.local()
     cores = os.cpu_count() or 1
-    one = cluster.device.peak("float32")
+    flops_per_second = cluster.device.peak("float32")
     assert (cluster.hosts, cluster.num_devices) == (1, 8)
     assert cluster.logical_mesh((8,)).device.name == "cpu"
-    assert one * 8 == pytest.approx(cores * HOST.flops_per_core["float32"])
-    ((some, _),) = linear_coefficients("all-reduce", (1,), cluster.logical_mesh((4, 2)))
+    assert flops_per_second * 8 == pytest.approx(cores * HOST.flops_per_core["float32"])
+    ((pair, _),) = linear_coefficients("all-reduce", (1,), cluster.logical_mesh((4, 2)))
     ((everyone, _),) = linear_coefficients("all-reduce", (0,), cluster.logical_mesh((8,)))
-    assert everyone == pytest.approx(HOST.rendezvous * max(1.0, 8 / cores)) == 4 * some
+    assert everyone == pytest.approx(HOST.rendezvous * max(1.0, 8 / cores)) == 4 * pair
 
 
 def test_import_needs_no_jax() -> None:

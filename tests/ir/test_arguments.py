@@ -85,11 +85,11 @@ def step() -> Any:
 
 @pytest.mark.core
 def test_a_step_trains_modules_in_place(step: Any) -> None:
-    made = with_optimizer(Net)()
-    assert_equal(twice(step, made, X, Y), twice(nnx.jit(train), with_optimizer(Net)(), X, Y))
-    assert made[0].twin is made[0].inner
-    assert made[0].calls[...] == 2
-    plan = step.plan(*made, X, Y)
+    state = with_optimizer(Net)()
+    assert_equal(twice(step, state, X, Y), twice(nnx.jit(train), with_optimizer(Net)(), X, Y))
+    assert state[0].twin is state[0].inner
+    assert state[0].calls[...] == 2
+    plan = step.plan(*state, X, Y)
     kept = [path for i, path in enumerate(plan.input_paths) if i not in plan.donated]
     assert kept == ["model/dropout/rngs/key", "x", "y"]
     assert "model/inner/kernel" in plan.input_paths
@@ -102,17 +102,17 @@ def test_a_step_trains_modules_in_place(step: Any) -> None:
     ids=["microbatches", "stages"],
 )
 def test_options_that_rewrite_the_step(options: Any) -> None:
-    found = twice(parallelize(train, **MESH, **options), with_optimizer(Deep)(), X, X)
-    assert_equal(found, twice(nnx.jit(train), with_optimizer(Deep)(), X, X))
+    results = twice(parallelize(train, **MESH, **options), with_optimizer(Deep)(), X, X)
+    assert_equal(results, twice(nnx.jit(train), with_optimizer(Deep)(), X, X))
 
 
 def test_modules_are_created_sharded(step: Any) -> None:
     shapes = nnx.eval_shape(with_optimizer(Net))
     plan = step.plan(*shapes, X, Y)
-    made = step.init(with_optimizer(Net))
-    assert made[0].twin is made[0].inner
-    assert made[0].outer.kernel[...].sharding.spec == plan.shardings()["model/outer/kernel"]
-    assert step.plan(*made, X, Y) is plan
+    state = step.init(with_optimizer(Net))
+    assert state[0].twin is state[0].inner
+    assert state[0].outer.kernel[...].sharding.spec == plan.shardings()["model/outer/kernel"]
+    assert step.plan(*state, X, Y) is plan
     rngs = nnx.Rngs(0)
     step.init(lambda rngs: nnx.Linear(8, 8, rngs=rngs), rngs)
     assert rngs.default.count[...] == 2
@@ -168,9 +168,9 @@ def test_objects_are_returned_as_they_are_and_may_change_their_structure() -> No
 
 
 def test_a_module_may_be_made_from_arrays() -> None:
-    made = parallelize(lambda key: Net(nnx.Rngs(key)), **MESH)(jax.random.key(0))
-    assert made.twin is made.inner
-    assert_equal(made.outer.kernel[...], Net(nnx.Rngs(0)).outer.kernel[...])
+    state = parallelize(lambda key: Net(nnx.Rngs(key)), **MESH)(jax.random.key(0))
+    assert state.twin is state.inner
+    assert_equal(state.outer.kernel[...], Net(nnx.Rngs(0)).outer.kernel[...])
 
 
 def test_random_streams_and_variables_by_keyword() -> None:
@@ -249,14 +249,14 @@ def test_equinox_modules_are_taken_and_returned() -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, scaled())
     plan = fitted.plan(*shapes, X)
     assert autopar.verify(plan, fit, *shapes, X, target="shardy").ok
-    found = fitted.init(scaled)
+    state = fitted.init(scaled)
     expected = scaled()
     for _ in range(2):
-        *found, loss = fitted(*found, X)
+        *state, loss = fitted(*state, X)
         *expected, expected_loss = eqx.filter_jit(fit)(*expected, X)
-    assert (type(found[0]), found[0].act, found[0].times, found[0].flag) == (Scaled, jax.nn.gelu, 2, True)
-    assert_equal(eqx.filter((found, loss), eqx.is_array), eqx.filter((expected, expected_loss), eqx.is_array))
-    assert fitted.plan(*found, X) is plan
+    assert (type(state[0]), state[0].act, state[0].times, state[0].flag) == (Scaled, jax.nn.gelu, 2, True)
+    assert_equal(eqx.filter((state, loss), eqx.is_array), eqx.filter((expected, expected_loss), eqx.is_array))
+    assert fitted.plan(*state, X) is plan
     assert plan.donated == tuple(range(len(plan.inputs) - 1))
 
 
@@ -275,8 +275,8 @@ def test_state_of_equinox() -> None:
         y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
         return state, y
 
-    found, expected = parallelize(normalized, **MESH)(state, X), eqx.filter_jit(normalized)(state, X)
-    assert_equal(found, expected)
+    results, expected = parallelize(normalized, **MESH)(state, X), eqx.filter_jit(normalized)(state, X)
+    assert_equal(results, expected)
 
 
 def test_texts_and_functions_are_structure_in_any_tree_and_numbers_are_not() -> None:

@@ -66,11 +66,11 @@ def test_every_input_of_a_body_comes_from_an_operand(
 ) -> None:
     graph = graph_of(function, (3, 4), w)
     op = with_regions(graph)
-    found = list(entries(op))
-    assert [(e.region.name, e.kind, e.position) for e in found] == kinds
-    assert [e.value for e in found] == [v for region in op.regions for v in region.inputs]
-    assert all(e.operand == op.inputs[e.position] for e in found)
-    for e in found:
+    entry_list = list(entries(op))
+    assert [(e.region.name, e.kind, e.position) for e in entry_list] == kinds
+    assert [e.value for e in entry_list] == [v for region in op.regions for v in region.inputs]
+    assert all(e.operand == op.inputs[e.position] for e in entry_list)
+    for e in entry_list:
         outside = graph.type_of(e.operand).shape
         assert graph.types[e.value].shape == (outside[1:] if e.kind == "slice" else outside)
     assert num_carries(op) == carries

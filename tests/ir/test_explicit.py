@@ -132,10 +132,10 @@ def test_its_own_results_do_not_plan_again() -> None:
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("given", [None, MESH, {"data": 2, "model": 4}], ids=["own", "mesh", "names"])
-def test_reshards_inside_are_kept_and_the_numbers_are_right(given: Any) -> None:
+@pytest.mark.parametrize("mesh", [None, MESH, {"data": 2, "model": 4}], ids=["own", "mesh", "names"])
+def test_reshards_inside_are_kept_and_the_numbers_are_right(mesh: Any) -> None:
     expected = autopar.gather(jax.jit(plain_step)(params(), array(16, 8)))
-    step = parallelize(explicit_step, mesh=given, donate_argnums=())
+    step = parallelize(explicit_step, mesh=mesh, donate_argnums=())
     with jax.set_mesh(MESH):
         for run, args in (
             (step, on_explicit_mesh()),
@@ -152,15 +152,15 @@ def constraints(fn: Any, *args: Any) -> list[tuple[str, PartitionSpec]]:
 
 def test_requested_shardings_become_constraints() -> None:
     with jax.set_mesh(MESH):
-        found = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), *on_explicit_mesh())
+        wished = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), *on_explicit_mesh())
         free = constraints(lambda p, x: jax.grad(explicit_loss)(p, x), params(), array(16, 8))
         gather = constraints(lambda x: reshard(x * 2, P(None, None)), on_explicit_mesh()[1])
         shaped = constraints(lambda x: x.reshape(4, 4, 8, out_sharding=P("data", None, None)), on_explicit_mesh()[1])
     wishes = [P("data", "model"), P("model", None), P("data", None), P(None)]
-    assert [spec for phase, spec in found if phase == "forward"] == wishes
+    assert [spec for phase, spec in wished if phase == "forward"] == wishes
     # The reshard recomputed, then each transposed: back to the types of the product, bias, down and tanh.
     back = [P(("data", "model"), None), P("data", None), P("model"), P(None, "model"), P("data", None)]
-    assert [spec for phase, spec in found if phase == "backward"] == back
+    assert [spec for phase, spec in wished if phase == "backward"] == back
     # Of free arguments nothing is known: back to a type that cuts nothing is no wish.
     assert [spec for _, spec in free] == [*wishes, *back[:2]]
     assert gather == [("forward", P(None, None))]

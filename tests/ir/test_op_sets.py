@@ -62,10 +62,10 @@ DERIVED = {
 def primitives() -> set[str]:
     """Names of all primitives of JAX."""
     modules = [importlib.import_module(name) for name in MODULES]
-    found = {o.name for o in gc.get_objects() if isinstance(o, Primitive)}
+    names = {o.name for o in gc.get_objects() if isinstance(o, Primitive)}
     assert len(modules) == len(MODULES)
-    assert {"add", "pallas_call", "custom_partitioning", "ffi_call", "tpu_custom_call"} <= found
-    return found | NEWER
+    assert {"add", "pallas_call", "custom_partitioning", "ffi_call", "tpu_custom_call"} <= names
+    return names | NEWER
 
 
 SETS = {name: frozenset[str](value) for name, value in vars(op_sets).items() if name.isupper()}
@@ -91,8 +91,8 @@ def test_sets_that_are_written_out_have_no_primitive_in_common() -> None:
 def test_every_other_set_is_a_union_or_a_part() -> None:
     written = frozenset[str]().union(*(SETS[name] for name in DISJOINT))
     assert all(SETS[part] < SETS[whole] for part, whole in PARTS.items())
-    others = {name: SETS[name] - written for name in SETS.keys() - {*DISJOINT}}
-    assert {name: extra for name, extra in others.items() if extra} == {
+    extra_names = {name: SETS[name] - written for name in SETS.keys() - {*DISJOINT}}
+    assert {name: extra for name, extra in extra_names.items() if extra} == {
         "CALLBACKS": {"debug_callback"},
         "LINEAR_UNARY": {"copy"},
     }

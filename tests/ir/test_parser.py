@@ -23,12 +23,12 @@ from autopar.zoo import TOYS, build
 from tests.programs import random_programs
 
 
-def assert_equal(one: Graph, other: Graph) -> None:
+def assert_equal(left: Graph, other: Graph) -> None:
     """Equal in all that passes read."""
-    assert str(one) == str(other)
-    assert one.types == other.types
-    assert one.effects == other.effects
-    pairs = list(zip(one.walk(), other.walk(), strict=True))
+    assert str(left) == str(other)
+    assert left.types == other.types
+    assert left.effects == other.effects
+    pairs = list(zip(left.walk(), other.walk(), strict=True))
     assert [(a.index, a.tag, a.trips, str(a.name_stack)) for a, _ in pairs] == [
         (b.index, b.tag, b.trips, str(b.name_stack)) for _, b in pairs
     ]
@@ -42,7 +42,7 @@ def assert_equal(one: Graph, other: Graph) -> None:
         assert bool(a.equation.effects) == bool(b.equation.effects)
         shapes = [[(v.aval.shape, v.aval.dtype) for v in (*e.invars, *e.outvars)] for e in (a.equation, b.equation)]
         assert shapes[0] == shapes[1]
-    for (_, a), (_, b) in zip(one.constants, other.constants, strict=True):
+    for (_, a), (_, b) in zip(left.constants, other.constants, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -50,9 +50,9 @@ def assert_equal(one: Graph, other: Graph) -> None:
 def test_toys_are_read_as_they_were_traced(name: str) -> None:
     model = build(name)
     graph = trace(model.step, *model.abstract_args()).graph
-    found = parse(str(graph))
-    assert_equal(graph, found)
-    assert graph_hash(graph) == graph_hash(found)
+    parsed = parse(str(graph))
+    assert_equal(graph, parsed)
+    assert graph_hash(graph) == graph_hash(parsed)
 
 
 #: Types of parameters that have no written form, in random programs.
@@ -63,8 +63,8 @@ def test_random_programs_are_read_as_they_were_traced() -> None:
     read = 0
     with jax.enable_x64(True):
         for seed in range(12):
-            made = generate.program(seed)
-            step = program.load(made.source(), seed)
+            drawn = generate.program(seed)
+            step = program.load(drawn.source(), seed)
             graph = trace(step.function, *step.arguments).graph
             refusal = next((reason for reason in REFUSED if f"opaque('{reason}')" in str(graph)), None)
             if refusal is None:
@@ -78,11 +78,11 @@ def test_random_programs_are_read_as_they_were_traced() -> None:
 
 def test_rules_of_a_parsed_graph_are_those_of_the_traced_one() -> None:
     for seed in range(6):
-        made = random_programs.program(seed)
-        graph = trace(made.step, *made.args).graph
-        found = parse(str(graph))
-        traced, parsed = rules_of(graph), rules_of(found)
-        for a, b in zip(graph.walk(), found.walk(), strict=True):
+        drawn = random_programs.program(seed)
+        graph = trace(drawn.step, *drawn.args).graph
+        parsed = parse(str(graph))
+        traced, parsed = rules_of(graph), rules_of(parsed)
+        for a, b in zip(graph.walk(), parsed.walk(), strict=True):
             assert traced.get(a.signature) == parsed.get(b.signature)
 
 
@@ -119,9 +119,9 @@ def test_shardings_are_written_without_devices() -> None:
     pinned = NamedSharding(mesh, PartitionSpec("x", None))
     graph = trace(lambda a: jax.lax.with_sharding_constraint(a, pinned), jnp.ones((4, 4))).graph
     assert "NamedSharding({'x': 2, 'y': 2}, P('x', None))" in str(graph)
-    found = parse(str(graph))
-    assert_equal(graph, found)
-    assert found.ops[0].params["sharding"].spec == pinned.spec
+    parsed = parse(str(graph))
+    assert_equal(graph, parsed)
+    assert parsed.ops[0].params["sharding"].spec == pinned.spec
 
 
 def test_jaxprs_among_parameters_are_blocks() -> None:
@@ -152,8 +152,8 @@ def test_a_parsed_program_runs_as_the_traced_one() -> None:
           return %5 "y"
         }
     """)
-    (found,) = jax_compat.bind(graph.ops[0].equation, [jnp.ones(4)])
-    np.testing.assert_array_equal(found, np.full(4, 8.0))
+    (total,) = jax_compat.bind(graph.ops[0].equation, [jnp.ones(4)])
+    np.testing.assert_array_equal(total, np.full(4, 8.0))
 
 
 def test_a_plan_of_a_parsed_graph_is_that_of_the_traced_one(monkeypatch: pytest.MonkeyPatch) -> None:

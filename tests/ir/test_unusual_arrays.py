@@ -50,8 +50,8 @@ def test_an_argument_of_less_than_a_byte_per_element_is_read_in_shards(dtype: st
 
 
 def test_stages_read_arguments_of_less_than_a_byte_per_element() -> None:
-    given = parameters(8, 8), jnp.arange(128).reshape(16, 8).astype(jnp.int4)
-    assert_equal(parallelize(step, mesh=(8,), stages=2, donate_argnums=())(*given), jax.jit(step)(*given))
+    args = parameters(8, 8), jnp.arange(128).reshape(16, 8).astype(jnp.int4)
+    assert_equal(parallelize(step, mesh=(8,), stages=2, donate_argnums=())(*args), jax.jit(step)(*args))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
@@ -63,10 +63,10 @@ def test_rows_of_a_sharded_table_by_indices_of_less_than_four_bytes(dtype: str) 
     def rows(table: jax.Array, i: jax.Array) -> jax.Array:
         return lax.gather(table, i, numbers, (1, 3), mode="clip")
 
-    given = array(6, 3), jnp.array([1, 2, 3, 5, 4, 0, 70, 127], dtype)[:, None]
-    plan = autopar.plan(rows, *given, mesh=(2, 4), pins={"table": P("x"), "i": P("y"), "out:0": P("y")})
+    args = array(6, 3), jnp.array([1, 2, 3, 5, 4, 0, 70, 127], dtype)[:, None]
+    plan = autopar.plan(rows, *args, mesh=(2, 4), pins={"table": P("x"), "i": P("y"), "out:0": P("y")})
     at_home = replace(plan, stages=(replace(plan.stages[0], uses={}),))
-    np.testing.assert_array_equal(parallelize(rows, plan=at_home, donate_argnums=())(*given), rows(*given))
+    np.testing.assert_array_equal(parallelize(rows, plan=at_home, donate_argnums=())(*args), rows(*args))
 
 
 # Without elements
@@ -108,5 +108,5 @@ def test_empty_arrays_are_planned(title: str, preset: str) -> None:
 )
 def test_empty_arrays_run(title: str) -> None:
     fn, shapes = EMPTY[title]
-    given = [array(*shape) for shape in shapes]
-    assert_equal(parallelize(fn, mesh=(8,), donate_argnums=())(*given), jax.jit(fn)(*given))
+    args = [array(*shape) for shape in shapes]
+    assert_equal(parallelize(fn, mesh=(8,), donate_argnums=())(*args), jax.jit(fn)(*args))

@@ -87,18 +87,18 @@ class _Columns:
         allowed = np.isfinite(self.cost)
         count = int(self.nodes[-1]) + len(self.problem.nodes[-1].cost)
         integral = np.arange(len(self.cost)) < count
-        found: Any = highs.milp(
+        milp_result: Any = highs.milp(
             np.where(allowed, self.cost, 0.0) / self.unit,
             integrality=integral.astype(int),
             bounds=highs.Bounds(np.zeros(len(self.cost)), allowed.astype(float)),
             constraints=[self._flows(), *self._memory(rows, budget)],
             options={"time_limit": max(seconds, 0.1), "mip_rel_gap": 0.0},
         )
-        assert found.status in (0, 1), found.message
-        bound = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * self.unit
-        if found.status == 1 or found.x is None:
+        assert milp_result.status in (0, 1), milp_result.message
+        bound = -np.inf if milp_result.mip_dual_bound is None else float(milp_result.mip_dual_bound) * self.unit
+        if milp_result.status == 1 or milp_result.x is None:
             return None, bound
-        pieces = [found.x[a : a + len(n.cost)] for a, n in zip(self.nodes, self.problem.nodes, strict=True)]
+        pieces = [milp_result.x[a : a + len(n.cost)] for a, n in zip(self.nodes, self.problem.nodes, strict=True)]
         return np.array([int(p.argmax()) for p in pieces], np.int64), bound
 
     def _flows(self) -> Any:

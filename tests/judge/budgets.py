@@ -69,7 +69,7 @@ class Verdict:
     """One case judged; seconds per step.
 
     Attributes:
-        found, lower: what the plan costs, and what is proven.
+        objective, lower: what the plan costs, and what is proven.
         optimum, bound: what HiGHS finds (None: nothing in its time) and proves.
         honest: the plan fits and costs what is said.
     """
@@ -79,7 +79,7 @@ class Verdict:
     mesh: tuple[int, ...]
     backend: str
     variables: int
-    found: float
+    objective: float
     lower: float
     optimum: float | None
     bound: float
@@ -90,17 +90,17 @@ class Verdict:
     def holds(self) -> bool:
         """Nothing that HiGHS says contradicts the plan or its certificate."""
         within_optimum = self.optimum is None or self.lower <= self.optimum * (1 + ROUNDING)
-        return self.honest and within_optimum and self.found >= self.bound * (1 - ROUNDING)
+        return self.honest and within_optimum and self.objective >= self.bound * (1 - ROUNDING)
 
     @property
     def gap(self) -> float:
         """What the certificate leaves open, relative."""
-        return (self.found - self.lower) / self.found
+        return (self.objective - self.lower) / self.objective
 
     @property
     def excess(self) -> float:
         """How much dearer than HiGHS' optimum the plan is, relative; zero where there is none."""
-        return 0.0 if self.optimum is None else self.found / self.optimum - 1
+        return 0.0 if self.optimum is None else self.objective / self.optimum - 1
 
 
 def case(seed: int) -> Case | None:
@@ -150,20 +150,20 @@ def cases(count: int) -> Iterator[Case]:
     """The first `count` cases in which a budget matters."""
     seed = 0
     while count:
-        if found := case(seed):
-            yield found
+        if drawn := case(seed):
+            yield drawn
             count -= 1
         seed += 1
 
 
 def judged(c: Case, seconds: float = SECONDS) -> Verdict:
     """What was found and proven, beside what HiGHS finds, each in so many seconds."""
-    made = optimize_within(c.problem, c.source, c.budget, time_limit=seconds)
-    price, (peak, _) = c.problem.value(made.assignment), c.source.peak(made.assignment)
-    honest = peak <= c.budget and math.isclose(price, made.objective, rel_tol=ROUNDING)
+    solution = optimize_within(c.problem, c.source, c.budget, time_limit=seconds)
+    price, (peak, _) = c.problem.value(solution.assignment), c.source.peak(solution.assignment)
+    honest = peak <= c.budget and math.isclose(price, solution.objective, rel_tol=ROUNDING)
     answer = within(c.problem, c.source, c.budget, seconds)
     variables = sum(len(n.cost) for n in c.problem.nodes)
-    said = (made.objective, made.lower_bound, answer.optimum, answer.bound, honest, made.status)
+    said = (solution.objective, solution.lower_bound, answer.optimum, answer.bound, honest, solution.status)
     return Verdict(c.seed, c.name, c.mesh, c.backend, variables, *said)
 
 
@@ -189,8 +189,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for either side of a case")
     chosen = parser.parse_args()
     begin, verdicts = time.perf_counter(), list[Verdict]()
-    for found in cases(chosen.cases):
-        verdicts.append(judged(found, chosen.seconds))
+    for drawn in cases(chosen.cases):
+        verdicts.append(judged(drawn, chosen.seconds))
         v = verdicts[-1]
         said = "holds" if v.holds else "CONTRADICTED", "optimal" if v.optimum is not None else "not solved by HiGHS"
         print(v.seed, v.name, v.mesh, v.variables, f"{v.gap:.2e} {v.excess:.2e}", v.status, *said, file=sys.stderr)

@@ -15,66 +15,71 @@ def deferral(graph: Graph) -> tuple[frozenset[int], Mapping[int, bool]]:
     deferring: set[int] = set()
     sums: dict[int, bool] = {}
     for ops, outputs in [(graph.ops, graph.outputs), *((r.ops, r.outputs) for op in graph.walk() for r in op.regions)]:
-        made = {v: op for op in ops for v in op.outputs}
+        producers = {v: op for op in ops for v in op.outputs}
         reads = [a for op in ops for a in op.inputs] + list(outputs)
-        once = {a for a in made if reads.count(a) == 1}
+        once = {a for a in producers if reads.count(a) == 1}
         for op in ops:
-            if origins := _summands(graph, op, made, once):
+            if origins := _summands(graph, op, producers, once):
                 sums.setdefault(op.index, False)
                 deferring.update(o.index for o in origins if o.name not in ADDITIONS)
                 sums.update((o.index, True) for o in origins if o.name in ADDITIONS)
     return frozenset(deferring), sums
 
 
-def _summands(graph: Graph, op: Op, made: Mapping[int, Op], once: set[int]) -> list[Op]:
+def _summands(graph: Graph, op: Op, producers: Mapping[int, Op], once: set[int]) -> list[Op]:
     """The products and sums that an addition adds up, if it adds nothing else; empty otherwise."""
     if op.name not in ADDITIONS or len({*op.inputs}) != 2:
         return []
     if len({graph.type_of(a).shape for a in op.inputs}) != 1:
         return []
-    found = [_origin(graph, a, made, once) for a in op.inputs]
-    return [o for o in found if o] if all(found) else []
+    origins = [_origin(graph, a, producers, once) for a in op.inputs]
+    return [o for o in origins if o] if all(origins) else []
 
 
-def _origin(graph: Graph, atom: Atom, made: Mapping[int, Op], once: set[int]) -> Op | None:
+def _origin(graph: Graph, atom: Atom, producers: Mapping[int, Op], once: set[int]) -> Op | None:
     if atom not in once:
         return None
-    op = made[atom]  # type: ignore[index]
+    op = producers[atom]  # type: ignore[index]
     if op.name == "dot_general":
         return op
     if op.name in ADDITIONS:
-        return op if _summands(graph, op, made, once) else None
+        return op if _summands(graph, op, producers, once) else None
     big = [a for a in op.inputs if graph.type_of(a).shape]
     if op.name not in LINEAR or len(op.outputs) != 1 or len(big) != 1 or (op.name == "div" and op.inputs[0] != big[0]):
         return None
     before, after = graph.type_of(big[0]), graph.types[op.outputs[0]]
     grows = after.size == before.size and after.itemsize >= before.itemsize and "float" in after.dtype
-    return _origin(graph, big[0], made, once) if grows else None
+    return _origin(graph, big[0], producers, once) if grows else None
 
 
 def state(graph: Graph) -> dict[int, int]:
     """Result position -> the argument of equal path and type that it becomes in the next step."""
     names = list(dict.fromkeys(path.split("/")[0] for path in graph.input_paths))
     arguments = dict(zip(graph.input_paths, graph.inputs, strict=True))
-    found: dict[int, int] = {}
+    outputs_to_arguments: dict[int, int] = {}
     rest: list[int] = []
     for out, path in enumerate(graph.output_paths):
         head, _, tail = path.partition("/")
         guesses = [f"{names[int(head)]}/{tail}".rstrip("/")] if head.isdigit() and int(head) < len(names) else []
         guesses += [f"{name}/{path}".rstrip("/") for name in names[:1]]
         hits = [arguments[g] for g in guesses if g in arguments]
-        _take(graph, found, out, hits)
-        rest += [out] if out not in found and tail else []
+        _take(graph, outputs_to_arguments, out, hits)
+        rest += [out] if out not in outputs_to_arguments and tail else []
     for out in rest:
         tail = graph.output_paths[out].partition("/")[2]
-        _take(graph, found, out, [v for p, v in arguments.items() if p.partition("/")[2] == tail or p == tail])
-    return found
+        _take(
+            graph,
+            outputs_to_arguments,
+            out,
+            [v for p, v in arguments.items() if p.partition("/")[2] == tail or p == tail],
+        )
+    return outputs_to_arguments
 
 
-def _take(graph: Graph, found: dict[int, int], out: int, arguments: Sequence[int]) -> None:
+def _take(graph: Graph, outputs_to_arguments: dict[int, int], out: int, arguments: Sequence[int]) -> None:
     for v in arguments:
-        if v not in found.values() and graph.types[v] == graph.type_of(graph.outputs[out]):
-            found[out] = v
+        if v not in outputs_to_arguments.values() and graph.types[v] == graph.type_of(graph.outputs[out]):
+            outputs_to_arguments[out] = v
             return
 
 

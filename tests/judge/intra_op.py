@@ -50,7 +50,7 @@ class Verdict:
         planned: what the optimizer says its plan takes.
         priced: what the judge says that plan takes.
         optimum: the least that the judge finds, and how.
-        others: optima of the optimizer run in other ways.
+        variants: optima of the optimizer run in other ways.
         clusters, shared: clusters and shared copies.
         diamond: some decisions meet again on another way.
         weights_cut: some product reads a parameter that is cut, so the plan is not pure data parallel.
@@ -62,7 +62,7 @@ class Verdict:
     optimum: float
     method: str
     status: str
-    others: dict[str, float]
+    variants: dict[str, float]
     clusters: int
     shared: int
     diamond: bool
@@ -71,7 +71,7 @@ class Verdict:
     @property
     def worst(self) -> float:
         """The largest relative difference to the judge's optimum."""
-        return max(abs(v / self.optimum - 1) for v in (self.planned, self.priced, *self.others.values()))
+        return max(abs(v / self.optimum - 1) for v in (self.planned, self.priced, *self.variants.values()))
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,18 @@ def judged_programs(count: int) -> Iterator[tuple[int, Judged]]:
     """The first `count` seeds whose programs are of the right size."""
     seed = 0
     while count:
-        if found := judged(seed):
-            yield seed, found
+        if pair := judged(seed):
+            yield seed, pair
             count -= 1
         seed += 1
 
 
-def verdict(seed: int, found: Judged, variants: Sequence[str]) -> Verdict:
+def verdict(seed: int, subject: Judged, variants: Sequence[str]) -> Verdict:
     """Compare the optimizer, also run in these ways, with the judge."""
-    planned, judge = found.planned, found.judge
+    planned, judge = subject.planned, subject.judge
     optimum, _, method = judge.optimum()
     problem = planned.model.problem
-    others = {name: optimize(problem, **VARIANTS[name]).objective for name in variants}  # type: ignore[arg-type]
+    objectives = {name: optimize(problem, **VARIANTS[name]).objective for name in variants}  # type: ignore[arg-type]
     return Verdict(
         seed=seed,
         planned=planned.plan.objective_s,
@@ -115,7 +115,7 @@ def verdict(seed: int, found: Judged, variants: Sequence[str]) -> Verdict:
         optimum=optimum,
         method=method,
         status=planned.plan.solver_status,
-        others=others,
+        variants=objectives,
         clusters=len(planned.model.grouping.groups),
         shared=len(judge.copies),
         diamond=len(judge.tables) >= len(judge.decisions),
@@ -159,7 +159,7 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, object]:
         "clusters": dict(sorted(Counter(v.clusters for v in verdicts).items())),
         "methods": dict(Counter(v.method for v in verdicts)),
         "statuses": dict(Counter(v.status for v in verdicts)),
-        "variants": dict(Counter(name for v in verdicts for name in v.others)),
+        "variants": dict(Counter(name for v in verdicts for name in v.variants)),
     }
 
 
@@ -178,8 +178,8 @@ def main() -> None:
     begin = time.perf_counter()
     variants = [("unfolded", "raw"), ("unfolded", "raw", "cbc", "highs")]
     verdicts = [
-        verdict(seed, found, variants[i % chosen.every == 0])
-        for i, (seed, found) in enumerate(judged_programs(chosen.graphs))
+        verdict(seed, subject, variants[i % chosen.every == 0])
+        for i, (seed, subject) in enumerate(judged_programs(chosen.graphs))
     ]
     print(json.dumps({**summary(verdicts), "seconds": round(time.perf_counter() - begin, 1)}))
 

@@ -99,20 +99,20 @@ def sum_options(shape: Sequence[int], stays: bool, sizes: Sequence[int]) -> tupl
 def _joint(
     each: Sequence[tuple[int, int, str]], extents: Sequence[int], sizes: Sequence[int], most: Sequence[float]
 ) -> tuple[Option, ...]:
-    found: list[Option] = []
+    options: list[Option] = []
     for picks in itertools.product(each, repeat=len(sizes)):
         o = Option(*(tuple(p[i] for p in picks) for i in range(3)))  # type: ignore[arg-type]
         fits = all(_fits(axes, extents, sizes, most) for axes in (o.cut, o.left))
         if fits and _ordered(o) and _split(o, extents, sizes):
-            found.append(o)
-    return tuple(found)
+            options.append(o)
+    return tuple(options)
 
 
 def _ordered(o: Option) -> bool:
     """A scatter goes to the minor end of a dimension, one axis to a dimension."""
     for a, ending in enumerate(o.ends):
-        others = [b for b, f in enumerate(o.left) if b != a and f == o.left[a]]
-        if ending == "scatter" and any(o.ends[b] == "scatter" or b > a for b in others):
+        other_axes = [b for b, f in enumerate(o.left) if b != a and f == o.left[a]]
+        if ending == "scatter" and any(o.ends[b] == "scatter" or b > a for b in other_axes):
             return False
     return True
 
@@ -197,8 +197,8 @@ class Pricing:
 
     def _in_stages(self, o: Option, ending: Sequence[int], first: int) -> bool:
         """A dot's sums are scattered one after another if no axis is idle and no other cuts where the first goes."""
-        others = [f for a, f in enumerate(o.cut) if a not in ending and self.mesh.sizes[a] > 1]
-        return WHOLE not in others and "leave" not in o.ends and o.left[first] not in others
+        other_factors = [f for a, f in enumerate(o.cut) if a not in ending and self.mesh.sizes[a] > 1]
+        return WHOLE not in other_factors and "leave" not in o.ends and o.left[first] not in other_factors
 
     def move(self, source: Layout, target: Layout, value: Type) -> float:
         """Seconds to reshard a value; every dimension is padded to the finer of the two cuts."""

@@ -273,15 +273,15 @@ def _priced(s: _Survey, op: Op, rule: Rule) -> tuple[tuple[Option, ...], list[fl
 
 def _enter(s: _Survey, op: Op, region: Region, outer: float, inner: float) -> list[int | None]:
     """Decisions of a scan's inputs; what is scanned over loses its leading dimension."""
-    found: list[int | None] = []
+    decisions: list[int | None] = []
     for i, (value, atom) in enumerate(zip(region.inputs, op.inputs, strict=True)):
         rank = s.graph.types[value].rank
         decision = s.border(f"{op.tag} enters {value}", value, inner) if rank else None
-        found.append(decision)
+        decisions.append(decision)
         if decision is not None:
             lead = (WHOLE,) * (s.graph.type_of(atom).rank - rank)
             s.want(f"{op.tag}.in{i}", atom, decision, lead + tuple(range(rank)), outer)
-    return found
+    return decisions
 
 
 def _body(s: _Survey, region: Region, weight: float) -> None:

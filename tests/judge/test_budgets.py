@@ -17,9 +17,9 @@ SEEDS = (1, 2, 3, 7)  # a toy and random programs of at most 300 strategies
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_certificates_hold_against_highs(seed: int) -> None:
-    found = case(seed)
-    assert found is not None
-    verdict = judged(found, 30.0)
+    drawn = case(seed)
+    assert drawn is not None
+    verdict = judged(drawn, 30.0)
     assert verdict.holds
     assert verdict.optimum is not None
     assert verdict.lower <= verdict.optimum * (1 + ROUNDING)
@@ -42,8 +42,8 @@ GOOD = Verdict(0, "mlp-toy", (2,), "gpu", 10, 1.0, 0.999, 1.0, 1.0, honest=True,
 
 
 def test_what_contradicts_a_certificate_is_counted() -> None:
-    above = replace(GOOD, seed=1, lower=1.01, found=1.02)
-    below = replace(GOOD, seed=2, found=0.9, lower=0.9)
+    above = replace(GOOD, seed=1, lower=1.01, objective=1.02)
+    below = replace(GOOD, seed=2, objective=0.9, lower=0.9)
     unfit = replace(GOOD, seed=3, honest=False)
     counted = summary([GOOD, above, below, unfit])
     assert counted["contradicted"] == [1, 2, 3]

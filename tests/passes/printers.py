@@ -67,21 +67,21 @@ def op_groups(
     received: Sequence[int] = (),
 ) -> str:
     """Each group with the values whose layout it decides."""
-    found = _grouping(graph, mesh, pins, received)
+    grouping = _grouping(graph, mesh, pins, received)
     lines = []
-    for i, group in enumerate(found.groups):
-        bound = [v for v, b in found.bindings.items() if b.group == i and b.view is None]
-        views = [v for v, b in found.bindings.items() if b.group == i and b.view is not None]
+    for i, group in enumerate(grouping.groups):
+        bound = [v for v, b in grouping.bindings.items() if b.group == i and b.view is None]
+        views = [v for v, b in grouping.bindings.items() if b.group == i and b.view is not None]
         lines.append(f"{group.name}: {_values(bound)}{f', views {_values(views)}' if views else ''}")
-    free = {v for op in graph.walk() for v in op.outputs} - found.bindings.keys()
+    free = {v for op in graph.walk() for v in op.outputs} - grouping.bindings.keys()
     return "\n".join([*lines, *([f"free: {_values(free)}"] if free else [])])
 
 
 def bindings(graph: Graph, *, mesh: Sequence[int] = (2,)) -> str:
     """The group and the factors of each value, and the reads at which a value may be resharded."""
-    found = _grouping(graph, mesh, {}, ())
-    values = [f"%{v}: {_binding(found, b)}" for v, b in sorted(found.bindings.items())]
-    reads = [f"{u.site} reads %{u.value}: {found.groups[u.consumer].name}{_dims(u.dims)}" for u in found.uses]
+    grouping = _grouping(graph, mesh, {}, ())
+    values = [f"%{v}: {_binding(grouping, b)}" for v, b in sorted(grouping.bindings.items())]
+    reads = [f"{u.site} reads %{u.value}: {grouping.groups[u.consumer].name}{_dims(u.dims)}" for u in grouping.uses]
     return "\n".join([*values, *reads])
 
 
@@ -89,8 +89,8 @@ def _dims(dims: Sequence[int]) -> str:
     return f"[{', '.join('-' if d == -1 else '*' if d == -3 else str(d) for d in dims)}]"
 
 
-def _binding(found: Grouping, b: Binding) -> str:
-    text = f"{found.groups[b.group].name}{_dims(b.dims)}"
+def _binding(grouping: Grouping, b: Binding) -> str:
+    text = f"{grouping.groups[b.group].name}{_dims(b.dims)}"
     return text if b.view is None else f"a view {_dims(b.view)} of %{b.value}: {text}"
 
 
@@ -99,12 +99,14 @@ _ENDS = {NOTHING: "", ALL_REDUCE: " all-reduced", REDUCE_SCATTER: " scattered", 
 
 def strategies(graph: Graph, *, mesh: Sequence[int] = (2,)) -> str:
     """For each operation with strategies of its own: its factors, and what each axis of the mesh does."""
-    found = _grouping(graph, mesh, {}, ())
-    return "\n".join(line for g in found.groups if g.op >= 0 for line in _strategies(found, graph.by_index[g.op], g))
+    grouping = _grouping(graph, mesh, {}, ())
+    return "\n".join(
+        line for g in grouping.groups if g.op >= 0 for line in _strategies(grouping, graph.by_index[g.op], g)
+    )
 
 
-def _strategies(found: Grouping, op: Op, group: Any) -> Iterator[str]:
-    rule = found.rules.get(op.signature)
+def _strategies(grouping: Grouping, op: Op, group: Any) -> Iterator[str]:
+    rule = grouping.rules.get(op.signature)
     letters = "ijklmnop"
     if rule is not None:
         sides = (",".join("".join(letters[f] for f in dims) for dims in side) for side in (rule.operands, rule.results))
@@ -121,19 +123,19 @@ def _strategies(found: Grouping, op: Op, group: Any) -> Iterator[str]:
 
 def unreduced_sums(graph: Graph) -> str:
     """Operations whose results may stay partial sums, and sums that may take such operands."""
-    found = unreduced.find(graph)
+    deferral = unreduced.find(graph)
     names = {op.index: _op(op) for op in graph.walk()}
-    lines = [f"{names[i]}: the result may stay partial" for i in sorted(found.products)]
-    for i, stays in sorted(found.sums.items()):
+    lines = [f"{names[i]}: the result may stay partial" for i in sorted(deferral.products)]
+    for i, stays in sorted(deferral.sums.items()):
         lines.append(f"{names[i]}: operands may be partial{', and so may the result' if stays else ''}")
     return "\n".join(lines) or "none"
 
 
 def overlapped(graph: Graph) -> str:
     """Values whose all-gathers can be prefetched, and operations whose reductions can be deferred."""
-    found = overlap.find(graph)
-    late = [_op(op) for op in graph.walk() if op.index in found.late]
-    return f"prefetched: {_values(found.early)}\ndeferred: {', '.join(late) or 'none'}"
+    overlaps = overlap.find(graph)
+    late = [_op(op) for op in graph.walk() if op.index in overlaps.late]
+    return f"prefetched: {_values(overlaps.early)}\ndeferred: {', '.join(late) or 'none'}"
 
 
 def folding(graph: Graph, *, mesh: Sequence[int] = (2,)) -> str:
@@ -159,13 +161,13 @@ def extraction(
     model = intra_op.build(graph, _grouping(graph, mesh, pins, received), logical)
     solution = optimize(model.problem)
     assignment = solution.assignment
-    found = extract.layouts(model, assignment)
+    layouts = extract.layouts(model, assignment)
     rank = {v: graph.types[v].rank for v in range(len(graph.types))}
-    lines = [f"%{v}: {_layout(layout, rank[v])}" for v, layout in sorted(found.values.items())]
+    lines = [f"%{v}: {_layout(layout, rank[v])}" for v, layout in sorted(layouts.values.items())]
     reads = {u.site: u.value for u in model.grouping.uses}
-    lines += [f"%{v} copied as {_layout(layout, rank[v])}" for v, layout in found.copies.items()]
-    lines += [f"{site} reads %{reads[site]} as {_layout(at, rank[reads[site]])}" for site, at in found.uses.items()]
-    for c in extract.collectives(graph, model, assignment, found, logical):
+    lines += [f"%{v} copied as {_layout(layout, rank[v])}" for v, layout in layouts.copies.items()]
+    lines += [f"{site} reads %{reads[site]} as {_layout(at, rank[reads[site]])}" for site, at in layouts.uses.items()]
+    for c in extract.collectives(graph, model, assignment, layouts, logical):
         lines.append(
             f"{c.kind} along {''.join(c.axes)} of {c.bytes} B at {c.op}{f' x{c.count}' if c.count > 1 else ''}"
         )
@@ -175,8 +177,8 @@ def extraction(
 def remat(graph: Graph, *, policy: str = "none", policies: Sequence[str] = ()) -> str:
     """The lines that change if every layer is rematerialised that can be, or by a policy for each layer."""
     everywhere = [policy if can else "none" for can in rewrite.recomputable(graph)]
-    found = rewrite.rewrite(graph, policies or everywhere)
-    before, after = (str(g).splitlines() for g in (graph, verify(found)))
+    rewritten = rewrite.rewrite(graph, policies or everywhere)
+    before, after = (str(g).splitlines() for g in (graph, verify(rewritten)))
     changed = difflib.unified_diff(before, after, lineterm="", n=0)
     return "\n".join(line for line in changed if not line.startswith(("---", "+++", "@@"))) or "nothing changes"
 
@@ -196,10 +198,10 @@ def microbatches(
     graph: Graph, *, count: int = 2, batch: Sequence[int] | Literal["auto"] = "auto", per_microbatch: Sequence[str] = ()
 ) -> str:
     """The state of each value, and what runs before, in and after the loops."""
-    found = split(graph, count, batch, per_microbatch=per_microbatch)
-    lines = [f"%{v}: {state}" for v, state in sorted(found.states.items()) if str(state) != "invariant"]
-    lines += list(_program("before", found.prologue))
-    for loop in found.loops:
+    divided = split(graph, count, batch, per_microbatch=per_microbatch)
+    lines = [f"%{v}: {state}" for v, state in sorted(divided.states.items()) if str(state) != "invariant"]
+    lines += list(_program("before", divided.prologue))
+    for loop in divided.loops:
         lines += [*_program(f"{count} times", loop.body)]
         lines += [f"  combined: {', '.join(f'%{t.value} {t.combine}' for t in loop.totals) or 'nothing'}"]
         lines += list(_program("after", loop.after))

@@ -43,8 +43,8 @@ def brute(problem: Problem) -> float:
 def random_problem(seed: int, nodes: int, edges: int, strategies: int = 4, forbidden: float = 0.0) -> Problem:
     """Costs are whole milliseconds, so that ties happen; edges may repeat, and may join a node to itself."""
     rng = np.random.default_rng(seed)
-    made = [_random_node(rng, v, strategies, forbidden) for v in range(nodes)]
-    return Problem(tuple(made), tuple(_random_edge(rng, made, i, forbidden) for i in range(edges)))
+    drawn_nodes = [_random_node(rng, v, strategies, forbidden) for v in range(nodes)]
+    return Problem(tuple(drawn_nodes), tuple(_random_edge(rng, drawn_nodes, i, forbidden) for i in range(edges)))
 
 
 def _random_node(rng: np.random.Generator, v: int, strategies: int, forbidden: float) -> Node:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 
 def deep(depth: int) -> Any:
-    found: Any = []
+    nested: Any = []
     for _ in range(depth):
-        found = [found]
-    return found
+        nested = [nested]
+    return nested
 
 
 #: What a field may be given in place of what it has.

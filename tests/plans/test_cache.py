@@ -112,12 +112,12 @@ print("cache" in plan.phases, without_phases(plan))
 
 
 def test_another_process_reads_it(folder: Path) -> None:
-    told: list[list[str]] = []
+    printed_plans: list[list[str]] = []
     for hashes in ("1", "2"):
-        told.append(printed(PROCESS, hashes, str(folder)).split(maxsplit=1))
+        printed_plans.append(printed(PROCESS, hashes, str(folder)).split(maxsplit=1))
     with plan_cache.off():
         here = without_phases(planned())
-    assert told == [["False", f"{here}\n"], ["True", f"{here}\n"]]
+    assert printed_plans == [["False", f"{here}\n"], ["True", f"{here}\n"]]
     assert len(list(folder.iterdir())) == 1
 
 
@@ -296,8 +296,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path / "file" / "plans"))
     with pytest.warns(AutoparWarning, match=f"plans cannot be kept in .*file.*{plan_cache.VARIABLE}"):
-        made = planned()
-    assert made.solver_status == "certified"
+        plan = planned()
+    assert plan.solver_status == "certified"
 
 
 def test_no_part_of_a_file_is_left_when_writing_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,8 +352,8 @@ def planned_sums(home: str, site: str) -> Plan:
 def test_sums_may_stay_where_they_are_added_up() -> None:
     args = tuple(jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(16, 8), (16, 8), (8, 16)]))
     for home, site in (("+", "-"), ("+", "+"), ("-", "-")):
-        found = autopar.parallelize(meeting, plan=planned_sums(home, site))(*args)
-        np.testing.assert_allclose(found, meeting(*args), 1e-5, 1e-5)
+        sums = autopar.parallelize(meeting, plan=planned_sums(home, site))(*args)
+        np.testing.assert_allclose(sums, meeting(*args), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +397,19 @@ def check(name: str, what: str, text: str, place: Path, *, runs: bool) -> None:
     assert re.search(NAMED, refusal), f"{what}: {refusal}"
 
 
-def carry_out(one: Case, path: Path, *, runs: bool) -> None:
+def carry_out(case: Case, path: Path, *, runs: bool) -> None:
     plan = Plan.load(path)
     assert plan.summary()
     assert plan.shardings()
     assert plan.wire_bytes() >= 0
-    parallel = autopar.parallelize(one.fn, plan=path)
-    parallel.plan(*one.args)
+    parallel = autopar.parallelize(case.fn, plan=path)
+    parallel.plan(*case.args)
     if runs:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # donated buffers that nothing takes over
-            found = parallel(*jax.tree.map(jnp.copy, one.args))
-        expected = jax.jit(one.fn)(*one.args)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), found, expected)
+            results = parallel(*jax.tree.map(jnp.copy, case.args))
+        expected = jax.jit(case.fn)(*case.args)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), results, expected)
 
 
 QUICK = settings(deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
@@ -447,6 +447,6 @@ def test_a_plan_fits_what_is_made_of_a_scalar_with_a_layout(tmp_path: Path) -> N
     args = jnp.full(1, 2.0), jnp.ones((16, 8))
     plan = autopar.plan(scaled, *args, mesh=MESH, cluster=CLUSTER)
     plan.save(tmp_path / "plan.json")
-    found = autopar.parallelize(scaled, plan=Plan.load(tmp_path / "plan.json"))(*args)
-    for ours, theirs in zip(found, scaled(*args), strict=True):
+    results = autopar.parallelize(scaled, plan=Plan.load(tmp_path / "plan.json"))(*args)
+    for ours, theirs in zip(results, scaled(*args), strict=True):
         np.testing.assert_array_equal(ours, theirs)

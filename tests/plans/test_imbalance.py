@@ -68,10 +68,10 @@ def test_the_ratio_is_what_the_busiest_device_computes(data):
 )
 def test_the_reason_is_in_the_extents(sizes, layout, kind, why, ratio):
     inner = tuple(-1 for _ in sizes)
-    found = of_product(sizes, layout, inner, layout)
-    assert [(e.kind, e.why) for e in found.excesses] == ([(kind, why)] if kind else [])
-    assert found.ratio == pytest.approx(1 + ratio)
-    assert found.avoidable == pytest.approx(ratio if kind == "chosen" else 0)
+    measured = of_product(sizes, layout, inner, layout)
+    assert [(e.kind, e.why) for e in measured.excesses] == ([(kind, why)] if kind else [])
+    assert measured.ratio == pytest.approx(1 + ratio)
+    assert measured.avoidable == pytest.approx(ratio if kind == "chosen" else 0)
 
 
 def test_a_line_names_extents_operations_and_the_user_line():
@@ -81,9 +81,9 @@ def test_a_line_names_extents_operations_and_the_user_line():
 
 
 def test_padding_and_repetition_multiply():
-    found = of_product((2, 3), (-1, 0), (-1, -1), (-1, 0))  # 8 rows in thirds of 3, on both x: 2 * 9 / 8
-    assert found.ratio == pytest.approx(2.25)
-    assert [e.ratio for e in found.excesses] == pytest.approx([1.125, 0.125])
+    measured = of_product((2, 3), (-1, 0), (-1, -1), (-1, 0))  # 8 rows in thirds of 3, on both x: 2 * 9 / 8
+    assert measured.ratio == pytest.approx(2.25)
+    assert [e.ratio for e in measured.excesses] == pytest.approx([1.125, 0.125])
 
 
 def test_the_operands_tell_what_a_sum_over_pieces_runs_as():
@@ -95,8 +95,8 @@ def test_uses_take_the_place_of_values():
     (a, b), (c,) = PRODUCT.inputs, PRODUCT.outputs
     whole = {a: (-1,), b: (-1,), c: (-1,)}
     (op,) = (o for o in PRODUCT.walk() if o.name == "dot_general")
-    found = imbalance.measure(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}))
-    assert found.ratio == pytest.approx(1.0)
+    measured = imbalance.measure(PRODUCT, RULES, stage((4,), whole, {f"{op.tag}.in0": (0,)}))
+    assert measured.ratio == pytest.approx(1.0)
 
 
 def test_loops_count_as_often_as_they_run_and_moves_not_at_all():
@@ -107,17 +107,17 @@ def test_loops_count_as_often_as_they_run_and_moves_not_at_all():
     graph = traced(fn, (4, 6))
     cos = next(o for o in graph.walk() if o.name == "cos")
     whole = {v: (-1,) for op in graph.walk() for v in op.outputs}
-    found = imbalance.measure(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}))
-    (excess,) = found.excesses
+    measured = imbalance.measure(graph, rules_of(graph), stage((2,), whole, {f"{cos.tag}.in0": (0,)}))
+    (excess,) = measured.excesses
     assert (excess.ops, excess.part) == (("sin",), pytest.approx(0.9))
 
 
 def test_many_reasons_become_one_line_and_small_choices_none():
-    one = imbalance.Excess("padded", "p", 0.1, 0.5, ("mul",), (), "")
-    many = imbalance.Imbalance(2.0, tuple(replace(one, why=f"p{i}") for i in range(imbalance.SHOWN + 2)))
+    padded = imbalance.Excess("padded", "p", 0.1, 0.5, ("mul",), (), "")
+    many = imbalance.Imbalance(2.0, tuple(replace(padded, why=f"p{i}") for i in range(imbalance.SHOWN + 2)))
     assert many.lines()[-1] == "2 other reasons: +0.20"
     assert len(many.lines()) == imbalance.SHOWN + 1
-    assert imbalance.Imbalance(1.0, (replace(one, kind="chosen", ratio=0.01),)).lines() == ()
+    assert imbalance.Imbalance(1.0, (replace(padded, kind="chosen", ratio=0.01),)).lines() == ()
 
 
 @pytest.mark.parametrize("target", ["mlp-toy", "gpt-toy", "llama3-toy", "rnn-toy"])
@@ -126,8 +126,8 @@ def test_powers_of_two_on_six_devices_are_padded_not_repeated(target):
     model = zoo.build(target)
     mesh = dear((6,)).logical_mesh((6,))
     planned = make_plan(trace(model.step, *model.abstract_args()), mesh, "dear", Options())
-    found = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0])
-    assert found.ratio <= 1.25
-    assert found.excesses[0].kind == "padded"
+    measured = imbalance.measure(planned.graph, planned.rules, planned.plan.stages[0])
+    assert measured.ratio <= 1.25
+    assert measured.excesses[0].kind == "padded"
     assert planned.plan.notes[-1].startswith("more than an even share per device: ")
     assert any("padded to" in note for note in planned.plan.notes)

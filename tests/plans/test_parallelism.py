@@ -55,9 +55,9 @@ TENSOR = "4 ways: attention by heads, columns of weights, rows of weights"
     ],
 )
 def test_plans_of_experts_are_recognised(name: str, expert: Callable[..., P], text: str) -> None:
-    found = of_expert(name, expert)
-    assert text in found
-    assert found.startswith("data parallel over x")
+    text = of_expert(name, expert)
+    assert text in text
+    assert text.startswith("data parallel over x")
 
 
 X, W = array(8, 16, 32), array(32, 64)
@@ -151,8 +151,8 @@ def test_the_batch_is_followed_through_scans_and_microbatches(name: str, microba
     model = zoo.build(name)
     args = model.abstract_args()
     plan = planned(model.step, args, {"batch/*": P("x"), "state/*": P()}, (4,), num_microbatches=microbatches)
-    found = describe(plan)
-    assert found.startswith(forms if microbatches == 1 else f"{microbatches} microbatches; {forms}")
+    text = describe(plan)
+    assert text.startswith(forms if microbatches == 1 else f"{microbatches} microbatches; {forms}")
 
 
 def test_sharded_state_has_the_stage_of_zero() -> None:

@@ -30,8 +30,8 @@ def stages() -> Plan:
 
 
 def box(plan: Plan, end: str) -> Tensor:
-    (found,) = (tensor for tensor in tensors(plan) if tensor.name.partition(" ")[0].endswith(end))
-    return found
+    (tensor,) = (tensor for tensor in tensors(plan) if tensor.name.partition(" ")[0].endswith(end))
+    return tensor
 
 
 def test_cells_of_a_box_are_the_shards_of_its_tensor(plan: Plan) -> None:
@@ -42,11 +42,11 @@ def test_cells_of_a_box_are_the_shards_of_its_tensor(plan: Plan) -> None:
 
 
 def test_equal_layers_are_one_box_and_the_largest_comes_first(plan: Plan) -> None:
-    found = tensors(plan)
+    drawn_tensors = tensors(plan)
     assert box(plan, "w1").name == "state/params/blocks/*/w1 x2"
     assert box(plan, "w1").elements == 2 * 32 * 64
-    assert [t.elements for t in found] == sorted((t.elements for t in found), reverse=True)
-    assert not [t.name for t in found if "/opt/" in t.name]
+    assert [t.elements for t in drawn_tensors] == sorted((t.elements for t in drawn_tensors), reverse=True)
+    assert not [t.name for t in drawn_tensors if "/opt/" in t.name]
 
 
 def test_times_are_those_of_the_plan(plan: Plan, stages: Plan) -> None:

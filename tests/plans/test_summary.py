@@ -64,19 +64,19 @@ def test_a_layout_says_what_it_does(base, layout, shape, text):
 
 def test_equal_layers_share_a_row_and_others_do_not(base):
     plan = with_layouts(base, {"state/params/blocks/0/w1": (0, -1), "state/params/blocks/1/w1": (1, -1)})
-    found = rows(plan, "parameters and other state")
-    assert found["state/params/blocks/*/b1 x2"] == ("f32[64]", "P()", "whole on every device")
-    assert found["state/params/blocks/0/w1"] == ("f32[32,64]", "P('x')", "dim 0 over x: 1/2 a device")
-    assert found["state/params/blocks/1/w1"] == ("f32[32,64]", "P(None, 'x')", "dim 1 over x: 1/2 a device")
+    table = rows(plan, "parameters and other state")
+    assert table["state/params/blocks/*/b1 x2"] == ("f32[64]", "P()", "whole on every device")
+    assert table["state/params/blocks/0/w1"] == ("f32[32,64]", "P('x')", "dim 0 over x: 1/2 a device")
+    assert table["state/params/blocks/1/w1"] == ("f32[32,64]", "P(None, 'x')", "dim 1 over x: 1/2 a device")
 
 
 def test_moments_that_follow_their_parameters_are_one_row(base):
     cut = {f"state/{tree}/blocks/{i}/w1": (0, 1) for tree in ("params", "opt/0/mu", "opt/0/nu") for i in (0, 1)}
-    found = rows(with_layouts(base, {**cut, "state/opt/0/nu/blocks/0/w1": (-1, 0)}), "optimizer state")
-    assert found["state/opt/0/mu/... x8"][-1] == "lies as the parameter does"
-    assert found["state/opt/0/nu/... x7"][-1] == "lies as the parameter does"
-    assert found["state/opt/0/nu/blocks/0/w1"] == ("f32[32,64]", "P('y')", "dim 0 over y: 1/4 a device")
-    assert found["state/opt/0/count"][0] == "i32[]"
+    table = rows(with_layouts(base, {**cut, "state/opt/0/nu/blocks/0/w1": (-1, 0)}), "optimizer state")
+    assert table["state/opt/0/mu/... x8"][-1] == "lies as the parameter does"
+    assert table["state/opt/0/nu/... x7"][-1] == "lies as the parameter does"
+    assert table["state/opt/0/nu/blocks/0/w1"] == ("f32[32,64]", "P('y')", "dim 0 over y: 1/4 a device")
+    assert table["state/opt/0/count"][0] == "i32[]"
 
 
 def test_every_argument_is_in_one_section(base):
@@ -102,8 +102,8 @@ def test_reasons_name_what_a_parameter_costs(params, name, why):
     pins = {"state/params/*": params, "state/opt/0/?u/*": params, "batch/*": P("x")}
     args = model.abstract_args()
     plan = autopar.plan(model.step, *args, mesh=(8,), cluster=dear((8,)), pins=pins)
-    found = rows(plan, "parameters and other state", Reasons(plan, trace(model.step, *args).graph))
-    text = found[f"state/params/blocks/*/{name} x2"][-1].split("; ")
+    table = rows(plan, "parameters and other state", Reasons(plan, trace(model.step, *args).graph))
+    text = table[f"state/params/blocks/*/{name} x2"][-1].split("; ")
     assert [part[: len(start)] for part, start in zip(text, why, strict=True)] == why
 
 
@@ -127,8 +127,8 @@ def test_collectives_are_grouped_and_the_largest_come_first(base):
         Collective("all-gather", ("x", "y"), 8000, 1, "op3.in0", "b.py:2"),
         Collective("all-gather", ("x",), 10, 1, "out0", ""),
     ]
-    found = collective_rows(replace(base, collectives=tuple(pieces)))
-    assert found == [
+    table = collective_rows(replace(base, collectives=tuple(pieces)))
+    assert table == [
         ("all-gather", "x+y", "1", "7 kB", "b.py:2"),
         ("all-reduce", "x", "3", "700 B", "a.py:1"),
         ("all-gather", "x", "1", "5 B", f"result {base.output_paths[0]}"),
@@ -137,19 +137,19 @@ def test_collectives_are_grouped_and_the_largest_come_first(base):
 
 def test_many_groups_of_collectives_end_in_a_count(base):
     pieces = tuple(Collective("all-reduce", ("x",), 1000, 1, "op1", f"a.py:{i}") for i in range(COLLECTIVES + 3))
-    found = collective_rows(replace(base, collectives=pieces))
-    assert len(found) == COLLECTIVES + 1
-    assert found[-1] == ("3 more groups", "", "3", "3 kB", "")
+    table = collective_rows(replace(base, collectives=pieces))
+    assert len(table) == COLLECTIVES + 1
+    assert table[-1] == ("3 more groups", "", "3", "3 kB", "")
 
 
 def test_the_largest_activations_come_first(mlp):
     args = mlp.abstract_args()
     plan = autopar.plan(mlp.step, *args, mesh=(8,), cluster=dear((8,)))
-    found = activation_rows(plan, Reasons(plan, trace(mlp.step, *args).graph))
-    assert 1 < len(found) <= ACTIVATIONS
-    assert found[0][0].startswith("dot_general nn.py:")
-    assert found[0][1] in ("f32[8,64]", "f32[8,32]", "f32[32,64]", "f32[64,32]")
-    assert " a device" in found[0][-1]
+    table = activation_rows(plan, Reasons(plan, trace(mlp.step, *args).graph))
+    assert 1 < len(table) <= ACTIVATIONS
+    assert table[0][0].startswith("dot_general nn.py:")
+    assert table[0][1] in ("f32[8,64]", "f32[8,32]", "f32[32,64]", "f32[64,32]")
+    assert " a device" in table[0][-1]
 
 
 def test_the_text_is_plain_and_the_same_for_a_plan_from_disk(mlp, base):

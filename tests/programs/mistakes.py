@@ -188,8 +188,8 @@ def compiled_with(options: Any) -> None:
 
 
 def cluster_with(**figures: Any) -> Cluster:
-    known = {"alpha": 1e-6, "beta": 1e-9, "peak_flops": 1e12, "memory_bandwidth": 1e11, "memory_bytes": 10**10}
-    return Cluster.custom(**{"mesh_shape": (2, 4), **known, **figures})
+    usual = {"alpha": 1e-6, "beta": 1e-9, "peak_flops": 1e12, "memory_bandwidth": 1e11, "memory_bytes": 10**10}
+    return Cluster.custom(**{"mesh_shape": (2, 4), **usual, **figures})
 
 
 def runs_on_too_few() -> None:

@@ -45,9 +45,9 @@ def members(of: type) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that a class itself defines, and `__call__`."""
     for name, member in vars(of).items():
         if (not name.startswith("_") or name == "__call__") and not isinstance(member, type):
-            found = member.__func__ if isinstance(member, staticmethod | classmethod) else member
-            if inspect.isfunction(found) or isinstance(found, property):
-                yield name, found
+            function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+            if inspect.isfunction(function) or isinstance(function, property):
+                yield name, function
 
 
 def parameters(fn: Callable[..., Any]) -> list[str]:

@@ -34,25 +34,25 @@ def package(module: str) -> str:
 
 
 def modules() -> dict[str, Path]:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for top in ("autopar", "passes", "cost_models"):
         for path in sorted((ROOT / top).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             if "__pycache__" not in parts and not (parts[0] == "autopar" and parts[1] in ("passes", "cost_models")):
                 name = ".".join(parts if parts[0] == "autopar" else ("autopar", *parts))
-                found[name.removesuffix(".__init__")] = path
-    return found
+                paths[name.removesuffix(".__init__")] = path
+    return paths
 
 
-def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+def imported(path: Path, paths: dict[str, Path]) -> Iterator[str]:
     """Modules of the project that a file imports at run time, inside functions too."""
     for node in _at_run_time(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            yield from (alias.name for alias in node.names if alias.name in paths)
+        elif isinstance(node, ast.ImportFrom) and node.module in paths:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in known else node.module
+                yield inner if inner in paths else node.module
 
 
 def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
@@ -64,26 +64,26 @@ def _at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_no_import_goes_up() -> None:
-    known = modules()
-    assert len(known) > 150
+    paths = modules()
+    assert len(paths) > 150
     rank = {name: n for n, name in enumerate(ORDER)}
-    pairs = {(package(m), package(other)) for m, path in known.items() for other in imported(path, known)}
+    pairs = {(package(m), package(other)) for m, path in paths.items() for other in imported(path, paths)}
     assert {name for pair in pairs for name in pair} <= rank.keys()
     assert {(a, b) for a, b in pairs if rank[a] < rank[b]} == set()
 
 
 def test_no_modules_import_each_other() -> None:
-    known = modules()
-    graph = nx.DiGraph((m, other) for m, path in known.items() for other in imported(path, known) if other != m)
+    paths = modules()
+    graph = nx.DiGraph((m, other) for m, path in paths.items() for other in imported(path, paths) if other != m)
     cycles = {frozenset(cycle) for cycle in nx.strongly_connected_components(graph) if len(cycle) > 1}
     assert cycles == set()
 
 
 def test_the_way_from_the_api_to_the_errors_is_short() -> None:
     """Over folders of the top level, which are the parts of the architecture."""
-    known = modules()
-    parts = {m: package(m).split(".")[0] for m in known}
-    edges = ((parts[m], parts[other]) for m, path in known.items() for other in imported(path, known))
+    paths = modules()
+    parts = {m: package(m).split(".")[0] for m in paths}
+    edges = ((parts[m], parts[other]) for m, path in paths.items() for other in imported(path, paths))
     graph = nx.DiGraph((a, b) for a, b in edges if a != b)
     ahead = graph.subgraph(nx.descendants(graph, "api") | {"api"})
     assert len(nx.dag_longest_path(ahead)) <= LONGEST

@@ -26,13 +26,13 @@ def there(name: str) -> bool:
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         try:
-            found: object = importlib.import_module(".".join(parts[:n]))
+            target: object = importlib.import_module(".".join(parts[:n]))
         except ModuleNotFoundError:
             continue
         for part in parts[n:]:
-            if not hasattr(found, part):
+            if not hasattr(target, part):
                 return False
-            found = getattr(found, part)
+            target = getattr(target, part)
         return True
     return False
 

@@ -24,8 +24,8 @@ def rules(draw: st.DrawFn) -> Rule:
     number = {f: i for i, f in enumerate(order)}
     renumbered = [tuple(tuple(number[f] for f in d) for d in side) for side in (operands, results)]
     kept = tuple(sorted(number[f] for f in draw(st.sets(st.sampled_from(order))))) if order else ()
-    made = {f for d in renumbered[1] for f in d}
-    reduced = tuple(sorted({f for d in renumbered[0] for f in d} - made - {*kept}))
+    of_results = {f for d in renumbered[1] for f in d}
+    reduced = tuple(sorted({f for d in renumbered[0] for f in d} - of_results - {*kept}))
     return Rule(*map(tuple, renumbered), tuple(sizes[f] for f in order), reduced, kept, "user")  # type: ignore[arg-type]
 
 

@@ -89,8 +89,8 @@ SEPARABLE: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 @pytest.mark.core
 def test_a_stack_is_free_in_every_rule() -> None:
     functions = [jax.vmap(fn) for fn, _ in SEPARABLE.values()]
-    given = [args for _, args in SEPARABLE.values()]
-    graph = trace(lambda *stacks: [fn(*s) for fn, s in zip(functions, stacks, strict=True)], *given).graph
+    stacks = [args for _, args in SEPARABLE.values()]
+    graph = trace(lambda *stacks: [fn(*s) for fn, s in zip(functions, stacks, strict=True)], *stacks).graph
     rules = rules_of(graph)
     stuck: list[str] = []
     for op in graph.walk():

@@ -41,8 +41,8 @@ def test_the_order_on_every_rank_is_that_of_the_schedule(
 ) -> None:
     step, log = run
     placement = step.schedule.pipeline.placement
-    for rank, found in enumerate(step.schedule.lists):
-        listed = [i for i in found if i.op in ("run", "free", "send")]
+    for rank, instructions in enumerate(step.schedule.lists):
+        listed = [i for i in instructions if i.op in ("run", "free", "send")]
         assert [i for i, _ in log if i.op != "update" and placement[i.stage] == rank] == listed
 
 

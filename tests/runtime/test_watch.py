@@ -49,9 +49,9 @@ class Stuck:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What warnings say, from any thread."""
-    found: list[str] = []
-    monkeypatch.setattr(warnings, "warn", lambda text, kind, **_: found.append(f"{kind.__name__}: {text}"))
-    return found
+    messages: list[str] = []
+    monkeypatch.setattr(warnings, "warn", lambda text, kind, **_: messages.append(f"{kind.__name__}: {text}"))
+    return messages
 
 
 @pytest.mark.parametrize("where", ["in the call", "in its results"])

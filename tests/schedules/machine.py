@@ -43,7 +43,9 @@ class Machine:
         arrived: dict[Hashable, dict[Instruction, int]] = {}
         waiting: set[int] = set()
         while True:
-            free = [r for r, found in enumerate(self.lists) if r not in waiting and position[r] < len(found)]
+            free = [
+                r for r, instructions in enumerate(self.lists) if r not in waiting and position[r] < len(instructions)
+            ]
             if not free:
                 break
             rank = rng.choice(free)
@@ -68,10 +70,10 @@ class Machine:
 
     def gather(self, rank: int, i: Instruction) -> Any:
         """The sum of what the borders bring; None if there are none."""
-        found = [
+        taken_values = [
             self.take((rank, i.kind, other, i.microbatch, i.stage)) for other in self.pipeline.inputs(i.kind, i.stage)
         ]
-        return sum(found) if found else None
+        return sum(taken_values) if taken_values else None
 
     def scatter(self, rank: int, i: Instruction, value: float) -> None:
         for other in self.pipeline.outputs(i.kind, i.stage):
@@ -183,13 +185,13 @@ def _loss(pipeline: Pipeline, nudge: dict[int, complex], counted: set[int] | Non
     total = 0j
     carry = [0j] * pipeline.stages
     for i in range(pipeline.microbatches):
-        made: list[complex] = []
+        activations: list[complex] = []
         for s in range(pipeline.stages):
-            read = [made[a] for a, b in borders if b == s]
+            read = [activations[a] for a, b in borders if b == s]
             before = carry[s] / 2 if i % pipeline.slices else 0
             u = (parameter(pipeline, s) + nudge.get(s, 0)) * (sum(read) if read else data(i)) + before
             carry[s] = cmath.sin(u)
-            made.append(carry[s])
+            activations.append(carry[s])
             if s in counted:
-                total += made[s]
+                total += activations[s]
     return total

@@ -32,10 +32,10 @@ CHAIN = Pipeline(placement=(0, 1), microbatches=1, borders=((0, 1),), window=1)
 def computes(schedule: Schedule, seed: int) -> bool:
     """Whether a machine that executes the lists gets the gradients right and ends with nothing left."""
     try:
-        found = Machine(schedule).execute(seed)
+        gradients = Machine(schedule).execute(seed)
     except (KeyError, AssertionError):
         return False
-    return found == pytest.approx(expected(schedule.pipeline), rel=1e-9, abs=1e-12)
+    return gradients == pytest.approx(expected(schedule.pipeline), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -101,7 +101,7 @@ HARMLESS = {"swap", "swap neighbours", "move"}  # some of these change nothing t
 @given(schedule=schedules(SYNCHRONOUS, most=3), data=st.data(), seed=st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
 def test_what_passes_is_what_computes(mutation: str, schedule: Schedule, data: st.DataObject, seed: int) -> None:
-    lists = [list(found) for found in schedule.lists]
+    lists = [list(instructions) for instructions in schedule.lists]
     rank = data.draw(st.integers(0, len(lists) - 1))
     MUTATIONS[mutation](data, lists, rank, data.draw(st.integers(0, len(lists[rank]) - 1)))
     mutant = replace(schedule, lists=tuple(map(tuple, lists)))

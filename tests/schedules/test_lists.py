@@ -26,10 +26,10 @@ CHARTS = {
 def chart(schedule: Schedule) -> str:
     """One line per rank, one column per tick: the passes at one tick each."""
     split = schedule.pipeline.split
-    found = simulate(schedule, uniform(schedule.pipeline.stages, 1, 1, int(split)))
+    simulation = simulate(schedule, uniform(schedule.pipeline.stages, 1, 1, int(split)))
     lines: list[str] = []
-    for instructions, starts in zip(schedule.lists, found.starts, strict=True):
-        cells = ["."] * int(found.seconds)
+    for instructions, starts in zip(schedule.lists, simulation.starts, strict=True):
+        cells = ["."] * int(simulation.seconds)
         for i, start in zip(instructions, starts, strict=True):
             if i.op == "run":
                 cells[int(start)] = str(i)
@@ -87,8 +87,8 @@ def test_no_instruction(word: str) -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (4, 12), (6, 5)])
 def test_zb_h1_runs_weights_after_later_backward_passes(ranks: int, microbatches: int) -> None:
     """W(i) of rank r comes after B(i + r), so that rank 0 puts nothing off and the last rank most."""
-    for rank, found in enumerate(make("zb-h1", Size(ranks, microbatches)).lists):
-        runs = [i for i in found if i.op == "run"]
+    for rank, instructions in enumerate(make("zb-h1", Size(ranks, microbatches)).lists):
+        runs = [i for i in instructions if i.op == "run"]
         place = {(i.kind, i.microbatch): position for position, i in enumerate(runs)}
         for i in range(microbatches):
             later = min(i + rank, microbatches - 1)

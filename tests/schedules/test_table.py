@@ -48,9 +48,9 @@ def test_published_stash_is_reached_and_not_passed(name: str, data: st.DataObjec
 def test_chimera_holds_between_half_and_all(p: int, units: int) -> None:
     """Li and Hoefler (2021): D/2 + 1 to D microbatches, two copies of the weights; the middle ranks hold most."""
     size = Size(p, p * units)
-    found = peak_stash(make("chimera", size))
-    assert found == bounds("chimera", size)
-    assert (min(found), max(found)) == (p // 2 + 1, p)
+    stashes = peak_stash(make("chimera", size))
+    assert stashes == bounds("chimera", size)
+    assert (min(stashes), max(stashes)) == (p // 2 + 1, p)
 
 
 @given(p=st.integers(1, 6), extra=st.integers(0, 4), batches=st.integers(2, 4))
@@ -79,9 +79,9 @@ def test_pipedream_uses_the_same_weights_backward_as_forward() -> None:
 
 def test_borders_may_skip_stages() -> None:
     """What stage 0 makes for stages 1 and 2 is sent to both; the last rank's own stages hand on without a transfer."""
-    found = make("interleaved-1f1b", Size(2, 2, chunks=2), [(0, 1), (0, 2), (1, 2), (2, 3), (1, 3)])
-    check(found)
-    sent = {str(i) for instructions in found.lists for i in instructions if i.op == "send"}
+    schedule = make("interleaved-1f1b", Size(2, 2, chunks=2), [(0, 1), (0, 2), (1, 2), (2, 3), (1, 3)])
+    check(schedule)
+    sent = {str(i) for instructions in schedule.lists for i in instructions if i.op == "send"}
     assert sent == {f"{word}" for i in (0, 1) for word in (
         f"F0.{i}>1", f"F1.{i}>2", f"F2.{i}>3", f"B3.{i}>2", f"B2.{i}>1", f"B1.{i}>0",
     )}  # fmt: skip

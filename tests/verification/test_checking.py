@@ -38,13 +38,13 @@ def state() -> Any:
 @pytest.mark.core
 def test_an_equal_step_leaves_its_arguments_alone() -> None:
     step = parallelize(train, **CUT)
-    given, x = step(state(), array(64, 8))[0], array(64, 8)
-    report = autopar.check(step, given, x)
+    created, x = step(state(), array(64, 8))[0], array(64, 8)
+    report = autopar.check(step, created, x)
     assert report.ok, str(report)
     assert any(c.kind == "all-reduce" for c in report.plan.collectives)
     assert {leaf.path for leaf in report.leaves} == {"0/params/up", "0/params/down", "0/count", "0/key", "1"}
     assert [leaf.excess for leaf in report.leaves] == sorted((leaf.excess for leaf in report.leaves), reverse=True)
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((given, x)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((created, x)))
     report.raise_if_different()
     assert str(report).startswith("train on the mesh (x=8) beside one device: 5 leaves are equal\n")
 
@@ -150,6 +150,6 @@ def test_differences(ours: Any, theirs: Any, absolute: float, magnitude: float) 
 
 
 def test_tolerances_go_by_the_least_precise_type() -> None:
-    found = [differences.tolerance(t) for t in ((), ("int32", "key<fry>"), ("float32", "float64"), ("bfloat16",))]
-    assert found == [0.0, 0.0, 1e-5, 3e-2]
+    tolerances = [differences.tolerance(t) for t in ((), ("int32", "key<fry>"), ("float32", "float64"), ("bfloat16",))]
+    assert tolerances == [0.0, 0.0, 1e-5, 3e-2]
     assert differences.tolerance(("float8_e4m3fn", "float32")) > 3e-2

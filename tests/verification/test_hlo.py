@@ -134,8 +134,8 @@ KNOWN = 'metadata={op_name="jit(f)/op9/while"}, backend_config={"known_trip_coun
 
 
 def test_loops_multiply_and_calls_and_branches_are_followed() -> None:
-    found = collectives(LOOPS.replace("OPTIONS", KNOWN), AXES, SIZES)
-    assert found == (
+    pieces = collectives(LOOPS.replace("OPTIONS", KNOWN), AXES, SIZES)
+    assert pieces == (
         Collective("all-gather", ("y",), 64, 5, "op9"),  # the tag of the loop around it
         Collective("all-reduce", ("y",), 64, 15, "op4"),
         Collective("collective-permute", ("y",), 64, 1),
@@ -319,9 +319,9 @@ def test_what_xla_emits_for_a_tagged_scan() -> None:
             return jnp.tanh(x @ w), None
 
     scan = partial(jax.lax.scan, layer)
-    found = compiled(lambda x, w: scan(x, w)[0], [(64, 64), (5, 64, 64)], [P(None, "y"), P(None, "y")], P(None, "y"))
-    assert [(c.kind, c.axes, c.bytes, c.count, c.op) for c in found] == [("all-reduce", ("y",), 16384, 5, "op7")]
-    assert found[0].source.startswith("test_hlo.py:")
+    pieces = compiled(lambda x, w: scan(x, w)[0], [(64, 64), (5, 64, 64)], [P(None, "y"), P(None, "y")], P(None, "y"))
+    assert [(c.kind, c.axes, c.bytes, c.count, c.op) for c in pieces] == [("all-reduce", ("y",), 16384, 5, "op7")]
+    assert pieces[0].source.startswith("test_hlo.py:")
 
 
 def test_axis_names_and_sizes_have_to_agree() -> None:

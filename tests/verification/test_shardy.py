@@ -98,8 +98,8 @@ def test_a_dim_that_does_not_divide_counts_its_padding() -> None:
         return lax.with_sharding_constraint(a[:5] * 2, on("y", "x"))
 
     # the shards of a dim of 5 over 4 devices have two rows each
-    found = read(lambda a: lax.with_sharding_constraint(f(a), on("y")), [((8, 6), P("y"))], P())
-    assert ("all-gather", ("x",), 2 * 6 * 4) in found
+    pieces = read(lambda a: lax.with_sharding_constraint(f(a), on("y")), [((8, 6), P("y"))], P())
+    assert ("all-gather", ("x",), 2 * 6 * 4) in pieces
 
 
 def scanned(x: jax.Array, ws: jax.Array) -> jax.Array:
@@ -117,18 +117,18 @@ def scanned(x: jax.Array, ws: jax.Array) -> jax.Array:
 
 def test_loops_multiply_and_locations_name_the_operation() -> None:
     lowered = lower(scanned, [((64, 64), P(None, "y")), ((5, 64, 64), P(None, "y"))], P(None, "y"))
-    found = collectives(partition(lowered))
-    assert [(c.kind, c.count, c.op) for c in found if c.kind == "reduce-scatter"] == [("reduce-scatter", 15, "op7")]
-    assert [(c.count, c.op) for c in found if c.kind == "all-to-all"] == [(5, "op3.in1")] * 2
-    assert all(c.source.startswith("test_shardy.py:") for c in found)
+    pieces = collectives(partition(lowered))
+    assert [(c.kind, c.count, c.op) for c in pieces if c.kind == "reduce-scatter"] == [("reduce-scatter", 15, "op7")]
+    assert [(c.count, c.op) for c in pieces if c.kind == "all-to-all"] == [(5, "op3.in1")] * 2
+    assert all(c.source.startswith("test_shardy.py:") for c in pieces)
 
 
 def test_a_loop_of_unknown_length_counts_once() -> None:
     def f(a: jax.Array, n: jax.Array) -> jax.Array:
         return lax.fori_loop(0, n[0].astype(int), lambda _, a: lax.with_sharding_constraint(a @ a, on("y")), a)
 
-    found = collectives(partition(lower(f, [((64, 64), P("y")), ((1,), P())], P("y"))))
-    assert [(c.kind, c.count) for c in found] == [("all-gather", 1)]
+    pieces = collectives(partition(lower(f, [((64, 64), P("y")), ((1,), P())], P("y"))))
+    assert [(c.kind, c.count) for c in pieces] == [("all-gather", 1)]
 
 
 def test_the_lowered_program_stays_as_it_was() -> None:

@@ -212,15 +212,15 @@ def test_what_has_no_line_of_the_users_names_none_of_ours(target: str) -> None:
     cluster = Cluster.preset("tpu-v5e", topology="2x4")
     plan = autopar.plan(fn, ROWS, ROWS, mesh=(2, 4), cluster=cluster, pins=pins, donate_argnums=())
     report = autopar.verify(plan, fn, ROWS, ROWS, target=target)
-    found = {c.op: c.source.partition(":")[0] for c in report.collectives}
-    assert found["out0"] == ""
-    assert found["out1"] == "test_verify.py"
+    files = {c.op: c.source.partition(":")[0] for c in report.collectives}
+    assert files["out0"] == ""
+    assert files["out1"] == "test_verify.py"
 
 
 def test_what_differs_is_told_in_a_line_for_equal_pieces() -> None:
     pieces = [Collective("all-reduce", ("x", "y"), 1024, 1 + (k == 0), f"op{k}", "model.py:7") for k in range(5)]
-    found = comparison.compare([*pieces, Collective("all-gather", ("x",), 4096)], [], {"x": 2, "y": 4})
-    report = autopar.Report(False, "cpu", (), found, {}, 0.0, tuple(comparison.differences(found)))
+    compared = comparison.compare([*pieces, Collective("all-gather", ("x",), 4096)], [], {"x": 2, "y": 4})
+    report = autopar.Report(False, "cpu", (), compared, {}, 0.0, tuple(comparison.differences(compared)))
     assert str(report).splitlines()[1:] == [
         "predicted but not emitted: 6 x all-reduce over x+y, 1,024 bytes at model.py:7 (op0, op1, op2 and 2 more)",
         "predicted but not emitted: 1 x all-gather over x, 4,096 bytes",

@@ -193,15 +193,15 @@ def test_float64_reaches_every_float(target):
 def narrow_floats(jaxpr):
     """Every value that is a float but not float64, in the jaxpr and all that it calls."""
     values = [*jaxpr.invars, *(out for equation in jaxpr.eqns for out in equation.outvars)]
-    found = [str(v.aval) for v in values if str(v.aval).startswith(("float32", "bfloat16", "float16"))]
+    narrow = [str(v.aval) for v in values if str(v.aval).startswith(("float32", "bfloat16", "float16"))]
     for equation in jaxpr.eqns:
         for param in jax.tree.leaves(
             tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
         ):
             inner = getattr(param, "jaxpr", param)
             if hasattr(inner, "eqns"):
-                found += narrow_floats(inner)
-    return found
+                narrow += narrow_floats(inner)
+    return narrow
 
 
 def test_float64_without_64_bit_mode_is_refused():
@@ -213,8 +213,8 @@ def test_float64_without_64_bit_mode_is_refused():
 def test_scanned_and_unrolled_losses_agree(family):
     state, batch = start(f"{family}-toy")
     scanned = build(f"{family}-toy-scan", layers=2)
-    found = loss_of(scanned)(stacked(scanned, state), batch)
-    np.testing.assert_allclose(found, two_steps(f"{family}-toy")[2][0], rtol=1e-6)
+    loss = loss_of(scanned)(stacked(scanned, state), batch)
+    np.testing.assert_allclose(loss, two_steps(f"{family}-toy")[2][0], rtol=1e-6)
 
 
 def stack(params):
@@ -240,9 +240,9 @@ def loss_of(model):
 def test_scanned_and_unrolled_updates_agree():
     state, batch = start("gpt-toy")
     scanned = build("gpt-toy-scan", layers=2)
-    found = jit(scanned.step)(stacked(scanned, state), batch)[0]["params"]
+    params = jit(scanned.step)(stacked(scanned, state), batch)[0]["params"]
     expected = stack(two_steps("gpt-toy")[0]["params"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, expected)
 
 
 @pytest.mark.parametrize("target", ["gpt-toy", "gpt-toy-scan"])
@@ -255,10 +255,10 @@ def test_rematerialised_training_is_the_same(target):
 
 
 def test_the_same_key_gives_the_same_state_and_batch():
-    one, two = build("mlp-toy"), build("mlp-toy-remat")
+    first, two = build("mlp-toy"), build("mlp-toy-remat")
     key = jax.random.key(3)
-    jax.tree.map(np.testing.assert_array_equal, one.init(key), two.init(key))
-    jax.tree.map(np.testing.assert_array_equal, one.make_batch(key), two.make_batch(key))
+    jax.tree.map(np.testing.assert_array_equal, first.init(key), two.init(key))
+    jax.tree.map(np.testing.assert_array_equal, first.make_batch(key), two.make_batch(key))
 
 
 def test_overrides_replace_dimensions():
@@ -272,9 +272,9 @@ def test_megatron_table_names_parameters_and_fits_their_ranks(target):
     model = build(target)
     params = paths(model.abstract_args()[0]["params"])
     for glob, spec in model.megatron:
-        found = [(path, leaf) for path, leaf in params if fnmatch.fnmatch(f"params/{path}", glob)]
-        assert found or (glob == "*/head" and "tied" in target), glob
-        for path, leaf in found:
+        matching = [(path, leaf) for path, leaf in params if fnmatch.fnmatch(f"params/{path}", glob)]
+        assert matching or (glob == "*/head" and "tied" in target), glob
+        for path, leaf in matching:
             assert len(spec) == leaf.ndim, (path, spec, leaf.shape)
 
 

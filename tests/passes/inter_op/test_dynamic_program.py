@@ -25,8 +25,8 @@ def divisions(q: Question) -> Iterator[tuple[Part, ...]]:
             if placement.start == device:
                 for last in range(layer + 1, q.layers + 1):
                     for option in range(len(q.prices[placement.submesh].seconds)):
-                        for others in rest(last, placement.stop):
-                            yield (Part(layer, last, placement, option), *others)
+                        for later in rest(last, placement.stop):
+                            yield (Part(layer, last, placement, option), *later)
 
     yield from rest(0, 0)
 
@@ -51,8 +51,8 @@ def priced(q: Question, parts: tuple[Part, ...]) -> float:
 
 
 def by_force(q: Question) -> float:
-    found = (d for d in divisions(q) if (len(d) == q.stages if q.stages else len(d) >= q.fewest))
-    return min((priced(q, d) for d in found), default=math.inf)
+    allowed = (d for d in divisions(q) if (len(d) == q.stages if q.stages else len(d) >= q.fewest))
+    return min((priced(q, d) for d in allowed), default=math.inf)
 
 
 @st.composite
@@ -90,13 +90,13 @@ def questions(draw: st.DrawFn) -> Question:
 @settings(max_examples=300, deadline=None)
 @given(questions())
 def test_the_search_equals_brute_force(q: Question) -> None:
-    found = search(q)
+    fastest_divisions = search(q)
     best = by_force(q)
-    if not found:
+    if not fastest_divisions:
         assert best == math.inf
         return
-    assert found[0].seconds == pytest.approx(best, rel=1e-12)
-    for division in found:
+    assert fastest_divisions[0].seconds == pytest.approx(best, rel=1e-12)
+    for division in fastest_divisions:
         assert priced(q, division.parts) == pytest.approx(division.seconds, rel=1e-12)
         assert_whole(q, division)
 
@@ -134,9 +134,9 @@ def test_a_changed_price_is_noticed_by_brute_force() -> None:
 def test_submeshes_are_of_one_host_or_whole_hosts_of_one_group(
     groups: list[tuple[int, int]], wanted: list[str]
 ) -> None:
-    found = list(placements(groups))
-    assert [f"{p.start}:{p.stop}" for p in found] == wanted
-    assert len({(p.submesh, p.stop - p.start) for p in found}) == len({p.submesh for p in found})
+    placed = list(placements(groups))
+    assert [f"{p.start}:{p.stop}" for p in placed] == wanted
+    assert len({(p.submesh, p.stop - p.start) for p in placed}) == len({p.submesh for p in placed})
 
 
 def test_equal_numbers_of_devices_of_unlike_groups_are_unlike_submeshes() -> None:
@@ -170,11 +170,11 @@ def test_a_division_fits_under_the_microbatches_in_flight() -> None:
 def test_only_what_is_better_than_what_is_known_is_found(q: Question, share: float) -> None:
     best = by_force(q)
     below = best * share if math.isfinite(best) else 1.0
-    found = search(q, below=below)
-    assert bool(found) == (best < below)
-    if found:
-        assert found[0].seconds == pytest.approx(best, rel=1e-12)
-        assert all(d.seconds < below for d in found)
+    fastest_divisions = search(q, below=below)
+    assert bool(fastest_divisions) == (best < below)
+    if fastest_divisions:
+        assert fastest_divisions[0].seconds == pytest.approx(best, rel=1e-12)
+        assert all(d.seconds < below for d in fastest_divisions)
 
 
 def test_a_tolerance_loses_no_more_than_it_says() -> None:

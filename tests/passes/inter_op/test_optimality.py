@@ -25,8 +25,8 @@ COUNTS = (2, 4)
 
 def hosts(alpha: float, beta: float) -> Cluster:
     """Four hosts of one device."""
-    one = Cluster.custom((4,), alpha, beta, {"float32": 1e9}, 1e10, 10**9)
-    return replace(one, hosts=4, devices_per_host=1)
+    four_hosts = Cluster.custom((4,), alpha, beta, {"float32": 1e9}, 1e10, 10**9)
+    return replace(four_hosts, hosts=4, devices_per_host=1)
 
 
 #: Cluster -> what the search may miss of the best step time. 1% for submeshes and for options each, 2% for numbers of
@@ -53,8 +53,10 @@ def judge(name: str) -> InterOpSearch:
 @cache
 def by_force(name: str, space: SearchSpace) -> FoundPipeline | None:
     """The fastest division, schedule and number of microbatches; None if none fits."""
-    found = _by_force(judge(name), space)
-    return found if found is not None or not space.reserve else _by_force(judge(name), replace(space, reserve=0.0))
+    pipeline = _by_force(judge(name), space)
+    return (
+        pipeline if pipeline is not None or not space.reserve else _by_force(judge(name), replace(space, reserve=0.0))
+    )
 
 
 def _by_force(of: InterOpSearch, space: SearchSpace) -> FoundPipeline | None:
@@ -64,8 +66,10 @@ def _by_force(of: InterOpSearch, space: SearchSpace) -> FoundPipeline | None:
         for parts in divisions(q):
             seconds = priced(q, parts)
             if math.isfinite(seconds) and _recomputes_first(parts, space):
-                one = of.simulated(Division(parts, seconds, 0.0), q, space, math.inf if best is None else best.seconds)
-                best = min((f for f in (one, best) if f is not None), key=rank, default=None)
+                simulated = of.simulated(
+                    Division(parts, seconds, 0.0), q, space, math.inf if best is None else best.seconds
+                )
+                best = min((f for f in (simulated, best) if f is not None), key=rank, default=None)
     return best
 
 
@@ -84,8 +88,8 @@ def test_the_search_finds_what_brute_force_finds(name: str, share: float | None)
         free = by_force(name, space)
         assert free is not None
         space = replace(space, memory=share * max(free.peaks))
-    best, found = by_force(name, space), searcher(name).best(space)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert best.seconds * (1 - 1e-9) <= found.seconds <= best.seconds * (1 + CLUSTERS[name][1])
-        assert max(found.peaks) <= min(judge(name).capacity(space))
+    best, pipeline = by_force(name, space), searcher(name).best(space)
+    assert (pipeline is None) == (best is None)
+    if pipeline is not None and best is not None:
+        assert best.seconds * (1 - 1e-9) <= pipeline.seconds <= best.seconds * (1 + CLUSTERS[name][1])
+        assert max(pipeline.peaks) <= min(judge(name).capacity(space))

@@ -107,8 +107,8 @@ def test_microbatches_are_two_per_stage_or_what_divides_the_batch(
 
 def test_pins_hold_in_the_stage_that_holds_the_argument() -> None:
     plan = planned(mesh={"x": 2, "y": 4}, pins={"state/params/*/w1": P(None, "y")})
-    found = {path: spec for path, spec in plan.shardings().items() if path.endswith("w1") and "params" in path}
-    assert found == dict.fromkeys(("state/params/blocks/0/w1", "state/params/blocks/1/w1"), P(None, "y"))
+    specs = {path: spec for path, spec in plan.shardings().items() if path.endswith("w1") and "params" in path}
+    assert specs == dict.fromkeys(("state/params/blocks/0/w1", "state/params/blocks/1/w1"), P(None, "y"))
 
 
 def test_interleaved_has_two_stages_on_each_submesh() -> None:
@@ -459,20 +459,20 @@ def test_a_searched_pipeline_computes_the_step_and_comes_back_from_disk(apart: C
     again = autopar.parallelize(small.step, cluster=apart, plan=tmp_path / "plan.json")
     assert again.plan(*small.abstract_args()).stages == plan.stages
     init = jax.jit(small.init)
-    one, other, alone = (init(jax.random.key(0)) for _ in range(3))
+    trained, other, alone = (init(jax.random.key(0)) for _ in range(3))
     for _ in range(2):
-        one, _ = step(one, batch)
+        trained, _ = step(trained, batch)
         other, _ = again(other, batch)
         alone, _ = jax.jit(small.step)(alone, batch)
-    assert_equal(one, alone)
+    assert_equal(trained, alone)
     assert_equal(other, alone)
 
 
 def test_one_host_is_searched_only_when_asked(apart: Cluster) -> None:
     small = zoo.build("mlp-toy", batch=8, dtype="float32")
-    one = replace(apart, hosts=1, axis_levels=apart.levels[1:])
-    assert len(autopar.plan(small.step, *small.abstract_args(), cluster=one).stages) == 1
-    searched = autopar.plan(small.step, *small.abstract_args(), cluster=one, stages="search")
+    single_host = replace(apart, hosts=1, axis_levels=apart.levels[1:])
+    assert len(autopar.plan(small.step, *small.abstract_args(), cluster=single_host).stages) == 1
+    searched = autopar.plan(small.step, *small.abstract_args(), cluster=single_host, stages="search")
     assert sum(stage.devices for stage in searched.stages) == 4
 
 
@@ -480,10 +480,10 @@ def test_one_host_is_searched_where_a_step_is_far_too_large(apart: Cluster) -> N
     """A 32nd of what the step needs as written is enough in microbatches; a budget by order is for one mesh alone."""
     large = zoo.build("gpt-toy", batch=256, seq=32)
     args = large.abstract_args()
-    one = replace(apart, hosts=1, axis_levels=apart.levels[1:])
+    single_host = replace(apart, hosts=1, axis_levels=apart.levels[1:])
     nbytes = written_bytes(trace(large.step, *args).graph) / 4 / 32
-    little = replace(one, device=replace(one.device, memory_bytes=int(nbytes / 0.9)))
-    assert autopar.plan(large.step, *args, cluster=one).num_microbatches == 1
+    little = replace(single_host, device=replace(single_host.device, memory_bytes=int(nbytes / 0.9)))
+    assert autopar.plan(large.step, *args, cluster=single_host).num_microbatches == 1
     plan = autopar.plan(large.step, *args, cluster=little)
     assert plan.num_microbatches > 1
     assert max(stage.peak_memory_bytes for stage in plan.stages) <= nbytes

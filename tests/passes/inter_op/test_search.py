@@ -81,9 +81,9 @@ def test_loops_take_another_analysis() -> None:
 
 
 def test_layers_of_one_kind_are_cut_out_once() -> None:
-    found = kinds(traced("gpt-toy", layers=5), 2)
-    assert len(found.of_layer) == 7
-    assert len(found.stage) == 3
+    classes = kinds(traced("gpt-toy", layers=5), 2)
+    assert len(classes.of_layer) == 7
+    assert len(classes.stage) == 3
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +94,14 @@ def pricing() -> LayerCosts:
 def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(pricing: LayerCosts) -> None:
     mesh = cluster().logical_mesh((2, 2))
     for kind, options in pricing.on(mesh).by_kind.items():
-        found = options.all
+        ordered = options.all
         model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
         best = optimize(model.problem)
-        assert found[0].share == 0
+        assert ordered[0].share == 0
         # local slices, which the optimizer prices at next to nothing, are left out of the seconds of programs
-        assert found[0].times.seconds(2) == pytest.approx(best.objective, rel=2e-3)
-        assert found[0].memory.state + found[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
-        for cheap, small in itertools.pairwise(found):
+        assert ordered[0].times.seconds(2) == pytest.approx(best.objective, rel=2e-3)
+        assert ordered[0].memory.state + ordered[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
+        for cheap, small in itertools.pairwise(ordered):
             assert cheap.times.seconds(2) <= small.times.seconds(2)
 
 
@@ -119,15 +119,15 @@ def test_a_run_of_layers_costs_what_its_layers_cost(pricing: LayerCosts) -> None
     on = pricing.on(cluster().logical_mesh((4,)))
     priced = on.whole()
     of_layer = pricing.kinds.of_layer
-    found = run_costs({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
+    costs = run_costs({kind: priced.options(kind) for kind in of_layer}, of_layer, (NONE, FULL))
     for option, (policy, number) in enumerate(run_options((NONE, FULL))):
-        one = [priced.option(kind, number, policy) for kind in of_layer]
-        passes = [t.times.forward + t.times.backward + t.times.weight for t in one]
-        assert found.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
-        assert found.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in one))
-        most = max(t.memory.temporaries for t in one[2:4]) + max(t.memory.batch for t in one[2:4])
-        fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in one[2:4])
-        assert found.fixed[option, 2, 4] == pytest.approx(most + fixed)
+        options = [priced.option(kind, number, policy) for kind in of_layer]
+        passes = [t.times.forward + t.times.backward + t.times.weight for t in options]
+        assert costs.seconds[option, 1, 4] == pytest.approx(sum(passes[1:4]))
+        assert costs.stash[option, 0, 6] == pytest.approx(sum(t.memory.stash for t in options))
+        most = max(t.memory.temporaries for t in options[2:4]) + max(t.memory.batch for t in options[2:4])
+        fixed = sum(t.memory.state + t.memory.sums + t.memory.copies for t in options[2:4])
+        assert costs.fixed[option, 2, 4] == pytest.approx(most + fixed)
 
 
 def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(searcher: InterOpSearch) -> None:
@@ -137,15 +137,15 @@ def test_no_way_to_run_a_layer_holds_less_than_is_hoped_for(searcher: InterOpSea
             assert options.up_to(0)[0] == options.cheapest
             assert options.up_to(0)[-1].times == options.cheapest.times
             for least in (options.up_to(penalties)[-1] for penalties in range(len(options.open))):
-                for one in (options.cheapest, *options.all):
-                    for made, bound in ((one, least), (one.recomputed(), least.recomputed())):
-                        assert all(bound.memory.peak(n) <= made.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
+                for option in (options.cheapest, *options.all):
+                    for option_memory, bound in ((option, least), (option.recomputed(), least.recomputed())):
+                        assert all(bound.memory.peak(n) <= option_memory.memory.peak(n) * (1 + 1e-9) for n in (1, 2, 5))
 
 
 def test_the_border_is_the_residual_stream() -> None:
     step = traced("gpt-toy", layers=3)
-    found, stream = layers_pass.find(step.graph), 8 * 16 * 32 * 4.0  # batch, sequence, width, bytes
-    assert set(border_bytes(split(step.graph, 2), found)) == {Border(stream, stream)}
+    layers, stream = layers_pass.find(step.graph), 8 * 16 * 32 * 4.0  # batch, sequence, width, bytes
+    assert set(border_bytes(split(step.graph, 2), layers)) == {Border(stream, stream)}
 
 
 def test_what_readers_make_anew_is_not_handed_over() -> None:
@@ -162,12 +162,12 @@ def test_what_readers_make_anew_is_not_handed_over() -> None:
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, *batch))
 
     shapes = [(width, width)] * layers, ((batch, length, width), (batch,))
-    params, (x, lengths) = ([jax.ShapeDtypeStruct(shape, "float32") for shape in some] for some in shapes)
+    params, (x, lengths) = ([jax.ShapeDtypeStruct(shape, "float32") for shape in group] for group in shapes)
     graph = trace(step, params, (x, jax.ShapeDtypeStruct(lengths.shape, "int32"))).graph
-    found, stream = layers_pass.find(graph), 4.0 * batch * length * width
-    forward = {border.forward for border in border_bytes(split(graph, 2), found)}
+    layers, stream = layers_pass.find(graph), 4.0 * batch * length * width
+    forward = {border.forward for border in border_bytes(split(graph, 2), layers)}
     assert forward == {stream}
-    assert {border.backward for border in border_bytes(split(graph, 2), found)} >= {2 * stream}
+    assert {border.backward for border in border_bytes(split(graph, 2), layers)} >= {2 * stream}
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_submeshes_have_the_axes_that_hold_most_layouts(devices: int, per_host: 
 @pytest.fixture(scope="module")
 def searcher() -> InterOpSearch:
     step = traced("gpt-toy", layers=4)
-    found = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
-    assert found.priced(2, found.meshes).keys() == found.priced(4, found.meshes).keys() == {0, 1, 2, 3}
-    return found
+    search = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
+    assert search.priced(2, search.meshes).keys() == search.priced(4, search.meshes).keys() == {0, 1, 2, 3}
+    return search
 
 
 def opened(searcher: InterOpSearch, **chosen: Any) -> SearchSpace:
@@ -198,15 +198,15 @@ def opened(searcher: InterOpSearch, **chosen: Any) -> SearchSpace:
     return SearchSpace(searcher.batch, **chosen)
 
 
-def assert_whole(found: FoundPipeline, layer_count: int, devices: int) -> None:
-    assert [s.first for s in found.stages] == [0, *(s.last for s in found.stages[:-1])]
-    assert found.stages[-1].last == layer_count
-    assert [s.start for s in found.stages] == [
-        sum(s.devices for s in found.stages[:i]) for i in range(len(found.stages))
+def assert_whole(pipeline: FoundPipeline, layer_count: int, devices: int) -> None:
+    assert [s.first for s in pipeline.stages] == [0, *(s.last for s in pipeline.stages[:-1])]
+    assert pipeline.stages[-1].last == layer_count
+    assert [s.start for s in pipeline.stages] == [
+        sum(s.devices for s in pipeline.stages[:i]) for i in range(len(pipeline.stages))
     ]
-    assert sum(s.devices for s in found.stages) == devices
-    simulated = simulate(make(found.schedule, Size(len(found.stages), found.microbatches)), found.prices)
-    assert simulated.seconds == found.seconds
+    assert sum(s.devices for s in pipeline.stages) == devices
+    simulated = simulate(make(pipeline.schedule, Size(len(pipeline.stages), pipeline.microbatches)), pipeline.prices)
+    assert simulated.seconds == pipeline.seconds
 
 
 def ways_of(searcher: InterOpSearch, count: int) -> list[dict[int, tuple[StageOption, ...]]]:
@@ -221,18 +221,18 @@ def test_a_step_that_is_split_already_is_priced_the_same(searcher: InterOpSearch
 
 
 def test_the_search_uses_all_layers_and_devices_and_what_it_played(searcher: InterOpSearch) -> None:
-    found = searcher.best(opened(searcher))
-    assert found is not None
-    assert_whole(found, 6, 4)
-    assert found.remat == (NONE,) * 6
+    pipeline = searcher.best(opened(searcher))
+    assert pipeline is not None
+    assert_whole(pipeline, 6, 4)
+    assert pipeline.remat == (NONE,) * 6
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_the_number_of_stages_can_be_asked_for(searcher: InterOpSearch, stages: int) -> None:
-    found = searcher.best(opened(searcher, stages=stages))
-    assert found is not None
-    assert len(found.stages) == stages
-    assert_whole(found, 6, 4)
+    pipeline = searcher.best(opened(searcher, stages=stages))
+    assert pipeline is not None
+    assert len(pipeline.stages) == stages
+    assert_whole(pipeline, 6, 4)
 
 
 def test_no_choice_is_better_than_the_one_that_is_free(searcher: InterOpSearch) -> None:
@@ -251,12 +251,14 @@ def test_memory_forces_recomputation_and_then_nothing_fits(searcher: InterOpSear
     budgets = [max(free.peaks) * share for share in np.linspace(0.9, 0.05, 18)]
     plain = [searcher.best(opened(searcher, **fixed, policies=(NONE,), memory=budget)) for budget in budgets]
     both = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
-    forced = [found for found, without in zip(both, plain, strict=True) if found is not None and without is None]
+    forced = [
+        pipeline for pipeline, without in zip(both, plain, strict=True) if pipeline is not None and without is None
+    ]
     assert forced
-    assert all(FULL in found.remat and found.seconds > free.seconds for found in forced)
+    assert all(FULL in pipeline.remat and pipeline.seconds > free.seconds for pipeline in forced)
     assert both[-1] is None
-    for found, budget in zip(both, budgets, strict=True):
-        assert found is None or max(found.peaks) <= budget
+    for pipeline, budget in zip(both, budgets, strict=True):
+        assert pipeline is None or max(pipeline.peaks) <= budget
 
 
 def test_no_memory_is_left_free_where_nothing_else_fits(searcher: InterOpSearch) -> None:
@@ -265,11 +267,11 @@ def test_no_memory_is_left_free_where_nothing_else_fits(searcher: InterOpSearch)
     assert free is not None
     budgets = [max(free.peaks) * share for share in np.linspace(1.0, 0.05, 40)]
     exact = [searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budget)) for budget in budgets]
-    found = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
-    assert [one is None for one in found] == [one is None for one in exact]
+    pipelines = [searcher.best(opened(searcher, **fixed, memory=budget)) for budget in budgets]
+    assert [pipeline is None for pipeline in pipelines] == [pipeline is None for pipeline in exact]
     least = exact.index(None) - 1
     assert searcher.best(opened(searcher, **fixed, reserve=0.0, memory=budgets[least] * (1 - INTER_OP.reserve))) is None
-    assert found[least] == exact[least]
+    assert pipelines[least] == exact[least]
 
 
 def fresh(searcher: InterOpSearch) -> InterOpSearch:
@@ -331,10 +333,12 @@ def test_layers_take_no_less_of_all_devices_on_more_hosts(beta: float) -> None:
     for kind in searcher.kinds.stage:
         used = {n: sizes[n] * min(t.times.seconds(4) for t in priced[n].by_kind[kind].all) for n in priced}
         assert all(used[a] <= used[b] for a, b in itertools.combinations(priced, 2) if sizes[b] % sizes[a] == 0)
-    real = {n: {kind: options.all for kind, options in one.by_kind.items()} for n, one in priced.items()}
-    some = {n: {kind: options for kind, options in real[n].items() if kind == searcher.kinds.of_layer[1]} for n in real}
-    for known in ((0,), (0, 1), (0, 1, 3)):
-        for first in ({n: real[n] for n in known}, {**{n: real[n] for n in known[:-1]}, 0: real[0], 3: some[3]}):
+    real = {n: {kind: options.all for kind, options in costs.by_kind.items()} for n, costs in priced.items()}
+    partly = {
+        n: {kind: options for kind, options in real[n].items() if kind == searcher.kinds.of_layer[1]} for n in real
+    }
+    for costed in ((0,), (0, 1), (0, 1, 3)):
+        for first in ({n: real[n] for n in costed}, {**{n: real[n] for n in costed[:-1]}, 0: real[0], 3: partly[3]}):
             for n, least in searcher.lower_bounds_of(first).items():
                 bound, exact = (
                     run_costs(w, searcher.kinds.of_layer, (NONE,)).times(4).min(0) for w in (least, real[n])
@@ -346,7 +350,9 @@ def test_trying_every_number_of_microbatches_finds_little_more(searcher: InterOp
     best = searcher.best(opened(searcher, counts=(1, 2, 4, 8)))
     alone = [searcher.best(opened(searcher, counts=(number,))) for number in (1, 2, 4, 8)]
     assert best is not None
-    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(found.seconds for found in alone if found is not None)
+    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(
+        pipeline.seconds for pipeline in alone if pipeline is not None
+    )
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
@@ -356,20 +362,22 @@ def test_numbers_from_where_the_step_fits_on_lead_to_the_best(share: float) -> N
     counts = (1, 2, 4, 8, 16, 32)
     searcher = InterOpSearch(step.graph, step.in_avals, cluster(), batch_leaves(step.graph, 1), Options())
     ample = [searcher.best(opened(searcher, counts=(count,))) for count in counts]
-    memory = share * max(max(found.peaks) for found in ample if found is not None)
+    memory = share * max(max(pipeline.peaks) for pipeline in ample if pipeline is not None)
     alone = [searcher.best(opened(searcher, counts=(count,), memory=memory)) for count in counts]
     best = searcher.best(opened(searcher, counts=counts, memory=memory))
     assert best is not None
-    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(found.seconds for found in alone if found is not None)
+    assert best.seconds <= (1 + INTER_OP.gain_of_count) * min(
+        pipeline.seconds for pipeline in alone if pipeline is not None
+    )
 
 
 def test_only_pipelines_below_a_limit_are_found(searcher: InterOpSearch) -> None:
-    found = searcher.best(opened(searcher, counts=(4,)))
-    assert found is not None
-    assert searcher.best(opened(searcher, counts=(4,), limit=0.9 * found.formula)) is None
-    again = searcher.best(opened(searcher, counts=(4,), limit=1.1 * found.formula))
+    pipeline = searcher.best(opened(searcher, counts=(4,)))
+    assert pipeline is not None
+    assert searcher.best(opened(searcher, counts=(4,), limit=0.9 * pipeline.formula)) is None
+    again = searcher.best(opened(searcher, counts=(4,), limit=1.1 * pipeline.formula))
     assert again is not None
-    assert (again.stages, again.seconds) == (found.stages, found.seconds)
+    assert (again.stages, again.seconds) == (pipeline.stages, pipeline.seconds)
 
 
 def test_a_slow_network_between_hosts_makes_stages() -> None:
@@ -377,10 +385,10 @@ def test_a_slow_network_between_hosts_makes_stages() -> None:
     step = traced("gpt-toy", layers=2)
     two = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
     apart = replace(two, hosts=2, devices_per_host=2)
-    found = find(step.graph, step.in_avals, apart, SearchSpace(batch_leaves(step.graph, 1), (4,)), Options())
-    assert found is not None
-    assert len(found.stages) >= 2
-    assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in found.stages)
+    pipeline = find(step.graph, step.in_avals, apart, SearchSpace(batch_leaves(step.graph, 1), (4,)), Options())
+    assert pipeline is not None
+    assert len(pipeline.stages) >= 2
+    assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in pipeline.stages)
 
 
 @pytest.mark.parametrize(

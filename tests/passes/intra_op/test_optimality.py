@@ -36,7 +36,7 @@ def programs() -> list[tuple[int, Judged]]:
 @pytest.fixture(scope="module")
 def verdicts(programs: list[tuple[int, Judged]]) -> list[Verdict]:
     ways = [("unfolded", "raw", "cbc", "highs"), ("unfolded", "raw")]
-    return [verdict(seed, found, ways[i >= WITH_ILP]) for i, (seed, found) in enumerate(programs)]
+    return [verdict(seed, subject, ways[i >= WITH_ILP]) for i, (seed, subject) in enumerate(programs)]
 
 
 def test_the_optimizer_finds_the_optimum_of_every_program(verdicts: list[Verdict]) -> None:
@@ -53,9 +53,9 @@ WAYS = [("unfolded", GRAPHS), ("raw", GRAPHS), ("cbc", WITH_ILP), ("highs", WITH
 
 @pytest.mark.parametrize(("way", "least"), WAYS)
 def test_every_way_of_solving_finds_the_same_optimum(verdicts: list[Verdict], way: str, least: int) -> None:
-    tried = [v for v in verdicts if way in v.others]
+    tried = [v for v in verdicts if way in v.variants]
     assert len(tried) == least
-    assert [(v.seed, v.others[way], v.optimum) for v in tried if abs(v.others[way] / v.optimum - 1) > ROUNDING] == []
+    assert [(v.seed, v.variants[way], v.optimum) for v in tried if abs(v.others[way] / v.optimum - 1) > ROUNDING] == []
 
 
 def test_the_programs_are_hard_enough(verdicts: list[Verdict]) -> None:
@@ -67,7 +67,7 @@ def test_the_programs_are_hard_enough(verdicts: list[Verdict]) -> None:
 
 
 def test_elimination_finds_what_enumeration_finds(programs: list[tuple[int, Judged]]) -> None:
-    small = [found.judge for _, found in programs if found.judge.assignments <= 20_000]
+    small = [subject.judge for _, subject in programs if subject.judge.assignments <= 20_000]
     assert len(small) >= 10
     for judge in small:
         (best, choice), (other, _) = eliminated(judge), enumerated(judge)
@@ -99,9 +99,9 @@ def cheaper_edge(problem: Problem, plan: np.ndarray, seconds: float) -> Problem:
 
 @pytest.mark.parametrize("change", [cheaper_node, cheaper_edge])
 def test_a_mutated_cost_is_noticed(programs: list[tuple[int, Judged]], change: Change) -> None:
-    for seed, found in programs[:20]:
-        problem, plan = found.planned.model.problem, found.planned.solution.assignment
-        optimum, *_ = found.judge.optimum()
+    for seed, subject in programs[:20]:
+        problem, plan = subject.planned.model.problem, subject.planned.solution.assignment
+        optimum, *_ = subject.judge.optimum()
         solution = optimize(change(problem, plan, 1e-3 * optimum))
         assert abs(solution.objective / optimum - 1) > 1e-4, f"seed {seed}"
 

@@ -54,10 +54,10 @@ def forced(graph, rules, sizes, name):
     """(strategies of the operation with this name, plan with its k-th strategy and all else whole)."""
     mesh = dear(sizes).logical_mesh(sizes)
     model = intra_op.build(graph, op_groups.group(graph, rules, mesh), mesh)
-    found = model.grouping.groups
-    sets = [*(c.strategies for c in found), *(model.copy_sets[v] for v in model.copies)]
+    groups = model.grouping.groups
+    sets = [*(c.strategies for c in groups), *(model.copy_sets[v] for v in model.copies)]
     whole = np.array([int(np.flatnonzero((s.result == -1).all(1) & (s.assigned == -1).all(1))[0]) for s in sets])
-    (place,) = (i for i, c in enumerate(found) if c.op >= 0 and graph.by_index[c.op].name == name)
+    (place,) = (i for i, c in enumerate(groups) if c.op >= 0 and graph.by_index[c.op].name == name)
 
     draft = Draft((), (), graph, rules, model, Pinned({}, {}), lambda: Liveness(graph, model, mesh, CPU))
 
@@ -66,7 +66,7 @@ def forced(graph, rules, sizes, name):
         solution = Solution(choice, 1.0, 1.0, 0.0, "certified", "none", (), {}, 0, 0, 0)
         return one_mesh.export(MeshSolution(graph, draft, solution, mesh, "dear", (), (), {}))
 
-    return found[place].strategies, plan
+    return groups[place].strategies, plan
 
 
 def uneven(strategies, sizes):
@@ -125,8 +125,8 @@ def test_what_is_left_partial_divides(width, devices):
     args = (floats(4, width), floats(4, width), floats(width, 4), floats(width, 4))
     graph = trace(sum_of_products, *args).graph
     mesh = dear((devices,)).logical_mesh((devices,))
-    found = op_groups.group(graph, rules_of(graph), mesh).groups
-    products = [c.strategies for c in found if c.op >= 0 and graph.by_index[c.op].name == "dot_general"]
+    groups = op_groups.group(graph, rules_of(graph), mesh).groups
+    products = [c.strategies for c in groups if c.op >= 0 and graph.by_index[c.op].name == "dot_general"]
     assert [bool((s.after == DEFERRED).any()) for s in products] == [width % devices == 0] * 2
     planned = make_plan(trace(sum_of_products, *args), mesh, "dear", Options())
     on = jax_compat.auto_mesh(np.array(jax.devices()[:devices]), planned.plan.mesh_names)

@@ -104,9 +104,9 @@ def test_layers_print_as_text(title: str, fn: Callable[..., Any], text: str) -> 
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("name", ["gpt-toy", "gpt-toy-tied", "gpt-toy-remat", "llama3-toy", "vit-toy"])
 def test_blocks_of_a_transformer_are_equal_layers_between_embedding_and_head(name: str, count: int) -> None:
-    found = of_zoo(name, layers=count)
-    assert [layer.kind for layer in found.layers] == [0, *[1] * count, 2]
-    assert [len(values) for values in found.crossing] == [1] * (count + 1)
+    layers = of_zoo(name, layers=count)
+    assert [layer.kind for layer in layers.layers] == [0, *[1] * count, 2]
+    assert [len(values) for values in layers.crossing] == [1] * (count + 1)
 
 
 @pytest.mark.parametrize("name", ["gpt-toy-scan", "llama3-toy-scan", "gpt-toy-scan-remat"])
@@ -117,13 +117,13 @@ def test_a_scan_over_blocks_is_as_many_layers(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt-toy", "moe-toy", "wresnet-toy", "flax-nnx-toy"])
 def test_gradients_flow_back_through_the_layers(name: str) -> None:
     """A backward operation belongs to no later layer than the cotangents it reads, and every layer has some."""
-    found = of_zoo(name)
-    layer_of = {v: layer for q, layer in found.backward.items() for v in found.graph.ops[q].outputs}
-    for q, layer in found.backward.items():
-        above = [layer_of[a] for a in found.graph.ops[q].inputs if isinstance(a, int) and a in layer_of]
+    layers = of_zoo(name)
+    layer_of = {v: layer for q, layer in layers.backward.items() for v in layers.graph.ops[q].outputs}
+    for q, layer in layers.backward.items():
+        above = [layer_of[a] for a in layers.graph.ops[q].inputs if isinstance(a, int) and a in layer_of]
         assert layer <= min(above, default=layer)
-    heavy = {i for i in range(len(found.layers)) if sum(work(found.graph, op) for op in found.ops(i))}
-    assert heavy <= {*found.backward.values()}
+    heavy = {i for i in range(len(layers.layers)) if sum(work(layers.graph, op) for op in layers.ops(i))}
+    assert heavy <= {*layers.backward.values()}
 
 
 def crossing(graph: Graph, before: set[int]) -> list[int]:
@@ -141,11 +141,11 @@ def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[
             x = {"t": jnp.tanh, "s": lambda v: v @ w, "r": lambda v: v + first, "m": lambda v: v * v @ w}[letter](x)
         return x.sum()
 
-    found = of(jax.value_and_grad(loss), array(8, 8), array(4, 8))
-    graph = found.graph
-    assert [layer.start for layer in found.layers] == [0, *(layer.stop for layer in found.layers[:-1])]
-    assert found.forward == tuple(q for q, op in enumerate(graph.ops) if op.phase == "forward")
+    layers = of(jax.value_and_grad(loss), array(8, 8), array(4, 8))
+    graph = layers.graph
+    assert [layer.start for layer in layers.layers] == [0, *(layer.stop for layer in layers.layers[:-1])]
+    assert layers.forward == tuple(q for q, op in enumerate(graph.ops) if op.phase == "forward")
     before: set[int] = set()
-    for i, values in enumerate(found.crossing):
-        before |= {v for op in found.ops(i) for v in op.outputs}
+    for i, values in enumerate(layers.crossing):
+        before |= {v for op in layers.ops(i) for v in op.outputs}
         assert list(values) == crossing(graph, before)

@@ -32,38 +32,38 @@ def chain(widths: list[int]) -> Layers:
     return layer_partition.subdivide(layers_pass.find(graph), len(ws))
 
 
-def quality(found: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+def quality(layers: Layers, borders: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
     """(FLOPs of the largest stage, bytes that cross, how early): smaller is better."""
-    ends = (0, *borders, len(found.layers))
+    ends = (0, *borders, len(layers.layers))
     amounts = [
-        sum(work(found.graph, op) for i in range(a, b) for op in found.ops(i)) for a, b in itertools.pairwise(ends)
+        sum(work(layers.graph, op) for i in range(a, b) for op in layers.ops(i)) for a, b in itertools.pairwise(ends)
     ]
-    crossing = sum(found.graph.types[v].nbytes for b in borders for v in found.crossing[b - 1])
+    crossing = sum(layers.graph.types[v].nbytes for b in borders for v in layers.crossing[b - 1])
     return max(amounts), crossing, tuple(-b for b in borders)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=3, max_size=7), st.integers(1, 4))
 def test_borders_are_optimal(widths: list[int], stages: int) -> None:
-    found = chain(widths)
-    stages = min(stages, len(found.layers))
-    every = itertools.combinations(range(1, len(found.layers)), stages - 1)
-    assert layer_partition.borders(found, stages) == min(every, key=lambda borders: quality(found, borders))
+    layers = chain(widths)
+    stages = min(stages, len(layers.layers))
+    every = itertools.combinations(range(1, len(layers.layers)), stages - 1)
+    assert layer_partition.borders(layers, stages) == min(every, key=lambda borders: quality(layers, borders))
 
 
 def test_subdivided_layers_cover_the_same_operations() -> None:
     coarse = chain([8, 8, 8, 8, 8])
     for least in (1, 4, 7, 9):
-        found = layer_partition.subdivide(coarse, least)
-        assert len(found.layers) == max(least, len(coarse.layers))
-        assert [op.index for i in range(len(found.layers)) for op in found.ops(i)] == [
+        layers = layer_partition.subdivide(coarse, least)
+        assert len(layers.layers) == max(least, len(coarse.layers))
+        assert [op.index for i in range(len(layers.layers)) for op in layers.ops(i)] == [
             op.index for i in range(len(coarse.layers)) for op in coarse.ops(i)
         ]
 
 
 def test_more_stages_than_operations_are_refused() -> None:
-    found = chain([2, 2])
+    layers = chain([2, 2])
     with pytest.raises(ArgumentError, match=r"stages=9 are more than the forward pass has operations, 3; use fewer"):
-        layer_partition.subdivide(found, 9)
+        layer_partition.subdivide(layers, 9)
     with pytest.raises(ArgumentError, match="layers make no 9 stages"):
-        layer_partition.borders(found, 9)
+        layer_partition.borders(layers, 9)

@@ -23,19 +23,19 @@ W, X = jnp.sin(jnp.arange(5 * 4 * 4.0)).reshape(5, 4, 4), jnp.cos(jnp.arange(12.
 
 def run(graph: Graph, leaves: list[Any]) -> list[Any]:
     """What a program computes, operation by operation."""
-    known = {**dict(zip(graph.inputs, leaves, strict=True)), **dict(graph.constants)}
+    values = {**dict(zip(graph.inputs, leaves, strict=True)), **dict(graph.constants)}
     for op in graph.ops:
-        operands = [known[a] if isinstance(a, int) else a.value for a in op.inputs]
-        known.update(zip(op.outputs, jax_compat.bind(op.equation, operands), strict=True))
-    return [known[a] if isinstance(a, int) else a.value for a in graph.outputs]
+        operands = [values[a] if isinstance(a, int) else a.value for a in op.inputs]
+        values.update(zip(op.outputs, jax_compat.bind(op.equation, operands), strict=True))
+    return [values[a] if isinstance(a, int) else a.value for a in graph.outputs]
 
 
 def equal(traced: Traced, pieces: int, args: tuple[Any, ...], batch: tuple[int, ...] = ()) -> Graph:
     """The program with split scans, after a check that it computes the same."""
     cut = verify(split_scan.split_scans(traced.graph, pieces, batch))
     leaves = jax.tree.leaves(args)
-    for one, other in zip(run(cut, leaves), run(traced.graph, leaves), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    for ours, other in zip(run(cut, leaves), run(traced.graph, leaves), strict=True):
+        np.testing.assert_allclose(ours, other, rtol=1e-6, atol=1e-6)
     return cut
 
 
@@ -60,9 +60,9 @@ def chained(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize("fn", [forward, backwards, chained], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("pieces", "lengths"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5), (9, [1] * 5)])
 def test_pieces_compute_what_the_scan_does(fn: Callable[..., Any], pieces: int, lengths: list[int]) -> None:
-    found = scans(equal(trace(fn, W, X), pieces, (W, X), (1,)))
+    lengths = scans(equal(trace(fn, W, X), pieces, (W, X), (1,)))
     wanted = lengths[::-1] if fn is backwards else lengths
-    assert found == (wanted * 2 if fn is chained else wanted)
+    assert lengths == (wanted * 2 if fn is chained else wanted)
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -85,9 +85,9 @@ def test_the_backward_scan_reads_pieces_only(remat: bool) -> None:
 
 @given(length=st.integers(1, 9), pieces=st.integers(1, 9))
 def test_pieces_are_about_equal(length: int, pieces: int) -> None:
-    found = split_scan.piece_bounds(length, pieces)
-    sizes = [b - a for a, b in found]
-    assert (found[0][0], found[-1][1]) == (0, length)
+    bounds = split_scan.piece_bounds(length, pieces)
+    sizes = [b - a for a, b in bounds]
+    assert (bounds[0][0], bounds[-1][1]) == (0, length)
     assert sum(sizes) == length
     assert len(sizes) == min(length, pieces)
     assert max(sizes) - min(sizes) <= 1
@@ -120,7 +120,7 @@ def test_layers_of_a_scanned_model_are_equal_pieces(name: str) -> None:
     model = zoo.build(name, layers=6)
     graph = trace(model.step, *model.abstract_args()).graph
     batch = [i for i, path in enumerate(graph.input_paths) if path.startswith("batch/")]
-    found = layers_pass.find(verify(split_scan.split_scans(graph, 3, batch)))
-    assert [layer.kind for layer in found.layers] == [0, 1, 1, 1, 2]
-    assert [layer.trips for layer in found.layers] == [1, 2, 2, 2, 1]
-    assert [len(values) for values in found.crossing] == [1] * 4
+    layers = layers_pass.find(verify(split_scan.split_scans(graph, 3, batch)))
+    assert [layer.kind for layer in layers.layers] == [0, 1, 1, 1, 2]
+    assert [layer.trips for layer in layers.layers] == [1, 2, 2, 2, 1]
+    assert [len(values) for values in layers.crossing] == [1] * 4

@@ -56,14 +56,16 @@ def some_budget(problem: Problem, source: Points, share: float) -> float:
     return float(np.floor(peaks.min() + share * (np.ptp(peaks) + 1)) - 1)
 
 
-def honest(found: BudgetedSolution, problem: Problem, source: Points, budget: float) -> None:
+def honest(solution: BudgetedSolution, problem: Problem, source: Points, budget: float) -> None:
     """The plan costs and holds what is claimed, fits, and the bound is below the true optimum."""
-    assert found.objective == pytest.approx(problem.value(found.assignment), abs=1e-12)
-    assert found.peak_bytes == source.peak(found.assignment)[0] <= budget
+    assert solution.objective == pytest.approx(problem.value(solution.assignment), abs=1e-12)
+    assert solution.peak_bytes == source.peak(solution.assignment)[0] <= budget
     best = brute_within(problem, source, budget)
-    assert found.lower_bound <= best + 1e-12
-    assert found.objective >= best - 1e-12
-    assert found.gap == pytest.approx(1 - found.lower_bound / found.objective if found.objective else 0.0, abs=1e-8)
+    assert solution.lower_bound <= best + 1e-12
+    assert solution.objective >= best - 1e-12
+    assert solution.gap == pytest.approx(
+        1 - solution.lower_bound / solution.objective if solution.objective else 0.0, abs=1e-8
+    )
 
 
 def proven(problem: Problem, source: Points, budget: float, **how: Any) -> None:
@@ -74,10 +76,10 @@ def proven(problem: Problem, source: Points, budget: float, **how: Any) -> None:
             optimize_within(problem, source, budget, **how)
         assert refusal.value.least.peak_bytes == brute_least(problem, source)
         return
-    found = optimize_within(problem, source, budget, **how)
-    honest(found, problem, source, budget)
-    if found.status != "optimal-tied":
-        assert found.objective == pytest.approx(best, abs=1e-12)
+    solution = optimize_within(problem, source, budget, **how)
+    honest(solution, problem, source, budget)
+    if solution.status != "optimal-tied":
+        assert solution.objective == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -112,10 +114,10 @@ def test_a_target_is_kept_and_the_bound_holds(problem: Problem, seed: int, share
     budget = some_budget(problem, source, share)
     best = brute_within(problem, source, budget)
     assume(best < INF)
-    found = optimize_within(problem, source, budget, gap=target)
-    honest(found, problem, source, budget)
-    assert found.gap <= target
-    assert found.objective <= best * (1 + 2 * target) + 1e-12
+    solution = optimize_within(problem, source, budget, gap=target)
+    honest(solution, problem, source, budget)
+    assert solution.gap <= target
+    assert solution.objective <= best * (1 + 2 * target) + 1e-12
 
 
 @settings(max_examples=60, deadline=None)
@@ -128,10 +130,10 @@ def test_the_least_peak_equals_brute_force(problem: Problem, seed: int, points: 
             optimize_within(problem, source, 1e9)
         return
     start = optimize_within(problem, source, 1e9).assignment
-    found = least_memory(problem, source, seeds=[start])
-    assert found.peak_bytes == least == source.peak(found.assignment)[0]
-    assert found.lower_bytes <= least + 1e-9
-    assert found.seconds == pytest.approx(problem.value(found.assignment), abs=1e-12)
+    least_peak = least_memory(problem, source, seeds=[start])
+    assert least_peak.peak_bytes == least == source.peak(least_peak.assignment)[0]
+    assert least_peak.lower_bytes <= least + 1e-9
+    assert least_peak.seconds == pytest.approx(problem.value(least_peak.assignment), abs=1e-12)
 
 
 def test_a_changed_row_is_seen() -> None:
@@ -151,20 +153,20 @@ def test_a_changed_row_is_seen() -> None:
 def test_what_fits_without_rows_is_returned_at_once() -> None:
     problem = random_problem(2, 5, 9)
     source = random_points(problem, 2, 3)
-    found = optimize_within(problem, source, 1e9)
-    assert (found.status, found.price, found.multipliers) == ("certified", 0.0, {})
+    solution = optimize_within(problem, source, 1e9)
+    assert (solution.status, solution.price, solution.multipliers) == ("certified", 0.0, {})
 
 
 def test_the_price_is_what_a_byte_is_worth() -> None:
     """Twenty equal decisions, 1 ms for each byte saved: the price of a byte is a millisecond."""
     problem = Problem(tuple(node(f"n{i}", 0.001, 0.002) for i in range(20)), ())
     row = Row("end", 0.0, {i: np.array([1.0, 0.0]) for i in range(20)}, {})
-    found = optimize_within(problem, Points(problem, [row]), 7.0)
-    assert found.objective == pytest.approx(0.033)
-    assert found.price == pytest.approx(1e-3)
-    assert found.multipliers == {"end": pytest.approx(1e-3)}
-    assert found.points == ("end",)
-    assert sorted(found.assignment.tolist()) == [0] * 7 + [1] * 13
+    solution = optimize_within(problem, Points(problem, [row]), 7.0)
+    assert solution.objective == pytest.approx(0.033)
+    assert solution.price == pytest.approx(1e-3)
+    assert solution.multipliers == {"end": pytest.approx(1e-3)}
+    assert solution.points == ("end",)
+    assert sorted(solution.assignment.tolist()) == [0] * 7 + [1] * 13
 
 
 def best_of_layers(problem: Problem, source: Points, layers: int, budget: float) -> float:
@@ -212,12 +214,12 @@ def test_many_layers_part_ways_to_fill_the_budget() -> None:
     budget = float(np.floor((free + least.peak_bytes) / 2))
     symmetric = [np.array([hub, *(layer * 60)]) for hub in range(2) for layer in itertools.product(range(3), repeat=3)]
     symmetric = min(problem.value(plan) for plan in symmetric if source.peak(plan)[0] <= budget)
-    found = optimize_within(problem, source, budget)
-    assert found.peak_bytes == source.peak(found.assignment)[0] <= budget
+    solution = optimize_within(problem, source, budget)
+    assert solution.peak_bytes == source.peak(solution.assignment)[0] <= budget
     best = best_of_layers(problem, source, 60, budget)
-    assert found.lower_bound <= best + 1e-9
-    assert best - 1e-9 <= found.objective <= 1.01 * best
-    assert found.objective < symmetric
+    assert solution.lower_bound <= best + 1e-9
+    assert best - 1e-9 <= solution.objective <= 1.01 * best
+    assert solution.objective < symmetric
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -231,12 +233,12 @@ def test_a_real_model_against_the_ilp(share: float) -> None:
     least = least_memory(built.problem, source)
     free = source.peak(optimize_within(built.problem, source, INF).assignment)[0]
     budget = least.peak_bytes + share * (free - least.peak_bytes)
-    found = optimize_within(built.problem, source, budget)
+    solution = optimize_within(built.problem, source, budget)
     exact = optimize_within(built.problem, source, budget, solver="cbc", fold=False, time_limit=300.0)
     assert exact.status == "optimal"
-    assert found.peak_bytes == source.peak(found.assignment)[0] <= budget
-    assert found.lower_bound <= exact.objective * (1 + 1e-9)
-    assert exact.objective * (1 - 1e-9) <= found.objective <= exact.objective * (1 + 2e-3)
+    assert solution.peak_bytes == source.peak(solution.assignment)[0] <= budget
+    assert solution.lower_bound <= exact.objective * (1 + 1e-9)
+    assert exact.objective * (1 - 1e-9) <= solution.objective <= exact.objective * (1 + 2e-3)
 
 
 def test_without_a_solver_the_ascent_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +246,8 @@ def test_without_a_solver_the_ascent_still_answers(monkeypatch: pytest.MonkeyPat
     problem = random_problem(4, 7, 18)
     source = random_points(problem, 4, 3)
     budget = some_budget(problem, source, 0.3)
-    found = optimize_within(problem, source, budget, **EXACT)
-    honest(found, problem, source, budget)
+    solution = optimize_within(problem, source, budget, **EXACT)
+    honest(solution, problem, source, budget)
 
 
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:

@@ -19,22 +19,22 @@ pytestmark = pytest.mark.core
 
 def holds(problem: Problem, source: Points) -> None:
     """Points are what they say and ordered; the envelope is below every plan; the ends are the optima."""
-    found = front(problem, source, points=4)
+    pareto = front(problem, source, points=4)
     values, peaks = all_peaks(problem, source)
     feasible = np.isfinite(values)
-    for point in found.points:
+    for point in pareto.points:
         assert point.seconds == pytest.approx(problem.value(point.assignment), abs=1e-12)
         assert point.peak_bytes == source.peak(point.assignment)[0]
-    for before, after in zip(found.points, found.points[1:], strict=False):
+    for before, after in zip(pareto.points, pareto.points[1:], strict=False):
         assert before.seconds < after.seconds
         assert before.peak_bytes > after.peak_bytes
     for budget in np.unique(peaks[feasible]):
         fastest = values[feasible & (peaks <= budget)].min()
-        assert found.lower(budget) <= fastest + 1e-12
-        best = found.best(budget)
+        assert pareto.lower(budget) <= fastest + 1e-12
+        best = pareto.best(budget)
         assert best is None or best.seconds >= fastest - 1e-12
-    assert found.points[0].seconds == pytest.approx(values[feasible].min(), abs=1e-12)
-    assert found.least_bytes <= peaks[feasible].min() + 1e-9
+    assert pareto.points[0].seconds == pytest.approx(values[feasible].min(), abs=1e-12)
+    assert pareto.least_bytes <= peaks[feasible].min() + 1e-9
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,11 +60,11 @@ def test_the_least_peak_of_a_presolved_problem(problem: Problem, seed: int, poin
     values, peaks = all_peaks(problem, source)
     assume(np.isfinite(values).any())
     presolved = presolve(problem, source.rows(), "bound")
-    found = least_memory(problem, source, rows=source.rows(), exact=False, presolved=presolved)
+    least_peak = least_memory(problem, source, rows=source.rows(), exact=False, presolved=presolved)
     fewest = peaks[np.isfinite(values)].min()
-    assert found.peak_bytes == source.peak(found.assignment)[0]
-    assert found.lower_bytes <= fewest + 1e-9 <= found.peak_bytes + 2e-9
-    assert np.isfinite(found.seconds)
+    assert least_peak.peak_bytes == source.peak(least_peak.assignment)[0]
+    assert least_peak.lower_bytes <= fewest + 1e-9 <= least_peak.peak_bytes + 2e-9
+    assert np.isfinite(least_peak.seconds)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -72,24 +72,24 @@ def test_a_presolved_problem_has_the_least_peak_that_any_has(seed: int) -> None:
     problem = layered(seed, 4)
     source = layered_points(problem, 4, seed)
     presolved = presolve(problem, source.points, "bound")
-    one = least_memory(problem, source, rows=source.points, exact=False, presolved=presolved)
+    presolved_peak = least_memory(problem, source, rows=source.points, exact=False, presolved=presolved)
     two = least_memory(problem, source, rows=source.points, exact=False)
-    assert one.peak_bytes == two.peak_bytes
-    assert one.lower_bytes == pytest.approx(two.lower_bytes, rel=1e-3)
+    assert presolved_peak.peak_bytes == two.peak_bytes
+    assert presolved_peak.lower_bytes == pytest.approx(two.lower_bytes, rel=1e-3)
 
 
 def test_a_budget_below_every_plan_has_no_point_and_no_finite_bound() -> None:
     problem = random_problem(3, 4, 6)
-    found = front(problem, random_points(problem, 3, 2), points=3)
-    assert found.best(-1.0) is None
-    assert found.lower(-1.0) == np.inf
+    pareto = front(problem, random_points(problem, 3, 2), points=3)
+    assert pareto.best(-1.0) is None
+    assert pareto.lower(-1.0) == np.inf
 
 
 def test_the_same_front_every_time() -> None:
     problem = layered(4, 6)
     source = layered_points(problem, 6, 4)
-    one, two = front(problem, source), front(problem, source)
-    assert [(p.seconds, p.peak_bytes, p.assignment.tolist()) for p in one.points] == [
+    first, two = front(problem, source), front(problem, source)
+    assert [(p.seconds, p.peak_bytes, p.assignment.tolist()) for p in first.points] == [
         (p.seconds, p.peak_bytes, p.assignment.tolist()) for p in two.points
     ]
-    assert one.cuts == two.cuts
+    assert first.cuts == two.cuts

@@ -131,8 +131,8 @@ def _by_pulp(seconds: Floats, excess: Floats) -> float:
     for k, (c, g) in enumerate(zip([*seconds, 50.0], [*excess, [-1e-2] * excess.shape[1]], strict=True)):
         row = {above: 1.0, below: -1.0, **{p: -float(x) for p, x in zip(multipliers, g, strict=True)}}
         solvers.at_most(model, row, float(c), f"plan{k}")
-    found = solvers.solve(model, "cbc", time_limit=10)
-    return -float(found.bound) if found.bound is not None else np.nan
+    solution = solvers.solve(model, "cbc", time_limit=10)
+    return -float(solution.bound) if solution.bound is not None else np.nan
 
 
 def test_the_smallest_mix_weighs_rows() -> None:
@@ -185,9 +185,9 @@ def test_a_patient_ascent_goes_on_from_its_best_prices(problem: Problem, seed: i
     pool, messages = Pool(presolved.constrained), Messages(presolved.constrained, presolved.counts)
     objective = BudgetObjective(presolved.constrained, budget, pool)
     quick = ascend(messages, pool, objective, effort=MultiplierEffort(scans=0))
-    found = ascend(messages, pool, objective, start=quick.multipliers, effort=LONG)
-    assert quick.lower - 1e-9 <= found.lower <= brute_within(problem, source, budget) - presolved.constant + 1e-9
-    assert objective.lower(messages.run(2)[0], found.multipliers) >= found.lower - 1e-9
+    patient = ascend(messages, pool, objective, start=quick.multipliers, effort=LONG)
+    assert quick.lower - 1e-9 <= patient.lower <= brute_within(problem, source, budget) - presolved.constant + 1e-9
+    assert objective.lower(messages.run(2)[0], patient.multipliers) >= patient.lower - 1e-9
 
 
 @settings(max_examples=40, deadline=None)

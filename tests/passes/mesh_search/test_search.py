@@ -47,12 +47,12 @@ def alone(model: str) -> dict[tuple[int, ...], Plan]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("gap", [0.0, 0.005, 0.2])
 def test_the_answer_is_within_the_gap_of_the_best_mesh(model: str, gap: float) -> None:
-    found, best = planned(model, None, gap=gap), min(plan.step_time_s for plan in alone(model).values())
-    assert found.lower_bound_s <= best * (1 + 1e-9)
-    assert best * (1 - 1e-9) <= found.step_time_s <= best / (1 - gap) * (1 + 1e-9)
-    assert found.gap == pytest.approx(max(0.0, 1 - found.lower_bound_s / found.step_time_s), abs=1e-9)
-    assert found.gap <= gap + 1e-9
-    assert alone(model)[found.mesh_sizes].step_time_s <= found.step_time_s * (1 + 1e-9)
+    searched, best = planned(model, None, gap=gap), min(plan.step_time_s for plan in alone(model).values())
+    assert searched.lower_bound_s <= best * (1 + 1e-9)
+    assert best * (1 - 1e-9) <= searched.step_time_s <= best / (1 - gap) * (1 + 1e-9)
+    assert searched.gap == pytest.approx(max(0.0, 1 - searched.lower_bound_s / searched.step_time_s), abs=1e-9)
+    assert searched.gap <= gap + 1e-9
+    assert alone(model)[searched.mesh_sizes].step_time_s <= searched.step_time_s * (1 + 1e-9)
 
 
 def test_a_mesh_is_left_once_its_bound_is_no_better() -> None:
@@ -69,9 +69,9 @@ def test_a_mesh_is_left_once_its_bound_is_no_better() -> None:
 def test_with_no_time_there_is_a_plan_and_an_honest_gap() -> None:
     best = alone("gpt-toy-scan")
     with pytest.warns(AutoparWarning, match="the time limit was reached"):
-        found = planned("gpt-toy-scan", None, time_limit=1e-3, gap=0.0)
-    assert found.lower_bound_s <= min(plan.step_time_s for plan in best.values()) * (1 + 1e-9)
-    assert found.step_time_s >= min(plan.step_time_s for plan in best.values()) * (1 - 1e-9)
+        searched = planned("gpt-toy-scan", None, time_limit=1e-3, gap=0.0)
+    assert searched.lower_bound_s <= min(plan.step_time_s for plan in best.values()) * (1 + 1e-9)
+    assert searched.step_time_s >= min(plan.step_time_s for plan in best.values()) * (1 - 1e-9)
 
 
 def test_phases_are_those_of_all_meshes() -> None:
@@ -83,8 +83,8 @@ def test_phases_are_those_of_all_meshes() -> None:
 def test_a_pin_that_few_meshes_can_take_is_no_error() -> None:
     """An axis "y" is there with two axes and not with one; one that none has is an error."""
     step, w, x = (lambda w, x: w - jnp.tanh(x @ w).sum()), np.ones((16, 16), "f4"), np.ones((16, 16), "f4")
-    found = autopar.plan(step, w, x, cluster=CLUSTER, pins={"w": P("y")})
-    assert len(found.mesh_sizes) > 1
+    searched = autopar.plan(step, w, x, cluster=CLUSTER, pins={"w": P("y")})
+    assert len(searched.mesh_sizes) > 1
     with pytest.raises(PinError):
         autopar.plan(step, w, x, cluster=CLUSTER, pins={"w": P("model")})
 
@@ -122,20 +122,20 @@ def test_every_process_finds_the_same_plan() -> None:
 @pytest.mark.parametrize(("model", "hosts"), [("mlp-toy", 1), ("mlp-toy", 2), ("gpt-toy-scan", 2)])
 def test_stages_are_searched_among_plans_of_one_mesh(model: str, hosts: int) -> None:
     built, cluster = zoo.build(model), Cluster.preset("p3.16xlarge", hosts=hosts)
-    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     for sizes in factorisations(cluster.num_devices):
-        one = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
-        assert found.step_time_s <= one.step_time_s * 1.005, (sizes, found.mesh_sizes, len(found.stages))
+        fixed = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
+        assert searched.step_time_s <= fixed.step_time_s * 1.005, (sizes, searched.mesh_sizes, len(searched.stages))
 
 
 def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
     """Five of two rows of four devices are no submesh; they are not among those tried."""
     built = zoo.build("mlp-toy")
     cluster = Cluster.custom((2, 4), alpha=1e-6, beta=1e-9, peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e9)
-    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
     for sizes in factorisations(8):
-        one = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
-        assert found.step_time_s <= one.step_time_s * 1.005
+        fixed = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
+        assert searched.step_time_s <= fixed.step_time_s * 1.005
 
 
 def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +144,14 @@ def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytes
     cluster = Cluster.custom(
         (2, 4), alpha=(1e-5, 1e-6), beta=(1e-9, 1e-11), peak_flops=1e12, memory_bandwidth=1e11, memory_bytes=1e6
     )
-    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
-    assert len(found.stages) == 2
+    searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
+    assert len(searched.stages) == 2
     for promised in (1e-12, 1.0):
         monkeypatch.setattr(MeshSearch, "expected", lambda self, promised=promised: (promised, False))
         with plan_cache.use_folder(None):
             again = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search")
-        assert again.step_time_s == found.step_time_s
-        assert [one.submesh for one in again.stages] == [one.submesh for one in found.stages]
+        assert again.step_time_s == searched.step_time_s
+        assert [stage.submesh for stage in again.stages] == [stage.submesh for stage in searched.stages]
 
 
 def test_what_one_mesh_refuses_that_was_expected_to_fit_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_no_other_mesh_is_planned_once_the_time_is_over(monkeypatch: pytest.Monk
     with plan_cache.use_folder(None), pytest.warns(AutoparWarning, match="the time limit was reached"):
         plan = autopar.plan(built.step, *built.abstract_args(), cluster=CLUSTER, gap=0.0, time_limit=1e-3)
     assert planned == [plan.mesh_sizes]
-    assert plan.lower_bound_s <= min(one.step_time_s for one in alone("gpt-toy").values()) * (1 + 1e-9)
+    assert plan.lower_bound_s <= min(fixed.step_time_s for fixed in alone("gpt-toy").values()) * (1 + 1e-9)
 
 
 def test_where_nothing_fits_other_meshes_are_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,8 +221,8 @@ def test_no_mesh_is_left_that_has_a_plan_that_fits(name: str, preset: str) -> No
 def test_a_loss_that_compares_all_rows_is_planned_on_one_mesh() -> None:
     """Its gradient needs the whole batch, so that no stage has a backward pass of its own."""
     built, cluster = zoo.build("clip-toy"), Cluster.preset("p3.16xlarge", hosts=2)
-    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster)
-    assert len(found.stages) == 1
+    searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster)
+    assert len(searched.stages) == 1
     with pytest.raises(ScheduleError, match=r"none that runs microbatch by microbatch: .*compares all rows"):
         autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(2, 8), stages=2, schedule="1f1b")
 
@@ -233,8 +233,8 @@ def test_what_one_mesh_refuses_leaves_the_stages() -> None:
     cluster = Cluster.custom(
         (2, 4), alpha=(1e-3, 1e-6), beta=(1e-7, 1e-10), peak_flops=1e9, memory_bandwidth=1e11, memory_bytes=1e9
     )
-    found = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", batch_argnums=(1,))
-    assert (len(found.stages), found.num_microbatches) == (2, 5)
+    searched = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, stages="search", batch_argnums=(1,))
+    assert (len(searched.stages), searched.num_microbatches) == (2, 5)
     with pytest.raises(ArgumentError, match=r"batch argument .* of shape \(5, 16\).* does not divide"):
         autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=(2, 4), batch_argnums=(1,))
 

@@ -38,8 +38,8 @@ class Use(NamedTuple):
     call: Callable[..., Any]
 
 
-def _uses(**found: Any) -> list[Use]:
-    many = {k: v if isinstance(v, list) else [v] for k, v in found.items()}
+def _uses(**uses: Any) -> list[Use]:
+    many = {k: v if isinstance(v, list) else [v] for k, v in uses.items()}
     return [Use(k.replace("__", "-"), tuple(shapes.split()), call) for k, v in many.items() for shapes, call in v]
 
 
@@ -89,18 +89,18 @@ MODES = ("clip", "fill", "promise_in_bounds")
 
 
 def _gathers() -> list[tuple[str, Callable[..., Any]]]:
-    found: list[tuple[str, Callable[..., Any]]] = []
+    gathered: list[tuple[str, Callable[..., Any]]] = []
     for mode in MODES:
         shape = "b:r" if mode == "promise_in_bounds" else "b:i"
-        found += [
+        gathered += [
             (f"ac {shape}", lambda n, x, i, mode=mode: _rows(x, i, mode)),
             (f"ca {shape}", lambda n, x, i, mode=mode: _rows(x, i, mode)),
             (f"ab a:{shape[-1]}", lambda n, x, i, mode=mode: _batched(x, i, mode)),
             ("ac a:i", lambda n, x, i, mode=mode: x.at[jnp.arange(x.shape[0]), i % max(x.shape[1], 1)].get(mode=mode)),
         ]
-    found += [("ac b:i", lambda n, x, i, fill=fill: _rows(x, i, "fill", fill)) for fill in (0, 1)]
-    found.append(("ac c:i", lambda n, x, i: _window(x, i)))
-    return found
+    gathered += [("ac b:i", lambda n, x, i, fill=fill: _rows(x, i, "fill", fill)) for fill in (0, 1)]
+    gathered.append(("ac c:i", lambda n, x, i: _window(x, i)))
+    return gathered
 
 
 def _rows(x: Any, i: Any, mode: str, fill: Any = None) -> Any:
@@ -125,16 +125,16 @@ _CELLS = lax.ScatterDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,),
 
 def _scatters(name: str) -> list[tuple[str, Callable[..., Any]]]:
     scatter = getattr(lax, name)
-    found: list[tuple[str, Callable[..., Any]]] = []
+    gathered: list[tuple[str, Callable[..., Any]]] = []
     for mode in ("clip", "drop", "promise_in_bounds"):
         kind = "r" if mode == "promise_in_bounds" else "i"
         rows = f"a:{kind}" if name != "scatter" else "a:d"
-        found += [
+        gathered += [
             (f"bc {rows} ac", lambda n, x, i, u, mode=mode: scatter(x, i[:, None], u, _ROWS, mode=mode)),
             (f"ab a:{kind} a", lambda n, x, i, u, mode=mode: scatter(x, i[:, None], u, _CELLS, mode=mode)),
             ("ac a:i a", lambda n, x, i, u, mode=mode: _own_row(scatter, x, i, u, mode)),
         ]
-    return found
+    return gathered
 
 
 def _own_row(scatter: Callable[..., Any], x: Any, i: Any, u: Any, mode: str) -> Any:
@@ -181,12 +181,12 @@ def _dots() -> list[tuple[str, Callable[..., Any]]]:
     def dot(contracted: Any, batch: Any = ((), ()), **more: Any) -> Callable[..., Any]:
         return lambda n, x, y: lax.dot_general(x, y, (contracted, batch), **more)
 
-    found: list[tuple[str, Callable[..., Any]]] = [
+    gathered: list[tuple[str, Callable[..., Any]]] = [
         ("ab bc", dot(((1,), (0,)))),
         ("abc acb", dot(((2,), (1,)), ((0,), (0,)))),
         ("ba bc", dot(((0,), (0,)))),
     ]
-    return found + [("ba bc", dot(((0,), (0,)), preferred_element_type=jnp.dtype(t))) for t in ("int32", "float32")]
+    return gathered + [("ba bc", dot(((0,), (0,)), preferred_element_type=jnp.dtype(t))) for t in ("int32", "float32")]
 
 
 def _horner() -> list[Use]:

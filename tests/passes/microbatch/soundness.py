@@ -111,13 +111,13 @@ class Operand(NamedTuple):
 
 
 def operands_of(use: Use, extents: Mapping[str, int]) -> tuple[Operand, ...]:
-    found: list[Operand] = []
+    parsed: list[Operand] = []
     for text in use.operands:
         letters, _, kind = text.partition(":")
         shape = tuple(int(x) if x.isdigit() else extents[x] for x in letters)
-        most = found[0].shape[-1 if use.primitive.startswith("scatter") and len(shape) else 0] if found else 1
-        found.append(Operand(shape, kind, min(most, *(found[0].shape or (1,))) if found else 1))
-    return tuple(found)
+        most = parsed[0].shape[-1 if use.primitive.startswith("scatter") and len(shape) else 0] if parsed else 1
+        parsed.append(Operand(shape, kind, min(most, *(parsed[0].shape or (1,))) if parsed else 1))
+    return tuple(parsed)
 
 
 def states_of(operand: Operand, dtype: str) -> list[State]:
@@ -212,7 +212,7 @@ def accepted(numbered: tuple[int, Use], dtype: str, extents: str) -> list[Accept
     if len(product) > MOST_STATES:
         rng = np.random.default_rng(zlib.crc32(f"{use.primitive}{dtype}".encode()))
         product = [product[i] for i in sorted(rng.choice(len(product), MOST_STATES, replace=False))]
-    found: list[Accepted] = []
+    accepted_cases: list[Accepted] = []
     for states in product:
         zeros = ZERO in states and not any(isinstance(s, Partial) for s in states) and use.primitive != "scatter-add"
         if zeros or all(isinstance(s, Invariant) for s in states):  # beside blocks, zeros are like other invariants
@@ -220,8 +220,8 @@ def accepted(numbered: tuple[int, Use], dtype: str, extents: str) -> list[Accept
         body = regions.analyse_region(graph, region, states, COUNT)
         if isinstance(body, BlockBody):
             lines = tuple(dict.fromkeys(lines_of(graph, body)))
-            found.append(Accepted(number, use, dtype, extents, operands, states, lines))
-    return found
+            accepted_cases.append(Accepted(number, use, dtype, extents, operands, states, lines))
+    return accepted_cases
 
 
 @cache
@@ -264,13 +264,15 @@ def _pattern_line(pattern: PartialOperands, kind: ReductionKind) -> str:
 
 def lines() -> dict[Line, None]:
     """All lines of the table."""
-    found: dict[Line, None] = {}
+    all_lines: dict[Line, None] = {}
     for name, entry in table.RULES.items():
-        found.update(dict.fromkeys((name, "identity") for _ in range(entry.identity)))
-        found.update(dict.fromkeys((name, "split") for _ in range(entry.split is not None)))
-        found.update(dict.fromkeys((name, f"partial {kind}") for kind in entry.partial_results))
-        found.update(dict.fromkeys((name, _pattern_line(p, kind)) for p in entry.partial_operands for kind in p.kinds))
-    return found
+        all_lines.update(dict.fromkeys((name, "identity") for _ in range(entry.identity)))
+        all_lines.update(dict.fromkeys((name, "split") for _ in range(entry.split is not None)))
+        all_lines.update(dict.fromkeys((name, f"partial {kind}") for kind in entry.partial_results))
+        all_lines.update(
+            dict.fromkeys((name, _pattern_line(p, kind)) for p in entry.partial_operands for kind in p.kinds)
+        )
+    return all_lines
 
 
 # Places: a function of arrays, and these
@@ -287,8 +289,8 @@ def _scan(run: Function, arrays: Any) -> Any:
     """Stacked results and carries of two iterations."""
 
     def iteration(carry: Any, _: Any) -> Any:
-        made = run(arrays)
-        return made, made
+        results = run(arrays)
+        return results, results
 
     return jax.lax.scan(iteration, _zeros(run, arrays), None, length=2)
 
@@ -344,18 +346,18 @@ def differing(cases: Sequence[Accepted], place: str) -> list[str]:
     All in one program; where that fails, or its body does not run on blocks, in two.
     """
     try:
-        found = _differing(cases, place)
+        messages = _differing(cases, place)
     except Exception:
         if len(cases) > 1:
-            found = None
+            messages = None
         elif _runs(cases, place):
             raise
         else:
             return []
-    if found is None and len(cases) == 1:
+    if messages is None and len(cases) == 1:
         return [f"{place}: {cases[0].name}: the operation may run on blocks, and the body that it is in may not"]
     middle = len(cases) // 2
-    return found if found is not None else [*differing(cases[:middle], place), *differing(cases[middle:], place)]
+    return messages if messages is not None else [*differing(cases[:middle], place), *differing(cases[middle:], place)]
 
 
 def _runs(cases: Sequence[Accepted], place: str) -> bool:
@@ -385,10 +387,10 @@ def _differing(cases: Sequence[Accepted], place: str) -> list[str] | None:
     step, arguments = _step(cases, place)
     traced = trace(step, *arguments)
     first = len(jax.tree.leaves(arguments[0]))
-    found = split(traced.graph, COUNT, range(first, len(traced.in_avals)), min_loop_share=0.0)
-    if any(p.op.name == LOOPS.get(place) for p in (*found.prologue, *found.epilogue)):
+    messages = split(traced.graph, COUNT, range(first, len(traced.in_avals)), min_loop_share=0.0)
+    if any(p.op.name == LOOPS.get(place) for p in (*messages.prologue, *messages.epilogue)):
         return None
-    programs = StepPrograms(found)
+    programs = StepPrograms(messages)
 
     def both(*args: Any) -> Any:
         ours = programs.step(jax.tree.leaves(args))
@@ -462,9 +464,9 @@ def cases(dtypes: Sequence[str] = DTYPES, primitives: Sequence[str] = ()) -> Ite
                 yield from accepted(numbered, dtype, extents)
 
 
-def sample(found: Sequence[Accepted], share: float, seed: int) -> list[Accepted]:
+def sample(some_cases: Sequence[Accepted], share: float, seed: int) -> list[Accepted]:
     rng = np.random.default_rng(seed)
-    return [case for case in found if rng.random() < share]
+    return [case for case in some_cases if rng.random() < share]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -478,9 +480,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     began, wrong, ran = time.time(), 0, 0
     for dtype in args.dtype or DTYPES:
-        found = sample(list(cases([dtype], args.primitive)), args.share, args.seed)
+        some_cases = sample(list(cases([dtype], args.primitive)), args.share, args.seed)
         for place in args.place or PLACES:
-            for chunk in _chunks(found, args.chunk):
+            for chunk in _chunks(some_cases, args.chunk):
                 messages = differing(chunk, place)
                 wrong, ran = wrong + len(messages), ran + len(chunk)
                 print(*messages, sep="\n", end="\n" if messages else "", flush=True)
@@ -488,8 +490,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return wrong > 0
 
 
-def _chunks(found: Sequence[Accepted], size: int) -> Iterator[Sequence[Accepted]]:
-    return (found[i : i + size] for i in range(0, len(found), size))
+def _chunks(some_cases: Sequence[Accepted], size: int) -> Iterator[Sequence[Accepted]]:
+    return (some_cases[i : i + size] for i in range(0, len(some_cases), size))
 
 
 if __name__ == "__main__":

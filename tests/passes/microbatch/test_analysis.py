@@ -237,12 +237,12 @@ def split_program(name: str) -> Microbatches:
 
 
 def test_gradients_are_summed_and_the_update_runs_once() -> None:
-    found = split_program("global norm")
-    assert {p.op.phase for p in found.body} == {"forward", "backward"}
-    assert "sqrt" in {p.op.name for p in found.epilogue}
-    assert all(total.combine == "sum" for total in found.totals)
-    assert all(isinstance(found.states[total.value], Partial) for total in found.totals)
-    assert not any(p.op.phase == "update" for p in found.prologue)
+    divided = split_program("global norm")
+    assert {p.op.phase for p in divided.body} == {"forward", "backward"}
+    assert "sqrt" in {p.op.name for p in divided.epilogue}
+    assert all(total.combine == "sum" for total in divided.totals)
+    assert all(isinstance(divided.states[total.value], Partial) for total in divided.totals)
+    assert not any(p.op.phase == "update" for p in divided.prologue)
 
 
 @pytest.mark.parametrize(("share_accumulators", "accumulators"), [(True, 1), (False, 2)])
@@ -251,9 +251,9 @@ def test_two_gradients_of_one_table_share_an_accumulator_if_they_may(
 ) -> None:
     step = programs.EXACT["by hand"]
     args = programs.arguments("by hand", step)
-    found = split(trace(step, *args).graph, COUNT, share_accumulators=share_accumulators)
-    assert [total.combine for total in found.totals].count("sum") == accumulators
-    got = StepPrograms(found).step(jax.tree.leaves(args))
+    divided = split(trace(step, *args).graph, COUNT, share_accumulators=share_accumulators)
+    assert [total.combine for total in divided.totals].count("sum") == accumulators
+    got = StepPrograms(divided).step(jax.tree.leaves(args))
     assert_close(got, tuple(jax.tree.leaves(step(*args))))
 
 
@@ -264,8 +264,8 @@ def test_metrics_are_combined_by_kind() -> None:
 def test_values_of_the_batchs_size_are_not_live_during_the_loop() -> None:
     """Dropout masks and zeros are made block by block; what is made before the loop is small."""
     for name in ("dropout", "flattened", "global norm"):
-        found = split_program(name)
-        most = max(found.graph.types[v].size for p in found.prologue for v in p.op.outputs)
+        divided = split_program(name)
+        most = max(divided.graph.types[v].size for p in divided.prologue for v in p.op.outputs)
         assert most <= programs.VOCAB * programs.WIDTH, name
 
 
@@ -304,9 +304,9 @@ def test_a_value_is_a_total_or_made_whole_and_never_both() -> None:
         weights = jnp.arange(8.0)[:, None] * jnp.where(largest > 1, largest, 1)
         return jnp.sum(weights.astype(jnp.float16), 0).astype(jnp.float32), where
 
-    found = split(trace(step, {"x": jnp.arange(32.0).reshape(8, 4)}).graph, 2, (0,))
-    totals = {total.value for loop in found.loops for total in loop.totals}
-    once = [placed.op for part in (found.prologue, *(loop.after for loop in found.loops)) for placed in part]
+    divided = split(trace(step, {"x": jnp.arange(32.0).reshape(8, 4)}).graph, 2, (0,))
+    totals = {total.value for loop in divided.loops for total in loop.totals}
+    once = [placed.op for part in (divided.prologue, *(loop.after for loop in divided.loops)) for placed in part]
     assert totals.isdisjoint(v for op in once for v in op.outputs)
 
 
@@ -352,16 +352,16 @@ def test_programs_can_be_traced_separately() -> None:
     step = programs.EXACT["remat"]
     args = programs.arguments("", step)
     divided = split_step(trace(step, *args), COUNT)
-    made, accumulation = divided.programs, divided.split.loops[0]
-    outer = jax.eval_shape(made.prologue, jax.tree.leaves(args))
-    blocks = jax.eval_shape(lambda leaves: made.blocks(leaves, 0), jax.tree.leaves(args))
+    step_programs, accumulation = divided.programs, divided.split.loops[0]
+    outer = jax.eval_shape(step_programs.prologue, jax.tree.leaves(args))
+    blocks = jax.eval_shape(lambda leaves: step_programs.blocks(leaves, 0), jax.tree.leaves(args))
     loop = trace(
-        lambda outer, blocks, k: made.loop_body(accumulation, outer, blocks, k), outer, blocks, jnp.int32(0)
+        lambda outer, blocks, k: step_programs.loop_body(accumulation, outer, blocks, k), outer, blocks, jnp.int32(0)
     ).graph
     assert {op.phase for op in loop.walk() if op.name == "dot_general"} == {"forward", "backward"}
     assert all(op.source.startswith("batch_programs.py") for op in loop.walk() if op.name == "dot_general")
     assert [loop.type_of(a).shape for a in loop.outputs] == [
-        made.graph.types[t.value].shape for t in accumulation.totals
+        step_programs.graph.types[t.value].shape for t in accumulation.totals
     ]
 
 
@@ -376,9 +376,9 @@ def test_a_sum_in_a_carry_starts_from_zero(start: float, share: float) -> None:
 
     args = jnp.ones((3, 2)), {"x": jnp.arange(24.0).reshape(8, 3)}
     traced = trace(step, *args)
-    found = split(traced.graph, COUNT, (1,), min_loop_share=0.0)
-    assert found.loop_share == share
-    assert StepPrograms(found).step(jax.tree.leaves(args))[0] == step(*args)
+    divided = split(traced.graph, COUNT, (1,), min_loop_share=0.0)
+    assert divided.loop_share == share
+    assert StepPrograms(divided).step(jax.tree.leaves(args))[0] == step(*args)
 
 
 def test_neighbouring_examples_stay_together_where_the_step_mixes_them() -> None:
@@ -391,9 +391,9 @@ def test_neighbouring_examples_stay_together_where_the_step_mixes_them() -> None
         return w - jax.grad(loss)(w)
 
     graph = trace(step, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 8), (32, 16)))).graph
-    found = split(graph, 4, shards=8)
-    assert found.loop_share == 1.0
-    assert [state.outer for state in found.batch.values()] == [1]
+    divided = split(graph, 4, shards=8)
+    assert divided.loop_share == 1.0
+    assert [state.outer for state in divided.batch.values()] == [1]
 
 
 def test_a_batch_in_shards_stays_on_its_devices() -> None:
@@ -471,14 +471,17 @@ def batch_leaves_named(graph: Graph) -> list[int]:
     return [i for i, path in enumerate(graph.input_paths) if path.startswith("b/")]
 
 
-def shapes_agree(graph: Graph, small: Graph, found: Microbatches) -> int:
+def shapes_agree(graph: Graph, small: Graph, divided: Microbatches) -> int:
     """How many values of the loop have the shapes of the small trace; all of them do."""
     twins = {op.index: twin for op, twin in zip(graph.walk(), small.walk(), strict=True)}
     compared = 0
-    for one in found.body:
-        for value, twin in zip(one.op.outputs, twins[one.op.index].outputs, strict=True):
-            state = found.states[value]
-            assert local_shape(graph.types[value].shape, state, COUNT) == small.types[twin].shape, (one.op.name, state)
+    for placed in divided.body:
+        for value, twin in zip(placed.op.outputs, twins[placed.op.index].outputs, strict=True):
+            state = divided.states[value]
+            assert local_shape(graph.types[value].shape, state, COUNT) == small.types[twin].shape, (
+                placed.op.name,
+                state,
+            )
             compared += 1
     return compared
 

@@ -31,13 +31,13 @@ def in_microbatches(step: Any, *args: Any, count: int = 2, min_loop_share: float
     """The analysis and the results of a step whose last argument is the batch."""
     traced = trace(step, *args)
     first = len(jax.tree.leaves(args[:-1]))
-    found = split(traced.graph, count, range(first, len(traced.in_avals)), min_loop_share=min_loop_share)
-    return found, jax.tree.unflatten(traced.out_tree, StepPrograms(found).step(jax.tree.leaves(args)))
+    divided = split(traced.graph, count, range(first, len(traced.in_avals)), min_loop_share=min_loop_share)
+    return divided, jax.tree.unflatten(traced.out_tree, StepPrograms(divided).step(jax.tree.leaves(args)))
 
 
-def in_loop(found: Microbatches) -> set[str]:
+def in_loop(divided: Microbatches) -> set[str]:
     """Names of the operations that run in loops over microbatches, in bodies of loops and branches as well."""
-    return {op.name for accumulation in found.loops for placed in accumulation.body for op in placed.op.walk()}
+    return {op.name for accumulation in divided.loops for placed in accumulation.body for op in placed.op.walk()}
 
 
 def scanned(body: Any) -> Any:
@@ -57,8 +57,8 @@ def test_bits_of_the_batch_are_combined_as_bits(name: str, dtype: str, looped: b
 
     step = scanned(combined) if looped else lambda x: combined(x, 0)
     x = jnp.asarray(BITS.astype(dtype))
-    found, got = in_microbatches(step, x)
-    assert name in in_loop(found)
+    divided, got = in_microbatches(step, x)
+    assert name in in_loop(divided)
     np.testing.assert_array_equal(got, step(x))
 
 
@@ -69,8 +69,8 @@ def test_bits_are_cut_along_dimensions_that_keep_their_extent() -> None:
         return jax.lax.bitcast_convert_type(x.T, jnp.uint32), jax.lax.bitcast_convert_type(x, jnp.uint32)
 
     x = jnp.asarray(np.arange(16, dtype=np.uint8).reshape(4, 4))
-    found, got = in_microbatches(step, x)
-    assert "bitcast_convert_type" in in_loop(found)
+    divided, got = in_microbatches(step, x)
+    assert "bitcast_convert_type" in in_loop(divided)
     for a, b in zip(got, step(x), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -124,32 +124,32 @@ def test_fill_values_of_a_gather_from_a_sum_count_once(region: str, dtype: str, 
 def test_a_sum_that_wraps_is_converted_whole(to: str) -> None:
     step = scanned(lambda x, i: x.sum(0, dtype=jnp.int8).astype(to))
     x = jnp.full((4, 3), 100, jnp.int8)
-    found, got = in_microbatches(step, x)
-    assert ("scan" in in_loop(found)) == (to == "uint8")
+    divided, got = in_microbatches(step, x)
+    assert ("scan" in in_loop(divided)) == (to == "uint8")
     np.testing.assert_array_equal(got, step(x))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("made", ["sum", "dot", "carry", "scatter"])
-def test_sums_in_a_loop_are_rounded_once(name: str, made: str) -> None:
+@pytest.mark.parametrize("form", ["sum", "dot", "carry", "scatter"])
+def test_sums_in_a_loop_are_rounded_once(name: str, form: str) -> None:
     """Parts are kept in single precision; only the total over all microbatches is rounded to the step's type."""
 
     def body(x: Any, i: Any, dtype: Any) -> Any:
         scaled = (x * (1 + i)).astype(name).astype(dtype)
-        if made == "dot":
+        if form == "dot":
             return jax.lax.dot(jnp.ones((1, len(x)), dtype), scaled, preferred_element_type=jnp.dtype(dtype))
-        if made == "scatter":
+        if form == "scatter":
             return jnp.zeros(x.shape[1], dtype).at[jnp.zeros(len(x), int)].add(scaled[:, 0])
         return scaled.sum(0)
 
     def step(x: Any, dtype: Any = name) -> Any:
-        if made != "carry":
+        if form != "carry":
             return scanned(lambda x, i: body(x, i, dtype))(x)
         return jax.lax.scan(lambda c, i: (c + body(x, i, dtype), None), jnp.zeros(x.shape[1], dtype), jnp.arange(2))[0]
 
     x = jnp.asarray(np.random.default_rng(1).random((16, 3)), jnp.float32)
-    found, got = in_microbatches(step, x, count=8)
-    assert "scan" in in_loop(found)
+    divided, got = in_microbatches(step, x, count=8)
+    assert "scan" in in_loop(divided)
     assert got.dtype == jnp.dtype(name)
     np.testing.assert_array_equal(*(np.asarray(a.astype("float32")) for a in (got, step(x, "float64").astype(name))))
 
@@ -163,8 +163,8 @@ def test_the_second_loop_reads_a_total_of_the_first_itself() -> None:
         return (z @ (z.T @ z)).sum()
 
     p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
-    found, got = in_microbatches(step, p, x, min_loop_share=0.99)
-    assert len(found.loops) == 2
+    divided, got = in_microbatches(step, p, x, min_loop_share=0.99)
+    assert len(divided.loops) == 2
     np.testing.assert_allclose(got, step(p, x), 1e-12)
 
 
@@ -177,8 +177,8 @@ def test_a_hessian_vector_product_along_the_steps_own_gradient() -> None:
         return jax.jvp(lambda p: jax.grad(loss)(p, x), (p,), (grad,))[1]
 
     p, x = jnp.ones((3, 2)) / 7, jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)))
-    found, got = in_microbatches(step, p, x, min_loop_share=0.99)
-    assert len(found.loops) == 2
+    divided, got = in_microbatches(step, p, x, min_loop_share=0.99)
+    assert len(divided.loops) == 2
     np.testing.assert_allclose(got, step(p, x), 1e-12)
 
 
@@ -190,9 +190,9 @@ def test_recomputed_totals_are_those_of_the_forward_pass(name: str, loops: int, 
     args = programs.arguments(name, step)
     graph = trace(step, *args).graph
     again = remat.rewrite(graph, [policy] * len(layers_pass.find(graph).layers))
-    found = split(again, 2)
-    assert len(found.loops) == loops
-    got = StepPrograms(found).step(jax.tree.leaves(args))
+    divided = split(again, 2)
+    assert len(divided.loops) == loops
+    got = StepPrograms(divided).step(jax.tree.leaves(args))
     for a, b in zip(got, jax.tree.leaves(step(*args)), strict=True):
         np.testing.assert_allclose(a, b, 1e-9, 1e-12)
 

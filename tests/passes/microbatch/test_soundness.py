@@ -38,36 +38,36 @@ def doubles() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def found() -> Sequence[Accepted]:
+def accepted_cases() -> Sequence[Accepted]:
     """What the analysis accepts, for every use of some dtypes, and of one drawn at random."""
     rng = np.random.default_rng(0)
     drawn = [OTHERS[rng.integers(len(OTHERS))] for _ in USES]
     pairs = [(use, dtype, "even") for dtype in DTYPES for use in enumerate(USES)]
-    pairs += [(use, *one) for use, one in zip(enumerate(USES), drawn, strict=True)]
+    pairs += [(use, *drawn_dtype) for use, drawn_dtype in zip(enumerate(USES), drawn, strict=True)]
     return [case for pair in pairs for case in accepted(*pair)]
 
 
-def test_every_row_of_the_table_is_exercised(found: Sequence[Accepted]) -> None:
+def test_every_row_of_the_table_is_exercised(accepted_cases: Sequence[Accepted]) -> None:
     """As far as this version of JAX has the primitive."""
-    known = {p.name for p in gc.get_objects() if isinstance(p, jex.Primitive)}
-    exercised = {line for case in found for line in case.lines}
-    missing = [line for line in lines() if line not in exercised and line[0] in known]
+    primitives = {p.name for p in gc.get_objects() if isinstance(p, jex.Primitive)}
+    exercised = {line for case in accepted_cases for line in case.lines}
+    missing = [line for line in lines() if line not in exercised and line[0] in primitives]
     assert missing == []
-    assert {name for name in table.RULES if name not in known} <= NEWER
+    assert {name for name in table.RULES if name not in primitives} <= NEWER
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_sample_in_microbatches_is_the_whole(found: Sequence[Accepted], place: str) -> None:
+def test_a_sample_in_microbatches_is_the_whole(accepted_cases: Sequence[Accepted], place: str) -> None:
     """Cases of lines that have had none yet come first, so that between them the places have all lines."""
-    assert differing(drawn(found, list(PLACES).index(place)), place) == []
+    assert differing(drawn(accepted_cases, list(PLACES).index(place)), place) == []
 
 
-def drawn(found: Sequence[Accepted], place: int) -> list[Accepted]:
-    order = np.random.default_rng(place).permutation(len(found))
+def drawn(accepted_cases: Sequence[Accepted], place: int) -> list[Accepted]:
+    order = np.random.default_rng(place).permutation(len(accepted_cases))
     turn = {line: i % len(PLACES) for i, line in enumerate(lines())}
     mine = [line for line, of in turn.items() if of == place]
-    first = {line: found[i] for i in order[::-1] for line in found[i].lines if line in mine}
-    return list({id(case): case for case in (*first.values(), *(found[i] for i in order[:CASES]))}.values())
+    first = {line: accepted_cases[i] for i in order[::-1] for line in accepted_cases[i].lines if line in mine}
+    return list({id(case): case for case in (*first.values(), *(accepted_cases[i] for i in order[:CASES]))}.values())
 
 
 # A wrong table is found
@@ -80,7 +80,7 @@ def _convert_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 
 def _fill_anything(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     lines_of_gather = tuple(
-        replace(one, condition=lambda case, kind: True) for one in table.RULES["gather"].partial_operands
+        replace(pattern, condition=lambda case, kind: True) for pattern in table.RULES["gather"].partial_operands
     )
     wrong = {**table.RULES, "gather": replace(table.RULES["gather"], partial_operands=lines_of_gather)}
     monkeypatch.setattr(table, "RULES", wrong)
@@ -99,5 +99,5 @@ def _divide_integers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
 @pytest.mark.parametrize("mistake", [_convert_anything, _fill_anything, _divide_integers])
 def test_a_wrong_row_is_found(mistake: Callable[[pytest.MonkeyPatch], tuple[str, str]], monkeypatch: Any) -> None:
     primitive, dtype = mistake(monkeypatch)
-    found = (case for case in cases([dtype], [primitive]) if case.extents == "even")
-    assert differing([case for case in found if Partial("sum") in case.states][:30], "scan") != []
+    drawn_cases = (case for case in cases([dtype], [primitive]) if case.extents == "even")
+    assert differing([case for case in drawn_cases if Partial("sum") in case.states][:30], "scan") != []

@@ -64,11 +64,11 @@ def test_what_becomes_of_sums(line: str) -> None:
     if expected == "none":
         assert first_stage(source, target, sizes) == ()
         return
-    found = "".join(LETTERS[c] for c in carried_out(source, target, sizes))
+    carried = "".join(LETTERS[c] for c in carried_out(source, target, sizes))
     stage = first_stage(source, target, sizes)
     signs = {value: sign for sign, value in SIGNS.items()}
     shown = "".join(signs.get(d, str(d)) for d in stage[0]) if stage else ""
-    assert f"{way}: {found}{', first ' + shown if shown else ''}" == line
+    assert f"{way}: {carried}{', first ' + shown if shown else ''}" == line
 
 
 def test_only_dots_end_in_stages() -> None:
@@ -131,7 +131,7 @@ def test_xla_adds_up_a_dot_as_it_is_priced(sizes: tuple[int, ...], every: int) -
     outs = [placed(target) for _, target in cases]
     lowered = jax.jit(function, in_shardings=shardings, out_shardings=outs).lower(*arguments)
     compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": "cpu-all-reduce-combiner"})
-    found = hlo.collectives(compiled.as_text(), names, sizes)
+    collectives = hlo.collectives(compiled.as_text(), names, sizes)
     for i, (source, target) in enumerate(cases):
-        got = sorted((c.kind, c.axes, c.bytes) for c in found if c.op == f"op{i}")
+        got = sorted((c.kind, c.axes, c.bytes) for c in collectives if c.op == f"op{i}")
         assert got == predicted(source, target, sizes), f"{source} -> {target}"

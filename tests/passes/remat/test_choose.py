@@ -78,10 +78,10 @@ def test_the_fastest_plan_that_fits_is_chosen(
     title: str, budget: float, penalty: float, chosen: tuple[str, ...], attempts: int | None
 ) -> None:
     planner = Planner(budget, penalty)
-    found = recomputation.choose(planner, lambda: LAYERS, budget)
-    assert found.fits
-    assert tuple(p for p in found.policies if p != "none") == chosen
-    assert found.policies == (*chosen, *("none",) * (len(LAYERS) - len(chosen))) or not chosen
+    chosen_result = recomputation.choose(planner, lambda: LAYERS, budget)
+    assert chosen_result.fits
+    assert tuple(p for p in chosen_result.policies if p != "none") == chosen
+    assert chosen_result.policies == (*chosen, *("none",) * (len(LAYERS) - len(chosen))) or not chosen
     assert attempts is None or len(planner.tried) == attempts
 
 
@@ -150,8 +150,8 @@ UNEQUAL = st.lists(st.floats(0.5, 20.0), min_size=8, max_size=8).map(tuple)
 @given(UNEQUAL, st.floats(0.0, 1.1))
 def test_a_right_forecast_finds_the_layers_at_once(nbytes: tuple[float, ...], share: float) -> None:
     planner = Unequal(1.001 + share * sum(nbytes), nbytes)
-    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
-    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    results = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
+    best = min((o for o in results if o.fits), key=lambda o: o.seconds)
     assert best.policies.count("full") == planner.fewest()
     assert len(planner.tried) <= 3
 
@@ -159,31 +159,34 @@ def test_a_right_forecast_finds_the_layers_at_once(nbytes: tuple[float, ...], sh
 @given(UNEQUAL, st.floats(0.0, 1.1), st.floats(0.3, 3.0))
 def test_a_wrong_forecast_only_costs_attempts(nbytes: tuple[float, ...], share: float, off: float) -> None:
     planner = Unequal(1.001 + share * sum(nbytes), nbytes, off)
-    found = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
-    best = min((o for o in found if o.fits), key=lambda o: o.seconds)
+    results = recomputation.search(planner, lambda: (True,) * 8, planner.budget, forecasts=planner.forecasts)
+    best = min((o for o in results if o.fits), key=lambda o: o.seconds)
     assert best.policies.count("full") == planner.fewest()
     assert len(planner.tried) == len({*planner.tried})
 
 
 def test_a_policy_with_an_insufficient_forecast_is_skipped_if_another_suffices() -> None:
     planner = Unequal(30.0, (10.0,) * 8)
-    found = recomputation.search(planner, lambda: (True,) * 8, 30.0, forecasts=planner.forecasts)
-    assert not any("dots" in o.policies for o in found)
+    results = recomputation.search(planner, lambda: (True,) * 8, 30.0, forecasts=planner.forecasts)
+    assert not any("dots" in o.policies for o in results)
 
 
 class NothingSuffices(Unequal):
     """The same, where even all layers are forecast to be too few, by "dots" more than by "full"."""
 
     def forecasts(self, as_written: RematResult[str]) -> Mapping[str, Forecast]:
-        found = super().forecasts(as_written)
-        return {policy: dataclasses.replace(one, least_bytes=2 * one.least_bytes) for policy, one in found.items()}
+        forecasts = super().forecasts(as_written)
+        return {
+            policy: dataclasses.replace(forecast, least_bytes=2 * forecast.least_bytes)
+            for policy, forecast in forecasts.items()
+        }
 
 
 def test_if_no_forecast_suffices_the_closest_policy_is_planned_with_all_layers() -> None:
     planner = NothingSuffices(0.9, (10.0,) * 8)
-    found = recomputation.search(planner, lambda: (True,) * 8, 0.9, forecasts=planner.forecasts)
+    results = recomputation.search(planner, lambda: (True,) * 8, 0.9, forecasts=planner.forecasts)
     assert planner.tried == [0, 8]
-    assert not any("dots" in o.policies for o in found)
+    assert not any("dots" in o.policies for o in results)
 
 
 @pytest.mark.parametrize(("cutoff", "tried"), [(15.0, [0]), (math.inf, [0, 8])])
@@ -282,12 +285,12 @@ def test_a_step_that_only_fits_rematerialised_runs_and_equals_one_device(scan: b
     state, batch = model(scan).init(jax.random.key(0)), model(scan).make_batch(jax.random.key(1))
     step = autopar.parallelize(model(scan).step, mesh=MESHES[scan], cluster=CLUSTER, plan=plan)
     compiled, single = step.lower(state, batch).compile(), jax.jit(model(scan).step)
-    expected, found = state, jax.tree.map(lambda x: x.copy(), state)
+    expected, sharded = state, jax.tree.map(lambda x: x.copy(), state)
     for _ in range(3):
         expected, metrics = single(expected, batch)
-        found, seen = compiled(found, batch)
+        sharded, seen = compiled(sharded, batch)
         assert difference(metrics, seen) < 1e-5
-    assert difference(expected, found) < 1e-4
+    assert difference(expected, sharded) < 1e-4
     stats = compiled.memory_analysis()
     real = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes
     assert 0.9 <= peak(plan) / (real - stats.alias_size_in_bytes) <= 1.25

@@ -89,10 +89,10 @@ CASES = {
 def test_the_fastest_plan_that_fits_is_chosen(case: str) -> None:
     budget, copy, policies, hosted, attempts = CASES[case]
     planner = Planner(budget, copy)
-    found = planner.choose()
-    assert found.fits
-    assert tuple(p for p in found.policies if p != "none") == policies
-    assert found.offloaded == tuple(range(hosted))
+    result = planner.choose()
+    assert result.fits
+    assert tuple(p for p in result.policies if p != "none") == policies
+    assert result.offloaded == tuple(range(hosted))
     assert attempts is None or len(planner.tried) == attempts
 
 
@@ -114,16 +114,16 @@ def test_plans_that_can_fit_do_and_offload_never_makes_them_slower(
     budget: float, copy: float, penalty: float, give: float
 ) -> None:
     planner = Planner(budget, copy, penalty, give)
-    found = planner.choose()
+    result = planner.choose()
     alone = recomputation.choose(lambda p, e, cutoff=math.inf: planner(p, (), e, cutoff), lambda: LAYERS, budget)
-    assert found.fits
-    assert found.peak_bytes <= budget
-    assert found.seconds <= alone.seconds
+    assert result.fits
+    assert result.peak_bytes <= budget
+    assert result.seconds <= alone.seconds
 
 
 def test_the_least_memory_is_that_of_both() -> None:
-    found = Planner(float("inf"), CHEAP).choose("min")
-    assert (found.policies, found.peak_bytes) == (("full",) * 4, 4.0)
+    result = Planner(float("inf"), CHEAP).choose("min")
+    assert (result.policies, result.peak_bytes) == (("full",) * 4, 4.0)
 
 
 def test_if_no_plan_fits_the_error_has_the_smallest_plan() -> None:
@@ -212,20 +212,20 @@ def test_a_step_with_its_moments_on_the_host_equals_one_device(mesh: tuple[int, 
     state, batch = MODEL.init(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
     step = autopar.parallelize(MODEL.step, mesh=mesh, cluster=CLUSTER, offload="all")
     plan, single = step.plan(state, batch), jax.jit(MODEL.step)
-    found = step.init(MODEL.init, jax.random.key(0))
-    assert kinds(found["opt"]) == {"pinned_host"}
-    given = jax.tree.map(lambda x: x.copy(), state)
+    sharded = step.init(MODEL.init, jax.random.key(0))
+    assert kinds(sharded["opt"]) == {"pinned_host"}
+    copied = jax.tree.map(lambda x: x.copy(), state)
     expected = state
     for _ in range(3):
         expected, metrics = single(expected, batch)
-        found, seen = step(found, batch)
-        given, again = step(given, batch)
+        sharded, seen = step(sharded, batch)
+        copied, again = step(copied, batch)
         assert difference(metrics, seen) < 1e-5
         assert difference(seen, again) == 0
-    assert difference(expected, found) < 1e-4
-    assert difference(found, given) == 0
-    assert kinds(found["opt"]) == {"pinned_host"}
-    assert kinds(found["params"]) == {"device"}
+    assert difference(expected, sharded) < 1e-4
+    assert difference(sharded, copied) == 0
+    assert kinds(sharded["opt"]) == {"pinned_host"}
+    assert kinds(sharded["params"]) == {"device"}
     assert autopar.verify(plan, MODEL.step, state, batch, target="shardy").ok
     assert autopar.verify(plan, MODEL.step, state, batch, target="cpu").ok
 
@@ -234,8 +234,8 @@ def test_a_plan_chosen_within_a_budget_runs() -> None:
     needs_host_memory()
     state, batch = MODEL.init(jax.random.key(0)), MODEL.make_batch(jax.random.key(1))
     expected, _ = jax.jit(MODEL.step)(state, batch)
-    found, _ = autopar.parallelize(MODEL.step, mesh=(8,), cluster=CLUSTER, plan=tight())(state, batch)
-    assert difference(expected, found) < 1e-5
+    sharded, _ = autopar.parallelize(MODEL.step, mesh=(8,), cluster=CLUSTER, plan=tight())(state, batch)
+    assert difference(expected, sharded) < 1e-5
 
 
 def test_devices_without_such_memory_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,20 +281,20 @@ def test_a_device_that_is_too_small_is_warned_of_and_planned_for() -> None:
 def test_if_offload_cannot_suffice_memory_is_modelled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[tuple[int, ...]] = []
+    built: list[tuple[int, ...]] = []
 
     class Counted(planning.Liveness):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            made.append(args[-1])
+            built.append(args[-1])
 
     monkeypatch.setattr(planning, "Liveness", Counted)
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=2000))
     with pytest.warns(AutoparWarning, match="more than the 1.8 kB that are there"):
         planned(cluster=small, remat="none")
-    assert made == [()]
+    assert built == [()]
     planned(memory_budget=peak(tight()) / 0.99)
-    assert len(set(made)) > 1
+    assert len(set(built)) > 1
 
 
 @pytest.mark.parametrize("value", ["some", True, None])

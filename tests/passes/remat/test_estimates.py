@@ -44,10 +44,10 @@ def planned(traced: Traced, *, keeps_barriers: bool = False, layered: Graph | No
     backend = replace(backend_of(MESH.device), keeps_barriers=keeps_barriers)
     liveness = Liveness(traced.graph, model, MESH, backend)
     open_to = remat.recomputable(layered or traced.graph)
-    found = forecasts(traced.graph, model, MESH, liveness, solution.assignment, open_to, layered)
+    by_policy = forecasts(traced.graph, model, MESH, liveness, solution.assignment, open_to, layered)
     seconds = dict(extract.operation_seconds(model, solution.assignment))
     products = {op.index: seconds[op.index] for op in traced.graph.ops if op.name == "dot_general"}
-    return Fastest(solution.objective, liveness.peak(solution.assignment)[0], products, found)
+    return Fastest(solution.objective, liveness.peak(solution.assignment)[0], products, by_policy)
 
 
 def recomputed(traced: Traced, policy: str) -> Traced:
@@ -61,11 +61,11 @@ def test_forecasts_are_near_the_plans_of_the_recomputed_programs(name: str) -> N
     traced = trace(model.step, *model.abstract_args())
     plan = planned(traced)
     for policy in (remat.DOTS, remat.FULL):
-        found, again = plan.forecasts[policy], planned(recomputed(traced, policy), keeps_barriers=True)
+        forecast, again = plan.forecasts[policy], planned(recomputed(traced, policy), keeps_barriers=True)
         freed, dearer = plan.peak - again.peak, again.seconds - plan.seconds
-        assert 1.0 <= sum(e.nbytes for e in found.layers) / freed <= 1.35  # what is recomputed is there at once
-        assert 0.9 <= sum(e.seconds for e in found.layers) / dearer <= 1.6
-        assert found.least_bytes <= again.peak
+        assert 1.0 <= sum(e.nbytes for e in forecast.layers) / freed <= 1.35  # what is recomputed is there at once
+        assert 0.9 <= sum(e.seconds for e in forecast.layers) / dearer <= 1.6
+        assert forecast.least_bytes <= again.peak
 
 
 @pytest.mark.parametrize("name", ["gpt-toy", "vit-toy"])
@@ -84,11 +84,11 @@ def test_forecasts_are_right_with_microbatches(name: str) -> None:
     assert remat.recomputable(layered) == remat.recomputable(traced.graph)
     plan = planned(written, layered=layered)
     for policy in (remat.DOTS, remat.FULL):
-        found, again = plan.forecasts[policy], planned(split(recomputed(traced, policy)), keeps_barriers=True)
+        forecast, again = plan.forecasts[policy], planned(split(recomputed(traced, policy)), keeps_barriers=True)
         freed, dearer = plan.peak - again.peak, again.seconds - plan.seconds
-        assert 0.9 <= sum(e.nbytes for e in found.layers) / freed <= 1.6
-        assert 0.8 <= sum(e.seconds for e in found.layers) / dearer <= 1.6
-        assert found.least_bytes <= again.peak
+        assert 0.9 <= sum(e.nbytes for e in forecast.layers) / freed <= 1.6
+        assert 0.8 <= sum(e.seconds for e in forecast.layers) / dearer <= 1.6
+        assert forecast.least_bytes <= again.peak
 
 
 def test_a_program_without_microbatches_has_none() -> None:

@@ -52,9 +52,9 @@ def test_less_memory_costs_time() -> None:
 @given(st.floats(0.0, 1.0))
 def test_no_plan_exceeds_its_budget(free: Plan, least: Plan, share: float) -> None:
     budget = math.ceil(peak(least) + share * (peak(free) - peak(least)))
-    found = planned(budget)
-    assert peak(found) <= budget
-    assert found.step_time_s >= free.step_time_s * (1 - 1e-9)
+    plan = planned(budget)
+    assert peak(plan) <= budget
+    assert plan.step_time_s >= free.step_time_s * (1 - 1e-9)
 
 
 def test_if_no_plan_fits_the_error_has_suggestions(least: Plan) -> None:
@@ -105,10 +105,10 @@ def test_a_budget_is_bytes_or_min(text: object) -> None:
 def test_units() -> None:
     from autopar.options import budget
 
-    found = [budget(x) for x in (4096, "12GiB", "500MB", "1.5 kb", "min")]
-    assert found == [4096.0, 12 * 2.0**30, 5e8, 1.5e3, "min"]
+    budgets = [budget(x) for x in (4096, "12GiB", "500MB", "1.5 kb", "min")]
+    assert budgets == [4096.0, 12 * 2.0**30, 5e8, 1.5e3, "min"]
 
 
 def test_a_solver_out_of_time_is_not_constrained_by_memory() -> None:
-    found = optimize(Problem((), ()))
-    assert not memory_policy.is_constrained(replace(found, warnings=("cbc ended with time-limit",)))
+    solution = optimize(Problem((), ()))
+    assert not memory_policy.is_constrained(replace(solution, warnings=("cbc ended with time-limit",)))

@@ -22,8 +22,8 @@ def array(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def paths(graph: Graph, donated: tuple[int, ...] | None = None) -> list[str]:
-    given = tuple(match_state(graph).values()) if donated is None else donated
-    return [graph.input_paths[i] for i in offloadable(graph, given)]
+    donated_positions = tuple(match_state(graph).values()) if donated is None else donated
+    return [graph.input_paths[i] for i in offloadable(graph, donated_positions)]
 
 
 def loss(w: Any, x: Any) -> Any:
@@ -82,10 +82,10 @@ def test_state_that_only_the_update_reads_is_offloadable(case: str) -> None:
 def test_moments_of_adam_are_offloadable_the_largest_first(name: str) -> None:
     model = zoo.build(name)
     graph = trace(model.step, *model.abstract_args()).graph
-    found = offloadable(graph, tuple(match_state(graph).values()))
-    names = [graph.input_paths[i] for i in found]
+    positions = offloadable(graph, tuple(match_state(graph).values()))
+    names = [graph.input_paths[i] for i in positions]
     assert all("/mu/" in path or "/nu/" in path for path in names)
-    sizes = [graph.types[graph.inputs[i]].nbytes for i in found]
+    sizes = [graph.types[graph.inputs[i]].nbytes for i in positions]
     assert sizes == sorted(sizes, reverse=True)
     assert sum(sizes) == 2 * 4 * model.parameters()
 

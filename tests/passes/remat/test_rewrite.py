@@ -50,18 +50,18 @@ class Numbering:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def results(self, graph: Graph) -> list[int]:
-        known = {v: self.number("argument", i) for i, v in enumerate(graph.inputs)}
-        known.update((v, self.number("constant", id(array))) for v, array in graph.constants)
-        self.run(graph.ops, known)
-        return [self.read(known, a) for a in graph.outputs]
+        values = {v: self.number("argument", i) for i, v in enumerate(graph.inputs)}
+        values.update((v, self.number("constant", id(array))) for v, array in graph.constants)
+        self.run(graph.ops, values)
+        return [self.read(values, a) for a in graph.outputs]
 
-    def read(self, known: Mapping[int, int], atom: Any) -> int:
-        return known[atom] if isinstance(atom, int) else self.number("literal", str(atom), str(atom.type))
+    def read(self, values: Mapping[int, int], atom: Any) -> int:
+        return values[atom] if isinstance(atom, int) else self.number("literal", str(atom), str(atom.type))
 
-    def run(self, ops: Sequence[Op], known: dict[int, int]) -> None:
+    def run(self, ops: Sequence[Op], values: dict[int, int]) -> None:
         for op in ops:
-            operands = [self.read(known, a) for a in op.inputs]
-            known.update(zip(op.outputs, self.apply(op, operands), strict=True))
+            operands = [self.read(values, a) for a in op.inputs]
+            values.update(zip(op.outputs, self.apply(op, operands), strict=True))
 
     def apply(self, op: Op, operands: list[int]) -> list[int]:
         if op.name == "optimization_barrier":
@@ -73,10 +73,10 @@ class Numbering:
         return [self.number(what, i, *operands) for i in range(len(op.outputs))]
 
     def body(self, region: Region, operands: Sequence[int]) -> list[int]:
-        known = dict(zip(region.inputs, operands, strict=True))
-        known.update((v, self.number("constant", id(array))) for v, array in region.constants)
-        self.run(region.ops, known)
-        return [self.read(known, a) for a in region.outputs]
+        values = dict(zip(region.inputs, operands, strict=True))
+        values.update((v, self.number("constant", id(array))) for v, array in region.constants)
+        self.run(region.ops, values)
+        return [self.read(values, a) for a in region.outputs]
 
     def scan(self, op: Op, operands: list[int]) -> list[int]:
         constants, carries = jax_compat.scan_counts(op.params)
@@ -240,16 +240,16 @@ def test_results_of_the_program_are_not_recomputed() -> None:
 
 def evaluated(graph: Graph, leaves: Sequence[Any]) -> list[Any]:
     """The results of a program, operation by operation."""
-    known = dict(zip(graph.inputs, leaves, strict=True))
-    evaluate(graph.ops, known)
-    return [known[a] if isinstance(a, int) else a.value for a in graph.outputs]
+    values = dict(zip(graph.inputs, leaves, strict=True))
+    evaluate(graph.ops, values)
+    return [values[a] if isinstance(a, int) else a.value for a in graph.outputs]
 
 
-def evaluate(ops: Sequence[Op], known: dict[int, Any]) -> None:
+def evaluate(ops: Sequence[Op], values: dict[int, Any]) -> None:
     for op in ops:
-        operands = [known[a] if isinstance(a, int) else a.value for a in op.inputs]
+        operands = [values[a] if isinstance(a, int) else a.value for a in op.inputs]
         results = evaluated_scan(op, operands) if op.name == "scan" else jax_compat.bind(op.equation, operands)
-        known.update(zip(op.outputs, results, strict=True))
+        values.update(zip(op.outputs, results, strict=True))
 
 
 def evaluated_scan(op: Op, operands: list[Any]) -> list[Any]:
@@ -257,9 +257,9 @@ def evaluated_scan(op: Op, operands: list[Any]) -> list[Any]:
     first = constants + carries
 
     def body(carry: Any, slices: Any) -> Any:
-        known = dict(zip(op.regions[0].inputs, [*operands[:constants], *carry, *slices], strict=True))
-        evaluate(op.regions[0].ops, known)
-        results = [known[a] if isinstance(a, int) else a.value for a in op.regions[0].outputs]
+        values = dict(zip(op.regions[0].inputs, [*operands[:constants], *carry, *slices], strict=True))
+        evaluate(op.regions[0].ops, values)
+        results = [values[a] if isinstance(a, int) else a.value for a in op.regions[0].outputs]
         return results[:carries], results[carries:]
 
     length, reverse = op.params["length"], op.params["reverse"]

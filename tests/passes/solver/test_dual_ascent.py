@@ -36,11 +36,11 @@ def lowered(problem: Problem, by: float) -> Problem:
 @given(problems)
 def test_bounds_enclose_the_optimum(problem: Problem) -> None:
     problem = feasible(problem)
-    found, best = ascend(problem), brute(problem)
-    assert found.lower <= best + 1e-12
-    assert found.value >= best - 1e-12
-    if found.assignment is not None:
-        assert problem.value(found.assignment) == found.value
+    ascent, best = ascend(problem), brute(problem)
+    assert ascent.lower <= best + 1e-12
+    assert ascent.value >= best - 1e-12
+    if ascent.assignment is not None:
+        assert problem.value(ascent.assignment) == ascent.value
 
 
 @settings(max_examples=100, deadline=None)
@@ -87,9 +87,9 @@ def test_another_ascent_starts_where_the_first_ended(problem: Problem) -> None:
 def test_a_tree_closes_in_two_passes() -> None:
     nodes = tuple(node(f"n{i}", 0.3 * (i % 2), 0.2) for i in range(7))
     tree = Problem(nodes, tuple(edge((i - 1) // 2, i, FREE) for i in range(1, 7)))
-    found = ascend(tree, effort=AscentEffort(passes=2))
-    assert found.lower == pytest.approx(brute(tree))
-    assert found.value == pytest.approx(brute(tree))
+    ascent = ascend(tree, effort=AscentEffort(passes=2))
+    assert ascent.lower == pytest.approx(brute(tree))
+    assert ascent.value == pytest.approx(brute(tree))
 
 
 def test_bounds_rise_from_pass_to_pass() -> None:
@@ -106,25 +106,25 @@ def test_no_plan_is_made_up_where_none_exists() -> None:
     triangle = Problem(
         tuple(node(f"n{i}", 0.0, 0.0) for i in range(3)), tuple(edge(i, (i + 1) % 3, differ) for i in range(3))
     )
-    found = ascend(triangle)
-    assert found.assignment is None
-    assert found.value == inf
+    ascent = ascend(triangle)
+    assert ascent.assignment is None
+    assert ascent.value == inf
 
 
 def test_the_empty_problem() -> None:
-    found = ascend(Problem((), ()))
-    assert (found.lower, found.value) == (0.0, 0.0)
+    ascent = ascend(Problem((), ()))
+    assert (ascent.lower, ascent.value) == (0.0, 0.0)
 
 
 def test_a_deadline_in_the_past_still_gives_both_bounds() -> None:
     problem = frustrated("complete-6")
-    found = ascend(problem, deadline=0.0)
-    assert found.passes == 2
-    assert -np.inf < found.lower <= found.value < np.inf
+    ascent = ascend(problem, deadline=0.0)
+    assert ascent.passes == 2
+    assert -np.inf < ascent.lower <= ascent.value < np.inf
 
 
 def test_the_same_problem_gives_the_same_answer() -> None:
-    one, two = ascend(frustrated("petersen")), ascend(frustrated("petersen"))
-    assert (one.lower, one.value, one.passes) == (two.lower, two.value, two.passes)
-    assert one.assignment is not None
-    assert np.array_equal(one.assignment, two.assignment)
+    first, two = ascend(frustrated("petersen")), ascend(frustrated("petersen"))
+    assert (first.lower, first.value, first.passes) == (two.lower, two.value, two.passes)
+    assert first.assignment is not None
+    assert np.array_equal(first.assignment, two.assignment)

@@ -26,10 +26,10 @@ def feasible(problem: Problem) -> Problem:
 @given(dense_problems, st.integers(2, 20))
 def test_without_a_limit_it_is_exact(problem: Problem, passes: int) -> None:
     problem = feasible(problem)
-    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=passes)), np.inf, WIDE)
-    assert found.plan is not None
-    assert problem.value(found.plan) == pytest.approx(found.value, abs=1e-12)
-    assert found.value == found.lower == pytest.approx(brute(problem), abs=1e-12)
+    search_result = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=passes)), np.inf, WIDE)
+    assert search_result.plan is not None
+    assert problem.value(search_result.plan) == pytest.approx(search_result.value, abs=1e-12)
+    assert search_result.value == search_result.lower == pytest.approx(brute(problem), abs=1e-12)
 
 
 @settings(max_examples=100, deadline=None)
@@ -39,18 +39,18 @@ def test_a_narrow_width_is_honest(problem: Problem, width: int, share: float) ->
     problem = feasible(problem)
     best = brute(problem)
     limit = share * best
-    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=4)), limit, width)
-    assert found.lower <= max(best, limit) + 1e-12
+    search_result = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=4)), limit, width)
+    assert search_result.lower <= max(best, limit) + 1e-12
     if best <= limit:
-        assert found.lower <= best + 1e-12
-    if found.plan is not None:
-        assert best - 1e-12 <= problem.value(found.plan) <= limit + 1e-12
+        assert search_result.lower <= best + 1e-12
+    if search_result.plan is not None:
+        assert best - 1e-12 <= problem.value(search_result.plan) <= limit + 1e-12
 
 
 def test_at_the_deadline_nothing_is_found_and_nothing_proven() -> None:
     problem = feasible(frustrated("petersen"))
-    found = elimination.search(problem, ascend(problem), np.inf, WIDE, deadline=0.0)
-    assert (found.plan, found.lower) == (None, -np.inf)
+    search_result = elimination.search(problem, ascend(problem), np.inf, WIDE, deadline=0.0)
+    assert (search_result.plan, search_result.lower) == (None, -np.inf)
 
 
 @pytest.mark.parametrize("name", ["complete-7", "wheel-9", "circulant-9/3", "petersen"])
@@ -59,16 +59,16 @@ def test_frustrated_graphs_are_proven(name: str) -> None:
     problem = feasible(frustrated(name))
     ascent, best = ascend(problem), brute(problem)
     assert ascent.lower < best - 1e-9
-    found = elimination.search(problem, ascent, np.inf, WIDE)
-    assert found.lower == found.value == pytest.approx(best, abs=1e-12)
+    search_result = elimination.search(problem, ascent, np.inf, WIDE)
+    assert search_result.lower == search_result.value == pytest.approx(best, abs=1e-12)
 
 
 def test_below_the_limit_there_may_be_nothing() -> None:
     problem = feasible(frustrated("complete-7"))
     best = brute(problem)
-    found = elimination.search(problem, ascend(problem), best - 1e-6, WIDE)
-    assert found.plan is None
-    assert found.lower == pytest.approx(best - 1e-6)
+    search_result = elimination.search(problem, ascend(problem), best - 1e-6, WIDE)
+    assert search_result.plan is None
+    assert search_result.lower == pytest.approx(best - 1e-6)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -95,11 +95,11 @@ def test_states_that_no_edge_tells_apart_are_one() -> None:
     ends = [edge(0, 1, [[0.0, 1.0]]), edge(0, 2, [[0.0, 1.0]])]
     blind = tuple(type(e)(e.u, e.v, same[:, 0], e.gv, e.table, (i,)) for i, e in enumerate(ends))
     problem = Problem(nodes, blind)
-    found = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=2)), np.inf, 1)
-    assert found.value == found.lower == float(all_values(problem)[1].min()) == 1.0
+    search_result = elimination.search(problem, ascend(problem, effort=AscentEffort(passes=2)), np.inf, 1)
+    assert search_result.value == search_result.lower == float(all_values(problem)[1].min()) == 1.0
 
 
 def test_the_empty_problem() -> None:
     empty = Problem((), ())
-    found = elimination.search(empty, ascend(empty), np.inf, WIDE)
-    assert (found.value, found.lower, elimination.order(empty)) == (0.0, 0.0, [])
+    search_result = elimination.search(empty, ascend(empty), np.inf, WIDE)
+    assert (search_result.value, search_result.lower, elimination.order(empty)) == (0.0, 0.0, [])

@@ -128,12 +128,12 @@ def test_what_reaches_the_cutoff_is_bounded_by_it(problem: Problem, share: float
     """Either no plan is below the cutoff, up to rounding, or the best plan is found."""
     best = brute(problem)
     cutoff = share * best + 1e-3 * (share - 1)
-    found = optimize(problem, cutoff=cutoff)
-    assert found.lower_bound <= best + 1e-12
-    if found.status == "cutoff":
+    solution = optimize(problem, cutoff=cutoff)
+    assert solution.lower_bound <= best + 1e-12
+    if solution.status == "cutoff":
         assert best >= cutoff * (1 - 2e-9) - 1e-12
     else:
-        assert found.objective == pytest.approx(best, abs=1e-12)
+        assert solution.objective == pytest.approx(best, abs=1e-12)
 
 
 @settings(max_examples=20, deadline=None)
@@ -195,9 +195,9 @@ def test_ties_are_broken_the_same_way_every_time() -> None:
 @pytest.mark.usefixtures("no_elimination")
 def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
     problem = frustrated("complete-9")
-    exact, found = optimize(problem), optimize(problem, largest=10)
-    assert (found.status, found.rows, found.warnings) == ("open", 0, ())
-    assert found.lower_bound <= exact.objective <= found.objective == problem.value(found.assignment)
+    exact, solution = optimize(problem), optimize(problem, largest=10)
+    assert (solution.status, solution.rows, solution.warnings) == ("open", 0, ())
+    assert solution.lower_bound <= exact.objective <= solution.objective == problem.value(solution.assignment)
     assert optimize(problem, largest=10_000).status == exact.status == "optimal"
 
 
@@ -206,48 +206,48 @@ def test_a_rest_that_is_too_large_for_the_ilp_stays_open() -> None:
 def test_the_ilp_goes_on_from_what_is_bounded(name: str) -> None:
     """To the optimum; and with no time it loses neither the plan nor the bound."""
     problem = frustrated(name)
-    known = bound(problem)
-    assert known.solution is not None
-    assert known.solution.status == "open"
-    assert known.solution.objective > known.solution.lower_bound
-    late, done = finish(known, time_limit=0.0), finish(known)
+    bounded = bound(problem)
+    assert bounded.solution is not None
+    assert bounded.solution.status == "open"
+    assert bounded.solution.objective > bounded.solution.lower_bound
+    late, done = finish(bounded, time_limit=0.0), finish(bounded)
     proven(done, problem, brute(problem))
-    assert late.objective <= known.solution.objective
-    assert late.lower_bound >= known.solution.lower_bound
+    assert late.objective <= bounded.solution.objective
+    assert late.lower_bound >= bounded.solution.lower_bound
     assert late.status == "time-limit"
-    assert finish(bound(problem, cutoff=known.solution.lower_bound / 2)).status == "cutoff"
+    assert finish(bound(problem, cutoff=bounded.solution.lower_bound / 2)).status == "cutoff"
 
 
 @pytest.mark.usefixtures("no_elimination")
 def test_a_gap_that_is_enough_ends_the_search() -> None:
     problem = frustrated("complete-9")
-    exact, found = optimize(problem), optimize(problem, gap=1.0)
-    assert (found.status, found.rows) == ("near-optimal", 0)
-    assert found.lower_bound <= exact.objective <= found.objective
-    assert 0 < found.gap <= 1.0
+    exact, solution = optimize(problem), optimize(problem, gap=1.0)
+    assert (solution.status, solution.rows) == ("near-optimal", 0)
+    assert solution.lower_bound <= exact.objective <= solution.objective
+    assert 0 < solution.gap <= 1.0
 
 
 @pytest.mark.parametrize("name", FRACTIONAL)
 @pytest.mark.parametrize("gap", [0.1, 0.4])
 def test_guesses_at_the_optimum_prove_what_they_say(name: str, gap: float) -> None:
     problem = frustrated(name)
-    best, found = brute(problem), optimize(problem, gap=gap, fold=False)
+    best, solution = brute(problem), optimize(problem, gap=gap, fold=False)
     quick = optimize(problem, gap=gap, fold=False, rounds=0, until=gap)
     assert quick.gap <= gap
     assert quick.lower_bound <= best * (1 + 1e-9) <= quick.objective * (1 + 2e-9)
-    assert found.objective == problem.value(found.assignment)
-    assert found.lower_bound - 1e-12 <= best <= found.objective + 1e-12
-    assert found.gap <= gap
-    assert found.warnings == ()
+    assert solution.objective == problem.value(solution.assignment)
+    assert solution.lower_bound - 1e-12 <= best <= solution.objective + 1e-12
+    assert solution.gap <= gap
+    assert solution.warnings == ()
 
 
 @settings(max_examples=60, deadline=None)
 @given(dense_problems, st.sampled_from([0.02, 0.1, 0.3]))
 def test_guesses_never_bound_above_brute_force(problem: Problem, gap: float) -> None:
     best = brute(problem)
-    found = optimize(problem, gap=gap, fold=False)
-    assert found.lower_bound <= best + 1e-12
-    assert best - 1e-12 <= found.objective <= best / (1 - gap) + 1e-12
+    solution = optimize(problem, gap=gap, fold=False)
+    assert solution.lower_bound <= best + 1e-12
+    assert best - 1e-12 <= solution.objective <= best / (1 - gap) + 1e-12
 
 
 @pytest.mark.parametrize("rungs", [2, 4, 6])
@@ -255,19 +255,19 @@ def test_guesses_never_bound_above_brute_force(problem: Problem, gap: float) -> 
 def test_a_gap_that_is_enough_for_layers_solved_as_one(rungs: int, gap: float) -> None:
     """What is tied is optimized to the gap as well, and its plan is never said to be nearer than it is."""
     problem = twisted_ring(rungs)
-    best, found = brute(problem), optimize(problem, gap=gap)
-    assert found.objective == problem.value(found.assignment)
-    assert found.lower_bound <= best <= found.objective
-    assert found.objective <= best + gap * found.objective
+    best, solution = brute(problem), optimize(problem, gap=gap)
+    assert solution.objective == problem.value(solution.assignment)
+    assert solution.lower_bound <= best <= solution.objective
+    assert solution.objective <= best + gap * solution.objective
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000), shift=st.integers(0, 1), gap=st.sampled_from([0.02, 0.3]))
 def test_folded_layers_are_solved_to_the_gap(seed: int, shift: int, gap: float) -> None:
     problem = layered(seed, 3, shift)
-    best, found = brute(problem), optimize(problem, gap=gap)
-    assert found.lower_bound <= best + 1e-12
-    assert best - 1e-12 <= found.objective <= best / (1 - gap) + 1e-12
+    best, solution = brute(problem), optimize(problem, gap=gap)
+    assert solution.lower_bound <= best + 1e-12
+    assert best - 1e-12 <= solution.objective <= best / (1 - gap) + 1e-12
 
 
 @pytest.mark.usefixtures("no_elimination")
@@ -276,10 +276,10 @@ def test_a_large_rest_with_a_small_gap_is_left_at_the_bounds() -> None:
     exact = optimize(problem)
     # the gap is not small
     assert optimize(problem, effort=OptimizerEffort(large=0)).status == exact.status == "optimal"
-    found = optimize(problem, effort=OptimizerEffort(large=0, near=1.0))
-    assert (found.status, found.rows) == ("near-optimal", 0)
-    assert found.lower_bound <= exact.objective <= found.objective
-    assert found.gap > 0
+    solution = optimize(problem, effort=OptimizerEffort(large=0, near=1.0))
+    assert (solution.status, solution.rows) == ("near-optimal", 0)
+    assert solution.lower_bound <= exact.objective <= solution.objective
+    assert solution.gap > 0
 
 
 def test_the_plan_does_not_depend_on_the_hash_seed() -> None:

@@ -39,35 +39,35 @@ def test_passes_and_updates_add_up_to_the_objective(name: str, beta: float, weig
 def test_gradients_are_reduced_in_the_update() -> None:
     """With all else replicated or cut by the batch, what an update communicates is its gradients, once."""
     for plan in plans_of("mlp-toy", mesh((4,), beta=1e-8)).plans:
-        found = stage_times(plan)
+        times = stage_times(plan)
         sums = [v for v in plan.graph.summed_in if -2 in (plan.layout(plan.graph.local[v]) or ())]  # pyright: ignore[reportArgumentType]
-        assert bool(found.reduce) == bool(sums)
+        assert bool(times.reduce) == bool(sums)
 
 
 def test_one_device_has_no_one_to_talk_to() -> None:
-    found = pipeline_times(plans_of("gpt-toy", mesh((1,))))
-    assert found.reduce == (0, 0)
-    assert min(found.forward) > 0
-    assert min(found.backward) > 0
-    assert {*found.border} == {(0, 1), (1, 0)}
+    times = pipeline_times(plans_of("gpt-toy", mesh((1,))))
+    assert times.reduce == (0, 0)
+    assert min(times.forward) > 0
+    assert min(times.backward) > 0
+    assert {*times.border} == {(0, 1), (1, 0)}
 
 
 def test_the_simulator_takes_them() -> None:
     plans = plans_of("gpt-toy", mesh())
-    found = pipeline_times(plans)
+    times = pipeline_times(plans)
     schedule = make("1f1b", Size(2, COUNT), plans.stages.borders)
-    seconds = simulate(schedule, found).seconds
+    seconds = simulate(schedule, times).seconds
     alone = [stage_times(plan).seconds(COUNT) for plan in plans.plans]
     assert max(alone) <= seconds <= sum(alone)
 
 
 def test_memory_counts_state_sums_and_stash() -> None:
     for plan in plans_of("gpt-toy", mesh((4,))).plans:
-        found, graph = stage_memory(plan), plan.graph.graph
+        memory, graph = stage_memory(plan), plan.graph.graph
         layouts = {v: plan.layout(v) or (-1,) for v in plan.graph.arguments.values()}
         shapes = {v: local_shape(layout, graph.types[v].shape, (4,)) for v, layout in layouts.items()}
-        assert found.state == sum(int(np.prod(s)) * graph.types[v].itemsize for v, s in shapes.items())
-        assert found.peak(3) - found.peak(2) in (0.0, pytest.approx(found.stash))
-        assert found.peak(4) >= found.state + found.sums + 4 * found.stash
-        made = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
-        assert 0 < found.stash <= sum(graph.types[v].nbytes for v in made)
+        assert memory.state == sum(int(np.prod(s)) * graph.types[v].itemsize for v, s in shapes.items())
+        assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
+        assert memory.peak(4) >= memory.state + memory.sums + 4 * memory.stash
+        outputs = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
+        assert 0 < memory.stash <= sum(graph.types[v].nbytes for v in outputs)

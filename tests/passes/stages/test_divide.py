@@ -42,9 +42,9 @@ def abstract(*shape: int) -> jax.ShapeDtypeStruct:
 def by_hand(layers: Layers, *cuts: int) -> Layers:
     """Other layers of the same program: from cut to cut, in operations of the forward pass."""
     ends = (0, *cuts, len(layers.forward))
-    one = layers.layers[0]
-    found = tuple(replace(one, start=a, stop=b, kind=i) for i, (a, b) in enumerate(itertools.pairwise(ends)))
-    return replace(layers, layers=found)
+    layer = layers.layers[0]
+    cut_layers = tuple(replace(layer, start=a, stop=b, kind=i) for i, (a, b) in enumerate(itertools.pairwise(ends)))
+    return replace(layers, layers=cut_layers)
 
 
 def in_stages(target: str, borders: tuple[int, ...], weights: bool = False, **options: Any) -> Stages:
@@ -89,72 +89,74 @@ def test_zoo_models_are_sound(target: str, borders: tuple[int, ...], weights: bo
     assert_sound(in_stages(target, borders, weights))
 
 
-def assert_sound(found: Stages) -> None:
+def assert_sound(divided: Stages) -> None:
     """Simulates a microbatch on sets of values: F in ascending order of stages, B and W descending, then updates."""
-    if found.first_loop is not None:
-        assert_sound(found.first_loop)
-    split_, stages = found.split, found.stages
+    if divided.first_loop is not None:
+        assert_sound(divided.first_loop)
+    split_, stages = divided.split, divided.stages
     constants = {v for v, _ in split_.flat.constants}
     stash: list[set[int]] = [set() for _ in stages]
     ran: list[int] = []
     totals: list[int] = []
     for kind in PASS_KINDS:
         for s in range(len(stages)) if kind == "F" else reversed(range(len(stages))):
-            one = stages[s].passes[kind]
+            pass_ = stages[s].passes[kind]
             before = {v for p in stages[s].prologue for v in p.op.outputs} | set(stages[s].arguments)
-            assert set(one.whole) <= before
-            assert set(one.reads) <= stash[s]
-            local = set(one.reads) | set(one.blocks)
-            for placed in one.ops:
+            assert set(pass_.whole) <= before
+            assert set(pass_.reads) <= stash[s]
+            local = set(pass_.reads) | set(pass_.blocks)
+            for placed in pass_.ops:
                 assert set(stage_passes.block_operands(placed)) <= local, (s, kind, placed.op.name)
-                assert set(stage_passes.whole_operands(placed)) <= set(one.whole) | constants
+                assert set(stage_passes.whole_operands(placed)) <= set(pass_.whole) | constants
                 local |= set(placed.op.outputs)
                 ran.append(placed.op.index)
-            assert set(one.writes) | {t.value for t in one.totals} <= local
-            totals += [t.value for t in one.totals]
-            known = stash[s] | set(one.writes)
-            for transfer, values in found.transfers.items():
+            assert set(pass_.writes) | {t.value for t in pass_.totals} <= local
+            totals += [t.value for t in pass_.totals]
+            known_values = stash[s] | set(pass_.writes)
+            for transfer, values in divided.transfers.items():
                 if (transfer.kind, transfer.source) == (kind, s):
-                    assert set(values) <= known
+                    assert set(values) <= known_values
                     stash[transfer.target] |= set(values)
-            stash[s] = known & stages[s].live_after(kind)
+            stash[s] = known_values & stages[s].live_after(kind)
     assert not any(stash)
     assert all(
         ran.count(p.op.index) == 1 for p in split_.body if p.op.name in stage_passes.NOT_DUPLICATED or p.op.regions
     )
-    sums = {p.op.index for update in found.updates.programs for p in update.ops}
+    sums = {p.op.index for update in divided.updates.programs for p in update.ops}
     assert {p.op.index for p in split_.body} <= set(ran) | sums
     assert len(totals) == len(set(totals))
-    assert_updates(found, set(totals), constants)
+    assert_updates(divided, set(totals), constants)
 
 
-def assert_updates(found: Stages, totals: set[int], constants: set[int]) -> None:
-    graph, made = found.split.graph, set[int]()
-    for update in found.updates.programs:
-        known = set(update.arguments) | {t.value for t in update.totals} | set(update.reads) | constants
+def assert_updates(divided: Stages, totals: set[int], constants: set[int]) -> None:
+    graph, written = divided.split.graph, set[int]()
+    for update in divided.updates.programs:
+        known_values = set(update.arguments) | {t.value for t in update.totals} | set(update.reads) | constants
         assert {t.value for t in update.totals} <= totals
-        assert set(update.reads) <= made
+        assert set(update.reads) <= written
         for placed in update.ops:
-            assert {a for a in placed.op.inputs if isinstance(a, int)} <= known, placed.op.name
-            known |= set(placed.op.outputs)
-        assert set(update.writes) <= known
-        made |= set(update.writes)
-    assert {a for a in found.split.flat.outputs if isinstance(a, int)} <= made | set(graph.inputs)
+            assert {a for a in placed.op.inputs if isinstance(a, int)} <= known_values, placed.op.name
+            known_values |= set(placed.op.outputs)
+        assert set(update.writes) <= known_values
+        written |= set(update.writes)
+    assert {a for a in divided.split.flat.outputs if isinstance(a, int)} <= written | set(graph.inputs)
 
 
 # Where things are
 
 
-def crossing(found: Stages) -> list[str]:
-    types = found.split.graph.types
-    return [f"{h.kind}{h.source}>{h.target} {' '.join(str(types[v]) for v in vs)}" for h, vs in found.transfers.items()]
+def crossing(divided: Stages) -> list[str]:
+    types = divided.split.graph.types
+    return [
+        f"{h.kind}{h.source}>{h.target} {' '.join(str(types[v]) for v in vs)}" for h, vs in divided.transfers.items()
+    ]
 
 
 @pytest.mark.parametrize("target", ["gpt-toy", "gpt-toy-tied", "gpt-toy-remat"])
 def test_only_activations_and_their_cotangents_cross(target: str) -> None:
     """In particular no gradient, neither of tied weights nor of what is added to an activation that crosses."""
-    found = in_stages(target, (2,))
-    assert crossing(found) == ["B1>0 f32[8,16,32]", "F0>1 f32[8,16,32]"]
+    divided = in_stages(target, (2,))
+    assert crossing(divided) == ["B1>0 f32[8,16,32]", "F0>1 f32[8,16,32]"]
 
 
 @pytest.mark.parametrize("policy", remat.POLICIES)
@@ -170,18 +172,20 @@ def test_cotangents_that_cross_have_the_bytes_of_activations(target: str, policy
     batch = {*range(len(graph.inputs))} - {*match_state(graph).values()}
     parts, layers = split(graph, COUNT, sorted(batch), per_microbatch=("*",)), find(graph)
     for border in range(1, len(layers.layers)):
-        found = divide(parts, layers, (border,))
-        forth, back = (found.transfers.get(transfer, ()) for transfer in (Transfer("F", 0, 1), Transfer("B", 1, 0)))
+        divided = divide(parts, layers, (border,))
+        forth, back = (divided.transfers.get(transfer, ()) for transfer in (Transfer("F", 0, 1), Transfer("B", 1, 0)))
         assert sorted(graph.types[v].nbytes for v in back) == sorted(graph.types[v].nbytes for v in forth)
-        both = {*found.stages[0].arguments} & {*found.stages[1].arguments}
+        both = {*divided.stages[0].arguments} & {*divided.stages[1].arguments}
         shared = [graph.names[v] for v in sorted(both) if "params" in graph.names[v]]
         assert shared in TIED.get(target, ([],))
 
 
 def test_tied_weights_have_one_sum_per_stage() -> None:
-    found = in_stages("gpt-toy-tied", (2,))
-    table = found.split.graph.types[next(v for v, p in found.split.graph.names.items() if p.endswith("params/embed"))]
-    sizes = [[found.split.graph.types[t.value].size for t in s.passes["B"].totals] for s in found.stages]
+    divided = in_stages("gpt-toy-tied", (2,))
+    table = divided.split.graph.types[
+        next(v for v, p in divided.split.graph.names.items() if p.endswith("params/embed"))
+    ]
+    sizes = [[divided.split.graph.types[t.value].size for t in s.passes["B"].totals] for s in divided.stages]
     assert [sum(size == table.size for size in stage) for stage in sizes] == [1, 1]
 
 
@@ -198,23 +202,23 @@ def test_a_sum_over_stages_is_computed_after_the_loop() -> None:
     args = ({"a": abstract(8, 8), "b": abstract(8, 8), "c": abstract(8)}, {"x": abstract(8, 8)})
     graph = trace(step, *args).graph
     cut = next(i for i, op in enumerate(graph.ops) if op.name == "tanh") + 2  # mul
-    found = divide(split(graph, 2), by_hand(find(graph), cut), (1,))
-    assert_sound(found)
-    assert crossing(found) == ["B1>0 f32[8,8]", "F0>1 f32[8,8]"]
-    sums = [[found.split.graph.types[t.value].shape for t in s.passes["B"].totals] for s in found.stages]
+    divided = divide(split(graph, 2), by_hand(find(graph), cut), (1,))
+    assert_sound(divided)
+    assert crossing(divided) == ["B1>0 f32[8,8]", "F0>1 f32[8,8]"]
+    sums = [[divided.split.graph.types[t.value].shape for t in s.passes["B"].totals] for s in divided.stages]
     assert [stage.count((8,)) for stage in sums] == [1, 1]
-    assert "add_any" in [p.op.name for update in found.updates.programs for p in update.ops]
+    assert "add_any" in [p.op.name for update in divided.updates.programs for p in update.ops]
 
 
 def test_the_second_loop_reads_totals_of_the_first() -> None:
     """Balance losses: fractions of tokens and mean gates, once per layer, and nothing of the batch's size."""
     step, layers = of_program("balanced experts in every layer")
-    found = divide(step, layers, (1,))
-    assert found.first_loop is not None
-    totals = found.split.graph.inputs[len(step.graph.inputs) :]
-    assert totals == found.first_loop.split.flat.outputs
+    divided = divide(step, layers, (1,))
+    assert divided.first_loop is not None
+    totals = divided.split.graph.inputs[len(step.graph.inputs) :]
+    assert totals == divided.first_loop.split.flat.outputs
     assert 0 < sum(step.graph.types[v].size for v in totals) <= 64
-    assert not any(stage.passes["B"].ops for stage in found.first_loop.stages)
+    assert not any(stage.passes["B"].ops for stage in divided.first_loop.stages)
 
 
 def test_skip_connections_are_borders() -> None:
@@ -222,9 +226,9 @@ def test_skip_connections_are_borders() -> None:
 
 
 def test_equal_layers_are_equal_programs() -> None:
-    found = in_stages("gpt-toy", (1, 2, 3), True)
+    divided = in_stages("gpt-toy", (1, 2, 3), True)
     for kind in PASS_KINDS:
-        first, second = ([p.op.name for p in found.stages[s].passes[kind].ops] for s in (1, 2))
+        first, second = ([p.op.name for p in divided.stages[s].passes[kind].ops] for s in (1, 2))
         assert first == second
 
 
@@ -236,24 +240,24 @@ def test_rematerialised_stages_stash_little_and_recompute_for_themselves() -> No
 
 def test_parameters_are_updated_where_they_are_read() -> None:
     """Every stage writes the new values of the state that it stores; updates send each other only scalars."""
-    found = in_stages("gpt-toy", (1, 2, 3))
-    graph, updates = found.split.graph, found.updates
+    divided = in_stages("gpt-toy", (1, 2, 3))
+    graph, updates = divided.split.graph, divided.updates
     made_in = {v: updates.programs[i].stage for v, i in updates.computed_in.items()}
     for out, i in match_state(graph).items():
-        value = found.split.flat.outputs[out]
+        value = divided.split.flat.outputs[out]
         assert isinstance(value, int)
         assert made_in[value] == updates.owners[graph.inputs[i]]
     assert not any(graph.types[v].rank for update in updates.programs for v in update.reads)
     for update in updates.programs:
         for total in update.totals:
-            assert any(total in one.totals for one in found.stages[update.stage].passes.values())
+            assert any(total in pass_.totals for pass_ in divided.stages[update.stage].passes.values())
 
 
 def test_gradients_of_weights_have_a_pass_of_their_own() -> None:
-    found = in_stages("gpt-toy", (1, 2, 3), True)
-    assert [len(s.passes["B"].totals) for s in found.stages] == [0, 0, 0, 0]
-    assert all(s.passes["W"].totals for s in found.stages)
-    assert Transfer("B", 3, 2) in found.transfers
+    divided = in_stages("gpt-toy", (1, 2, 3), True)
+    assert [len(s.passes["B"].totals) for s in divided.stages] == [0, 0, 0, 0]
+    assert all(s.passes["W"].totals for s in divided.stages)
+    assert Transfer("B", 3, 2) in divided.transfers
 
 
 # Refused

@@ -33,8 +33,8 @@ def staged(
     traced = trace(model.step, *model.abstract_args())
     layers = find(traced.graph)
     borders = [round(len(layers.layers) * (i + 1) / stages) for i in range(stages - 1)]
-    found = divide(split(traced.graph, COUNT), layers, borders, weights=weights)
-    return found, [stage_graph(found, s, traced.in_avals) for s in range(stages)], traced
+    divided = divide(split(traced.graph, COUNT), layers, borders, weights=weights)
+    return divided, [stage_graph(divided, s, traced.in_avals) for s in range(stages)], traced
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_graphs_are_valid_and_have_every_program(name: str, weights: bool) -> No
     carried = [i for g in graphs for i in (g.graph.carried or {}).values()]
     for g in graphs:
         verify(g.graph)
-        found = [op.index for op in g.graph.ops]
-        assert found == [i for ops in g.programs.values() for i in found if i in ops]
+        indices = [op.index for op in g.graph.ops]
+        assert indices == [i for ops in g.programs.values() for i in indices if i in ops]
         assert isinstance(g.graph.repeats, Repeats)
         passes = [op.index for op in g.graph.ops if g.program_of(op.index) in PASS_KINDS]
         assert dict(g.graph.repeats.ops) == dict.fromkeys(passes, COUNT)
-        for kind, one in stages.stages[g.stage].passes.items():
-            for v in (*one.writes, *(t.value for t in one.totals)):
+        for kind, pass_ in stages.stages[g.stage].passes.items():
+            for v in (*pass_.writes, *(t.value for t in pass_.totals)):
                 state = stages.split.states[v]
                 wanted = local_shape(traced.graph.types[v].shape, state, COUNT)
                 assert g.graph.type_of(g.local[v]).shape == wanted, kind
@@ -72,16 +72,16 @@ ISOMORPHIC = {"gpt-toy": 2, "gpt-toy-tied": 2, "moe-toy": 0, "gpt-toy-remat": 2,
 def test_the_graph_of_an_isomorphic_stage_is_the_traced_one_renamed(name: str) -> None:
     stages, graphs, traced = staged(name, 4, layers=6)
     programs = StepPrograms(stages.split)
-    found = [canonical_form(stages, s, traced.in_avals, programs) for s in range(4)]
-    isomorphic = [(a, b) for a in range(4) for b in range(4) if a != b and found[a].key == found[b].key]
+    forms = [canonical_form(stages, s, traced.in_avals, programs) for s in range(4)]
+    isomorphic = [(a, b) for a in range(4) for b in range(4) if a != b and forms[a].key == forms[b].key]
     assert len(isomorphic) == ISOMORPHIC[name]
     for a, b in [*isomorphic, *((s, s) for s in range(4))]:
-        made, exact = renamed(graphs[a], found[a], found[b]), graphs[b]
-        assert without_scopes(made.graph) == without_scopes(exact.graph)
-        assert graph_hash(made.graph) == graph_hash(exact.graph)
-        for one in fields(StageGraph):
-            if one.name != "graph":
-                assert getattr(made, one.name) == getattr(exact, one.name), one.name
+        renamed_graph, exact = renamed(graphs[a], forms[a], forms[b]), graphs[b]
+        assert without_scopes(renamed_graph.graph) == without_scopes(exact.graph)
+        assert graph_hash(renamed_graph.graph) == graph_hash(exact.graph)
+        for field in fields(StageGraph):
+            if field.name != "graph":
+                assert getattr(renamed_graph, field.name) == getattr(exact, field.name), field.name
 
 
 def test_flops_of_stages_are_those_of_the_step() -> None:
@@ -104,8 +104,8 @@ def test_sent_values_are_received() -> None:
 
 def test_middle_stages_are_equal_but_for_names() -> None:
     _, graphs, _ = staged("gpt-toy", 4, layers=4)
-    one, other = (re.sub('"[^"]*"', "", without_scopes(graphs[s].graph)) for s in (1, 2))
-    assert one == other
+    first, other = (re.sub('"[^"]*"', "", without_scopes(graphs[s].graph)) for s in (1, 2))
+    assert first == other
 
 
 # What may stay partial
@@ -116,16 +116,16 @@ def partial_totals(step: Any, *args: Any) -> tuple[int, int]:
     traced = trace(step, *args)
     layers = find(traced.graph)
     stages = divide(split(traced.graph, 2), layers, (len(layers.layers) // 2,))
-    found = [0, 0]
+    totals = [0, 0]
     for s in range(2):
         g = stage_graph(stages, s, traced.in_avals)
         chosen = unreduced.find(g.graph)
         inside = {op.index for op in g.graph.walk()} & (
             chosen.products | {i for i, stays in chosen.sums.items() if stays}
         )
-        found[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.summed_in)
-        found[1] += len(inside & chosen.products)
-    return found[0], found[1]
+        totals[0] += sum(g.graph.type_of(g.local[v]).rank > 0 for v in g.summed_in)
+        totals[1] += len(inside & chosen.products)
+    return totals[0], totals[1]
 
 
 @pytest.mark.parametrize("name", ["mlp-toy", "gpt-toy", "gpt-toy-remat", "gpt-toy-scan"])

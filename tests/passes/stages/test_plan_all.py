@@ -67,8 +67,8 @@ def test_stages_without_coupled_boundaries_are_planned_in_parallel(
     stages, _, traced = staged("gpt-toy", 4, layers=4)
     meshes = [mesh(n) for n in devices]
     in_order = plan_stages(stages, traced.in_avals, meshes).plans
-    found = planning_runs(stages, meshes, TWO_RUNS)
-    assert set(found) == expected
+    runs = planning_runs(stages, meshes, TWO_RUNS)
+    assert set(runs) == expected
     parallel = plan_stages(stages, traced.in_avals, meshes, effort=TWO_RUNS).plans
     seconds = [p.solution.objective for p in in_order]
     assert [p.solution.objective for p in parallel] == pytest.approx(seconds, rel=PENALTIES.gap)
@@ -83,8 +83,8 @@ def test_two_runs_agree_on_boundary_layouts() -> None:
     borders = [p.summary.boundary for p in plans.plans]
     for transfer, values in plans.stages.transfers.items():
         for v in values:
-            given, wanted = borders[transfer.source].sent.get(v), borders[transfer.target].received.get(v)
-            assert given is None or wanted is None or given == wanted
+            sent, wanted = borders[transfer.source].sent.get(v), borders[transfer.target].received.get(v)
+            assert sent is None or wanted is None or sent == wanted
 
 
 def test_the_plan_is_the_same_in_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +114,10 @@ def test_a_stage_has_the_lowest_penalty_rate_that_fits(slow: tuple[PenalisedPlan
     assert min(peaks) < 0.8 * peaks[0]
     assert max(seconds) > 1.2 * seconds[0]
     for limit in (max(peaks), *(0.5 * (a + b) for a, b in itertools.pairwise(peaks) if a > b), min(peaks)):
-        found = [penalised.within(graph, rules, MemoryLimit(limit, 1, rate)) for rate in PENALTIES.rates]
-        assert all(stage_memory(plan).peak(1) <= limit for plan in found)
-        assert max(p.solution.objective for p in found) <= (1 + PENALTIES.gap) * min(
-            p.solution.objective for p in found
+        plans = [penalised.within(graph, rules, MemoryLimit(limit, 1, rate)) for rate in PENALTIES.rates]
+        assert all(stage_memory(plan).peak(1) <= limit for plan in plans)
+        assert max(p.solution.objective for p in plans) <= (1 + PENALTIES.gap) * min(
+            p.solution.objective for p in plans
         )
 
 
@@ -127,9 +127,9 @@ def test_a_rate_between_is_tried_where_the_next_one_costs_much(slow: tuple[Penal
     below, fits = (stage_memory(at[n]).peak(1) for n in (-2, -1))
     assert at[-1].solution.objective > (1 + PENALTIES.refine_above) * at[-2].solution.objective
     between = PenalisedPlans(graph, penalised.mesh, rules, Options())
-    found = between.within(graph, rules, MemoryLimit(0.5 * (below + fits), 1))
-    assert stage_memory(found).peak(1) <= 0.5 * (below + fits)
-    assert found.solution.objective <= at[-1].solution.objective
+    plans = between.within(graph, rules, MemoryLimit(0.5 * (below + fits), 1))
+    assert stage_memory(plans).peak(1) <= 0.5 * (below + fits)
+    assert plans.solution.objective <= at[-1].solution.objective
     (rate,) = {*between.solved} - {*PENALTIES.rates}
     assert PENALTIES.rates[-2] < rate < PENALTIES.rates[-1]
     enough = PenalisedPlans(graph, penalised.mesh, rules, Options())
