@@ -91,14 +91,14 @@ def bench_equal(
     from autopar.bench.equal import run as equal
 
     if pipeline:
-        product = equal_pipeline.Product(
+        pipelines = equal_pipeline.Product(
             words(models, equal_pipeline.Product.models),
             words(schedules, equal_pipeline.SCHEDULES),
             equal_pipeline.STAGES if stages is None else sizes(stages),
             words(inner, equal_pipeline.INNER),
             dtypes=words(dtypes, equal.DTYPES),
         )
-        _equal(as_json, equal_pipeline.run(product, resume, say), equal_pipeline.figures, equal_pipeline.table)
+        _equal(as_json, equal_pipeline.run(pipelines, resume, say), equal_pipeline.figures, equal_pipeline.table)
     product = equal.Product(
         words(models, equal.Product.models),
         mesh_list(meshes, equal.MESHES),

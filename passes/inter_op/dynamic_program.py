@@ -297,9 +297,9 @@ class _Tables:
         sizes = [stops[0] - starts[0] for _, starts, stops in self.submeshes]
         both = [np.minimum.reduce(times), np.minimum.reduce([n * t for n, t in zip(sizes, times, strict=True)])]
         bounds = np.zeros((2, self.question.layers + 1))
-        for least, times in zip(bounds, both, strict=True):
+        for least, of_stages in zip(bounds, both, strict=True):
             for j in range(1, len(least)):
-                least[j] = (least[:j] + times[:j, j]).min()
+                least[j] = (least[:j] + of_stages[:j, j]).min()
         seconds, work = bounds * (1 - ROUNDING)
         return seconds, work
 

@@ -276,9 +276,9 @@ def _break_symmetry(
     if problem.variables <= effort.few * folded.problem.variables:
         return _unfolded(problem, _lifted(folded, incumbent), clock, effort, gap)
     tied = _symmetric_optimum(folded, reduced, ascent, incumbent, clock, effort, gap)
-    reduced, _, incumbent = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
-    unfolded = _lifted(folded, incumbent)
-    if status := _proven(incumbent, gap):
+    reduced, _, fixed = fix_by_bounds(folded.problem, reduced, tied, clock, gap)
+    unfolded = _lifted(folded, fixed)
+    if status := _proven(fixed, gap):
         return replace(unfolded, status=status, warnings=())
     left = sum(int(n) * len(node.cost) for n, node in zip(reduced.counts, reduced.problem.nodes, strict=True))
     if left > effort.unfolded or clock.left <= 0:

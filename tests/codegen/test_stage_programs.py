@@ -19,11 +19,11 @@ def test_even_layouts_divide_and_keep_what_does(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=3))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     layout = tuple(data.draw(st.integers(-2, len(shape) - 1)) for _ in sizes)
-    layout = even(layout, shape, sizes)
-    assert divides(layout, shape, sizes)
-    assert all(a == b or b == -1 for a, b in zip(layout, layout, strict=True))
-    assert layout == layout or not divides(layout, shape, sizes)
-    assert math.prod(cuts(layout, sizes).values()) <= math.prod(cuts(layout, sizes).values())
+    evened = even(layout, shape, sizes)
+    assert divides(evened, shape, sizes)
+    assert all(a == b or b == -1 for a, b in zip(layout, evened, strict=True))
+    assert evened == layout or not divides(layout, shape, sizes)
+    assert math.prod(cuts(evened, sizes).values()) <= math.prod(cuts(layout, sizes).values())
 
 
 def test_what_programs_take_is_given_before() -> None:

@@ -269,12 +269,12 @@ def test_kernels_of_products_stay_alone_and_reductions_take_them_in() -> None:
     program, _ = flattened(step, (X, W, array(128)), CPU)
     steps = [s for frame in program.top.walk() for s in frame.steps]
     readers: dict[int, list[Any]] = {}
-    for step in steps:
-        for v in map(program.behind, step.inputs):
-            readers.setdefault(v, []).append(step)
+    for reader in steps:
+        for v in map(program.behind, reader.inputs):
+            readers.setdefault(v, []).append(reader)
     kernel_of = kernels(program, steps, readers, frozenset(program.behind(v) for v in program.top.leaving))
-    numbers = {step.op.name: kernel_of.get(id(step)) for step in steps if step.name == step.op.name}
-    first, second = (kernel_of[id(step)] for step in steps if step.name == "dot_general")
+    numbers = {s.op.name: kernel_of.get(id(s)) for s in steps if s.name == s.op.name}
+    first, second = (kernel_of[id(s)] for s in steps if s.name == "dot_general")
     assert (numbers["add"], numbers["tanh"]) == (None, None)
     assert first != second == numbers["mul"] == numbers["reduce_sum"]
 

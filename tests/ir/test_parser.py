@@ -80,9 +80,9 @@ def test_rules_of_a_parsed_graph_are_those_of_the_traced_one() -> None:
     for seed in range(6):
         drawn = random_programs.program(seed)
         graph = trace(drawn.step, *drawn.args).graph
-        parsed = parse(str(graph))
-        traced, parsed = rules_of(graph), rules_of(parsed)
-        for a, b in zip(graph.walk(), parsed.walk(), strict=True):
+        again = parse(str(graph))
+        traced, parsed = rules_of(graph), rules_of(again)
+        for a, b in zip(graph.walk(), again.walk(), strict=True):
             assert traced.get(a.signature) == parsed.get(b.signature)
 
 

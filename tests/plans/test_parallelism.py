@@ -55,9 +55,9 @@ TENSOR = "4 ways: attention by heads, columns of weights, rows of weights"
     ],
 )
 def test_plans_of_experts_are_recognised(name: str, expert: Callable[..., P], text: str) -> None:
-    text = of_expert(name, expert)
-    assert text in text
-    assert text.startswith("data parallel over x")
+    described = of_expert(name, expert)
+    assert text in described
+    assert described.startswith("data parallel over x")
 
 
 X, W = array(8, 16, 32), array(32, 64)

@@ -370,9 +370,9 @@ def _called(
 def _apply(scope: Scope, form: str, called: tuple[list[Value], Scope, Block, list[Value]] | None) -> None:
     """The body behind a transformation, called."""
     if called is not None:
-        operands, _, block, results = called
-        operands = ", ".join(f"{{{i}}}" for i in range(len(operands)))
-        scope.emit(f"{form}({operands})", *operands, bodies=(block,), **_facts_of(results[0]))
+        arguments, _, block, results = called
+        operands = ", ".join(f"{{{i}}}" for i in range(len(arguments)))
+        scope.emit(f"{form}({operands})", *arguments, bodies=(block,), **_facts_of(results[0]))
 
 
 CHECKPOINTS = (

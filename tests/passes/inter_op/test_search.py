@@ -164,10 +164,10 @@ def test_what_readers_make_anew_is_not_handed_over() -> None:
     shapes = [(width, width)] * layers, ((batch, length, width), (batch,))
     params, (x, lengths) = ([jax.ShapeDtypeStruct(shape, "float32") for shape in group] for group in shapes)
     graph = trace(step, params, (x, jax.ShapeDtypeStruct(lengths.shape, "int32"))).graph
-    layers, stream = layers_pass.find(graph), 4.0 * batch * length * width
-    forward = {border.forward for border in border_bytes(split(graph, 2), layers)}
+    cut, stream = layers_pass.find(graph), 4.0 * batch * length * width
+    forward = {border.forward for border in border_bytes(split(graph, 2), cut)}
     assert forward == {stream}
-    assert {border.backward for border in border_bytes(split(graph, 2), layers)} >= {2 * stream}
+    assert {border.backward for border in border_bytes(split(graph, 2), cut)} >= {2 * stream}
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def chained(w: Any, x: Any) -> Any:
 @pytest.mark.parametrize("fn", [forward, backwards, chained], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(("pieces", "lengths"), [(2, [2, 3]), (3, [1, 2, 2]), (5, [1] * 5), (9, [1] * 5)])
 def test_pieces_compute_what_the_scan_does(fn: Callable[..., Any], pieces: int, lengths: list[int]) -> None:
-    lengths = scans(equal(trace(fn, W, X), pieces, (W, X), (1,)))
+    trips = scans(equal(trace(fn, W, X), pieces, (W, X), (1,)))
     wanted = lengths[::-1] if fn is backwards else lengths
-    assert lengths == (wanted * 2 if fn is chained else wanted)
+    assert trips == (wanted * 2 if fn is chained else wanted)
 
 
 @pytest.mark.parametrize("remat", [False, True])
