@@ -159,9 +159,9 @@ def read_text() -> Text:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests"}
     names: list[str] = []
-    for folder, inner, found in os.walk(root):
+    for folder, inner, file_names in os.walk(root):
         inner[:] = [name for name in inner if name not in left_out]
-        names += [(Path(folder) / name).relative_to(root).as_posix() for name in found if name.endswith(".py")]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in file_names if name.endswith(".py")]
     files = [(root / name).read_bytes() for name in sorted(names)]
     held_out = files[9::10]
     train = [text for index, text in enumerate(files) if index % 10 != 9]
@@ -240,12 +240,12 @@ def report_equality(parallel: Snapshot, single: Snapshot) -> tuple[bool, str]:
 
 def totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:
     """(source line, kind) -> executions and bytes per device and step."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    executions_and_bytes: dict[tuple[str, str], tuple[int, int]] = {}
     for piece in collectives:
         key = (piece.source, piece.kind)
-        count, size = found.get(key, (0, 0))
-        found[key] = (count + piece.count, size + piece.count * piece.bytes)
-    return found
+        count, size = executions_and_bytes.get(key, (0, 0))
+        executions_and_bytes[key] = (count + piece.count, size + piece.count * piece.bytes)
+    return executions_and_bytes
 
 
 def collective_table(report: autopar.Report) -> Table:

@@ -141,9 +141,12 @@ class StepExecution:
         whole = {**reads, **dict(zip(begin.whole, values, strict=True))}
         blocks = dict(zip(begin.blocks, block_arrays, strict=True))
         for kind, total in sums.items():
-            one = self.step.lowered_schedule.passes[stage, kind]
+            lowered_pass = self.step.lowered_schedule.passes[stage, kind]
             self.sums[stage, kind], self.parts[stage, kind] = total, {}
-            self.pass_operands[stage, kind] = tuple(whole[v] for v in one.whole), tuple(blocks[v] for v in one.blocks)
+            self.pass_operands[stage, kind] = (
+                tuple(whole[v] for v in lowered_pass.whole),
+                tuple(blocks[v] for v in lowered_pass.blocks),
+            )
 
     # Instructions
 
@@ -151,23 +154,23 @@ class StepExecution:
         """Run a pass of one microbatch."""
         place: tuple[int, Kind] = (i.stage, i.kind)
         key = (i.stage, i.microbatch)
-        one = self.step.lowered_schedule.passes[place]
+        lowered_pass = self.step.lowered_schedule.passes[place]
         values = self.stash.setdefault(key, {})
-        if one.function is not None:
-            reads = tuple([values[v] for v in one.reads])
+        if lowered_pass.function is not None:
+            reads = tuple([values[v] for v in lowered_pass.reads])
             index = self.step.indices[i.stage][i.microbatch]
-            sums, parts, written = one.function(self.sums[place], index, *self.pass_operands[place], reads)
+            sums, parts, written = lowered_pass.function(self.sums[place], index, *self.pass_operands[place], reads)
             self.sums[place], self.parts[place][i.microbatch] = sums, parts
-            values.update(zip(one.writes, written, strict=True))
+            values.update(zip(lowered_pass.writes, written, strict=True))
             if self.step.blocking:
                 jax.block_until_ready((sums, parts, written))
-        for transfer, same_rank, numbers in one.transfers:
+        for transfer, same_rank, numbers in lowered_pass.transfers:
             arrays = [values[v] for v in numbers]
             if same_rank:
                 self._deliver(transfer.target, i.microbatch, numbers, arrays)
             else:
                 self.in_flight[transfer, i.microbatch] = arrays
-        for v in one.dropped:
+        for v in lowered_pass.dropped:
             values.pop(v, None)
         if not values:
             del self.stash[key]
@@ -325,7 +328,7 @@ class PipelineStep:
         programs: dict[ProgramKey, Any] = {}
         for stage, begin in enumerate(self.compiled.begin):
             programs[stage, BEGIN] = begin
-            programs.update(((stage, kind), one) for kind, one in self.compiled.passes[stage].items())
+            programs.update(((stage, kind), program) for kind, program in self.compiled.passes[stage].items())
         updates = zip(self.stages.updates.programs, self.compiled.updates, strict=True)
         programs.update(((update.stage, i), program) for i, (update, program) in enumerate(updates))
         first = {} if self.before is None else {f"{FIRST_LOOP}{n}": p for n, p in self.before.programs.items()}

@@ -88,8 +88,8 @@ class Report:
             f"{c.emitted_wire_bytes:,.0f} bytes on the wire per device and step, "
             f"predicted {c.predicted_wire_bytes:,.0f}"
         )
-        known = [f"{count} x {name}" for name, count in self.exceptions.items()]
-        return "\n".join([head, *known, *map(_not_counted, self.uncounted), *self.mismatches])
+        exceptions = [f"{count} x {name}" for name, count in self.exceptions.items()]
+        return "\n".join([head, *exceptions, *map(_not_counted, self.uncounted), *self.mismatches])
 
 
 def _not_counted(c: Collective) -> str:
@@ -126,8 +126,8 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, target: str = "cpu", 
         raise ArgumentError(f"target={target!r} is not known. Available: {', '.join(TARGETS)}")
     fn, args, chosen = written(fn, args)
     static = chosen.static_argnums if chosen else ()
-    with as_arrays(args, kwargs, static) as given:
-        traced = trace(fn, *given.args, static_argnums=static, **given.kwargs)
+    with as_arrays(args, kwargs, static) as array_args:
+        traced = trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs)
         check_matches(plan, traced.graph, getattr(fn, "__name__", "the function"))
         if plan.pipelined:
             return _verify_stages(plan, name_of(fn), traced, target)
@@ -159,8 +159,8 @@ def verify_compiled(step: CompiledStep, fn: Callable[..., Any], *args: Any, **kw
     """
     fn, args, chosen = written(fn, args)
     static = chosen.static_argnums if chosen else ()
-    with as_arrays(args, kwargs, static) as given:
-        traced = apply_rewrites(trace(fn, *given.args, static_argnums=static, **given.kwargs), step.plan)
+    with as_arrays(args, kwargs, static) as array_args:
+        traced = apply_rewrites(trace(fn, *array_args.args, static_argnums=static, **array_args.kwargs), step.plan)
     axes = Axes(step.plan.mesh_names, step.plan.mesh_sizes)
     return _report(step.plan, traced.graph, read(step.programs["step"], axes, traced.graph), "cpu")
 
@@ -186,7 +186,7 @@ def _report(plan: Plan, graph: Graph, program: Emitted, target: str) -> Report:
     )
 
 
-def _split_counted(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _split_counted(graph: Graph, pieces: Sequence[Collective]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Collectives that autopar plans, and others: in a `shard_map`, of its operands, of results of callbacks."""
 
     def is_other(c: Collective) -> bool:
@@ -195,7 +195,7 @@ def _split_counted(graph: Graph, found: Sequence[Collective]) -> tuple[tuple[Col
             return False
         return op.name == "shard_map" or (op.name in RETURNING_CALLBACKS and c.op == op.tag)
 
-    return tuple(c for c in found if not is_other(c)), tuple(filter(is_other, found))
+    return tuple(c for c in pieces if not is_other(c)), tuple(filter(is_other, pieces))
 
 
 def _sourced(c: Collective, graph: Graph) -> Collective:

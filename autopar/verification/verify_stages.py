@@ -57,14 +57,14 @@ class EmittedByStages:
     @property
     def comparison(self) -> comparison.Comparison:
         """The comparison of all stages together."""
-        found = self.comparisons
+        comparisons = self.comparisons
         return comparison.Comparison(
-            sum(c.matched for c in found),
-            sum(c.joined for c in found),
-            tuple(x for c in found for x in c.predicted_only),
-            tuple(x for c in found for x in c.emitted_only),
-            math.fsum(c.predicted_wire_bytes for c in found),
-            math.fsum(c.emitted_wire_bytes for c in found),
+            sum(c.matched for c in comparisons),
+            sum(c.joined for c in comparisons),
+            tuple(x for c in comparisons for x in c.predicted_only),
+            tuple(x for c in comparisons for x in c.emitted_only),
+            math.fsum(c.predicted_wire_bytes for c in comparisons),
+            math.fsum(c.emitted_wire_bytes for c in comparisons),
         )
 
 

@@ -169,8 +169,8 @@ def problems(draw: st.DrawFn, least: int = PARTIAL) -> tuple[Layout, Layout, tup
 
 def wire(source: Layout, target: Layout, sizes: tuple[int, ...]) -> float:
     """Wire bytes per device for a value of one byte."""
-    found = [step for step in steps(source, target, sizes) or () if step.kind != "slice"]
-    return sum(wire_bytes(s.kind, s.fraction, int(np.prod([sizes[a] for a in s.axes]))) for s in found)
+    path = [step for step in steps(source, target, sizes) or () if step.kind != "slice"]
+    return sum(wire_bytes(s.kind, s.fraction, int(np.prod([sizes[a] for a in s.axes]))) for s in path)
 
 
 @given(problems())
@@ -236,8 +236,8 @@ def program(cases: Sequence[Problem], shape: tuple[int, ...], mesh: Mesh | Abstr
 
 def predicted(case: Problem, shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[str, tuple[str, ...], int]]:
     nbytes = 4 * int(np.prod(shape))
-    found = [step for step in steps(*case, sizes) or () if step.kind != "slice"]
-    return sorted((s.kind, tuple(NAMES[a] for a in s.axes), round(s.fraction * nbytes)) for s in found)
+    path = [step for step in steps(*case, sizes) or () if step.kind != "slice"]
+    return sorted((s.kind, tuple(NAMES[a] for a in s.axes), round(s.fraction * nbytes)) for s in path)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_xla_emits_exactly_these_steps(sizes: tuple[int, ...], shape: tuple[int,
     mesh = jax_compat.auto_mesh(np.array(jax.devices()[:8]).reshape(sizes), NAMES[: len(sizes)])
     cases = all_problems(len(shape), sizes, count)
     compiled = program(cases, shape, mesh).lower().compile()
-    found = hlo.collectives(compiled.as_text(), NAMES[: len(sizes)], sizes)
+    compiled_pieces = hlo.collectives(compiled.as_text(), NAMES[: len(sizes)], sizes)
     for i, case in enumerate(cases):
-        emitted = sorted((c.kind, c.axes, c.bytes) for c in found if c.op == f"op{i}")
+        emitted = sorted((c.kind, c.axes, c.bytes) for c in compiled_pieces if c.op == f"op{i}")
         assert emitted == predicted(case, shape, sizes), f"{case} on {sizes}"
 
 
@@ -258,7 +258,7 @@ def test_shardy_plans_as_many_bytes_on_the_wire() -> None:
     sizes, shape = (2, 4), (16, 32)
     cases = all_problems(2, sizes, 40)
     traced = program(cases, shape, jax_compat.auto_abstract_mesh(sizes, NAMES[:2]))
-    found = shardy.collectives(shardy.partition(traced.lower(lowering_platforms=("cpu",))))
+    compiled_pieces = shardy.collectives(shardy.partition(traced.lower(lowering_platforms=("cpu",))))
     named: dict[str, int] = dict(zip(NAMES, sizes, strict=False))
 
     def sent(pieces: Iterable[Collective]) -> float:
@@ -266,7 +266,7 @@ def test_shardy_plans_as_many_bytes_on_the_wire() -> None:
 
     for i, case in enumerate(cases):
         mine = [Collective(*piece) for piece in predicted(case, shape, sizes)]
-        assert sent(mine) == sent(c for c in found if c.op == f"op{i}"), f"{case} on {sizes}"
+        assert sent(mine) == sent(c for c in compiled_pieces if c.op == f"op{i}"), f"{case} on {sizes}"
 
 
 @pytest.mark.parametrize("target", [(1, 0), (-1, 0), (0, 0)])

@@ -33,10 +33,12 @@ def layout(text: str) -> Layout:
 
 def planned(lines: Sequence[str]) -> tuple[Collective, ...]:
     """ "2 x all-gather y 1024 op0.in1": twice, over y, 1024 bytes per device, for operand 1 of operation 0."""
-    found = [re.fullmatch(r"(?:(\d+) x )?(\S+) (\S+) (\d+) (\S+)", line) for line in lines]
-    axes = [re.findall(r"\w(?::\(\d+\)\d+)?", m[3]) for m in found if m]
+    matches = [re.fullmatch(r"(?:(\d+) x )?(\S+) (\S+) (\d+) (\S+)", line) for line in lines]
+    axes = [re.findall(r"\w(?::\(\d+\)\d+)?", m[3]) for m in matches if m]
     return tuple(
-        Collective(m[2], tuple(over), int(m[4]), int(m[1] or 1), m[5]) for m, over in zip(found, axes, strict=True) if m
+        Collective(m[2], tuple(over), int(m[4]), int(m[1] or 1), m[5])
+        for m, over in zip(matches, axes, strict=True)
+        if m
     )
 
 
@@ -56,8 +58,8 @@ def with_layouts(
 ) -> tuple[Plan, Graph]:
     """A plan of these lines; `values` are positions in the printed graph, replicated unless given here or `free`."""
     graph = trace(fn, *args).graph
-    given = {n: layout(text) for n, text in (values or {}).items()}
-    every = {n: given.get(n, layout("--")) for n, t in enumerate(graph.types) if t.rank and n not in free}
+    layouts = {n: layout(text) for n, text in (values or {}).items()}
+    every = {n: layouts.get(n, layout("--")) for n, t in enumerate(graph.types) if t.rank and n not in free}
     plan: Plan = autopar.plan(fn, *args, mesh=MESH)
     stage = replace(
         plan.stages[0],
@@ -69,10 +71,10 @@ def with_layouts(
 
 
 def converted(
-    platform: str, fn: Callable[..., Any], args: Sequence[Any], lines: Sequence[str], **given: Any
+    platform: str, fn: Callable[..., Any], args: Sequence[Any], lines: Sequence[str], **layouts: Any
 ) -> list[str]:
-    """What a platform makes of these lines; `given` layouts as in `with_layouts`."""
-    plan, graph = with_layouts(fn, args, lines, **given)
+    """What a platform makes of these lines; `layouts` as in `with_layouts`."""
+    plan, graph = with_layouts(fn, args, lines, **layouts)
     return text(lowering.lower_collectives(platform, Context(graph, plan)))
 
 
@@ -97,8 +99,8 @@ def test_what_only_products_read_is_gathered_in_half_the_bytes(what: str, fn: Ca
     readers = [f"{op.tag}.in{k}" for op in graph.walk() for k, a in enumerate(op.inputs) if a == graph.inputs[1]]
     leaves = [f"out{i}" for i, a in enumerate(graph.outputs) if a == graph.inputs[1]]
     lines = [f"all-gather y 1048576 {readers[0]}"]
-    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "-0"}, uses=dict.fromkeys(readers + leaves, "--"))
-    assert found == [f"all-gather y {1048576 // factor} {readers[0]}"], what
+    lowered = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "-0"}, uses=dict.fromkeys(readers + leaves, "--"))
+    assert lowered == [f"all-gather y {1048576 // factor} {readers[0]}"], what
 
 
 def test_who_reads_the_value_elsewhere_does_not_count() -> None:
@@ -133,10 +135,10 @@ def test_what_enters_a_loop_is_read_inside() -> None:
     for value, factor in ((0, 1), (1, 2)):  # x is carried: tanh writes it in full
         graph = trace(fn, ROWS, WEIGHT).graph
         site = sites[graph.ops[0].inputs.index(graph.inputs[value])]
-        found = converted(
+        lowered = converted(
             "tpu", fn, (ROWS, WEIGHT), [f"all-gather y 4096 {site}"], values={value: "-0"}, uses={site: "--"}
         )
-        assert found == [f"all-gather y {4096 // factor} {site}"]
+        assert lowered == [f"all-gather y {4096 // factor} {site}"]
 
 
 def test_all_that_go_through_a_shared_copy_decide_on_the_way_to_it() -> None:
@@ -148,8 +150,8 @@ def test_all_that_go_through_a_shared_copy_decide_on_the_way_to_it() -> None:
     (summed,) = (f"{op.tag}.in0" for op in ops if op.name == "reduce_sum")
     lines = [f"all-gather y 4096 {dots[0]}", f"all-gather x 8192 {dots[0]}"]
     uses = {dots[0]: "--", dots[1]: "--", summed: "0-"}
-    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "00"}, uses=uses, copies={1: "0-"})
-    assert found == [lines[0], f"all-gather x 4096 {dots[0]}"]
+    lowered = converted("tpu", fn, (ROWS, WEIGHT), lines, values={1: "00"}, uses=uses, copies={1: "0-"})
+    assert lowered == [lines[0], f"all-gather x 4096 {dots[0]}"]
 
 
 def test_a_products_sum_is_narrowed_with_its_readers_but_never_its_scatter() -> None:
@@ -157,8 +159,8 @@ def test_a_products_sum_is_narrowed_with_its_readers_but_never_its_scatter() -> 
         return (x @ w) @ w
 
     lines = ["all-reduce y 131072 op0", "reduce-scatter y 131072 op1"]
-    found = converted("tpu", fn, (ROWS, WEIGHT), lines, values={3: "-1"})
-    assert found == ["all-reduce y 65536 op0", lines[1]]
+    lowered = converted("tpu", fn, (ROWS, WEIGHT), lines, values={3: "-1"})
+    assert lowered == ["all-reduce y 65536 op0", lines[1]]
 
 
 # --- TPU: tiles -------------------------------------------------------------------------------------------------------
@@ -176,8 +178,8 @@ def test_a_products_sum_is_narrowed_with_its_readers_but_never_its_scatter() -> 
 def test_sums_are_scattered_in_whole_tiles(rows: int, columns: int, onto: str, kind: str) -> None:
     args = jax.ShapeDtypeStruct((rows, 128), jnp.float32), jax.ShapeDtypeStruct((128, columns), jnp.float32)
     nbytes = 4 * rows * columns
-    found = converted("tpu", lambda x, w: x @ w, args, [f"reduce-scatter y {nbytes} op0"], values={2: onto})
-    assert found == [f"{kind} y {nbytes} op0"]
+    lowered = converted("tpu", lambda x, w: x @ w, args, [f"reduce-scatter y {nbytes} op0"], values={2: onto})
+    assert lowered == [f"{kind} y {nbytes} op0"]
 
 
 @pytest.mark.parametrize(("width", "kind"), [(256, "all-reduce"), (512, "reduce-scatter")])
@@ -205,8 +207,8 @@ def test_the_tiles_are_those_of_what_is_made() -> None:
 def test_short_vectors_are_gathered_as_sums(length: int, kind: str) -> None:
     args = (jax.ShapeDtypeStruct((length,), jnp.float32),)
     lines = [f"all-gather y {4 * length} op0.in0"]
-    found = converted("tpu", lambda b: b * 2, args, lines, values={0: "-0"}, uses={"op0.in0": "--"})
-    assert found == [f"{kind} y {4 * length} op0.in0"]
+    lowered = converted("tpu", lambda b: b * 2, args, lines, values={0: "-0"}, uses={"op0.in0": "--"})
+    assert lowered == [f"{kind} y {4 * length} op0.in0"]
 
 
 # --- CPU, GPU, Shardy -------------------------------------------------------------------------------------------------
@@ -225,10 +227,10 @@ SUMS = ["reduce-scatter x 1048576 op0", "reduce-scatter y 524288 op0", "all-gath
     ],
 )
 def test_sums(platform: str, lines: list[str], result: str, expected: list[str]) -> None:
-    found = converted(
+    lowered = converted(
         platform, lambda x, w: x @ w, (WEIGHT, WEIGHT), lines, values={1: "-0", 2: result}, uses={"op0.in1": "--"}
     )
-    assert found == expected
+    assert lowered == expected
 
 
 @pytest.mark.parametrize(
@@ -247,10 +249,10 @@ def test_the_compiler_for_cpu_sums_over_one_dimension_after_another(
     platform: str, operands: str, lines: list[str], expected: list[str]
 ) -> None:
     args = jax.ShapeDtypeStruct((16, 32, 8), jnp.float32), jax.ShapeDtypeStruct((16, 32, 32), jnp.float32)
-    found = converted(
+    lowered = converted(
         platform, lambda x, y: jnp.einsum("bsd,bsf->df", x, y), args, lines, values={0: operands, 1: operands, 2: "--"}
     )
-    assert found == expected
+    assert lowered == expected
 
 
 # --- XLA everywhere ---------------------------------------------------------------------------------------------------
@@ -265,10 +267,10 @@ def test_what_is_one_number_throughout_is_not_moved(platform: str, places: int, 
 
     args = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((512, 1), jnp.float32)
     ops = trace(fn, *args).graph.ops
-    made = next(op for op in ops if op.name.startswith("scatter"))
-    site = next(f"{op.tag}.in{op.inputs.index(made.outputs[0])}" for op in ops if made.outputs[0] in op.inputs)
+    scatter = next(op for op in ops if op.name.startswith("scatter"))
+    site = next(f"{op.tag}.in{op.inputs.index(scatter.outputs[0])}" for op in ops if scatter.outputs[0] in op.inputs)
     lines = [f"all-gather y 2048 {site}"]
-    assert converted(platform, fn, args, lines, values={made.outputs[0]: "-0"}, uses={site: "--"}) == lines * moves
+    assert converted(platform, fn, args, lines, values={scatter.outputs[0]: "-0"}, uses={site: "--"}) == lines * moves
 
 
 @pytest.mark.parametrize(
@@ -293,8 +295,8 @@ def test_ways_that_begin_alike_share_the_beginning(
     lines = [f"all-to-all x 131072 {dots[0]}"] if copies else []
     lines += [f"all-gather {step} {dot}" for dot, way in zip(dots, ways, strict=True) for step in steps[way]]
     uses = dict(zip(dots, ways, strict=True))
-    found = converted("cpu", fn, (ROWS, WEIGHT), lines, values={1: home}, uses=uses, copies=copies)
-    assert found == [lines[k] for k in left]
+    lowered = converted("cpu", fn, (ROWS, WEIGHT), lines, values={1: home}, uses=uses, copies=copies)
+    assert lowered == [lines[k] for k in left]
 
 
 @pytest.mark.parametrize(("platform", "sums"), [("cpu", 3), ("gpu", 3), ("tpu", 2)])
@@ -318,13 +320,18 @@ def test_equal_sums_in_other_layouts_are_two() -> None:
 
 
 def explained(
-    platform: str, fn: Callable[..., Any], args: Sequence[Any], mine: Sequence[str], theirs: Sequence[str], **given: Any
+    platform: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    mine: Sequence[str],
+    theirs: Sequence[str],
+    **layouts: Any,
 ) -> tuple[list[str], list[str], list[tuple[str, int]]]:
     """What no exception explains of either side, and how many collectives each exception explains."""
-    plan, graph = with_layouts(fn, args, mine, **given)
-    found = compare(plan.collectives, planned(theirs), dict(zip("xy", MESH, strict=True)))
-    left, names = known_exceptions.apply_exceptions(platform, found, plan.collectives, Context(graph, plan))
-    assert left.ratio == found.ratio
+    plan, graph = with_layouts(fn, args, mine, **layouts)
+    comparison = compare(plan.collectives, planned(theirs), dict(zip("xy", MESH, strict=True)))
+    left, names = known_exceptions.apply_exceptions(platform, comparison, plan.collectives, Context(graph, plan))
+    assert left.ratio == comparison.ratio
     return text(left.predicted_only), text(left.emitted_only), list(names.items())
 
 
@@ -358,9 +365,9 @@ def test_what_shardy_does_otherwise_has_a_name() -> None:
     theirs = [*theirs, "all-to-all y:(2)2 640 op0.in1"]
     predicted, emitted, names = explained("shardy", fn, (uneven, WEIGHT), mine, theirs)
     assert (predicted, emitted, [count for _, count in names]) == ([], [], [1, 1, 1, 1])
-    others = ["all-gather y 1792 op0.in0", "all-gather y 896 op1", "all-to-all y 640 op0.in1"]
-    predicted, emitted, _ = explained("shardy", fn, (ROWS, WEIGHT), mine[2:], others)
-    assert (predicted, emitted) == (mine[2:], others)
+    unexplained = ["all-gather y 1792 op0.in0", "all-gather y 896 op1", "all-to-all y 640 op0.in1"]
+    predicted, emitted, _ = explained("shardy", fn, (ROWS, WEIGHT), mine[2:], unexplained)
+    assert (predicted, emitted) == (mine[2:], unexplained)
 
 
 def test_an_unrolled_loop_and_padding_on_shardys_side_have_names() -> None:

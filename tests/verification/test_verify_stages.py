@@ -85,8 +85,8 @@ def test_a_collective_that_the_plan_of_a_stage_lacks_is_told_with_its_line() -> 
     plan = in_stages((2, 4))
     first, second = plan.stages
     missing = max((c for c in second.collectives if c.source), key=lambda c: c.bytes)
-    told = replace(second, collectives=tuple(c for c in second.collectives if c is not missing))
-    report = autopar.verify(replace(plan, stages=(first, told)), step, PARAMS, BATCH, target="shardy")
+    changed = replace(second, collectives=tuple(c for c in second.collectives if c is not missing))
+    report = autopar.verify(replace(plan, stages=(first, changed)), step, PARAMS, BATCH, target="shardy")
     assert not report.ok
     (line,) = report.mismatches
     assert line.startswith(f"emitted but not predicted: {missing.count} x {missing.kind} over {'+'.join(missing.axes)}")
