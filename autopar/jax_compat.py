@@ -302,15 +302,15 @@ def leaked_value(trace: Callable[[], Any], holds: Callable[[Callable[[Any], bool
 
 
 def _tracers_of(trace: Any) -> list[Any]:
-    """Traced values that hold a trace, or a trace inside it."""
+    """Traced values that hold a trace, or a trace inside it. Each level of traces is one pass over all objects."""
     tracers: list[Any] = []
-    seen = [] if trace is None else [trace]
-    for seen_trace in seen:
-        for holder in gc.get_referrers(seen_trace):
-            if isinstance(holder, jax_core.Tracer):
-                tracers.append(holder)
-            elif isinstance(holder, jax_core.Trace) and not any(holder is s for s in seen):
-                seen.append(holder)
+    seen = dict[int, Any]()
+    level = {} if trace is None else {id(trace): trace}
+    while level:
+        seen.update(level)
+        holders = gc.get_referrers(*level.values())
+        tracers += (holder for holder in holders if isinstance(holder, jax_core.Tracer))
+        level = {id(h): h for h in holders if isinstance(h, jax_core.Trace) and id(h) not in seen}
     return tracers
 
 
