@@ -26,7 +26,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.graph import verify as verify_graph
-from autopar.ir.text import seconds
+from autopar.ir.text import seconds, size
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
@@ -34,12 +34,13 @@ from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
 from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
-from autopar.passes.remat import choose_offload, memory_policy
+from autopar.passes.remat import choose, choose_offload, memory_policy, rewrite
 from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans import one_mesh
 from autopar.plans import pipeline as pipeline_plan
 from autopar.plans.plan import Plan
+from autopar.plans.stage_budget import budget_error
 from autopar.progress import Progress, reporting
 from autopar.rules.registry import registered_rules
 from autopar.runtime.load import load
@@ -348,6 +349,8 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
         if as_written or (_fits(best, s) and best.plan.step_time_s < limit):
             break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
     assert best is not None
+    if isinstance(s.memory_budget, float) and not _fits(best, s):
+        raise budget_error(best.plan, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
     best = replace(best, plan=replace(best.plan, phases=phases))
     for warning in best.warnings:
@@ -466,8 +469,7 @@ def _faster(first: PlannedStep, second: PlannedStep | None, s: Settings) -> Plan
 
 def _fits(step: PlannedStep, s: Settings) -> bool:
     """Whether the peak memory of every device is within the budget."""
-    peak = max(stage.peak_memory_bytes for stage in step.plan.stages)
-    return memory_policy.fits(peak, step.target.logical, s.memory_budget)
+    return memory_policy.fits(step.plan.peak_memory_bytes, step.target.logical, s.memory_budget)
 
 
 #: Settings that the search for a pipeline depends on, besides those in `Options`.
@@ -490,12 +492,40 @@ def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
 
 
 def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
-    """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices."""
+    """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices.
+
+    Where it does not fit into memory, stages are planned within the limit; with remat="auto" then with all layers
+    recomputed. The first that fits is taken.
+
+    Raises:
+        MemoryBudgetError: none fits into the budget. Without a budget, the smallest is the plan, with a warning.
+    """
     asked = _pipeline_options(s)
     pipelines.check_options(asked, bool(call.traced.pins), call.traced.graph)
     target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
-    pipeline = pipelines.pipelined(call.traced.graph, argnums.named_batch(call.args, s), target, asked)
-    return _plan_stages(call, s, target, pipeline, {"trace": call.trace_s})
+    batch, phases = argnums.named_batch(call.args, s), {"trace": call.trace_s}
+    attempts: list[PlannedStep] = []
+    for policy in (rewrite.NONE, rewrite.FULL) if s.remat == choose.AUTO else (s.remat,):
+        pipeline = pipelines.pipelined(call.traced.graph, batch, target, replace(asked, remat=policy))
+        for limited in (pipeline, pipeline.within(memory_policy.memory_bytes(target.logical, s.memory_budget))):
+            attempts.append(_plan_stages(call, s, target, limited, phases))
+            phases = dict(attempts[-1].plan.phases)
+            if _fits(attempts[-1], s):
+                return attempts[-1]
+    return _closest(call, s, attempts)
+
+
+def _closest(call: _Call, s: Settings, attempts: Sequence[PlannedStep]) -> PlannedStep:
+    """The smallest of plans in stages that do not fit, with a warning; MemoryBudgetError if a budget was given."""
+    smallest = min(attempts, key=lambda step: step.plan.peak_memory_bytes)
+    if s.memory_budget is not None:
+        raise budget_error(smallest.plan, memory_policy.memory_bytes(smallest.target.logical, s.memory_budget))
+    warn(
+        f"{name_of(call.fn)}: the plan needs {size(smallest.plan.peak_memory_bytes)} per device, more than the "
+        f"{size(memory_policy.usable_bytes(smallest.target.logical))} that are there, and none in "
+        f"{len(smallest.plan.stages)} stages that was found needs less"
+    )
+    return smallest
 
 
 def _plan_stages(
@@ -511,7 +541,7 @@ def _plan_stages(
     options = replace(_stage_options(s), time_limit=time_limit / len(pipeline.stages.stages))
     layouts = pipelines.plan_layouts(run, pipeline, options)
     plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, state, 0.0)
-    plan = replace(plan, phases={**phases, "stages": time.perf_counter() - begin})
+    plan = replace(plan, phases={**phases, "stages": phases.get("stages", 0.0) + time.perf_counter() - begin})
     call.report(f"{len(plan.stages)} stages take {seconds(plan.step_time_s)}")
     return PlannedStep(run, plan, target, rules, pipeline=pipeline, layouts=layouts)
 

@@ -192,10 +192,6 @@ def written(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., 
     return outer.__wrapped__, (*owner, *args), chosen
 
 
-#: Options that a step in stages does not take yet -> their value when they are not given.
-_OF_ONE_STAGE: Mapping[str, Any] = {"memory_budget": None}
-
-
 def _check_stages(s: Settings) -> None:
     """Options that fit each other."""
     if s.stages == 1 and s.schedule not in ("auto", "none"):
@@ -203,9 +199,8 @@ def _check_stages(s: Settings) -> None:
     if s.pipelined and s.schedule == "none":
         choices = ", ".join(map(repr, RUNNABLE[1:]))
         raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
-    for name, absent in _OF_ONE_STAGE.items():
-        if s.pipelined and getattr(s, name) != absent:
-            raise ArgumentError(f"{name} is not available with stages={s.stages} in this version; leave it out")
+    if s.pipelined and s.memory_budget == "min":
+        raise ArgumentError(f"memory_budget='min' is not available with stages={s.stages} in this version; give bytes")
     if s.pipelined and s.offload == choose_offload.ALL:
         raise ArgumentError(f"offload='all' is not available with stages={s.stages} in this version; leave it out")
 

@@ -52,7 +52,7 @@ def digests(name: str) -> Iterator[tuple[str, str]]:
         if isinstance(share := options.get("memory_budget"), float):
             options["memory_budget"] = None
             free = autopar.plan(model.step, *args, **options)
-            options["memory_budget"] = int(share * max(stage.peak_memory_bytes for stage in free.stages))
+            options["memory_budget"] = int(share * free.peak_memory_bytes)
         try:
             yield title, digest(autopar.plan(model.step, *args, **options))
         except autopar.AutoparError as error:

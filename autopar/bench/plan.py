@@ -132,7 +132,7 @@ def work(spec: Mapping[str, Any]) -> Iterator[Result]:
         "num_microbatches": plan.num_microbatches,
         "mfu": plan.mfu,
         "hfu": plan.hfu,
-        "peak_memory_bytes": max(stage.peak_memory_bytes for stage in plan.stages),
+        "peak_memory_bytes": plan.peak_memory_bytes,
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, graph_hash
 from autopar.ir.layout import Layout, ProgramLayouts, even, replicated
+from autopar.ir.text import size
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
@@ -36,7 +37,6 @@ from autopar.plans.layout_checks import check_layouts
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
 from autopar.rules import RuleReader
-from autopar.schedules import peak_stash
 from autopar.schedules.complete import forward_only
 
 
@@ -162,6 +162,7 @@ def make_plan(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *pipelined.choice.notes,
             *dict.fromkeys(warning for s in solved for warning in s.warnings),
+            *_missing(pipelined, stages),
         ),
     )
 
@@ -255,12 +256,21 @@ def _peak_seconds(pipelined: Pipelined, number: int, ops: Sequence[Any]) -> floa
 # Memory
 
 
+def _missing(pipelined: Pipelined, stages: Sequence[Stage]) -> Iterator[str]:
+    """A note for each rank whose stages together need more than their limits."""
+    placement, limits = pipelined.schedule.pipeline.placement, pipelined.choice.limits
+    for rank in dict.fromkeys(placement) if limits else ():
+        numbers = [s for s, other in enumerate(placement) if other == rank]
+        nbytes = math.fsum(limits[s].nbytes for s in numbers)
+        needed = sum(stages[s].peak_memory_bytes for s in numbers)
+        if needed > nbytes + len(numbers):  # peaks are rounded up
+            names = "stage " + " and ".join(map(str, numbers))
+            yield f"{names} needs {size(needed - nbytes)} more than the {size(nbytes)} that a device has for it"
+
+
 def _memory(pipelined: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:
     """Peak bytes per device of a stage, and by kind."""
-    rank = pipelined.schedule.pipeline.placement[number]
-    stages = pipelined.schedule.pipeline.placement.count(rank)
-    under_way = -(-peak_stash(pipelined.schedule)[rank] // stages)
-    memory = plan.summary.memory
+    under_way, memory = pipelined.in_flight(number), plan.summary.memory
     passes = {
         "arguments": memory.batch,
         "resharding": memory.copies,

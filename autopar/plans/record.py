@@ -119,6 +119,14 @@ class PlanRecord:
         return self.schedule != "none"
 
     @property
+    def peak_memory_bytes(self) -> int:
+        """Predicted peak memory, bytes per device, of the devices with most; stages of one rank share its devices."""
+        by_rank: dict[int, int] = {}
+        for stage in self.stages:
+            by_rank[stage.rank] = by_rank.get(stage.rank, 0) + stage.peak_memory_bytes
+        return max(by_rank.values())
+
+    @property
     def mesh(self) -> Mapping[str, int]:
         """Axis name -> size of the whole mesh."""
         return dict(zip(self.mesh_names, self.mesh_sizes, strict=True))

@@ -42,7 +42,7 @@ from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
 from autopar.passes.stages.plan_all import PlannedStage, StagePlans, plan_stages
-from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make
+from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make, peak_stash
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,17 @@ class Pipelined:
     def mesh(self, stage: int) -> LogicalMesh:
         """The submesh of a stage."""
         return self.meshes[self.schedule.pipeline.placement[stage]]
+
+    def in_flight(self, stage: int) -> int:
+        """The most microbatches between the first and the last pass of a stage."""
+        placement = self.schedule.pipeline.placement
+        return -(-peak_stash(self.schedule)[placement[stage]] // placement.count(placement[stage]))
+
+    def within(self, nbytes: float) -> Pipelined:
+        """The same step with a memory limit, bytes per device, that the stages of one rank share evenly."""
+        placement = self.schedule.pipeline.placement
+        limits = (MemoryLimit(nbytes / placement.count(rank), self.in_flight(s)) for s, rank in enumerate(placement))
+        return replace(self, choice=replace(self.choice, limits=tuple(limits)))
 
 
 def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: PipelineOptions) -> Pipelined:

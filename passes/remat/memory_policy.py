@@ -78,6 +78,13 @@ def memory_limit(mesh: LogicalMesh, budget: float | str | None) -> float | str:
     return usable_bytes(mesh) if budget is None else budget
 
 
+def memory_bytes(mesh: LogicalMesh, budget: float | str | None) -> float:
+    """The same in bytes: `budget` is not "min"."""
+    limit = memory_limit(mesh, budget)
+    assert not isinstance(limit, str)
+    return limit
+
+
 def fits(peak_bytes: float, mesh: LogicalMesh, budget: float | str | None) -> bool:
     """Whether a plan with this peak is within the budget; any is for "min"."""
     limit = memory_limit(mesh, budget)

@@ -27,7 +27,6 @@ from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, ProgramLayouts
 from autopar.ir.problem import Ints
-from autopar.ir.text import size
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.memory.penalised import penalised, together
@@ -169,7 +168,7 @@ class PenalisedPlans:
         The search starts at the rate below that of the limit: layers by themselves may need a higher rate than the
         whole stage. It goes down from a rate that fits, and up from one that does not. If the lowest fitting rate costs
         much more than the one below it, a rate between the two is tried. If no rate fits, the plan is that of the last
-        of `effort.rates`; a warning says how many bytes are missing.
+        of `effort.rates`.
         """
         plans: dict[float, StagePlan] = {}
         excess: dict[float, float] = {}
@@ -189,11 +188,7 @@ class PenalisedPlans:
                 if seconds(min(plans)) <= (1 + self.effort.gap) * self.reference.objective or not fits(rate):
                     break
         elif not any(map(fits, rates[start + 1 :])):
-            smallest, missing = plans[rates[-1]], size(excess[rates[-1]])
-            warning = f"stage {graph.stage} needs {missing} more than the {size(limit.nbytes)} that a device has for it"
-            return replace(
-                smallest, solution=replace(smallest.solution, warnings=(*smallest.solution.warnings, warning))
-            )
+            return plans[rates[-1]]
         lowest_fitting = min(rate for rate, nbytes in excess.items() if nbytes <= 0)
         highest_below = max((rate for rate in plans if rate < lowest_fitting), default=lowest_fitting)
         if seconds(lowest_fitting) > (1 + self.effort.refine_above) * seconds(highest_below):

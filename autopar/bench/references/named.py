@@ -144,7 +144,7 @@ def _named_plan(
 
 def _fits(plan: Plan, cluster: Cluster) -> bool:
     mesh = cluster.logical_mesh((cluster.num_devices,))
-    return memory_policy.fits(max(stage.peak_memory_bytes for stage in plan.stages), mesh, None)
+    return memory_policy.fits(plan.peak_memory_bytes, mesh, None)
 
 
 def _words(plan: Plan) -> str:

@@ -94,7 +94,7 @@ def _planned(program: Program, model: zoo.Model, budget: int | None, free: bool 
                 stages=program.stages,
                 time_limit=SECONDS,
             )
-            peak = max(stage.peak_memory_bytes for stage in plan.stages)
+            peak = plan.peak_memory_bytes
             out = {"step_s": plan.step_time_s, "gap": plan.gap, "peak_bytes": peak}
     except AutoparError as error:
         out = {"step_s": math.inf, "gap": math.inf, "error": f"{type(error).__name__}: {str(error)[:120]}"}

@@ -72,7 +72,7 @@ def draw(plan: PlanRecord, path: Path) -> None:
             _box(axes, tensor)
         left, right = bars.subplots(1, 2)
         _stacked(left, f"predicted step: {seconds(plan.step_time_s)}", times(plan), seconds)
-        peak = max(stage.peak_memory_bytes for stage in plan.stages)
+        peak = plan.peak_memory_bytes
         memory = {stage.name: stage.memory for stage in plan.stages}
         _stacked(right, f"peak memory per device: {size(peak)}", memory, size)
 

@@ -58,11 +58,11 @@ def summary(plan: PlanRecord, graph: Graph | None = None) -> str:
 def _head(plan: PlanRecord) -> list[str]:
     """What the plan is for, its forms of parallelism, and the figures that matter most."""
     mesh = ", ".join(f"{n}={s}" for n, s in plan.mesh.items())
-    peak = max(stage.peak_memory_bytes for stage in plan.stages)
+    peak = size(plan.peak_memory_bytes)
     lines = (
         f"Plan for {math.prod(plan.mesh_sizes)} devices, mesh ({mesh}), on {plan.cluster}",
         describe(plan),
-        f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {size(peak)} of memory per device",
+        f"{seconds(plan.step_time_s)} per step, {plan.mfu:.1%} of the peak FLOP/s, {peak} of memory per device",
     )
     return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 

@@ -1,0 +1,85 @@
+"""`memory_budget=` with stages: the peak stays within it, results are the same, and what does not fit says why."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autopar
+from autopar import zoo
+from autopar.bench.equal.case import dear
+from autopar.errors import AutoparWarning, MemoryBudgetError
+from autopar.hardware.cluster import Cluster
+
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b"]
+MODEL = zoo.build("mlp-toy", layers=4, batch=64)
+
+
+@cache
+def plan(schedule: Schedule = "1f1b", budget: int | None = None) -> autopar.Plan:
+    options: dict[str, Any] = {"mesh": (2,), "cluster": dear((2,)), "stages": 2, "num_microbatches": 4}
+    return autopar.plan(MODEL.step, *MODEL.abstract_args(), schedule=schedule, memory_budget=budget, **options)
+
+
+@cache
+def least(schedule: Schedule) -> MemoryBudgetError:
+    with pytest.raises(MemoryBudgetError) as refused:
+        plan(schedule, 1)
+    return refused.value
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_the_smallest_budget_that_an_error_names_is_met(schedule: Schedule) -> None:
+    error, free = least(schedule), plan(schedule)
+    assert 0 < error.bound_bytes <= error.least_bytes < free.peak_memory_bytes
+    smallest = plan(schedule, error.least_bytes)
+    assert smallest.peak_memory_bytes <= error.least_bytes
+    assert not any("more than" in note for note in smallest.notes)
+    assert plan(schedule, free.peak_memory_bytes).stages == free.stages
+
+
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(share=st.floats(0, 1.2), schedule=st.sampled_from(["1f1b", "interleaved-1f1b"]))
+def test_no_budget_is_exceeded(share: float, schedule: Schedule) -> None:
+    free, smallest = plan(schedule).peak_memory_bytes, least(schedule).least_bytes
+    budget = int(smallest + share * (free - smallest))
+    within = plan(schedule, budget)
+    assert within.peak_memory_bytes <= budget
+    assert within.step_time_s >= plan(schedule).step_time_s * 0.995
+    by_rank = [sum(s.peak_memory_bytes for s in within.stages if s.rank == rank) for rank in (0, 1)]
+    assert within.peak_memory_bytes == max(by_rank)
+
+
+def test_the_message_says_where_and_what_would_fit() -> None:
+    first_line = (
+        r"no plan in 2 stages fits into 1 B per device: the smallest one found needs .* in stage \d \(state .*\)"
+    )
+    assert re.match(first_line, str(least("gpipe")))
+    assert "schedule='1f1b', which keeps fewer microbatches" in str(least("gpipe"))
+    assert "schedule='1f1b'" not in str(least("1f1b"))
+    assert f"memory_budget={least('1f1b').least_bytes} on devices that have it" in str(least("1f1b"))
+
+
+def test_layers_are_recomputed_where_the_budget_asks_for_it_and_results_are_the_same() -> None:
+    model = zoo.build("gpt-toy", layers=2, batch=16, dtype="float32")
+    args = jax.jit(model.init)(jax.random.key(0)), model.make_batch(jax.random.key(1))
+    options: dict[str, Any] = {"mesh": (2,), "stages": 2, "num_microbatches": 2, "donate_argnums": ()}
+    free = autopar.plan(model.step, *args, cluster=dear((2,)), **options)
+    step = autopar.parallelize(model.step, memory_budget=int(0.7 * free.peak_memory_bytes), **options)
+    assert "full" in step.plan(*args).remat
+    assert "full" not in free.remat
+    for ours, theirs in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(model.step)(*args)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_without_a_budget_the_smallest_is_the_plan_and_a_warning_says_so() -> None:
+    tiny = Cluster.custom((4,), 1e-6, 1e-10, 1e12, 1e11, 20_000)
+    with pytest.warns(AutoparWarning, match=r"needs .* per device, more than the 18 kB that are there"):
+        autopar.plan(MODEL.step, *MODEL.abstract_args(), mesh=(4,), cluster=tiny, stages=2, num_microbatches=4)
