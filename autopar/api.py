@@ -57,8 +57,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         static_argnums: positions of arguments that are not traced, as in `jax.jit`. They must be hashable. Arrays of a
             static module would become constants of the program, so that modules must not be static.
         memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
-            plan with the least peak. If no plan fits, `MemoryBudgetError` is raised. None: nine tenths of the memory
-            of a device; if no plan fits, the plan that exceeds it least is used, with a warning. "min" not with `stages`.
+            plan with the least peak, which is not available with `stages`. If no plan fits, `MemoryBudgetError` is
+            raised. None: nine tenths of the memory of a device; if no plan fits, the plan that exceeds it least is
+            used, with a warning.
         pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
             paths of argument leaves, or "arg:i", "out:i", where i counts the array leaves of all arguments or results.
         solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
