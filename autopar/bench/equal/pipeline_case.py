@@ -65,9 +65,7 @@ def case(baseline: Single, schedule: str, stages: int, inner: str, dtype: str) -
     """All criteria for one model under one schedule."""
     inputs = baseline.inputs
     coupled = inputs.model.name in COUPLED
-    asked = "auto" if coupled and schedule == "interleaved-1f1b" else schedule  # it takes no single microbatch
-    how = {"stages": stages, "schedule": asked, **options(inputs.model, stages, inner)}
-    ours = equal_case.parallel(inputs, replans=False, **how)
+    ours = equal_case.parallel(inputs, replans=False, **options(inputs.model, schedule, stages, inner))
     numbers, wrong = equal_case.compared(baseline, ours.run, dtype, DEVICES)
     refusal = next((note for note in ours.plan.notes if note.startswith("one microbatch")), "")
     row = Row(
@@ -86,12 +84,15 @@ def case(baseline: Single, schedule: str, stages: int, inner: str, dtype: str) -
     return replace(row, ok=not failures, failures=failures)
 
 
-def options(model: zoo.Model, stages: int, inner: str) -> Mapping[str, Any]:
-    """Mesh, prices and pins under which the devices of a stage divide what they are to divide."""
+def options(model: zoo.Model, schedule: str, stages: int, inner: str) -> Mapping[str, Any]:
+    """Stages, and the mesh, prices and pins under which the devices of a stage divide what they are to divide."""
+    single = model.name in COUPLED  # one microbatch, which an interleaved schedule does not take
+    asked = "auto" if single and schedule == "interleaved-1f1b" else schedule
     mesh = {"pipe": DEVICES} if inner == "data" else {"pipe": stages, "model": DEVICES // stages}
     pins = PLANS["data" if inner == "data" else "megatron"](model, mesh)
     state = {path: spec for path, spec in (pins or {}).items() if path.startswith("state/")}
-    return {"mesh": mesh, "cluster": equal_case.dear(tuple(mesh.values())), "pins": state}
+    cluster = equal_case.dear(tuple(mesh.values()))
+    return {"stages": stages, "schedule": asked, "mesh": mesh, "cluster": cluster, "pins": state}
 
 
 def _share(baseline: Single, plan: autopar.Plan) -> float:
