@@ -1,4 +1,6 @@
-"""How the compilers of different devices use memory: what they fuse, in which order they run, what they copy.
+"""How the compilers of different devices use memory: in which order they run, what they copy.
+
+What they fuse is in `autopar.cost_models.compiler.fusion`.
 
 Each fact was read off buffer assignments and scheduled HLO of compiled train steps (XLA's --xla_dump_to; jaxlib 0.10.2
 for CPU, 0.12.0 and libtpu 0.0.52 for TPU v5e); docs/benchmarks/peak-memory.md has predictions against the compilers.
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.cost_models.compiler import fusion
+from autopar.cost_models.compiler.fusion import Fusion
 from autopar.hardware.description import Device
 
 
@@ -22,6 +26,7 @@ class Backend:
 
     Attributes:
         name: for people.
+        fusion: what it fuses.
         platforms: what JAX calls it in `jax.lax.platform_dependent`.
         runs_eagerly: everything runs as soon as its operands are there, breadth first; otherwise in program order,
             updates as soon as their gradients are there.
@@ -37,14 +42,6 @@ class Backend:
         swaps_products: a product that a transpose alone reads is made with its operands in the other order instead (see
             `autopar.codegen.fold_transpose`), and transposed operands are those of that product.
         spreads_scalars: scalars in elementwise operations are arrays, one for each scalar and shape.
-        cheap_repeats: what is cheap is repeated by every kernel that reads it, however many arrays it is made of, as
-            long as none of them depends on it by way of memory; what is made of one array is repeated by kernels that
-            can, if it is written for others.
-        sines_repeat: sines, cosines and tangents count as cheap.
-        products_repeat: products read through what is fused into them, and what costs is repeated like everything else.
-        products_absorb: a product's kernel does what is elementwise to its result, where that is all that reads it.
-        scatters_fuse: a scatter of one element per row is elementwise: a comparison with the index.
-        loops_sink: a loop makes what is broadcast for it in its body, where that reads it.
         stores_early: what a loop stacks is stored as soon as it is made; otherwise at the end of the body.
         stacks_first: stacked results of loops are adjacent in the heap, and temporaries around them.
         merges_fetches: what is fetched alike for two readers is fetched once.
@@ -76,6 +73,7 @@ class Backend:
     """
 
     name: str
+    fusion: Fusion
     platforms: tuple[str, ...] = ()
     runs_eagerly: bool = False
     solves_in_depth: bool = False
@@ -86,12 +84,6 @@ class Backend:
     turns_operands: bool = False
     swaps_products: bool = False
     spreads_scalars: bool = False
-    cheap_repeats: bool = False
-    sines_repeat: bool = False
-    products_repeat: bool = False
-    products_absorb: bool = False
-    scatters_fuse: bool = False
-    loops_sink: bool = False
     stores_early: bool = False
     stacks_first: bool = False
     merges_fetches: bool = False
@@ -117,6 +109,7 @@ class Backend:
 
 CPU = Backend(
     "cpu",
+    fusion.CPU,
     platforms=("cpu",),
     runs_eagerly=True,
     solves_in_depth=True,
@@ -128,8 +121,6 @@ CPU = Backend(
     swaps_products=True,
     spreads_scalars=True,
     sums_in_place=False,
-    cheap_repeats=True,
-    sines_repeat=True,
     stores_early=True,
     hashes_in_pairs=True,
     transposes_gathers=True,
@@ -146,11 +137,8 @@ CPU = Backend(
 )
 TPU = Backend(
     "tpu",
+    fusion.TPU,
     platforms=("tpu",),
-    products_repeat=True,
-    products_absorb=True,
-    scatters_fuse=True,
-    loops_sink=True,
     stores_early=True,
     stacks_first=True,
     merges_fetches=True,
@@ -161,8 +149,7 @@ TPU = Backend(
     near_bytes=32 * 2.0**20,
     fragmentation=1.12,
 )
-#: XLA on GPUs: matrix products are library calls, everything light is fused into loops.
-GPU = Backend("gpu", platforms=("cuda", "rocm"))
+GPU = Backend("gpu", fusion.GPU, platforms=("cuda", "rocm"))
 
 #: Backends by name, as targets of compilation name them.
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (CPU, TPU, GPU)}

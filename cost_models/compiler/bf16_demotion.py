@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost_models.compiler.compiled_program import HEAVY, LIGHT, LOOP, MOVES, REDUCTION, Program, Step
-from autopar.ir.op_sets import ALL_PRODUCTS
+from autopar.cost_models.compiler.compiled_program import Program, Step
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, LOOP, MOVES, PRODUCT, REDUCTION
 
 #: A reduction whose result becomes this share of its operand again cannot be made in the operand's kernel.
 _HALF = 0.5
@@ -32,7 +32,7 @@ def narrowed(
     Args:
         p, steps: the program, and the steps of all its frames.
         readers: value -> the steps that read it.
-        thin, leaving, absorbed: see `autopar.cost_models.compiler.fusion`.
+        thin, leaving, absorbed: see `autopar.cost_models.compiler.written_values`.
     """
     narrowing = _Narrowing(p, steps, readers, thin, leaving, absorbed)
     return frozenset(narrowing.demoted() if p.backend.narrows else ())
@@ -55,7 +55,7 @@ class _Narrowing:
             for v in step.inputs:
                 if step.kind != LOOP and v in self.p.tokens:
                     through.setdefault(v, []).append(step)
-        heavy = [v for s in self.steps if s.kind == HEAVY for v in s.outputs if v not in self.absorbed]
+        heavy = [v for s in self.steps if s.kind in (KERNEL, PRODUCT) for v in s.outputs if v not in self.absorbed]
         results = (v for v in (*heavy, *self.absorbed.values()) if v not in self.leaving)
         demoted = {v for v in results if self._ends_in_products(v, self._readers_inside(v))}
         demoted.update(v for s in self.steps if s.kind == LOOP for v in s.outputs if self._products_alone_read(v))
@@ -74,7 +74,7 @@ class _Narrowing:
                 if step.kind == LIGHT and step.name in MOVES:
                     waiting.extend(v for v in step.outputs if v not in seen)
                     seen.update(step.outputs)
-                elif step.name not in ALL_PRODUCTS:
+                elif step.kind != PRODUCT:
                     return False
                 products = True
             if value in self.leaving:
@@ -92,9 +92,9 @@ class _Narrowing:
                     output = step.outputs[0]
                     same = read if step.name == "transpose" else output
                     waiting.extend((same, r) for r in self._readers_inside(output))
-            elif step.name in ALL_PRODUCTS or (step.kind == REDUCTION and not self._spreads_again(step)):
+            elif step.kind == PRODUCT or (step.kind == REDUCTION and not self._spreads_again(step)):
                 ends.add(self.p.behind(read))
-                products = products or step.kind == HEAVY
+                products = products or step.kind == PRODUCT
             else:
                 return False
         return products and len(ends) == 1

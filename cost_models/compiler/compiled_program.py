@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost_models.compiler.backends import Backend
+from autopar.cost_models.compiler.fusion import LOOP
 from autopar.cost_models.compiler.swapped_products import swapped_products
 from autopar.ir.graph import Atom, Graph, Op, Region, Type
-from autopar.ir.op_sets import ADDITIONS, BROADCASTS, JOINS, REORDERINGS, RESHAPES, SCATTERS, SLICES
-
-LIGHT, HEAVY, REDUCTION, LOOP, STORE = "light", "heavy", "reduction", "loop", "store"
+from autopar.ir.op_sets import ADDITIONS, RESHAPES, SCATTERS
 
 #: Operations that change some elements of their first operand, in place if nothing else reads it.
 OVERWRITES = (*SCATTERS, "dynamic_update_slice")
@@ -35,8 +34,6 @@ IN_PLACE_OPERAND: Mapping[str, int] = {
 RENAMINGS = (*RESHAPES, "stop_gradient", "copy", "sharding_constraint")
 #: Operations whose operands may change places.
 COMMUTATIVE = frozenset((*ADDITIONS, "mul", "max", "min", "and", "or", "xor", "eq", "ne"))
-#: Operations that move elements; as cheap as `CHEAP` elementwise ones.
-MOVES = (*BROADCASTS, *REORDERINGS, *SLICES, *JOINS, "split")
 #: Floats that some backends compute in float32, and the name of a step that rounds to one of them.
 HALVES, ROUND = ("bfloat16", "float16"), "round to half"
 #: The name of a step that reshapes what is cheap to the matrix that a product reads, and may compute it again.
@@ -50,7 +47,7 @@ class Step:
     Attributes:
         op: the operation, or the one that asks for this step.
         name: the operation's name, or what is done instead ("transpose" of an operand, say).
-        kind: LIGHT, HEAVY, REDUCTION, LOOP or STORE (into a loop's stacked results).
+        kind: its kind in `autopar.cost_models.compiler.fusion`.
         inputs, outputs: values read and defined.
         after: values that must be there before, though they are not read.
         frames: bodies of a loop.

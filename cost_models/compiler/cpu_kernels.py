@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost_models.compiler.compiled_program import LIGHT, Program, Step, free_dims
+from autopar.cost_models.compiler.compiled_program import Program, Step, free_dims
+from autopar.cost_models.compiler.fusion import LIGHT
 from autopar.ir.op_sets import BITWISE, COMPARISONS, COMPLEX_PARTS, ELEMENTWISE, NUMERIC_REDUCTIONS, SELECTIONS
 
 #: Elementwise operations that the library does not know.

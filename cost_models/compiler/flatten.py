@@ -17,29 +17,11 @@ from collections.abc import Set as AbstractSet
 
 from autopar import jax_compat
 from autopar.cost_models.compiler.backends import Backend
-from autopar.cost_models.compiler.compiled_program import (
-    COMMUTATIVE,
-    HEAVY,
-    LIGHT,
-    LOOP,
-    MOVES,
-    REDUCTION,
-    STORE,
-    Frame,
-    Program,
-    Step,
-    values,
-)
+from autopar.cost_models.compiler.compiled_program import COMMUTATIVE, Frame, Program, Step, values
+from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, REDUCTION, STORE
 from autopar.cost_models.compiler.operands import add_normalized, broadcast_key, in_float32, prepared
 from autopar.cost_models.compiler.simplifications import alias_of, simplified
 from autopar.ir.graph import Atom, Graph, Op, Region
-from autopar.ir.op_sets import ALL_PRODUCTS, CHEAP, COSTLY, REDUCTIONS, SINES
-
-#: All other operations are steps of their own: they read memory as it is and write their results.
-_KIND: Mapping[str, str] = {
-    **dict.fromkeys((*COSTLY, *CHEAP, *MOVES), LIGHT),
-    **dict.fromkeys(REDUCTIONS, REDUCTION),
-}
 
 
 def flatten(
@@ -77,14 +59,13 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             add_steps(p, frame, op, waits)
             barriers = ()
         else:
-            inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), _kind(p, op)
-            if op.name in (*ALL_PRODUCTS, *REDUCTIONS):
+            inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), p.backend.fusion.kind(op)
+            if kind in (PRODUCT, REDUCTION):
                 add_normalized(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
             else:
                 frame.steps.append(Step(op, op.name, kind, inputs, op.outputs, waits))
             barriers = barriers if kind == LIGHT else ()
-            cheap = op.name in CHEAP or op.name in MOVES or (p.backend.sines_repeat and op.name in SINES)
-            p.cheap.update(op.outputs if cheap else ())
+            p.cheap.update(op.outputs if p.backend.fusion.is_cheap(op.name) else ())
         if barriers:
             p.behind_barriers.update(dict.fromkeys(op.outputs, barriers))
 
@@ -132,16 +113,6 @@ def _hold(p: Program, op: Op) -> tuple[int, ...]:
     p.fenced.update(op.outputs)
     p.barriers.append(values(operands))
     return (len(p.barriers) - 1,)
-
-
-def _kind(p: Program, op: Op) -> str:
-    if (
-        p.backend.scatters_fuse
-        and op.name.startswith("scatter")
-        and op.params["dimension_numbers"].operand_batching_dims
-    ):
-        return LIGHT
-    return _KIND.get(op.name, HEAVY)
 
 
 # Regions

@@ -4,8 +4,8 @@ Compilers fuse elementwise operations with their neighbours. A value is in memor
 
     it is an argument, a result, a constant, or enters or leaves a loop's body
     a collective moves or reduces it
-    a reduction computes it, or a kernel that nothing is fused into computes or reads it                     -> KERNELS
-    a product computes it, unless all its readers are in one fused loop; also if several products read it
+    it is not light, or has readers that do not compute it         -> autopar.cost_models.compiler.fusion.BYTES_ACCESSED
+    and it is not a product that one fused loop alone reads                                         -> _within_one_loop
 
 All other values exist only inside fused loops, including the operand of a single product. Of the values in memory
 
@@ -20,8 +20,7 @@ and a loop reads each value that it is computed from once, and none that it comp
 A collective reads its operand and writes its result. An all-to-all that splits or joins columns moves more: its pieces
 are arranged in tiles of their own                                                                           -> _Moves
 
-XLA's cost analysis calls the sum "bytes accessed". `autopar.cost_models.compiler.fusion` compares this model of fusion
-with those for memory and time.
+XLA's cost analysis calls the sum "bytes accessed".
 """
 
 from __future__ import annotations
@@ -37,23 +36,12 @@ from typing import Protocol
 
 from networkx.utils import UnionFind
 
+from autopar.cost_models.compiler.fusion import BYTES_ACCESSED, KERNEL, LIGHT, PRODUCT, REDUCTION, Fusion
 from autopar.cost_models.compiler.precision import rounded, rounds
 from autopar.hardware.description import Device
 from autopar.ir.collective import Collective
-from autopar.ir.graph import Atom, Body, Graph, Op
+from autopar.ir.graph import Body, Graph, Op
 from autopar.ir.layout import Layout, local_shape
-from autopar.ir.op_sets import PRODUCTS, RAGGED_PRODUCTS, REDUCTIONS
-
-#: Operations that are not fused: each reads its operands from memory and writes its results.
-KERNELS = (
-    *(*RAGGED_PRODUCTS, "sort", "cumsum", "gather", "scatter", "scatter-add"),
-    *("rng_bit_generator", "reduce_window_sum", "reduce_window_max", "select_and_scatter_add", "select_and_gather_add"),
-)
-#: Largest number of arrays that one fused loop reads: compilers limit fusion, so that chains of residuals are written.
-#: Chosen on three small models of 2 to 48 layers compiled for TPU v5e: 8 to 24 are within a third of XLA's figure.
-MAX_FUSED_INPUTS = 16
-#: Operations with which a fused loop ends; what comes after starts a new one.
-_WRITING = frozenset((*REDUCTIONS, *PRODUCTS))
 
 
 class LayoutsOnMesh(Protocol):
@@ -80,6 +68,14 @@ def bytes_accessed(graph: Graph, stage: LayoutsOnMesh, collectives: Sequence[Col
     moves = _Moves(graph, stage, device)
     moved = sum(c.count * moves.bytes(c) for c in collectives)
     return moved + sum(body.runs * counter.body(body) for body in graph.bodies)
+
+
+def values_in_memory(
+    graph: Graph, stage: LayoutsOnMesh, collectives: Sequence[Collective], device: Device
+) -> frozenset[int]:
+    """The values that operations without bodies compute and that `bytes_accessed` takes to be in memory."""
+    counter = _Counter(graph, stage, frozenset(c.op for c in collectives), device)
+    return frozenset(v for body in graph.bodies for v in counter.in_memory(body))
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +162,7 @@ class _Counter:
         stage: its layouts.
         moving: tags of all collectives.
         device: cost model of the devices.
+        fusion: what is fused.
         piece_bytes: (layout, shape, itemsize) -> bytes of a shard.
         stored_bytes: value -> bytes of a shard in its planned layout.
         read_by: operation (by index) -> the values that it reads, with bytes.
@@ -175,6 +172,7 @@ class _Counter:
     stage: LayoutsOnMesh
     moving: AbstractSet[str]
     device: Device
+    fusion: Fusion = BYTES_ACCESSED
     piece_bytes: dict[tuple[Layout | None, tuple[int, ...], int], int] = field(default_factory=dict)
     stored_bytes: dict[int, int] = field(default_factory=dict)
     read_by: dict[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -242,11 +240,6 @@ class _Counter:
         return _operations(site for site in self.moving if "." not in site)
 
     @cached_property
-    def products(self) -> Mapping[int, int]:
-        """Value -> how many products read it."""
-        return Counter(a for op in self.graph.walk() if op.name in PRODUCTS for a in op.inputs if isinstance(a, int))
-
-    @cached_property
     def rounded(self) -> AbstractSet[int]:
         """Values that only products read, all of which round them; no arguments or results."""
         narrow_by_value: dict[int, bool] = {}
@@ -259,56 +252,56 @@ class _Counter:
 
     def body(self, body: Body) -> float:
         """Bytes of one run of a body, without those of its regions."""
-        ops, inputs, outputs = body.ops, body.inputs, body.outputs
-        producers = {v: op for op in ops if not op.regions for v in op.outputs}
-        fused_inputs, stored = self._fused_inputs(ops, producers, self._stored(ops, inputs, outputs))
-        products = frozenset(v for v in fused_inputs if producers[v].name in PRODUCTS)
-        within = _within_one_loop(
-            products, fused_inputs, _loops(fused_inputs, products, _depths(fused_inputs)), producers
-        )
-        fixed = {*inputs, *outputs}
-        fused = {v for v in within if v not in fixed and producers[v].index not in self.summing}
-        fused_inputs = self._fused_inputs(ops, producers, stored - fused)[0] if fused else fused_inputs
+        fused_inputs, producers = self.in_memory(body), self._producers(body)
         depths = _depths(fused_inputs)
-        loops = _loops(fused_inputs, products, depths)
-        reductions = frozenset(
-            v for v in fused_inputs if producers[v].name in REDUCTIONS and producers[v].index not in self.summing
-        )
+        loops = _loops(fused_inputs, self._of_kind(PRODUCT, fused_inputs, producers), depths)
         complete = {v for v in fused_inputs if producers[v].index not in self.summing}
-        merged = _merge_elementwise(
-            fused_inputs,
-            _merge_reductions(fused_inputs, loops, depths, reductions, complete),
-            depths,
-            self._light(fused_inputs, producers),
-        )
+        reductions = complete.intersection(self._of_kind(REDUCTION, fused_inputs, producers))
+        # elementwise results that no collective moves or reduces
+        light = {v: self.graph.types[v].shape for v in complete if self._kind(producers[v]) == LIGHT}
+        merged = _merge_reductions(fused_inputs, loops, depths, frozenset(reductions), complete)
+        merged = _merge_elementwise(fused_inputs, merged, depths, light)
         return self._bytes(fused_inputs, merged)
 
-    def _light(
-        self, fused_inputs: Mapping[int, _FusedInputs], producers: Mapping[int, Op]
-    ) -> Mapping[int, tuple[int, ...]]:
-        """Values in memory that elementwise operations compute and no collective moves or reduces -> their shapes."""
-        heavy = (*_WRITING, *KERNELS)
-        return {
-            v: self.graph.types[v].shape
-            for v in fused_inputs
-            if producers[v].name not in heavy
-            and producers[v].index not in self.summing
-            and not self._retiles(producers[v])
-        }
+    def in_memory(self, body: Body) -> Mapping[int, _FusedInputs]:
+        """The fused inputs of every value that a body computes and that is in memory."""
+        producers = self._producers(body)
+        fused_inputs, stored = self._fused_inputs(body.ops, producers, self._stored(body))
+        if not self.fusion.products_absorb:
+            return fused_inputs
+        products = self._of_kind(PRODUCT, fused_inputs, producers)
+        light = self._of_kind(LIGHT, fused_inputs, producers)
+        within = _within_one_loop(products, light, fused_inputs, _loops(fused_inputs, products, _depths(fused_inputs)))
+        fixed = {*body.inputs, *body.outputs}
+        fused = {v for v in within if v not in fixed and producers[v].index not in self.summing}
+        return self._fused_inputs(body.ops, producers, stored - fused)[0] if fused else fused_inputs
 
-    def _stored(self, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Atom]) -> frozenset[int]:
+    def _producers(self, body: Body) -> Mapping[int, Op]:
+        return {v: op for op in body.ops if not op.regions for v in op.outputs}
+
+    def _of_kind(self, kind: str, values: Iterable[int], producers: Mapping[int, Op]) -> frozenset[int]:
+        return frozenset(v for v in values if self.fusion.kind(producers[v]) == kind)
+
+    def _stored(self, body: Body) -> frozenset[int]:
         """The values that are in memory if the results of all products are."""
-        stored = {*inputs, *(a for a in outputs if isinstance(a, int))}
-        for op in ops:
-            whole = op.name in KERNELS or bool(op.regions) or self._retiles(op)
-            if whole or op.index in self.gathering_ops:
-                read = (a for k, a in enumerate(op.inputs) if whole or f"{op.tag}.in{k}" in self.moving)
-                stored.update(a for a in read if isinstance(a, int))
-            if whole or op.name in _WRITING or op.index in self.summing:
+        stored = {*body.inputs, *(a for a in body.outputs if isinstance(a, int))}
+        readers: dict[int, Counter[str]] = {}
+        for op in body.ops:
+            kind = self._kind(op)
+            for k, a in enumerate(op.inputs):
+                if isinstance(a, int):
+                    moved = op.index in self.gathering_ops and f"{op.tag}.in{k}" in self.moving
+                    readers.setdefault(a, Counter())[KERNEL if moved else kind] += 1
+            if kind != LIGHT or op.index in self.summing:
                 stored.update(op.outputs)
-        stored.update(v for op in ops for v in op.outputs if self.products.get(v, 0) > 1)
-        free = [v for op in ops for v in op.outputs if v not in self.stage.values]  # constants and views: never stored
-        return frozenset(stored.difference(free))
+        stored.update(v for v, kinds in readers.items() if self.fusion.is_written(kinds))
+        free = {v for op in body.ops for v in op.outputs}.difference(
+            self.stage.values
+        )  # constants, views: never stored
+        return frozenset(stored - free)
+
+    def _kind(self, op: Op) -> str:
+        return KERNEL if self._retiles(op) else self.fusion.kind(op)
 
     def _retiles(self, op: Op) -> bool:
         """Whether a reshape copies, because it splits or merges the dimension along the columns of tiles."""
@@ -322,14 +315,14 @@ class _Counter:
     ) -> tuple[dict[int, _FusedInputs], frozenset[int]]:
         """The fused inputs of every value in memory that is computed here, and the set of values in memory.
 
-        In memory are the values in `stored`, and results of operations with more than `MAX_FUSED_INPUTS` sources.
+        In memory are the values in `stored`, and results of operations with more sources than a loop reads.
         """
         by_op: dict[int, _FusedInputs] = {}  # by the operation's index
         in_memory = set(stored)
         for op in ops:
             if op.index not in by_op and any(producers.get(v) is op for v in op.outputs):
                 inputs_of_value = by_op[op.index] = self._inputs_of(op, by_op, producers, in_memory)
-                if len(inputs_of_value.sources) > MAX_FUSED_INPUTS:
+                if len(inputs_of_value.sources) > self.fusion.most_inputs:
                     in_memory.update(v for v in op.outputs if v in self.stage.values)
         return {v: by_op[op.index].of(op.index) for v, op in producers.items() if v in in_memory}, frozenset(in_memory)
 
@@ -486,19 +479,11 @@ def _tiled(shape: Sequence[int], tile: tuple[int, int]) -> int:
 
 
 def _within_one_loop(
-    products: frozenset[int],
-    fused_inputs: Mapping[int, _FusedInputs],
-    loops: Mapping[int, int],
-    producers: Mapping[int, Op],
+    products: frozenset[int], light: frozenset[int], fused_inputs: Mapping[int, _FusedInputs], loops: Mapping[int, int]
 ) -> list[int]:
     """Results of products that only one loop reads, and no product, reduction or kernel."""
     readers: dict[int, set[int]] = {}
     for value, inputs_of_value in fused_inputs.items():
         for source in products.intersection(inputs_of_value.sources):
             readers.setdefault(source, set()).add(value)
-    return [
-        product
-        for product, values in readers.items()
-        if len({loops[v] for v in values}) == 1
-        and not any(producers[v].name in (*PRODUCTS, *REDUCTIONS, *KERNELS) for v in values)
-    ]
+    return [product for product, values in readers.items() if len({loops[v] for v in values}) == 1 and values <= light]

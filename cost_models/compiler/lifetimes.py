@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from autopar.cost_models.compiler.compiled_program import LIGHT, LOOP, OVERWRITES, STORE, Frame, Program, Step
-from autopar.cost_models.compiler.fusion import Written
-from autopar.ir.op_sets import ALL_PRODUCTS, LAPACK
+from autopar.cost_models.compiler.compiled_program import OVERWRITES, Frame, Program, Step
+from autopar.cost_models.compiler.fusion import LIGHT, LOOP, PRODUCT, STORE
+from autopar.cost_models.compiler.written_values import Written
+from autopar.ir.op_sets import LAPACK
 
 
 @dataclass(eq=False)
@@ -323,6 +324,6 @@ def _for_weights(steps: Sequence[Step], waits: Sequence[Sequence[int]]) -> froze
     return frozenset(
         i
         for i, step in enumerate(steps)
-        if step.name in ALL_PRODUCTS and step.op.phase == "backward"
+        if step.kind == PRODUCT and step.op.phase == "backward"
         if followers[i] and all(steps[j].op.phase == "update" for j in followers[i])
     )

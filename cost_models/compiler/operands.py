@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from autopar.cost_models.compiler.compiled_program import LIGHT, RESHAPE, ROUND, Frame, Program, Step, free_dims, values
+from autopar.cost_models.compiler.compiled_program import RESHAPE, ROUND, Frame, Program, Step, free_dims, values
+from autopar.cost_models.compiler.fusion import LIGHT
 from autopar.ir.graph import Atom, Op, Type
 from autopar.ir.op_sets import ELEMENTWISE
 
@@ -34,7 +35,7 @@ def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[in
     """An operand transposed into this order of dimensions; no copy where that is their order.
 
     It is then reshaped to a matrix, which is an alias, but of a cheap value a second one may be computed
-    (`autopar.cost_models.compiler.fusion`).
+    (`autopar.cost_models.compiler.written_values`).
     """
     in_order = list(order) == sorted(order)
     if not order or (in_order and (op.name != "dot_general" or p.behind(value) not in p.cheap)):

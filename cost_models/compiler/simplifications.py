@@ -24,16 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autopar import jax_compat
-from autopar.cost_models.compiler.compiled_program import (
-    HEAVY,
-    LIGHT,
-    REDUCTION,
-    RENAMINGS,
-    Frame,
-    Program,
-    Step,
-    values,
-)
+from autopar.cost_models.compiler.compiled_program import RENAMINGS, Frame, Program, Step, values
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, PRODUCT, REDUCTION
 from autopar.cost_models.compiler.operands import add_normalized, broadcast, new_from, prepared
 from autopar.ir.graph import Atom, Graph, Op, Type
 from autopar.ir.op_sets import ADDITIONS, ELEMENTWISE, REDUCTIONS
@@ -164,7 +156,7 @@ def _hashes(p: Program, op: Op) -> bool:
 def _hashed(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """A loop makes the two words of every hash; joining them is elementwise."""
     words = (p.new(op.outputs[0]), p.new(op.outputs[0]))
-    frame.steps.append(Step(op, "threefry2x32", HEAVY, values(p.operands(op)), words, after))
+    frame.steps.append(Step(op, "threefry2x32", KERNEL, values(p.operands(op)), words, after))
     frame.steps.append(Step(op, "xor", LIGHT, words, op.outputs, after))
 
 
@@ -184,14 +176,14 @@ def _scatter_to_maxima(p: Program, frame: Frame, op: Op, after: tuple[int, ...])
         key = ("place", shape, dim)
         if key not in frame.shared:
             frame.shared[key] = p.new(operand, Type(shape, "int32", 4))
-            frame.steps.append(Step(op, "iota", HEAVY, (), (frame.shared[key],)))
+            frame.steps.append(Step(op, "iota", KERNEL, (), (frame.shared[key],)))
         places.append(frame.shared[key])
     zeros, greatest = p.new(operand), p.new(source)
     maxima, indices = (tuple(p.new(source, Type(pooled, "int32", 4)) for _ in shape) for _ in range(2))
-    frame.steps.append(Step(op, "zeros", HEAVY, (), (zeros,)))
-    frame.steps.append(Step(op, "reduce_window", HEAVY, (operand, *places), (greatest, *maxima), after))
-    frame.steps.append(Step(op, "concatenate", HEAVY, maxima, indices))
-    frame.steps.append(Step(op, "scatter-add", HEAVY, (zeros, *indices, source), op.outputs, after))
+    frame.steps.append(Step(op, "zeros", KERNEL, (), (zeros,)))
+    frame.steps.append(Step(op, "reduce_window", KERNEL, (operand, *places), (greatest, *maxima), after))
+    frame.steps.append(Step(op, "concatenate", KERNEL, maxima, indices))
+    frame.steps.append(Step(op, "scatter-add", KERNEL, (zeros, *indices, source), op.outputs, after))
 
 
 # Scatters into zeros that are added
@@ -206,7 +198,7 @@ def _scatter_into_operand(p: Program, frame: Frame, op: Op, after: tuple[int, ..
     scattered = p.adds_of_scatters[op.index]
     scatter, other = p.graph.producers[scattered], 1 - op.inputs.index(scattered)
     inputs = values((p.operands(op)[other], *p.operands(scatter)[1:]))
-    frame.steps.append(Step(op, scatter.name, HEAVY, inputs, op.outputs, after))
+    frame.steps.append(Step(op, scatter.name, KERNEL, inputs, op.outputs, after))
 
 
 # Transposed broadcasts
@@ -271,7 +263,7 @@ def _mask_groups(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> No
             type_ = p.type_of(p.behind(value))
             masked[k] = new_from(p, value, Type(type_.shape, type_.dtype, type_.itemsize * groups))
             frame.steps.append(Step(op, "mask", LIGHT, values((value, *operands[2:])), values(masked[k : k + 1])))
-    add_normalized(p, frame, Step(op, op.name, HEAVY, values(masked), op.outputs, after))
+    add_normalized(p, frame, Step(op, op.name, PRODUCT, values(masked), op.outputs, after))
 
 
 # Gathers
@@ -286,7 +278,7 @@ def _leads_with_windows(p: Program, op: Op) -> bool:
 
 def _gather_and_transpose(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     gathered = p.new(op.outputs[0])
-    frame.steps.append(Step(op, op.name, HEAVY, values(p.operands(op)), (gathered,), after))
+    frame.steps.append(Step(op, op.name, KERNEL, values(p.operands(op)), (gathered,), after))
     frame.steps.append(Step(op, "turn", LIGHT, (gathered,), op.outputs))
 
 

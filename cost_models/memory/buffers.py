@@ -23,19 +23,12 @@ from typing import cast
 import numpy as np
 
 from autopar.cost_models.compiler.backends import Backend
-from autopar.cost_models.compiler.compiled_program import (
-    HEAVY,
-    IN_PLACE_OPERAND,
-    LIGHT,
-    LOOP,
-    OVERWRITES,
-    Program,
-    Step,
-)
+from autopar.cost_models.compiler.compiled_program import IN_PLACE_OPERAND, OVERWRITES, Program, Step
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.compiler.fusion import Written, written
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, LOOP, PRODUCT
 from autopar.cost_models.compiler.lifetimes import Lifetimes, lifetimes
 from autopar.cost_models.compiler.simplifications import hashes
+from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.copies import add_copies
 from autopar.cost_models.memory.sizes import Buffer, End, Sizes
 from autopar.cost_models.sharding.groups import WHOLE, Binding, Model, source_dims
@@ -168,7 +161,7 @@ class _Values:
         for v, birth in b.lives.birth.items():
             if v not in skipped:
                 self._value("value", v, birth, b.lives.death[v] - (v in overwritten))
-            if v in b.makers and b.makers[v].kind == HEAVY:
+            if v in b.makers and b.makers[v].kind in (KERNEL, PRODUCT):
                 self._unsummed(v, b.makers[v], birth, written=True)
         for step in (s for frame in b.program.top.walk() for s in frame.steps) if b.w.absorbed else ():
             for v in (v for v in step.outputs if v in b.w.absorbed):

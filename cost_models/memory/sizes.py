@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost_models.compiler.backends import Backend
-from autopar.cost_models.compiler.compiled_program import LIGHT, Frame, Program, Step
-from autopar.cost_models.compiler.fusion import Written
+from autopar.cost_models.compiler.compiled_program import Frame, Program, Step
+from autopar.cost_models.compiler.fusion import LIGHT
 from autopar.cost_models.compiler.lifetimes import Lifetimes
+from autopar.cost_models.compiler.written_values import Written
 from autopar.cost_models.sharding.groups import Model
 from autopar.cost_models.sharding.strategies import StrategySet, shares
 from autopar.hardware.cluster import LogicalMesh

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from autopar.cost_models.compiler.backends import backend_of
+from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
 from autopar.cost_models.flops import flops
 from autopar.cost_models.reductions import combines
 from autopar.cost_models.sharding.groups import FREE, WHOLE, Binding, Charge, Grouping, OpGroup, projection
@@ -390,10 +391,9 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
 def _charge_followers(b: Builder) -> None:
     """Charge the HBM traffic of light operations to the groups they follow.
 
-    A result is charged if a heavy operation or several operations read it; the compiler fuses all others
-    (`autopar.cost_models.compiler.fusion` compares this with finer models). Every read of an argument by a light
-    operation is charged. The batch, that is every argument that is no state, is new in each step and is charged once
-    more for being written.
+    A result is charged if it is written to memory (`autopar.cost_models.compiler.fusion.SECONDS`), and an argument for
+    every light operation that reads it. The batch, that is every argument that is no state, is new in each step and is
+    charged once more for being written.
     """
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
@@ -401,7 +401,7 @@ def _charge_followers(b: Builder) -> None:
             _charge(b, b.bindings[value], value, -1)
     for op in b.followers:
         for value in op.outputs:
-            if value in b.heavy_reads or b.reads.get(value, 0) > 1:
+            if SECONDS.is_written({LIGHT: b.reads.get(value, 0), KERNEL: value in b.heavy_reads}):
                 _charge(b, b.bindings[value], value, op.index)
         for k, atom in enumerate(op.inputs):
             if isinstance(atom, int) and atom in b.graph.names and atom in b.bindings:

@@ -23,8 +23,8 @@ from autopar.cost_models.compiler.backends import BACKENDS, CPU, GPU, TPU, Backe
 from autopar.cost_models.compiler.compiled_program import Program
 from autopar.cost_models.compiler.cpu_kernels import kernels
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.compiler.fusion import Written, written
 from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.buffers import Buffer
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import report

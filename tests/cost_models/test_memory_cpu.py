@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.cost_models.compiler import fusion
+from autopar.cost_models.compiler import written_values
 from autopar.cost_models.compiler.backends import CPU, GPU, Backend
 from autopar.cost_models.compiler.compiled_program import Program
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.compiler.fusion import written
 from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.compiler.written_values import written
 from autopar.ir.trace import trace
 
 
@@ -239,7 +239,7 @@ def test_a_kernel_repeats_no_code_more_often_than_compilers_allow(monkeypatch: p
 
     args = array("float32", 64, 64), array("float32", 64, 64)
     within = kept(fn, args)["f32[64,64]"]
-    monkeypatch.setattr(fusion, "_MAX_DUPLICATION", 10**9)
+    monkeypatch.setattr(written_values, "_MAX_DUPLICATION", 10**9)
     assert kept(fn, args)["f32[64,64]"] == 2 < within
 
 

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from autopar import zoo
 from autopar.bench.predictions import run as predictions
 from autopar.cost_models.compiler.backends import GPU, TPU, Backend
-from autopar.cost_models.compiler.compiled_program import LOOP, Program, Step
+from autopar.cost_models.compiler.compiled_program import Program, Step
 from autopar.cost_models.compiler.flatten import flatten
-from autopar.cost_models.compiler.fusion import Written, written
+from autopar.cost_models.compiler.fusion import LOOP
 from autopar.cost_models.compiler.lifetimes import lifetimes
+from autopar.cost_models.compiler.written_values import Written, written
 from autopar.cost_models.memory.delayed_products import Waiting
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.sizes import Sizes

@@ -32,9 +32,9 @@ PARTS = {"SINES": "COSTLY", "CHEAP": "ELEMENTWISE", "RETURNING_CALLBACKS": "CALL
 DERIVED = {
     "codegen.partial_sums": ("SPLITS",),
     "codegen.start_indices": ("_STARTS",),
-    "cost_models.compiler.compiled_program": ("OVERWRITES", "IN_PLACE_OPERAND", "RENAMINGS", "COMMUTATIVE", "MOVES"),
+    "cost_models.compiler.compiled_program": ("OVERWRITES", "IN_PLACE_OPERAND", "RENAMINGS", "COMMUTATIVE"),
     "cost_models.compiler.cpu_kernels": ("_UNKNOWN",),
-    "cost_models.compiler.hbm_traffic": ("KERNELS", "_WRITING"),
+    "cost_models.compiler.fusion": ("MOVES", "KINDS", "KERNELS"),
     "cost_models.compiler.simplifications": ("_TABLE",),
     "cost_models.reductions": ("REDUCTIONS",),
     "ir.jaxpr": ("SAME_VALUES",),
