@@ -5,7 +5,7 @@ or arithmetic is far dearer or cheaper than here, on one or two mesh axes, with 
 priced on the figures of this machine, measured just before (`autopar.hardware.measure`), and run in turns in one
 process on 8 virtual CPU devices. Per model:
 
-    Spearman's rank correlation of predicted and measured step times, over plans whose measured times span `SPAN`
+    Spearman's rank correlation of predicted and measured step times, over its plans
 
 Pricing is the planner's own: a strategy has the same number whatever the prices are, so the assignment of one machine
 can be looked up in the problem of another. Plans of equal price and equal collectives are one plan.
@@ -40,9 +40,7 @@ from autopar.passes.remat.options import Options
 from autopar.plans.one_mesh import make_plan
 from autopar.plans.plan import Plan
 
-SPAN = 2.0  # largest over smallest measured time
-FEWEST = 8  # plans of one model
-MOST = 14
+MOST = 14  # plans of one model
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4), (4, 2))
 MODELS = ("mlp-toy", "gpt-3m", "llama3-toy", "moe-toy", "vit-toy", "wresnet-toy", "rnn-toy")
 

@@ -87,9 +87,9 @@ class Written:
 
 def written(p: Program) -> Written:
     """Which values of a program are written, and what reading any value means."""
-    found = _Writing(p, [step for frame in p.top.walk() for step in frame.steps])
-    found.decide()
-    return found.result()
+    writing = _Writing(p, [step for frame in p.top.walk() for step in frame.steps])
+    writing.decide()
+    return writing.result()
 
 
 @dataclass(eq=False)
@@ -350,7 +350,7 @@ class _Writing:
         return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
 
     def _needs_memory(self, value: int, step: Step) -> bool:
-        """A step that nothing is fused into; but a loop makes thin values in its body if it does not start from them."""
+        """A step that nothing is fused into; a loop makes thin values in its body, if it does not start from them."""
         if not self.fusion.reads_memory(step.kind):
             return False
         started = (self.p.behind(v) for v, _ in step.taken)

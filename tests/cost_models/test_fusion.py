@@ -69,8 +69,8 @@ KINDS: Mapping[str, list[float | None]] = {
 
 
 def _most(model: fusion.Fusion, kind: str) -> float | None:
-    found = model.readers.get(kind, 0)
-    return None if found == float("inf") else found
+    most = model.readers.get(kind, 0)
+    return None if most == float("inf") else most
 
 
 def shared(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
