@@ -160,11 +160,11 @@ def rematerialised(equation: jex.JaxprEqn, body: Callable[..., Any], operands: S
     return list(equation.primitive.bind(*closed.consts, *operands, **{**equation.params, "jaxpr": opened}))
 
 
-def barrier_equation(avals: Sequence[Any], source_info: Any) -> jex.JaxprEqn:
-    """`optimization_barrier` over values of these types, at this line. Tried on 0.10.2 and 0.12.0."""
+def barrier_equation(avals: Sequence[Any]) -> jex.JaxprEqn:
+    """`optimization_barrier` over values of these types. Tried on 0.10.2 and 0.12.0."""
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     (equation,) = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*types).jaxpr.eqns
-    return equation.replace(source_info=source_info)
+    return equation
 
 
 def equation_of(function: Callable[..., Any], avals: Sequence[Any], like: jex.JaxprEqn) -> jex.JaxprEqn:

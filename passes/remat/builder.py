@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from autopar import jax_compat
 from autopar.ir.graph import Atom, Copier, Graph, Op, Type, numbered, renamed
@@ -19,6 +20,7 @@ class Builder:
         inserted: position -> operations that are inserted in front of it.
         clone_of: dropped residual -> its clone.
         behind_barrier: position of a reader -> value -> the result of the barrier that it reads instead.
+        barriers: signature of a barrier -> JAX's equation.
     """
 
     program: LayeredProgram
@@ -27,6 +29,7 @@ class Builder:
     inserted: dict[int, list[Op]] = field(default_factory=dict)
     clone_of: dict[int, int] = field(default_factory=dict)
     behind_barrier: dict[int, dict[int, int]] = field(default_factory=dict)
+    barriers: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.original, self.layers = self.program.graph, self.program.layers
@@ -79,8 +82,8 @@ def live_ops(ops: Sequence[Op], outputs: Iterable[Atom]) -> tuple[Op, ...]:
     needed = set(values_of(outputs))
     live: list[Op] = []
     for op in reversed(ops):
-        if op.equation.effects or any(v in needed for v in op.outputs):
-            needed.update(values_of(op.inputs))
+        if op.equation.effects or not needed.isdisjoint(op.outputs):
+            needed.update([a for a in op.inputs if isinstance(a, int)])
             live.append(op)
     return tuple(reversed(live))
 

@@ -156,4 +156,4 @@ def is_user_remat(op: Op) -> bool:
 
 
 def values_of(atoms: Iterable[Atom]) -> list[int]:
-    return list(dict.fromkeys(a for a in atoms if isinstance(a, int)))
+    return list(dict.fromkeys([a for a in atoms if isinstance(a, int)]))

@@ -235,13 +235,16 @@ def _is_external(builder: Builder, value: int, first: int, starts_here: bool) ->
 def _barrier(builder: Builder, operands: Sequence[int], position: int) -> Op:
     types = tuple(builder.types[v] for v in operands)
     reader = builder.ops[position]
+    signature = builder.signature(layers_pass.BARRIER, types)
+    if signature not in builder.barriers:  # tracing one takes as long as placing some fifty operations
+        builder.barriers[signature] = jax_compat.barrier_equation([builder.program.avals[v] for v in operands])
     return Op(
         index=-1,
         name=layers_pass.BARRIER,
-        signature=builder.signature(layers_pass.BARRIER, types),
+        signature=signature,
         inputs=tuple(operands),
         outputs=tuple(builder.value(t) for t in types),
-        equation=jax_compat.barrier_equation([builder.program.avals[v] for v in operands], reader.equation.source_info),
+        equation=builder.barriers[signature].replace(source_info=reader.equation.source_info),
         name_stack=jax_compat.rematted(reader.name_stack),
         phase="backward",
         source=reader.source,

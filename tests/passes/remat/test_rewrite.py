@@ -37,6 +37,19 @@ def everywhere(graph: Graph, policy: str) -> Graph:
     return verify(remat.rewrite(graph, [policy if open_ else "none" for open_ in remat.recomputable(graph)]))
 
 
+def test_barriers_of_equal_operands_share_one_traced_equation(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    tracing = jax_compat.barrier_equation
+    monkeypatch.setattr(jax_compat, "barrier_equation", lambda avals: (traced.append(1), tracing(avals))[1])
+    model = zoo.build("gpt-toy", layers=6)
+    graph = everywhere(trace(model.step, *model.abstract_args()).graph, remat.FULL)
+    barriers = [op for op in graph.ops if op.name == "optimization_barrier"]
+    assert len(traced) == len({op.signature for op in barriers}) < len(barriers)
+    for op in barriers:
+        types = [graph.types[v] for v in op.outputs]
+        assert [(v.aval.shape, str(v.aval.dtype)) for v in op.equation.outvars] == [(t.shape, t.dtype) for t in types]
+
+
 # The same numbers: by value numbering, so that programs of equal numbers do the same operations on the same operands
 
 
