@@ -46,7 +46,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
@@ -321,6 +320,8 @@ class _Analyzer:
         producers: value -> the operation that defines it.
         originals: recomputed values -> the values that they equal.
         reads: value -> number of operands and results that are this value.
+        uses: value -> how an operation reads it, before totals are considered.
+        rules: (signature of an operation without regions, states of its operands) -> how it runs on blocks.
     """
 
     graph: Graph
@@ -340,6 +341,8 @@ class _Analyzer:
     producers: dict[int, Op] = field(default_factory=dict)
     originals: Mapping[int, int] = field(default_factory=dict)
     reads: Counter[Atom] = field(default_factory=Counter)
+    uses: dict[int, _OperandUse] = field(default_factory=dict[int, "_OperandUse"])
+    rules: dict[tuple[int, tuple[State, ...]], RuleResult | None] = field(default_factory=dict)
 
     def run(self) -> Microbatches:
         """Place all operations."""
@@ -362,8 +365,11 @@ class _Analyzer:
         """State and segment of an operand, before totals are considered."""
         if not isinstance(atom, int):
             return _OperandUse(ZERO if is_zero(atom) else INVARIANT, 0)
-        state, segment = self.values[atom]
-        return _OperandUse(state, segment, segment % 2 == 0)
+        known = self.uses.get(atom)
+        if known is None:
+            state, segment = self.values[atom]
+            known = self.uses[atom] = _OperandUse(state, segment, segment % 2 == 0)
+        return known
 
     def _total_of(self, op: Op, atom: Atom, use: _OperandUse) -> _OperandUse:
         """The total of a partial value: computed before the loop if that is cheap, else known after the loop."""
@@ -398,7 +404,7 @@ class _Analyzer:
     def place(self, op: Op) -> tuple[int, PlacedOp, tuple[State, ...]]:
         """Segment of an operation, how it reads its operands and runs there, and the states of its results."""
         uses = [self.use(a) for a in op.inputs]
-        if not self._shares_accumulator(op, uses):
+        if any(isinstance(v.state, Partial) for v in uses) and not self._shares_accumulator(op, uses):
             op = self._read_originals(op, uses)
             uses = [
                 self._total_of(op, a, v) if isinstance(v.state, Partial) else v
@@ -437,13 +443,25 @@ class _Analyzer:
         loop = segment if segment % 2 else segment + 1
         if loop > 2 * self.loops - 1:
             return None
-        states = tuple(v.state for v in uses)
-        result = apply_rule(self.graph, op, states, self.count, partial(self._constant_component, op))
+        result = self._rule_result(op, tuple([v.state for v in uses]))
         return result and (loop, _placed(op, uses, result), result.results)
 
-    def _constant_component(self, op: Op, operand: int, component: int) -> NDArray[Any] | None:
-        """A component of an index array; None unless it is constant."""
-        return constant_component(self.graph, self.producers, op.inputs[operand], component)
+    def _rule_result(self, op: Op, states: tuple[State, ...]) -> RuleResult | None:
+        """How an operation runs on blocks; None if it cannot. Found once for equal operations on equal states."""
+        key = op.signature, states
+        if key in self.rules:
+            return self.rules[key]
+        asked = False
+
+        def constant(operand: int, component: int) -> NDArray[Any] | None:
+            nonlocal asked
+            asked = True  # so the result depends on the values of this operation's operands
+            return constant_component(self.graph, self.producers, op.inputs[operand], component)
+
+        result = apply_rule(self.graph, op, states, self.count, constant)
+        if not op.regions and not asked:
+            self.rules[key] = result
+        return result
 
     def _with_own_totals(self, op: Op, uses: Sequence[_OperandUse]) -> tuple[int, PlacedOp, tuple[State, ...]] | None:
         """In the loop, with totals estimated from the microbatch."""
@@ -480,7 +498,7 @@ class _Analyzer:
         self.places[op.index] = segment, placed
         self.values.update((v, (s, segment)) for v, s in zip(op.outputs, results, strict=True))
         values = [a for a in op.inputs if isinstance(a, int)]
-        if _is_heavy(op) or any(v in self.heavy for v in values):
+        if _is_heavy(op) or not self.heavy.isdisjoint(values):
             self.heavy.update(op.outputs)
         if segment % 2 == 0:
             whole_batch_reader = [self.whole_batch_reader[v] for v in values if v in self.whole_batch_reader]
@@ -494,8 +512,8 @@ class _Analyzer:
 
 
 def _placed(op: Op, uses: Sequence[_OperandUse], result: RuleResult | None) -> PlacedOp:
-    outer = frozenset(i for i, v in enumerate(uses) if v.outer)
-    return PlacedOp(op, outer, frozenset(i for i, v in enumerate(uses) if v.own_totals), result)
+    outer = frozenset([i for i, v in enumerate(uses) if v.outer])
+    return PlacedOp(op, outer, frozenset([i for i, v in enumerate(uses) if v.own_totals]), result)
 
 
 def _names(op: Op) -> tuple[str, ...]:
@@ -505,11 +523,12 @@ def _names(op: Op) -> tuple[str, ...]:
 
 def _is_heavy(op: Op) -> bool:
     """True for operations that are never computed on the whole batch before the loop."""
-    return op.name in PRODUCTS or bool(op.regions) or bool(op.equation.effects) or op.name in _OPAQUE
+    return op.name in _HEAVY or bool(op.regions) or bool(op.equation.effects)
 
 
 #: Operations without products or regions that are not cheap, or whose cost is not known.
 _OPAQUE = (*KERNEL_CALLS, "pure_callback", "shard_map", "fft", "sort")
+_HEAVY = frozenset((*PRODUCTS, *_OPAQUE))
 
 
 # The result

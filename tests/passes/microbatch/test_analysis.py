@@ -296,6 +296,23 @@ def test_an_op_without_a_rule_may_read_values_of_the_loop() -> None:
     assert_close(*jit(lambda *args: (divided(*args), step(*args)))(*args))
 
 
+def test_equal_operations_share_a_rule_result_unless_values_decide() -> None:
+    def step(b: Any) -> Any:
+        rows = jnp.arange(8)
+        own, other = b["x"][rows, b["y"]], b["x"][rows[::-1], b["y"]]  # equal gathers, but of other rows
+        return jnp.tanh(b["x"]), jnp.tanh(jnp.tanh(b["x"])), own, other
+
+    args = {"x": jnp.arange(24.0).reshape(8, 3), "y": jnp.zeros(8, jnp.int32)}
+    graph = trace(step, args).graph
+    assert len({op.signature for op in graph.ops if op.name == "gather"}) == 1
+    found = split(graph, 2, (0, 1))
+    (first, *others) = (p.rule_result for p in found.body if p.op.name == "tanh")
+    assert first is not None
+    assert [other is first for other in others] == [True, True]
+    assert [p.op.outputs[0] for p in found.body if p.op.name == "gather"] == [graph.outputs[2]]
+    assert_close(split_step(trace(step, args), 2)(args), step(args))
+
+
 def test_a_value_is_a_total_or_made_whole_and_never_both() -> None:
     """Of two results of one operation, one is added up in the loop, and one is wanted whole before it."""
 
