@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -165,6 +165,13 @@ class _Chain:
             delta[producer[v] + 1] += graph.types[v].nbytes
             delta[last + 1] -= graph.types[v].nbytes
         return _Chain(graph, positions, ops, codes, flops_before, np.cumsum(delta)[:-1], producer, last_reader)
+
+    @cached_property
+    def read(self) -> tuple[Ints, Ints, Ints]:
+        """The values that count as crossing and are read, ascending, with their producers and last readers."""
+        values = sorted(self.last_reader)
+        producers, readers = [self.producer[v] for v in values], [self.last_reader[v] for v in values]
+        return np.array(values, np.int64), np.array(producers, np.int64), np.array(readers, np.int64)
 
     def flops(self, start: int, stop: int) -> float:
         return float(self.flops_before[stop] - self.flops_before[start])
@@ -323,8 +330,9 @@ def _normal_form(chain: _Chain, start: int, stop: int) -> Hashable:
 
 
 def _crossing(chain: _Chain, border: int) -> tuple[int, ...]:
-    """Values produced before a border and read after it."""
-    return tuple(sorted(v for v, last in chain.last_reader.items() if chain.producer[v] < border <= last))
+    """Values produced before a border and read after it, ascending."""
+    values, producer, last_reader = chain.read
+    return tuple(values[(producer < border) & (border <= last_reader)].tolist())
 
 
 def _backward(graph: Graph, chain: _Chain, layers: Sequence[Layer]) -> Mapping[int, int]:

@@ -147,7 +147,11 @@ def divide(split: Microbatches, layers: Layers, borders: Sequence[int], *, weigh
 def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], weights: bool) -> Stages:
     passes = stage_passes.assign(split, layers, first_layers, weights=weights)
     keys: list[StagePass] = [(stage, kind) for stage in range(len(first_layers)) for kind in PASS_KINDS]
-    ops = {key: _ops(split, passes, key, len(first_layers) - 1) for key in keys}
+    own: dict[StagePass, list[PlacedOp]] = {key: [] for key in keys}
+    for placed in split.body:
+        if (key := passes.pass_of.get(placed.op.index)) is not None:
+            own[key].append(placed)
+    ops = {key: _ops(passes, key, own[key], len(first_layers) - 1) for key in keys}
     transfers, reads, writes = _routes(passes, ops)
     stages = tuple(
         _stage(
@@ -159,13 +163,16 @@ def _divide(split: Microbatches, layers: Layers, first_layers: Sequence[int], we
         )
         for s in range(len(first_layers))
     )
-    reading_stages = {v: [s for s, stage in enumerate(stages) if v in stage.arguments] for v in split.graph.inputs}
+    reading_stages: dict[int, list[int]] = {}
+    for s, stage in enumerate(stages):
+        for v in stage.arguments:
+            reading_stages.setdefault(v, []).append(s)
     return Stages(split, stages, transfers, stage_updates.assign(split, passes, reading_stages, len(first_layers)))
 
 
-def _ops(split: Microbatches, passes: PassAssignment, key: StagePass, last: int) -> list[PlacedOp]:
-    """Operations of one pass; the last stage computes totals that are duplicated operations."""
-    ops = [p for p in split.body if passes.pass_of.get(p.op.index) == key]
+def _ops(passes: PassAssignment, key: StagePass, own: Sequence[PlacedOp], last: int) -> list[PlacedOp]:
+    """Operations of one pass, which has these of its own; the last stage computes totals that are duplicated ones."""
+    ops = [*own]
     if key == (last, "F"):
         duplicated = {
             passes.duplicated[t.value].op.index: passes.duplicated[t.value]

@@ -90,7 +90,11 @@ class StageGraph:
 
     def program_of(self, op: int) -> str:
         """The program of an operation, by index."""
-        return next(name for name, ops in self.programs.items() if op in ops)
+        return self._program_of[op]
+
+    @cached_property
+    def _program_of(self) -> Mapping[int, str]:
+        return {op: name for name, ops in self.programs.items() for op in ops}
 
     @cached_property
     def maker(self) -> Mapping[int, str]:
