@@ -15,6 +15,7 @@ and a table for any value is one gather from that (`Resharding.table`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +105,12 @@ class Resharding:
         if step not in self._lines:
             self._lines[step] = step_lines(step, self.mesh)
         return self._lines[step]
+
+
+@lru_cache(maxsize=4)  # several problems are built for a mesh, each with nearly the same layouts
+def resharding_on(mesh: LogicalMesh) -> Resharding:
+    """The reshard tables of a mesh, which remember what they priced for earlier problems."""
+    return Resharding(mesh)
 
 
 def _distinct(rows: NDArray[np.int8]) -> tuple[NDArray[np.int8], NDArray[np.int64]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.cost_models.sharding.strategies import StrategySet
 from autopar.ir.graph import Op
@@ -175,7 +176,11 @@ class Model:
     copy_sets: Mapping[int, StrategySet]
 
 
-def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> tuple[np.ndarray, np.ndarray]:
+Projection = tuple[NDArray[np.int64], NDArray[np.int8]]
+"""Class of each strategy, and layout of each class."""
+
+
+def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> Projection:
     """The classes of strategies that give a value the same layout.
 
     Args:
@@ -187,6 +192,14 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
         The class of each strategy, shape (n,), and the layout of each class, shape (classes, axes). Classes are ordered
         by the code of their layout.
     """
+    key = tuple(dims), assigned
+    found = strategies.projections.get(key)
+    if found is None:
+        found = strategies.projections[key] = _projected(strategies, dims, assigned)
+    return found
+
+
+def _projected(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> Projection:
     factors = strategies.assigned if assigned else strategies.result
     dim_of = np.full(len(strategies.sizes) + 2, -1, np.int8)
     dim_of[-2] = -2  # PARTIAL stays PARTIAL

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class StrategySet:
         after: treatment of the partial sum along each axis, NOTHING to DEFERRED, shape (n, axes).
         cost: seconds of one execution, shape (n,).
         sizes: extent of each factor.
+        projections: cache of `autopar.cost_models.sharding.groups.projection`; equal sets of several problems share it.
     """
 
     index: int
@@ -45,6 +46,9 @@ class StrategySet:
     after: NDArray[np.int16]
     cost: NDArray[np.float64]
     sizes: tuple[int, ...]
+    projections: dict[tuple[tuple[int, ...], bool], tuple[NDArray[np.int64], NDArray[np.int8]]] = field(
+        default_factory=dict[Any, Any], repr=False
+    )
 
     def __len__(self) -> int:
         return len(self.cost)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost_models.compiler.precision import rounded, rounds
-from autopar.cost_models.resharding import Resharding
+from autopar.cost_models.resharding import Resharding, resharding_on
 from autopar.cost_models.sharding.groups import Binding, Grouping, Model, OpGroup, projection, source_dims
 from autopar.cost_models.sharding.strategies import StrategySet, padding, share, shares
 from autopar.hardware.cluster import LogicalMesh
@@ -81,8 +81,9 @@ class _Builder:
         table = self.tables.get(key)
         if table is None:
             excess = padding(u.layouts, v.layouts, type_.shape, self.mesh.sizes)
-            table = np.zeros(excess.shape)
-            for ratio in np.unique(excess):
+            first = excess.flat[0]
+            table = resharding.table(u.layouts, v.layouts, type_.nbytes * float(first)) * weight
+            for ratio in np.unique(excess[excess != first]):
                 prices = resharding.table(u.layouts, v.layouts, type_.nbytes * float(ratio))
                 table = np.where(excess == ratio, prices * weight, table)
             self.tables[key] = table
@@ -98,7 +99,7 @@ class _Builder:
 
 def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
     """The problem whose solutions are the plans of `graph` on `mesh`."""
-    b = _Builder(graph, mesh, resharding or Resharding(mesh), Resharding(mesh.with_overlap()))
+    b = _Builder(graph, mesh, resharding or resharding_on(mesh), resharding_on(mesh.with_overlap()))
     nodes = [_node(b, c) for c in grouping.groups]
     edges = _Edges(b, grouping)
     readers = _readers(graph, grouping, mesh.device.rounds_operands)

@@ -37,9 +37,9 @@ def _early(graph: Graph) -> set[int]:
     early = {graph.inputs[position] for position in match_state(graph).values()}
     early |= {value for value, _ in graph.constants}
     for op in graph.walk():  # an operation comes before its regions
-        if not op.regions and all(not isinstance(atom, int) or atom in early for atom in op.inputs):
+        if not op.regions and early.issuperset([atom for atom in op.inputs if isinstance(atom, int)]):
             early.update(op.outputs)
-        if op.name != "while":
+        if op.regions and op.name != "while":
             early.update(e.value for e in entries(op) if e.operand in early and e.kind != "carry")
     return early
 
@@ -48,6 +48,7 @@ def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
     """Indices of the operations whose results only the update or the caller reads, directly or through regions."""
     carried: dict[int, list[int]] = {}  # output of a region -> loops whose next iteration reads it
     leaves: dict[int, list[int]] = {}  # output of a region -> results of its operation
+    read = {a for op in graph.walk() if op.index not in update for a in op.inputs if isinstance(a, int)}
     for op in graph.walk():
         for region in op.regions:
             for i, (atom, result) in enumerate(zip(region.outputs, op.outputs, strict=False)):
@@ -57,7 +58,8 @@ def _late(graph: Graph, update: frozenset[int]) -> Iterator[int]:
                     leaves.setdefault(atom, []).append(result)
 
     def is_late(value: int) -> bool:
-        readers = (use.op.index for use in graph.uses.get(value, ()) if use.op is not None)
-        return update.issuperset((*readers, *carried.get(value, ()))) and all(map(is_late, leaves.get(value, ())))
+        if value in read or not update.issuperset(carried.get(value, ())):
+            return False
+        return all(map(is_late, leaves.get(value, ())))
 
     return (op.index for op in graph.walk() if op.outputs and all(map(is_late, op.outputs)))

@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,16 +89,31 @@ def layouts_of(shape: Sequence[int], mesh: LogicalMesh, index: int, most_padding
         index: of the strategy set.
         most_padding: as in `MOST_PADDING`; 1 for arguments and results of the program, which must divide.
     """
+    return replace(_layouts(tuple(shape), mesh.sizes, most_padding), index=index)
+
+
+#: Number of strategy sets that are kept: the programs of a step, one for every choice of rematerialised layers, of
+#: stages and of pins, have nearly the same ones.
+KEPT = 512
+
+
+@lru_cache(maxsize=KEPT)
+def _layouts(shape: tuple[int, ...], sizes: tuple[int, ...], most_padding: float) -> StrategySet:
     dims = () if 0 in shape else (d for d, n in enumerate(shape) if n > 1)
-    result = _product([REPLICATED, *dims], len(mesh.sizes))
-    result = result[_fits(result, shape, mesh.sizes, most_padding)]
-    return StrategySet(index, result, result, np.zeros_like(result), np.zeros(len(result)), tuple(shape))
+    result = _product([REPLICATED, *dims], len(sizes))
+    result = result[_fits(result, shape, sizes, most_padding)]
+    return StrategySet(-1, result, result, np.zeros_like(result), np.zeros(len(result)), shape)
 
 
 def strategies_of(rule: Rule, work: Work, mesh: LogicalMesh, index: int) -> StrategySet:
     """All strategies of an operation with this rule on this mesh, as strategy set number `index`."""
+    return replace(_strategies(rule, work, mesh), index=index)
+
+
+@lru_cache(maxsize=KEPT)
+def _strategies(rule: Rule, work: Work, mesh: LogicalMesh) -> StrategySet:
     assigned, result, after = _expand(_options(rule, work), rule, mesh, _most_padding(rule, work))
-    return StrategySet(index, assigned, result, after, _cost(rule, work, assigned, result, after, mesh), rule.sizes)
+    return StrategySet(-1, assigned, result, after, _cost(rule, work, assigned, result, after, mesh), rule.sizes)
 
 
 def _most_padding(rule: Rule, work: Work) -> NDArray[np.float64]:
