@@ -62,8 +62,9 @@ class Problem:
 
     def value(self, assignment: Ints) -> float:
         """Seconds per step of one full assignment (strategy index per node), shape (len(nodes),)."""
-        nodes = sum(float(n.cost[s]) for n, s in zip(self.nodes, assignment, strict=True))
-        return nodes + sum(float(e.table[e.gu[assignment[e.u]], e.gv[assignment[e.v]]]) for e in self.edges)
+        chosen = [int(s) for s in assignment]
+        nodes = sum([n.cost.item(s) for n, s in zip(self.nodes, chosen, strict=True)])
+        return nodes + sum([e.table.item(e.gu.item(chosen[e.u]), e.gv.item(chosen[e.v])) for e in self.edges])
 
 
 def check(problem: Problem, *, thorough: bool = True) -> None:
@@ -178,6 +179,15 @@ def compact(gu: Ints, gv: Ints, table: Floats) -> tuple[Ints, Ints, Floats]:
 def used(classes: Ints, size: int) -> Ints:
     """The classes below `size` that occur, ascending."""
     return np.bincount(classes, minlength=size).nonzero()[0]
+
+
+def runs(classes: Ints) -> tuple[Ints, Ints]:
+    """Strategies sorted by class, and where in them the strategies of each class that occurs start."""
+    order = np.argsort(classes, kind="stable")
+    of_order = classes[order]
+    begins = np.ones(len(order), dtype=bool)
+    np.not_equal(of_order[1:], of_order[:-1], out=begins[1:])
+    return order, begins.nonzero()[0]
 
 
 def renumber(classes: Ints, present: Ints, size: int) -> Ints:

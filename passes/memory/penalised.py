@@ -10,7 +10,6 @@ problem has the form of the original problem and needs no memory rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from autopar.cost_models.memory.row import Row
 from autopar.ir.problem import Edge, Floats, Node, Problem
@@ -40,14 +39,14 @@ def penalised(problem: Problem, row: Row, rate: float) -> Problem:
     def node(i: int, n: Node) -> Node:
         extra = row.nodes.get(i)
         if extra is None:
-            return replace(n, signature=(n.signature, b""))
-        return replace(n, cost=n.cost + rate * extra, signature=(n.signature, extra.tobytes()))
+            return Node(n.name, n.cost, (n.signature, b""))
+        return Node(n.name, n.cost + rate * extra, (n.signature, extra.tobytes()))
 
     def edge(i: int, e: Edge) -> Edge:
         extra = row.edges.get(i)
         key = (e.key, b"" if extra is None else extra.tobytes())
         number = kinds.setdefault(key, len(kinds))
-        return replace(e, key=(number,), table=e.table if extra is None else e.table + rate * extra)
+        return Edge(e.u, e.v, e.gu, e.gv, e.table if extra is None else e.table + rate * extra, (number,))
 
     nodes, edges = enumerate(problem.nodes), enumerate(problem.edges)
     return Problem(tuple(node(i, n) for i, n in nodes), tuple(edge(i, e) for i, e in edges))

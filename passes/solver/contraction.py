@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.problem import Edge, Floats, Ints, Node, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Node, Problem, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +229,10 @@ class _Contraction:
         if rows * (len(self.costs[v]) + inner * cols) > self.effort.work:
             return False
         facing = [link for link in self.links[a.other].values() if link.other == b.other]
+        if not facing:
+            return True
         pairs = _joined(a.pairs, b.pairs, int(self.counts[v]))
-        return not facing or any(_same_pairs(link.pairs, pairs) for link in facing)
+        return any(_same_pairs(link.pairs, pairs) for link in facing)
 
     def _contract(self, v: int) -> None:
         """Eliminate v, by the case of its degree."""
@@ -274,10 +276,9 @@ class _Contraction:
 
 def _class_min(values: Floats, classes: Ints, size: int) -> Floats:
     """out[r, k] = min of values[r, s] over the strategies s in class k; inf for an empty class."""
-    order = np.argsort(classes, kind="stable")
-    present, starts = np.unique(classes[order], return_index=True)
+    order, starts = runs(classes)
     out = np.full((len(values), size), np.inf)
-    out[:, present] = np.minimum.reduceat(values[:, order], starts, axis=1)
+    out[:, classes[order[starts]]] = np.minimum.reduceat(values[:, order], starts, axis=1)
     return out
 
 
@@ -324,5 +325,6 @@ def _joined(a: Ints | None, b: Ints | None, count: int) -> Ints | None:
         return a
     if a is None or b is None or len(a) != count or len(b) != count:
         return None  # members of a class have equally many partners, so `count` pairs are one for each
-    pairs, times = np.unique(np.stack([a[:, 1], b[:, 1]], axis=1), axis=0, return_counts=True)
-    return pairs if (times == times[0]).all() else None
+    step = int(b[:, 1].max()) + 1
+    codes, times = np.unique(a[:, 1] * step + b[:, 1], return_counts=True)
+    return np.stack(np.divmod(codes, step), axis=1) if (times == times[0]).all() else None

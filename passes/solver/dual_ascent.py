@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.ir.problem import Edge, Floats, Ints, Problem
+from autopar.ir.problem import Edge, Floats, Ints, Problem, runs
 
 # relative gap, or gain of a change, that is rounding: far above the 2e-16 of one sum, far below any gap of interest
 ROUNDING = 1e-10
@@ -99,6 +99,7 @@ class Ascent:
             towards the first node.
         rest: rest_v of that pass (s), shape (nodes,).
         passes: number of passes.
+        ends: of the problem, per node.
     """
 
     lower: float
@@ -108,6 +109,7 @@ class Ascent:
     messages: tuple[tuple[Floats, Floats], ...]
     rest: Floats
     passes: int
+    ends: list[list[End]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,7 +206,7 @@ def ascend(
     if state.passes % 2:  # the messages of `Ascent` are those after a backward pass
         lower = max(lower, sweep(problem, ends, state)[0])
     messages = tuple((low, high) for low, high in state.into)
-    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes)
+    return Ascent(min(lower, value), value, best, tuple(state.bounds), messages, state.rest, state.passes, ends)
 
 
 def _finished(
@@ -246,18 +248,30 @@ def reparametrise(problem: Problem, messages: Sequence[tuple[Floats, Floats]]) -
 def ends_of(problem: Problem) -> list[list[End]]:
     """Per node, its edges as seen from it."""
     ends: list[list[End]] = [[] for _ in problem.nodes]
+    by_class: dict[int, tuple[Ints | None, Ints]] = {}  # equal edges share their arrays: by identity
+    tables: dict[int, tuple[Floats, Floats]] = {}
     for i, e in enumerate(problem.edges):
-        ends[e.u].append(end_of(i, e.v, e.gu, e.gv, np.ascontiguousarray(e.table)))
-        ends[e.v].append(end_of(i, e.u, e.gv, e.gu, np.ascontiguousarray(e.table.T)))
+        for classes in (e.gu, e.gv):
+            if id(classes) not in by_class:
+                by_class[id(classes)] = _by_class(classes)
+        if id(e.table) not in tables:
+            tables[id(e.table)] = np.ascontiguousarray(e.table), np.ascontiguousarray(e.table.T)
+        table, flipped = tables[id(e.table)]
+        ends[e.u].append(End(i, e.v, e.gu, e.gv, *by_class[id(e.gu)], table))
+        ends[e.v].append(End(i, e.u, e.gv, e.gu, *by_class[id(e.gv)], flipped))
     return ends
 
 
 def end_of(edge: int, other: int, classes: Ints, other_classes: Ints, table: Floats) -> End:
     """An edge as seen from the node with the classes `classes`, which are the rows of `table`."""
-    order = np.argsort(classes, kind="stable")
-    starts = np.flatnonzero(np.diff(classes[order], prepend=-1))
+    return End(edge, other, classes, other_classes, *_by_class(classes), table)
+
+
+def _by_class(classes: Ints) -> tuple[Ints | None, Ints]:
+    """`End.order` and `End.starts`."""
+    order, starts = runs(classes)
     plain = len(starts) == len(classes) and bool((order == np.arange(len(order))).all())
-    return End(edge, other, classes, other_classes, None if plain else order, starts, table)
+    return None if plain else order, starts
 
 
 def initial(problem: Problem, counts: Ints | None) -> State:

@@ -28,12 +28,12 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.problem import Floats, Ints, Problem, cheapest
-from autopar.passes.solver.dual_ascent import Ascent, End, ends_of
+from autopar.ir.problem import Edge, Floats, Ints, Problem, cheapest
+from autopar.passes.solver.dual_ascent import Ascent, End
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ def ordered(problem: Problem) -> tuple[Problem, Ints, Ints]:
     """The problem with its nodes in `order`, the order, and the place of each node in it; shape (nodes,) each."""
     nodes = np.array(order(problem), dtype=np.int64)
     place = np.argsort(nodes)
-    edges = tuple(replace(e, u=int(place[e.u]), v=int(place[e.v])) for e in problem.edges)
+    at = place.tolist()
+    edges = tuple([Edge(at[e.u], at[e.v], e.gu, e.gv, e.table, e.key) for e in problem.edges])
     return Problem(tuple(problem.nodes[v] for v in nodes), edges), nodes, place
 
 
@@ -155,7 +156,7 @@ def search(
         deadline: on the clock of `time.monotonic()`; at it, the search ends without a plan and with a bound of -inf.
         effort: how many states are compared.
     """
-    ends = ends_of(problem)
+    ends = ascent.ends
     # the last neighbour of each node: the node is in the frontier until that one is processed
     last = [max((x.other for x in around), default=v) for v, around in enumerate(ends)]
     bounds = np.array([float(ascent.rest.sum())])

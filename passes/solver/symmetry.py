@@ -23,7 +23,7 @@ new colour are visited again, with O(edges log nodes) label sorts in all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -178,7 +178,8 @@ def _quotient(problem: Problem, colours: list[int]) -> Folded:
         groups.setdefault(kind, []).append(e)
         into.append(number.setdefault(kind, len(number)))
     edges = tuple(_multiply(u, v, group) for (u, v, _), group in groups.items())
-    pairings = tuple(_pairing(g, rank) for g in groups.values())
+    ranks = rank.tolist()
+    pairings = tuple([_pairing(g, ranks) for g in groups.values()])
     return Folded(Problem(tuple(nodes), edges), classes, counts, pairings, np.array(into, dtype=np.int64))
 
 
@@ -188,7 +189,7 @@ def _multiply(u: int, v: int, group: list[Edge]) -> Edge:
     return Edge(u, v, first.gu, first.gv, first.table * n if n > 1 else first.table, (*first.key, n))
 
 
-def _pairing(group: list[Edge], rank: Ints) -> Ints | None:
+def _pairing(group: list[Edge], rank: Sequence[int]) -> Ints | None:
     """The pairs of members that the edges of a group join, as in `Folded.pairings`."""
     pairs = np.array([(rank[e.u], rank[e.v]) for e in group], dtype=np.int64)
     if len(pairs) == 1:
