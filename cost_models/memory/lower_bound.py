@@ -20,12 +20,15 @@ def written_bytes(graph: Graph) -> int:
     arguments = {*graph.inputs, *(v for v, _ in graph.constants)}
     last = {a: t for t, op in enumerate(graph.ops) for a in op.inputs if isinstance(a, int)}
     last.update({a: len(graph.ops) for a in graph.outputs if isinstance(a, int)})
-    alive = most = sum(graph.types[v].nbytes for v in arguments)
+    added, freed = [0] * len(graph.ops), [0] * (len(graph.ops) + 1)  # bytes that each operation makes, and reads last
     for t, op in enumerate(graph.ops):
-        alive += sum(graph.types[v].nbytes for v in op.outputs)
+        for v in op.outputs:
+            nbytes = graph.types[v].nbytes
+            added[t] += nbytes
+            freed[last.get(v, t)] += nbytes
+    alive = most = sum(graph.types[v].nbytes for v in arguments)
+    for more, less in zip(added, freed, strict=False):
+        alive += more
         most = max(most, alive)
-        gone = {
-            a for a in (*op.inputs, *op.outputs) if isinstance(a, int) and a not in arguments and last.get(a, t) == t
-        }
-        alive -= sum(graph.types[a].nbytes for a in gone)
+        alive -= less
     return most

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.ir.graph import Atom, Op
+from autopar.ir.graph import Constant, Op
 
 _BARRIER = "optimization_barrier"
 
@@ -22,7 +22,7 @@ def first_equal(ops: Sequence[Op]) -> Mapping[int, int]:
     representative: dict[int, int] = {}
     computed: dict[Hashable, tuple[int, ...]] = {}
     for op in ops:
-        operands = tuple(_key(a, representative) for a in op.inputs)
+        operands = tuple([representative.get(a, a) if isinstance(a, int) else _literal(a) for a in op.inputs])
         if op.name == _BARRIER:
             equal = [
                 representative.get(a, a) if isinstance(a, int) else v
@@ -32,11 +32,10 @@ def first_equal(ops: Sequence[Op]) -> Mapping[int, int]:
             continue
         else:
             equal = computed.setdefault((op.signature, operands), op.outputs)
-        representative.update((v, w) for v, w in zip(op.outputs, equal, strict=True) if v != w)
+        if equal is not op.outputs:
+            representative.update((v, w) for v, w in zip(op.outputs, equal, strict=True) if v != w)
     return representative
 
 
-def _key(atom: Atom, representative: Mapping[int, int]) -> Hashable:
-    if isinstance(atom, int):
-        return representative.get(atom, atom)
-    return str(atom.type), np.asarray(atom.value).tobytes()
+def _literal(constant: Constant) -> Hashable:
+    return str(constant.type), np.asarray(constant.value).tobytes()

@@ -130,7 +130,7 @@ class _Liveness:
             segment, placed = self.analysis.places[op.index]
             if op.index in self.taken or segment not in segments:
                 continue
-            if op.equation.effects or any(v in self.needed for v in op.outputs):
+            if op.equation.effects or not self.needed.isdisjoint(op.outputs):
                 self.taken.add(op.index)
                 placed_ops.append(placed)
                 self.needed.update(a for a in op.inputs if isinstance(a, int))
@@ -147,7 +147,7 @@ class _Liveness:
         placed_ops: list[PlacedOp] = []
         for op in reversed(self.analysis.flat.ops):
             segment, placed = self.analysis.places[op.index]
-            if not any(v in local for v in op.outputs) or (segment > last and segment % 2):
+            if local.isdisjoint(op.outputs) or (segment > last and segment % 2):
                 continue
             placed = placed if segment % 2 else self._on_own_totals(placed)
             placed_ops.append(placed)
@@ -247,8 +247,12 @@ def _push_slices(analysis: Analysis, prologue: Sequence[PlacedOp], loops: Sequen
     states = {v: s for op in in_blocks for v, s in zip(op.outputs, changed[op.index].results, strict=True)}
 
     def moved(placed: PlacedOp) -> PlacedOp:
-        local = {i for i, atom in enumerate(placed.op.inputs) if atom in local_values}
-        return replace(placed, outer=placed.outer - local, rule_result=changed.get(placed.op.index, placed.rule_result))
+        local = [i for i, atom in enumerate(placed.op.inputs) if atom in local_values]
+        if not local and placed.op.index not in changed:
+            return placed
+        return replace(
+            placed, outer=placed.outer.difference(local), rule_result=changed.get(placed.op.index, placed.rule_result)
+        )
 
     def with_moved_ops(placed: Sequence[PlacedOp]) -> tuple[PlacedOp, ...]:
         body = [moved(p) for p in placed]

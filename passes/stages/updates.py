@@ -166,8 +166,10 @@ def _place_with_operands(
     types = split.graph.types
     for placed in ops:
         op = placed.op
+        if not op.outputs or op.outputs[0] in stage_of:
+            continue
         placed_operands = [v for v in reads[op.index] if v in stage_of]
-        if not placed_operands or not op.outputs or op.outputs[0] in stage_of:
+        if not placed_operands:
             continue
         scalars = not any(types[v].rank for v in (*reads[op.index], *op.outputs))
         several_stages = len({stage_of[v] for v in placed_operands}) > 1
