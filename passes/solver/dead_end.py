@@ -84,6 +84,7 @@ class _Side:
         other_classes: class of each strategy of the neighbour.
         table: seconds, rows for the classes of this node, columns for those of the neighbour.
         label: key of the edge, and 0 or 1 for the end.
+        finite: whether the table forbids nothing.
         usage: bytes, shape (k, *table.shape); None if the edge has none.
     """
 
@@ -93,6 +94,7 @@ class _Side:
     other_classes: Ints
     table: Floats
     label: tuple[int, ...]
+    finite: bool
     usage: Floats | None = None
 
     def live(self, keep: Ints) -> Ints:
@@ -239,11 +241,15 @@ class _State:
 def _sides(problem: Problem, footprints: Footprints) -> list[list[_Side]]:
     """Per node, its edges as seen from it."""
     sides: list[list[_Side]] = [[] for _ in problem.nodes]
+    finite: dict[int, bool] = {}  # of a table, by identity: equal edges share theirs
     for i, e in enumerate(problem.edges):
         usage = footprints.edges.get(i)
-        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0), usage))
+        if id(e.table) not in finite:
+            finite[id(e.table)] = bool(np.isfinite(e.table).all())
+        allows = finite[id(e.table)]
+        sides[e.u].append(_Side(e, e.v, e.gu, e.gv, e.table, (*e.key, 0), allows, usage))
         flipped = None if usage is None else usage.transpose(0, 2, 1)
-        sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1), flipped))
+        sides[e.v].append(_Side(e, e.u, e.gv, e.gu, e.table.T, (*e.key, 1), allows, flipped))
     return sides
 
 
@@ -251,6 +257,8 @@ def _feasible(cost: Floats, sides: list[_Side], columns: list[Ints], keep: Ints)
     """Whether each strategy of `keep`, of these costs, is finite with some live class of every neighbour."""
     live = np.isfinite(cost)
     for side, cols in zip(sides, columns, strict=True):
+        if side.finite:  # every node has some strategy left, or there would be no plan
+            continue
         live &= np.logical_or.reduce(np.isfinite(side.table[:, cols]), axis=1)[side.classes[keep]]
     return live
 
