@@ -140,8 +140,9 @@ class Program:
 
     def root(self, atom: Atom) -> Atom:
         """The atom whose buffer this is."""
-        while isinstance(atom, int) and atom in self.alias:
-            atom = self.alias[atom]
+        alias = self.alias
+        while isinstance(atom, int) and atom in alias:
+            atom = alias[atom]
         return atom
 
     def identity(self, atom: Atom) -> Hashable:
@@ -152,11 +153,13 @@ class Program:
 
     def type_of(self, value: int) -> Type:
         """Type of a value, of those made here as well."""
-        return self.own_types[value] if value in self.own_types else self.graph.types[value]
+        own = self.own_types.get(value)
+        return self.graph.types[value] if own is None else own
 
     def behind(self, value: int) -> int:
         """The value that a token copies; any other value itself."""
-        return self.tokens[value][0] if value in self.tokens else value
+        token = self.tokens.get(value)
+        return value if token is None else token[0]
 
     def new(self, like: int, kind: Type | None = None) -> int:
         """A value of the layout of another, and of its type if no other is given."""
@@ -228,9 +231,9 @@ class Program:
 
     def operands(self, op: Op) -> tuple[Atom, ...]:
         """What an operation reads."""
-        if op.tag not in self._copying:
+        if (tag := op.tag) not in self._copying:
             return tuple(map(self.root, op.inputs))
-        return tuple([self.read(f"{op.tag}.in{k}", atom) for k, atom in enumerate(op.inputs)])
+        return tuple([self.read(f"{tag}.in{k}", atom) for k, atom in enumerate(op.inputs)])
 
     def results(self, op: Op, region: Region) -> tuple[Atom, ...]:
         """What leaves a body."""
@@ -245,4 +248,5 @@ def free_dims(op: Op, k: int) -> list[int]:
 
 def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
     """The distinct values among atoms."""
-    return tuple(dict.fromkeys([a for a in atoms if isinstance(a, int)]))
+    found = [a for a in atoms if isinstance(a, int)]
+    return tuple(dict.fromkeys(found) if len(found) > 1 else found)

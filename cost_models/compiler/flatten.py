@@ -59,7 +59,7 @@ def _emit(p: Program, frame: Frame, ops: Sequence[Op], after: tuple[int, ...]) -
             add_steps(p, frame, op, waits)
             barriers = ()
         else:
-            inputs, kind = values([*prepared(p, frame, op, p.operands(op))]), p.backend.fusion.kind(op)
+            inputs, kind = values(prepared(p, frame, op, p.operands(op))), p.backend.fusion.kind(op)
             if kind in (PRODUCT, REDUCTION):
                 add_normalized(p, frame, Step(op, op.name, kind, inputs, op.outputs, waits))
             else:
@@ -101,7 +101,8 @@ def _repeated(p: Program, frame: Frame, op: Op) -> bool:
 
 def _barriers(p: Program, op: Op) -> tuple[int, ...]:
     """The barriers that an operation reads from behind."""
-    return tuple(dict.fromkeys(i for a in values(op.inputs) for i in p.behind_barriers.get(a, ())))
+    found = [p.behind_barriers[a] for a in op.inputs if isinstance(a, int) and a in p.behind_barriers]
+    return tuple(dict.fromkeys([i for barriers in found for i in barriers])) if found else ()
 
 
 def _hold(p: Program, op: Op) -> tuple[int, ...]:

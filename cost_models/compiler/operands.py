@@ -17,18 +17,17 @@ from autopar.ir.graph import Atom, Op, Type
 from autopar.ir.op_sets import ELEMENTWISE
 
 
-def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Iterator[Atom]:
+def prepared(p: Program, frame: Frame, op: Op, operands: tuple[Atom, ...]) -> Sequence[Atom]:
     """What an operation reads instead of its operands."""
     if op.name in _ORDERS and p.backend.turns_operands:
         order = _ORDERS[op.name]
         swapped = op.outputs[0] in p.swapped
         orders = (order(op, k, 1 - k if swapped else k) for k in range(len(operands)))
         ordered = zip(operands, orders, strict=True)
-        yield from (_transposed(p, frame, op, a, order) for a, order in ordered if isinstance(a, int))
-    elif op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
-        yield from broadcast(p, frame, op, operands)
-    else:
-        yield from operands
+        return [_transposed(p, frame, op, a, order) for a, order in ordered if isinstance(a, int)]
+    if op.name in ELEMENTWISE and p.graph.types[op.outputs[0]].rank > 1:
+        return [*broadcast(p, frame, op, operands)]
+    return operands
 
 
 def _transposed(p: Program, frame: Frame, op: Op, value: int, order: Sequence[int]) -> int:

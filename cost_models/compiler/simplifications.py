@@ -71,19 +71,21 @@ def _without(p: Program, op: Op, element: float, positions: tuple[int, ...]) -> 
     """The operand that arithmetic leaves as it is."""
     for k in positions:
         other = op.inputs[1 - k]
-        if not isinstance(other, int) or p.graph.types[other] != p.graph.types[op.outputs[0]]:
+        if not isinstance(other, int) or not _is_everywhere(p, op.inputs[k], element):
             continue
-        if _is_everywhere(p, op.inputs[k], element):
+        if p.graph.types[other] == p.graph.types[op.outputs[0]]:
             return other
     return None
 
 
 def _is_everywhere(p: Program, atom: Atom, element: float) -> bool:
     """Whether an atom is a constant that is the same everywhere."""
-    maker = p.graph.producers.get(atom) if isinstance(atom, int) else None
-    if maker is not None and maker.name in ("broadcast_in_dim", "convert_element_type"):
+    if isinstance(atom, int):
+        maker = p.graph.producers.get(atom)
+        if maker is None or maker.name not in ("broadcast_in_dim", "convert_element_type"):
+            return False
         return _is_everywhere(p, maker.inputs[0], element)
-    return not isinstance(atom, int) and atom.type.rank == 0 and bool(atom.value == element)
+    return atom.type.rank == 0 and bool(atom.value == element)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,7 +305,7 @@ def _mask_of(p: Program, op: Op, k: int) -> int | None:
 def _select(p: Program, frame: Frame, op: Op, after: tuple[int, ...]) -> None:
     """Select the other factor, or zero."""
     k, mask = next((k, mask) for k in range(len(op.inputs)) if (mask := _mask_of(p, op, k)) is not None)
-    factors = [*prepared(p, frame, op, p.operands(op))]
+    factors = prepared(p, frame, op, p.operands(op))
     frame.steps.append(Step(op, "select_n", LIGHT, values((p.root(mask), factors[1 - k])), op.outputs, after))
     p.cheap.update(op.outputs)
 

@@ -268,7 +268,9 @@ class _Writing:
 
     def _is_same_array(self, step: Step) -> bool:
         """A step that reshapes an array which is written for others and not repeated."""
-        v = self.p.behind(step.inputs[0]) if step.name == RESHAPE else -1
+        if step.name != RESHAPE:
+            return False
+        v = self.p.behind(step.inputs[0])
         maker = self.makers.get(v)
         if maker is None or maker.kind != LIGHT or self._is_unary(maker):
             return False
@@ -323,12 +325,16 @@ class _Writing:
 
     def _kernels(self, value: int, readers: Sequence[Step] | None = None) -> frozenset[int]:
         """The kernels (identities of their last steps) that read a value, or those of some of its readers."""
-        kernels: set[int] = set()
-        for step in self.readers.get(value, ()) if readers is None else readers:
-            v = step.outputs[0] if step.kind == LIGHT else -1
-            kernels |= self.kernels.get(v, frozenset())
-            kernels |= {id(step)} if v < 0 or v in self.kept else frozenset()
-        return frozenset(kernels)
+        kernels = [*map(self._kernels_at, self.readers.get(value, ()) if readers is None else readers)]
+        return kernels[0] if len(kernels) == 1 else frozenset[int]().union(*kernels)
+
+    def _kernels_at(self, step: Step) -> frozenset[int]:
+        """The kernels that a step is part of, as far as they read what it reads."""
+        if step.kind != LIGHT:
+            return frozenset((id(step),))
+        v = step.outputs[0]
+        fused = self.kernels.get(v, frozenset[int]())
+        return fused | {id(step)} if v in self.kept else fused
 
     def writes(self, step: Step, value: int) -> bool:
         """True if a light step's result gets a buffer of its own."""
@@ -390,6 +396,7 @@ class _Writing:
         sources: dict[int, tuple[int, ...]] = {v: (v,) for v in self.kept}
         beneath: dict[int, tuple[int, ...]] = {}
         repeating: set[int] = set()
+        may_be_beneath = self.kept & (self.thin | self.repeated)  # asking what repeats others would be for nothing
 
         def read(value: int, repeats: bool = False) -> tuple[int, ...]:
             behind = self.p.behind(value)
@@ -400,7 +407,7 @@ class _Writing:
             return sources[value]
 
         for step in self.steps:
-            repeats = self._repeats(step)
+            repeats = not may_be_beneath.isdisjoint(step.inputs) and self._repeats(step)
             if repeats:
                 repeating.add(id(step))
             read_by = [read(v, repeats) for v in step.inputs]

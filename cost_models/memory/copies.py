@@ -90,8 +90,8 @@ class _Copies:
     spans: dict[End, tuple[int, int]] = field(default_factory=dict)
     narrow: dict[End, bool] = field(default_factory=dict)
     edges: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    projections: dict[tuple[int, tuple[int, ...], bool], tuple[Ints, Ints]] = field(default_factory=dict)
     links: dict[Hashable, int] = field(default_factory=dict)  # what the bytes of a link depend on -> its number
+    ready: dict[int, bool] = field(default_factory=dict)  # by value: `Written.is_ready`
     outliving: dict[int, _Outliving] = field(default_factory=dict)  # what lasts longer than its readers by that name
     column_major: frozenset[End] = field(init=False)  # read by LAPACK, in column-major order
     waiting: Waiting = field(init=False)
@@ -139,13 +139,18 @@ class _Copies:
         if birth > death:
             return
         link.other("copy", birth, death, of_target=True)
-        travels = self.sizes.backend.overlaps and not self.sizes.w.is_ready(self.sizes.program, link.value)
+        travels = self.sizes.backend.overlaps and not self._is_ready(link.value)
         if self.sizes.backend.gathers_turn or travels:
             link.gathered(birth, birth if self.sizes.backend.gathers_turn else death, end in self.column_major)
         if self.sizes.backend.splits_all_to_all:
             link.all_to_all(birth)
         if travels and self.waiting.delays(birth):
             self._kept(link, birth)
+
+    def _is_ready(self, value: int) -> bool:
+        if value not in self.ready:
+            self.ready[value] = self.sizes.w.is_ready(self.sizes.program, value)
+        return self.ready[value]
 
     def _kept(self, link: _Link, moment: int) -> None:
         """What products read that wait until something is gathered (`compiler/delayed_products.py`)."""
@@ -237,7 +242,7 @@ class _Copies:
         return _side(end[1], self.sizes.model.grouping.groups[end[1]].strategies, end[2], end[3])
 
     def _link(self, value: int, source: _Side, target: _Side, readers: Sequence[End]) -> _Link:
-        (gu, lu), (gv, lv) = self._projection(source), self._projection(target)
+        (gu, lu), (gv, lv) = (projection(side.strategies, side.dims, side.assigned) for side in (source, target))
         type_ = self.sizes.graph.types[value]
         narrow = type_.dtype == "float32" and all(self.narrow.get(e, False) for e in readers)
         kind = Kind(type_.shape, type_.itemsize / (2 if narrow else 1), 0)
@@ -247,11 +252,6 @@ class _Copies:
         edge = self._edge(source.node, target.node, gu, gv)
         number = self.links.setdefault((source.key, target.key, kind, computed_kind), len(self.links))
         return _Link(self.sizes, value, edge, kind, computed_kind, lu, lv, number)
-
-    def _projection(self, side: _Side) -> tuple[Ints, Ints]:
-        if side.key not in self.projections:
-            self.projections[side.key] = projection(side.strategies, side.dims, side.assigned)
-        return self.projections[side.key]
 
     def _edge(self, u: int, v: int, gu: Ints, gv: Ints) -> int:
         """The edge between two nodes with these classes."""
@@ -270,8 +270,7 @@ class _Outliving:
     until: int
 
 
-@dataclass(frozen=True, eq=False)
-class _Link:
+class _Link(NamedTuple):
     """One edge that a value goes along, as copies of it are and as it was made, and the layouts of both ends."""
 
     sizes: Sizes
@@ -279,8 +278,8 @@ class _Link:
     edge: int
     kind: Kind
     computed_kind: Kind
-    sources: Ints
-    targets: Ints
+    sources: NDArray[np.int8]
+    targets: NDArray[np.int8]
     number: int
 
     def other(self, what: str, birth: int, death: int, of_target: bool) -> None:
@@ -321,8 +320,9 @@ class _Link:
 
     def _add(self, what: str, birth: int, death: int, differs: bool, of_target: bool) -> None:
         if birth <= death:
-            kind = self.computed_kind if what == "value" else self.kind
-            key = ("link", self.number, differs, of_target, kind)
+            as_computed = what == "value" and self.computed_kind != self.kind
+            kind = self.computed_kind if as_computed else self.kind
+            key = ("link", self.number, differs, of_target, as_computed)
             at = self.sizes.at(
                 key, lambda: self._table(differs, of_target, kind), self.sizes.is_fixed(what, self.value)
             )

@@ -204,8 +204,8 @@ class _Columns:
 
     @staticmethod
     def of(buffers: Sequence[Buffer]) -> _Columns:
-        names = ("birth", "death", "at", "node", "edge")
-        birth, death, at, node, edge = (np.array([getattr(b, name) for b in buffers], np.int64) for name in names)
+        columns = [*zip(*buffers, strict=True)][2:] or [()] * 5  # without the names and values
+        birth, death, node, edge, at = (np.array(column, np.int64) for column in columns)
         kinds = [{k: tuple(v) for k, v in _grouped(owner, at, owner >= 0).items()} for owner in (node, edge)]
         return _Columns(birth, death, at, node, edge, np.flatnonzero(node >= 0), np.flatnonzero(edge >= 0), *kinds)
 

@@ -116,6 +116,7 @@ class Sizes:
     starts: dict[Hashable, int] = field(default_factory=dict)
     filled: int = 0
     kinds: dict[int, Kind] = field(default_factory=dict)  # by value
+    shares: dict[tuple[int, bool], Floats] = field(default_factory=dict)  # by strategy set, as it runs or as it holds
     temporary_runs: dict[int, Floats] = field(default_factory=dict)  # start of a run of what comes and goes -> the run
     near: dict[tuple[int, float], int] = field(default_factory=dict)  # its start, bytes that stay near -> start without
 
@@ -141,8 +142,9 @@ class Sizes:
 
     def is_fixed(self, what: str, value: int) -> bool:
         """Whether such a buffer of a value is in the part of the heap without temporaries."""
-        stacked = self.backend.stacks_first and self.program.root(value) in self.program.stacked
-        return what == "argument" or (what == "value" and stacked)
+        if what == "value" and self.backend.stacks_first:
+            return self.program.root(value) in self.program.stacked
+        return what == "argument"
 
     def _append(self, run: Floats) -> int:
         self.runs.append(run)
@@ -152,7 +154,9 @@ class Sizes:
     def piece_bytes(self, strategies: StrategySet, dims: tuple[int, ...], kind: Kind, assigned: bool = False) -> Floats:
         """Bytes of one device's piece of a value under each strategy, padding included."""
         factors = strategies.assigned if assigned else strategies.result
-        each = shares(factors, strategies.sizes, self.mesh.sizes)
+        each = self.shares.get((strategies.index, assigned))
+        if each is None:
+            each = self.shares[strategies.index, assigned] = shares(factors, strategies.sizes, self.mesh.sizes)
         whole = np.ones(len(factors))
         local = [n * (each[:, d] if d >= 0 else whole) for d, n in zip(dims, kind.shape, strict=True)]
         return self.laid_out(local, kind, len(factors))
@@ -209,7 +213,7 @@ class Sizes:
 
     def add(self, what: str, value: int, birth: int, death: int, at: int, *, node: int = -1, edge: int = -1) -> None:
         if birth <= death:
-            at = self._near(at, birth, death) if what in _TEMPORARY and self.backend.near_bytes else at
+            at = self._near(at, birth, death) if self.backend.near_bytes and what in _TEMPORARY else at
             self.buffers.append(Buffer(what, self.program.like.get(value, value), birth, death, node, edge, at))
 
     def _near(self, at: int, birth: int, death: int) -> int:
