@@ -224,6 +224,7 @@ class _Tables:
             for n, placements in sorted(by_submesh.items())
         ]
         self.most = q.stages or min(q.layers, q.devices)
+        self.fitting: dict[tuple[int, int], Floats] = {}
         self.fastest: dict[tuple[int, int], Floats] = {}
         self.runs: dict[tuple[int, int], Floats] = {}
 
@@ -233,9 +234,12 @@ class _Tables:
         return np.unique(np.concatenate([t[np.isfinite(t)] for t in used])) if used else np.zeros(0)
 
     def _fitting(self, submesh: int, in_flight: int) -> Floats:
-        """Seconds of all options of a submesh, infinite for those that do not fit."""
-        fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
-        return np.where(fits, self.times[submesh], np.inf)
+        """Seconds of all options of a submesh, infinite for those that do not fit, cached for all bounds."""
+        key = submesh, in_flight
+        if key not in self.fitting:
+            fits = self.question.prices[submesh].peaks(in_flight) <= self.question.memory[submesh]
+            self.fitting[key] = np.where(fits, self.times[submesh], np.inf)
+        return self.fitting[key]
 
     def _fastest(self, submesh: int, in_flight: int) -> Floats:
         """Seconds of the fastest option that fits, cached for all bounds."""
@@ -313,7 +317,7 @@ class _Tables:
             reached = np.isfinite(behind[:, stops])
             at, rows = np.flatnonzero(reached.any(0)), np.flatnonzero(reached.any(1))
             if len(at):
-                last, runs = (behind + self.transfer[submesh])[:, stops[at]], least(submesh)
+                last, runs = behind[:, stops[at]] + self.transfer[submesh][:, stops[at]], least(submesh)
                 sums = np.full(last.shape, np.inf)
                 for length in range(1, min(len(runs), int(rows[-1]) + 1)):
                     first, end = max(rows[0], length), rows[-1] + 1
@@ -341,7 +345,7 @@ class _Tables:
             if placement.start == device:
                 times = self._fitting(placement.submesh, in_flight)[:, layer]
                 least = np.where(times.min(0) <= bound, times.min(0), np.inf)
-                sums = least + (behind + self.transfer[placement.submesh])[:, placement.stop]
+                sums = least + (behind[:, placement.stop] + self.transfer[placement.submesh][:, placement.stop])
                 ends: Ints = np.flatnonzero(sums == goal)
                 if len(ends) and np.isfinite(goal):
                     last = int(ends[0])

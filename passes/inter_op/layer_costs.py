@@ -262,9 +262,10 @@ def _sums(values: Sequence[float]) -> Floats:
 def _maxima(values: Sequence[float]) -> Floats:
     """At [i, j] the largest of values i .. j - 1."""
     n = len(values)
+    upper = np.triu(np.ones((n, n), bool))
     maxima = np.zeros((n + 1, n + 1))
-    for i in range(n):
-        maxima[i, i + 1 :] = np.maximum.accumulate(np.array(values[i:], np.float64))
+    running = np.maximum.accumulate(np.where(upper, np.array(values, np.float64), -np.inf), axis=1)
+    maxima[:n, 1:] = np.where(upper, running, 0.0)
     return maxima
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -205,6 +205,7 @@ class InterOpSearch:
     guesses: dict[int, Mapping[int, OptionsByKind]] = field(default_factory=dict)
     layer_costs: dict[int, LayerCosts] = field(default_factory=dict)
     transfers: dict[int, Floats] = field(default_factory=dict)
+    runs: dict[int, tuple[Hashable, RunCosts]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layers = layers_pass.find(self.graph)
@@ -513,7 +514,14 @@ class InterOpSearch:
 
     def _run_costs(self, space: SearchSpace, by_submesh: Mapping[int, OptionsByKind]) -> Mapping[int, RunCosts]:
         """Costs of all runs of layers."""
-        return {n: run_costs(by_kind, self.kinds.of_layer, space.policies) for n, by_kind in by_submesh.items()}
+        return {n: self._run_costs_on(n, by_kind, space.policies) for n, by_kind in by_submesh.items()}
+
+    def _run_costs_on(self, n: int, by_kind: OptionsByKind, policies: Sequence[str]) -> RunCosts:
+        """Costs of all runs on a submesh, kept until other options are costed there."""
+        options = policies, tuple(by_kind.items())
+        if n not in self.runs or self.runs[n][0] != options:
+            self.runs[n] = options, run_costs(by_kind, self.kinds.of_layer, policies)
+        return self.runs[n][1]
 
     def _options_on(self, count: int, space: SearchSpace, n: int, kinds: Iterable[int] | None = None) -> OptionsByKind:
         """Options of these kinds of layers, or of all, on a submesh.

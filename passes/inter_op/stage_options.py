@@ -114,6 +114,7 @@ class StageOptions:
     entering: Sequence[int]
     effort: OptionEffort = STAGE_OPTIONS
     costed: dict[float, _CostedOption] = field(default_factory=dict[float, "_CostedOption"])  # by rate
+    nondominated: dict[int, tuple[StageOption, ...]] = field(default_factory=dict)  # by the number of rates besides 0
 
     @cached_property
     def penalised(self) -> PenalisedPlans:
@@ -150,11 +151,13 @@ class StageOptions:
         Where there are more rates, the last entry is a lower bound of their options: the memory of even pieces, in the
         time of the slowest computed option.
         """
-        costed = sorted((self._at(share) for share in (0.0, *self.open[:penalties])), key=_order)
-        options = tuple(_nondominated(costed))
-        return (
-            options if penalties >= len(self.open) else (*options, replace(self._least, times=costed[-1].option.times))
-        )
+        rates = self.open[:penalties]
+        if len(rates) not in self.nondominated:
+            costed = sorted((self._at(share) for share in (0.0, *rates)), key=_order)
+            options = tuple(_nondominated(costed))
+            bound = () if len(rates) == len(self.open) else (replace(self._least, times=costed[-1].option.times),)
+            self.nondominated[len(rates)] = (*options, *bound)
+        return self.nondominated[len(rates)]
 
     @cached_property
     def _least(self) -> StageOption:
