@@ -248,5 +248,5 @@ def free_dims(op: Op, k: int) -> list[int]:
 
 def values(atoms: Sequence[Atom]) -> tuple[int, ...]:
     """The distinct values among atoms."""
-    found = [a for a in atoms if isinstance(a, int)]
-    return tuple(dict.fromkeys(found) if len(found) > 1 else found)
+    integers = [a for a in atoms if isinstance(a, int)]
+    return tuple(dict.fromkeys(integers) if len(integers) > 1 else integers)

@@ -101,8 +101,8 @@ def _repeated(p: Program, frame: Frame, op: Op) -> bool:
 
 def _barriers(p: Program, op: Op) -> tuple[int, ...]:
     """The barriers that an operation reads from behind."""
-    found = [p.behind_barriers[a] for a in op.inputs if isinstance(a, int) and a in p.behind_barriers]
-    return tuple(dict.fromkeys([i for barriers in found for i in barriers])) if found else ()
+    nearest = [p.behind_barriers[a] for a in op.inputs if isinstance(a, int) and a in p.behind_barriers]
+    return tuple(dict.fromkeys([i for barriers in nearest for i in barriers])) if nearest else ()
 
 
 def _hold(p: Program, op: Op) -> tuple[int, ...]:

@@ -193,10 +193,10 @@ def projection(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> 
         by the code of their layout.
     """
     key = tuple(dims), assigned
-    found = strategies.projections.get(key)
-    if found is None:
-        found = strategies.projections[key] = _projected(strategies, dims, assigned)
-    return found
+    classes_and_layouts = strategies.projections.get(key)
+    if classes_and_layouts is None:
+        classes_and_layouts = strategies.projections[key] = _projected(strategies, dims, assigned)
+    return classes_and_layouts
 
 
 def _projected(strategies: StrategySet, dims: Sequence[int], assigned: bool) -> Projection:

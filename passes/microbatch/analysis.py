@@ -365,11 +365,11 @@ class _Analyzer:
         """State and segment of an operand, before totals are considered."""
         if not isinstance(atom, int):
             return _OperandUse(ZERO if is_zero(atom) else INVARIANT, 0)
-        known = self.uses.get(atom)
-        if known is None:
+        operand_use = self.uses.get(atom)
+        if operand_use is None:
             state, segment = self.values[atom]
-            known = self.uses[atom] = _OperandUse(state, segment, segment % 2 == 0)
-        return known
+            operand_use = self.uses[atom] = _OperandUse(state, segment, segment % 2 == 0)
+        return operand_use
 
     def _total_of(self, op: Op, atom: Atom, use: _OperandUse) -> _OperandUse:
         """The total of a partial value: computed before the loop if that is cheap, else known after the loop."""

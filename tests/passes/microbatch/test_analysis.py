@@ -305,11 +305,11 @@ def test_equal_operations_share_a_rule_result_unless_values_decide() -> None:
     args = {"x": jnp.arange(24.0).reshape(8, 3), "y": jnp.zeros(8, jnp.int32)}
     graph = trace(step, args).graph
     assert len({op.signature for op in graph.ops if op.name == "gather"}) == 1
-    found = split(graph, 2, (0, 1))
-    (first, *others) = (p.rule_result for p in found.body if p.op.name == "tanh")
+    microbatches = split(graph, 2, (0, 1))
+    (first, *later_results) = (p.rule_result for p in microbatches.body if p.op.name == "tanh")
     assert first is not None
-    assert [other is first for other in others] == [True, True]
-    assert [p.op.outputs[0] for p in found.body if p.op.name == "gather"] == [graph.outputs[2]]
+    assert [result is first for result in later_results] == [True, True]
+    assert [p.op.outputs[0] for p in microbatches.body if p.op.name == "gather"] == [graph.outputs[2]]
     assert_close(split_step(trace(step, args), 2)(args), step(args))
 
 

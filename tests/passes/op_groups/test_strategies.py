@@ -23,20 +23,20 @@ def work(flops: float) -> Work:
 
 def test_equal_operations_share_their_strategies() -> None:
     rule = parse("a b, b c -> a c | reduce b", SHAPES, [(64, 16)])
-    one, same = (strategies_of(rule, work(65536.0), MESH, index) for index in (3, 7))
-    assert (one.index, same.index) == (3, 7)
-    assert one.cost is same.cost
-    assert one.projections is same.projections
-    assert projection(one, (0, 2), False)[0] is projection(same, (0, 2), False)[0]
-    assert not np.array_equal(one.cost, strategies_of(rule, work(2.0**40), MESH, 3).cost)
-    assert len(strategies_of(rule, work(65536.0), OTHER, 3)) < len(one)
+    first, second = (strategies_of(rule, work(65536.0), MESH, index) for index in (3, 7))
+    assert (first.index, second.index) == (3, 7)
+    assert first.cost is second.cost
+    assert first.projections is second.projections
+    assert projection(first, (0, 2), False)[0] is projection(second, (0, 2), False)[0]
+    assert not np.array_equal(first.cost, strategies_of(rule, work(2.0**40), MESH, 3).cost)
+    assert len(strategies_of(rule, work(65536.0), OTHER, 3)) < len(first)
 
 
 def test_layouts_depend_on_shape_mesh_and_padding() -> None:
-    one, same = layouts_of((12, 8), MESH, 0), layouts_of([12, 8], MESH, 5)
-    assert one.result is same.result
-    assert (one.index, same.index) == (0, 5)
-    assert len(layouts_of((12, 8), OTHER, 0)) < len(one)
+    first, second = layouts_of((12, 8), MESH, 0), layouts_of([12, 8], MESH, 5)
+    assert first.result is second.result
+    assert (first.index, second.index) == (0, 5)
+    assert len(layouts_of((12, 8), OTHER, 0)) < len(first)
     assert len(layouts_of((9, 8), MESH, 0, 1.0)) < len(layouts_of((9, 8), MESH, 0))
 
 
