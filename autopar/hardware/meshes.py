@@ -6,6 +6,7 @@ number of devices into up to two axes a candidate, and its prime factorisation i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,6 +142,18 @@ def concrete(target: Target) -> Any:
             f"{len(devices)} are here. autopar.plan and .plan(...) plan for it without devices."
         )
     return np.array(devices[: math.prod(sizes)]).reshape(sizes)
+
+
+def submeshes(mesh: Any, parts: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """Meshes with Auto axes of these sizes on successive devices of a mesh, which may be abstract."""
+    names = mesh.axis_names
+    if not jax_compat.is_concrete_mesh(mesh):
+        return tuple(jax_compat.auto_abstract_mesh(sizes, names) for sizes in parts)
+    devices, ends = mesh.devices.flatten(), itertools.accumulate(math.prod(sizes) for sizes in parts)
+    return tuple(
+        jax_compat.auto_mesh(devices[end - math.prod(sizes) : end].reshape(tuple(sizes)), names)
+        for sizes, end in zip(parts, ends, strict=True)
+    )
 
 
 def memory_kinds(target: Target) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,11 +66,7 @@ class PlannedStep:
     def submeshes(self) -> tuple[Mesh, ...]:
         """The devices of every rank of a pipeline, with Auto axes."""
         assert self.pipeline is not None
-        devices, names = meshes.concrete(self.target), self.target.logical.names
-        extents = self.pipeline.choice.extents
-        pieces = [devices[end - n : end] for n, end in zip(extents, itertools.accumulate(extents), strict=True)]
-        shapes = [mesh.sizes for mesh in self.pipeline.meshes]
-        return tuple(jax_compat.auto_mesh(p.reshape(n), names) for p, n in zip(pieces, shapes, strict=True))
+        return meshes.submeshes(self.mesh(), [mesh.sizes for mesh in self.pipeline.meshes])
 
     def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
         """The pipeline, compiled for the devices of this process; `compiler_options`: of XLA."""

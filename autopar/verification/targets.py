@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
@@ -73,19 +72,6 @@ class Backend:
     platform: str
     mesh: Callable[[Axes, Graph, str], AnyMesh]
     emit: Callable[[jax.stages.Lowered, Axes, Graph, Mapping[str, str]], Emitted]
-
-
-def submeshes(mesh: AnyMesh, parts: Sequence[Sequence[int]]) -> tuple[AnyMesh, ...]:
-    """Meshes of these sizes on successive devices of a mesh, with its axis names."""
-    names = mesh.axis_names
-    if not isinstance(mesh, Mesh):
-        return tuple(jax_compat.auto_abstract_mesh(sizes, names) for sizes in parts)
-    devices = mesh.devices.flatten()
-    ends = np.cumsum([math.prod(sizes) for sizes in parts])
-    return tuple(
-        jax_compat.auto_mesh(devices[end - math.prod(sizes) : end].reshape(tuple(sizes)), names)
-        for sizes, end in zip(parts, ends, strict=True)
-    )
 
 
 # Meshes

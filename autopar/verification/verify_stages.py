@@ -15,6 +15,7 @@ from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
 from autopar.codegen.emit import kernel_options
 from autopar.codegen.planned_programs import PlannedPrograms, planned_programs
+from autopar.hardware.meshes import submeshes
 from autopar.ir.collective import Collective
 from autopar.ir.trace import Traced
 from autopar.passes.stages.divide import PASS_KINDS
@@ -27,7 +28,7 @@ from autopar.runtime.programs import program_order
 from autopar.verification import exceptions as known_exceptions
 from autopar.verification import lowering
 from autopar.verification.dataflow import Context
-from autopar.verification.targets import BACKENDS, Axes, Backend, Emitted, submeshes
+from autopar.verification.targets import BACKENDS, Axes, Backend, Emitted
 
 UNPREDICTED = "program of a loop that runs first, which has no prediction"
 
