@@ -8,6 +8,7 @@ them as the text of a protocol buffer (GpuTargetConfigProto of openxla/xla).
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,10 @@ GPUS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+#: Without CUDA's libraries the plugin refuses to load unless this is set, before JAX looks for backends. Compiling for
+#: described devices needs none of them.
+UNCHECKED = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
 #: Versions of cuDNN and CUDA for which the compiler generates code.
 _DNN, _CUDA = (9, 8), (12, 8)
 
@@ -81,6 +86,7 @@ def mesh(topology: str, sizes: Sequence[int], names: Sequence[str]) -> Any:
         raise MeshError(
             f"topology {topology!r} has not the {math.prod(sizes)} devices of the plan's mesh {tuple(sizes)}"
         )
+    os.environ.setdefault(UNCHECKED, "1")
     try:
         described = topologies.get_topology_desc(
             name, platform="cuda", target_config=target_config(name), topology=f"1x1x{number}"
@@ -88,7 +94,8 @@ def mesh(topology: str, sizes: Sequence[int], names: Sequence[str]) -> Any:
     except Exception as error:  # the plugin's exception classes are not public
         raise ArgumentError(
             f"the CUDA plugin cannot describe {topology!r} ({str(error).splitlines()[0]:.200}). "
-            "It needs the extra gpu: pip install 'autopar[gpu]'; no GPU is needed."
+            f"It needs the extra gpu (pip install 'autopar[gpu]'), no GPU; where CUDA's libraries are missing, set "
+            f"{UNCHECKED}=1 before JAX starts."
         ) from error
     return jax_compat.auto_mesh(np.array(described.devices).reshape(tuple(sizes)), tuple(names))
 
