@@ -86,9 +86,7 @@ def plan(
     with cache(not no_cache):
         chosen = options(mesh, cluster, hosts, solver, memory_budget)
         asked: dict[str, Any] = {
-            "stages": int(stages) if stages.isdecimal() else stages,
-            "schedule": schedule,
-            "num_microbatches": num_microbatches or "auto",
+            **_in_stages(stages, schedule, num_microbatches),
             "per_microbatch": words(per_microbatch, ()),
             "remat": remat,
             "offload": offload,
@@ -103,6 +101,12 @@ def plan(
         planned.picture(picture)
         say(f"drawn to {picture}")
     print(planned.to_json() if as_json else planned.summary(apply_rewrites(trace(fn, *args), planned).graph))
+
+
+def _in_stages(stages: str, schedule: str, num_microbatches: int | None) -> dict[str, Any]:
+    """Options of `autopar.plan` that concern stages."""
+    count = int(stages) if stages.isdecimal() else stages
+    return {"stages": count, "schedule": schedule, "num_microbatches": num_microbatches or "auto"}
 
 
 @app.command()
@@ -149,6 +153,9 @@ def verify(
     layers: Layers = None,
     batch: Batch = None,
     seq: Seq = None,
+    num_microbatches: Microbatches = None,
+    stages: Stages = "auto",
+    schedule: ScheduleName = "auto",
     solver: Solver = "auto",
     as_json: Json = False,
     no_cache: NoCache = False,
@@ -166,7 +173,7 @@ def verify(
         cpu_devices(_devices(saved.mesh_sizes if saved else chosen["mesh"], chosen.get("cluster")))
     fn, args = targets.load(target, layers=layers, batch=batch, seq=seq)
     with cache(not no_cache):
-        planned = saved or api.plan(fn, *args, **chosen)
+        planned = saved or api.plan(fn, *args, **_in_stages(stages, schedule, num_microbatches), **chosen)
     verified = verification.verify(planned, fn, *args, target=against)
     report(as_json, _report(verified), lambda: str(verified))
     finish(verified.ok)

@@ -185,6 +185,13 @@ def test_verify_compares_with_what_is_emitted(autopar, target):
     assert (status, report["ok"], report["target"]) == (0, True, target)
 
 
+def test_verify_compares_stages(autopar):
+    options = ("--stages", 2, "--num-microbatches", 2, "--schedule", "gpipe")
+    status, out, _ = autopar("verify", "gpt-toy", "--cluster", "p3.16xlarge", "--mesh", "8", *options, "--json")
+    report = json.loads(out)
+    assert (status, report["ok"], report["target"]) == (0, True, "shardy")
+
+
 def test_verify_takes_a_saved_plan(autopar, tmp_path):
     path = tmp_path / "plan.json"
     autopar("plan", "mlp-toy", "--mesh", "2,4", "--output", path)
