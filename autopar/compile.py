@@ -350,7 +350,7 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
             break  # otherwise the plan is slower than its forecast, and the search left out pipelines above the limit
     assert best is not None
     if isinstance(s.memory_budget, float) and not _fits(best, s):
-        raise budget_error(best.plan, s.memory_budget)
+        raise budget_error(best.plan, call.traced.graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
     best = replace(best, plan=replace(best.plan, phases=phases))
     for warning in best.warnings:
@@ -519,7 +519,8 @@ def _closest(call: _Call, s: Settings, attempts: Sequence[PlannedStep]) -> Plann
     """The smallest of plans in stages that do not fit, with a warning; MemoryBudgetError if a budget was given."""
     smallest = min(attempts, key=lambda step: step.plan.peak_memory_bytes)
     if s.memory_budget is not None:
-        raise budget_error(smallest.plan, memory_policy.memory_bytes(smallest.target.logical, s.memory_budget))
+        budget = memory_policy.memory_bytes(smallest.target.logical, s.memory_budget)
+        raise budget_error(smallest.plan, call.traced.graph, budget)
     warn(
         f"{name_of(call.fn)}: the plan needs {size(smallest.plan.peak_memory_bytes)} per device, more than the "
         f"{size(memory_policy.usable_bytes(smallest.target.logical))} that are there, and none in "

@@ -66,7 +66,8 @@ def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[s
     Raises:
         PlanMismatchError: programs of stages differ from those that were planned.
     """
-    types, programs, reader = avals(traced, pipelined), StepPrograms(pipelined.stages.split), RuleReader(registered)
+    types, programs = avals(traced, pipelined.stages), StepPrograms(pipelined.stages.split)
+    reader = RuleReader(registered)
     plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
         graph, mesh = stage_graph(pipelined.stages, number, types, programs), pipelined.mesh(number)

@@ -121,10 +121,13 @@ class PlanRecord:
     @property
     def peak_memory_bytes(self) -> int:
         """Predicted peak memory, bytes per device, of the devices with most; stages of one rank share its devices."""
-        by_rank: dict[int, int] = {}
-        for stage in self.stages:
-            by_rank[stage.rank] = by_rank.get(stage.rank, 0) + stage.peak_memory_bytes
-        return max(by_rank.values())
+        return max(sum(stage.peak_memory_bytes for stage in stages) for stages in self.ranks)
+
+    @property
+    def ranks(self) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of each rank."""
+        numbers = sorted({stage.rank for stage in self.stages})
+        return tuple(tuple(stage for stage in self.stages if stage.rank == rank) for rank in numbers)
 
     @property
     def mesh(self) -> Mapping[str, int]:

@@ -7,19 +7,25 @@ needs less than the arguments that a rank stores, evenly sharded over its device
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import MemoryBudgetError
+from autopar.ir.graph import Graph
 from autopar.ir.text import size
 from autopar.plans.record import PlanRecord, Stage
 
 
-def budget_error(plan: PlanRecord, budget: float) -> MemoryBudgetError:
-    """The error for the smallest plan that was found; `budget`: bytes per device, less than its peak."""
-    least, bound = plan.peak_memory_bytes, _stored(plan)
-    rank = max(_ranks(plan), key=lambda stages: sum(stage.peak_memory_bytes for stage in stages))
+def budget_error(plan: PlanRecord, graph: Graph, budget: float) -> MemoryBudgetError:
+    """The error for the smallest plan that was found.
+
+    Args:
+        plan: of a step in stages.
+        graph: the step.
+        budget: bytes per device, less than the plan's peak.
+    """
+    least, bound = plan.peak_memory_bytes, _stored(plan, graph)
+    rank = max(plan.ranks, key=lambda stages: sum(stage.peak_memory_bytes for stage in stages))
     stage = max(rank, key=lambda stage: stage.peak_memory_bytes)
     kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in stage.memory.items())
     shared = ", which shares its devices with other stages" if len(rank) > 1 else ""
@@ -31,25 +37,13 @@ def budget_error(plan: PlanRecord, budget: float) -> MemoryBudgetError:
     return MemoryBudgetError(message, budget, least, min(bound, least))
 
 
-def _ranks(plan: PlanRecord) -> list[list[Stage]]:
-    """The stages of every rank."""
-    return [[stage for stage in plan.stages if stage.rank == rank] for rank in sorted({s.rank for s in plan.stages})]
-
-
-def _stored(plan: PlanRecord) -> int:
+def _stored(plan: PlanRecord, graph: Graph) -> int:
     """Bytes per device of the arguments that a rank stores, evenly sharded; of the rank with most."""
-    return max(sum(_even_state(plan, stage) for stage in stages) for stages in _ranks(plan))
-
-
-def _even_state(plan: PlanRecord, stage: Stage) -> int:
-    nbytes = sum(math.prod(plan.input_shapes[i]) * _itemsize(plan.input_types[i]) for i in stage.arguments)
-    return math.floor(nbytes / stage.devices)
-
-
-def _itemsize(text: str) -> float:
-    """Bytes per element of a type such as "f32[8,16]" or "bf16[4]"; 1 if the type names no number of bits."""
-    bits = re.match(r"[a-z]+(\d+)", text)
-    return int(bits[1]) / 8 if bits else 1.0
+    nbytes = [graph.types[v].nbytes for v in graph.inputs]
+    return max(
+        sum(math.floor(sum(nbytes[i] for i in stage.arguments) / stage.devices) for stage in stages)
+        for stages in plan.ranks
+    )
 
 
 def _suggestions(plan: PlanRecord, rank: Sequence[Stage], budget: float) -> Iterator[str]:

@@ -23,7 +23,7 @@ from autopar.codegen.layouts import Layouts
 from autopar.codegen.planned_programs import PlannedPrograms, programs_of
 from autopar.errors import ArgumentError, MeshError
 from autopar.ir.trace import Traced
-from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.inter_op.pipelines import avals
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans
 from autopar.runtime.donation import donated_to_updates
@@ -72,11 +72,11 @@ def build(
             "blocking": blocking,
         }
         before = build(traced, stages.first_loop, first_schedule, meshes, **options)
-    avals = _avals(traced, stages)
-    shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), avals, layouts)
+    types = avals(traced, stages)
+    shardings = programs_of(stages, tuple(meshes[rank] for rank in placement), types, layouts)
     stages = shardings.stages
     donated_values = donated_to_updates(shardings, placement, donated)
-    compiled = compile_programs(shardings, shardings, avals, donated_values, compiler_options)
+    compiled = compile_programs(shardings, shardings, types, donated_values, compiler_options)
     indices = tuple(
         tuple(jax.device_put(np.int32(i), shardings.replicated(s)) for i in range(stages.split.count))
         for s in range(len(placement))
@@ -98,13 +98,7 @@ def lower(
     """
     have_devices = all(isinstance(mesh, Mesh) for mesh in programs.meshes)
     donated_values = donated_to_updates(programs, placement, donated if have_devices else ())
-    return lower_programs(programs, programs, _avals(traced, programs.stages), donated_values, platform)
-
-
-def _avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
-    whole = StepPrograms(stages.split).avals if stages.first_loop is not None else {}
-    return (*traced.in_avals, *(whole[v] for v in stages.split.graph.inputs[len(traced.in_avals) :]))
+    return lower_programs(programs, programs, avals(traced, programs.stages), donated_values, platform)
 
 
 def _check(stages: Stages, schedule: Schedule, meshes: Sequence[Mesh]) -> None:

@@ -255,13 +255,13 @@ def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> Stag
         PinError: a pin that fits no argument, or not the mesh of its stage.
     """
     meshes = [pipelined.mesh(s) for s in range(len(pipelined.stages.stages))]
-    return plan_stages(pipelined.stages, avals(traced, pipelined), meshes, options, pipelined.choice.limits)
+    return plan_stages(pipelined.stages, avals(traced, pipelined.stages), meshes, options, pipelined.choice.limits)
 
 
-def avals(traced: Traced, pipelined: Pipelined) -> tuple[Any, ...]:
-    """Shapes and dtypes of the arguments of a step, including totals of a loop that runs first."""
-    extra = pipelined.stages.split.graph.inputs[len(traced.in_avals) :]
-    whole = StepPrograms(pipelined.stages.split).avals if extra else {}
+def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
+    """Shapes and dtypes of the arguments of a step in stages, including totals of a loop that runs first."""
+    extra = stages.split.graph.inputs[len(traced.in_avals) :]
+    whole = StepPrograms(stages.split).avals if extra else {}
     return (*traced.in_avals, *(whole[v] for v in extra))
 
 

@@ -227,11 +227,15 @@ def test_what_differs_is_told_in_a_line_for_equal_pieces() -> None:
     ]
 
 
+def skip_without_compiler(target: str) -> None:
+    if importlib.util.find_spec(NEEDS[target]) is None:
+        pytest.skip(f"{NEEDS[target]} is not installed (extra {target[:3]}): nothing here compiles for {target}")
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("target", NEEDS)
 def test_a_compiler_emits_what_is_predicted_for_devices_that_are_not_here(target: str) -> None:
-    if importlib.util.find_spec(NEEDS[target]) is None:
-        pytest.skip(f"{NEEDS[target]} is not installed (extra {target[:3]}): nothing here compiles for {target}")
+    skip_without_compiler(target)
     report = autopar.verify(fsdp(), step, WEIGHT, ROWS, target=target)
     assert report.ok, str(report)
     assert report.mismatches == ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Literal
 
@@ -15,8 +14,8 @@ from autopar import zoo
 from autopar.bench.equal.case import dear
 from autopar.errors import MeshError
 from autopar.hardware.cluster import Cluster
+from tests.verification.test_verify import NEEDS, skip_without_compiler
 
-NEEDS = {"tpu:v5e:2x4": "libtpu", "gpu:h100:8": "jax_cuda12_plugin"}
 TABLE, WEIGHT = jax.ShapeDtypeStruct((40, 8), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
 PARAMS, BATCH = (TABLE, (WEIGHT,) * 4), jax.ShapeDtypeStruct((16, 64, 8, 16), jnp.float32)
 Params = tuple[jax.Array, tuple[jax.Array, ...]]
@@ -71,8 +70,7 @@ def test_stages_on_more_devices_than_are_here_are_verified_without_devices() -> 
 
 @pytest.mark.parametrize("target", NEEDS)
 def test_stages_are_compiled_for_devices_that_are_not_here(target: str) -> None:
-    if importlib.util.find_spec(NEEDS[target]) is None:
-        pytest.skip(f"{NEEDS[target]} is not installed (extra {target[:3]}): nothing here compiles for {target}")
+    skip_without_compiler(target)
     model, cluster = zoo.build("gpt-toy"), Cluster.preset("tpu-v5e", topology="2x4")
     plan = autopar.plan(model.step, *model.abstract_args(), mesh=(2, 4), cluster=cluster, stages=2, num_microbatches=4)
     report = autopar.verify(plan, model.step, *model.abstract_args(), target=target)

@@ -86,7 +86,7 @@ def stage_rows(plan: PlanRecord) -> Rows:
 
 def _ranks(plan: PlanRecord) -> list[Stage]:
     """The first stage of every rank, in order."""
-    return [next(s for s in plan.stages if s.rank == rank) for rank in sorted({s.rank for s in plan.stages})]
+    return [stages[0] for stages in plan.ranks]
 
 
 def _span(first: int, last: int) -> str:
