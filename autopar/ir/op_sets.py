@@ -51,7 +51,7 @@ COMPLEX_PARTS = ("real", "imag", "conj", "complex")
 CASTS = ("convert_element_type", "bitcast_convert_type")
 #: Elementwise operations that are cheap enough to be repeated.
 CHEAP = (*ADDITIONS, *ARITHMETIC, *COMPARISONS, *BITWISE, *SELECTIONS, *COMPLEX_PARTS, *CASTS)
-#: Elementwise operations that are too dear to be repeated.
+#: Elementwise operations that are too costly to be repeated.
 COSTLY = (
     *("div", "exp", "exp2", "log", "log1p", "expm1", "pow", "tanh", "logistic", "erf", "erfc", "erf_inv", "rsqrt"),
     *("sqrt", "cbrt", "sin", "cos", "tan", "atan2", "rem", "lgamma", "digamma"),

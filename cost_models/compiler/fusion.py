@@ -14,7 +14,7 @@ The result of a light operation is written to memory if it has more readers of s
 
     most readers that compute it   SECONDS   BYTES_ACCESSED   CPU, GPU            TPU
     light operations               1         any              any, if it is not   any, if it is not
-                                                              dear to repeat      dear to repeat
+                                                              costly to repeat    costly to repeat
     reductions                     0         any              any                 any
     products                       0         1                0                   any
     products of ragged groups      0         0                0                   any
@@ -133,13 +133,13 @@ class Fusion:
         """Whether a light value with so many readers of each kind is written to memory."""
         return any(count > self.readers.get(kind, 0) for kind, count in readers.items())
 
-    def is_dear(self, name: str) -> bool:
+    def is_costly(self, name: str) -> bool:
         """Whether an operation takes too long to be repeated."""
         return name in COSTLY and name not in self.repeats
 
     def is_cheap(self, name: str) -> bool:
-        """Whether an operation is light and not dear."""
-        return self.kinds.get(name) == LIGHT and not self.is_dear(name)
+        """Whether an operation is light and not costly."""
+        return self.kinds.get(name) == LIGHT and not self.is_costly(name)
 
 
 #: XLA on GPUs: matrix products are library calls, everything light is fused into loops.

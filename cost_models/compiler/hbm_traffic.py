@@ -75,7 +75,12 @@ def values_in_memory(
 ) -> frozenset[int]:
     """The values that operations without bodies compute and that `bytes_accessed` takes to be in memory."""
     counter = _Counter(graph, stage, frozenset(c.op for c in collectives), device)
-    return frozenset(v for body in graph.bodies for v in counter.in_memory(body))
+    return frozenset(v for body in graph.bodies for v in counter.in_memory(body, _producers(body)))
+
+
+def _producers(body: Body) -> Mapping[int, Op]:
+    """Value -> the operation without regions that computes it."""
+    return {v: op for op in body.ops if not op.regions for v in op.outputs}
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +257,8 @@ class _Counter:
 
     def body(self, body: Body) -> float:
         """Bytes of one run of a body, without those of its regions."""
-        fused_inputs, producers = self.in_memory(body), self._producers(body)
+        producers = _producers(body)
+        fused_inputs = self.in_memory(body, producers)
         depths = _depths(fused_inputs)
         loops = _loops(fused_inputs, self._of_kind(PRODUCT, fused_inputs, producers), depths)
         complete = {v for v in fused_inputs if producers[v].index not in self.summing}
@@ -263,9 +269,8 @@ class _Counter:
         merged = _merge_elementwise(fused_inputs, merged, depths, light)
         return self._bytes(fused_inputs, merged)
 
-    def in_memory(self, body: Body) -> Mapping[int, _FusedInputs]:
+    def in_memory(self, body: Body, producers: Mapping[int, Op]) -> Mapping[int, _FusedInputs]:
         """The fused inputs of every value that a body computes and that is in memory."""
-        producers = self._producers(body)
         fused_inputs, stored = self._fused_inputs(body.ops, producers, self._stored(body))
         if not self.fusion.products_absorb:
             return fused_inputs
@@ -275,9 +280,6 @@ class _Counter:
         fixed = {*body.inputs, *body.outputs}
         fused = {v for v in within if v not in fixed and producers[v].index not in self.summing}
         return self._fused_inputs(body.ops, producers, stored - fused)[0] if fused else fused_inputs
-
-    def _producers(self, body: Body) -> Mapping[int, Op]:
-        return {v: op for op in body.ops if not op.regions for v in op.outputs}
 
     def _of_kind(self, kind: str, values: Iterable[int], producers: Mapping[int, Op]) -> frozenset[int]:
         return frozenset(v for v in values if self.fusion.kind(producers[v]) == kind)
@@ -295,10 +297,8 @@ class _Counter:
             if kind != LIGHT or op.index in self.summing:
                 stored.update(op.outputs)
         stored.update(v for v, kinds in readers.items() if self.fusion.is_written(kinds))
-        free = {v for op in body.ops for v in op.outputs}.difference(
-            self.stage.values
-        )  # constants, views: never stored
-        return frozenset(stored - free)
+        computed = {v for op in body.ops for v in op.outputs}
+        return frozenset(stored - computed.difference(self.stage.values))  # free values and views are never stored
 
     def _kind(self, op: Op) -> str:
         return KERNEL if self._retiles(op) else self.fusion.kind(op)

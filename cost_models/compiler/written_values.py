@@ -4,7 +4,7 @@ Products, scatters, sorts, loops and reductions write their results to memory. A
 slice, transpose) is fused into whatever reads it, and then its operands are what is read there:
 
     v is written   if it leaves the program, or is read by a step that takes memory only,
-                   or several kernels read it and repeating it is dear, or (on some backends) reads more than it is
+                   or several kernels read it and repeating it is costly, or (on some backends) reads more than it is
                                                                                                    -> _Writing.writes
     sources(v)     = {v} if v is written, else the sources of what it is made from                 -> _Writing.result
     v is absorbed  if one light step, which is written, reads a product: the product's kernel does that step on the
@@ -155,7 +155,7 @@ class _Writing:
                 made_of = [x for i in inputs for x in leaves.get(i, (i,))]
                 leaves_of_step = frozenset([x for x in made_of if nbytes(x) >= least])
                 self.weight[v] = len(leaves_of_step)
-                shared = len(self.readers.get(v, ())) > 1 and (len(leaves_of_step) > 1 or self._is_dear(step))
+                shared = len(self.readers.get(v, ())) > 1 and (len(leaves_of_step) > 1 or self._is_costly(step))
                 leaves[v] = frozenset((v,)) if shared else leaves_of_step
 
     def decide(self) -> None:
@@ -256,7 +256,7 @@ class _Writing:
         (openxla/xla, xla/service/instruction_fusion.cc: `ComputeGloballyUnfusible`, `EffectivelyAtMostUnary`.)
         """
         repeats = self.p.backend.has_library and self.fusion.cheap_repeats
-        if step.kind != LIGHT or not repeats or self._is_dear(step):
+        if step.kind != LIGHT or not repeats or self._is_costly(step):
             return False
         v = step.outputs[0]
         return v not in self.thin and v not in self.barred and self._is_unary(step)
@@ -293,7 +293,7 @@ class _Writing:
         The reader reads a second value, which was made of the first by steps that are not all fused into the reader.
         (openxla/xla, xla/service/instruction_fusion.cc: `CanFuseOnAllPaths`.)
         """
-        light = [s for s in self.steps if s.kind == LIGHT and not self._is_dear(s) and not self._is_unary(s)]
+        light = [s for s in self.steps if s.kind == LIGHT and not self._is_costly(s) and not self._is_unary(s)]
         several = [s.outputs[0] for s in light if len(self.readers.get(s.outputs[0], ())) > 1]
         bit = {v: 1 << i for i, v in enumerate(several)}
         ahead: dict[int, int] = {}  # value -> those of them that it is made of
@@ -317,7 +317,7 @@ class _Writing:
         maker = self.makers.get(value)
         if maker is None or maker.kind != LIGHT or id(maker) in self.library:
             return True
-        return self._is_dear(maker) and len(self.readers.get(value, ())) > 1
+        return self._is_costly(maker) and len(self.readers.get(value, ())) > 1
 
     def _repeats(self, step: Step) -> bool:
         """A step that repeats what it reads where that is cheap: one of a loop fusion."""
@@ -346,12 +346,12 @@ class _Writing:
         if any(id(r) in self.library for r in readers_outside) or (number is not None and value not in self.thin):
             return bool(readers_outside)
         joins = value in self.detoured if self.fusion.cheap_repeats else self.weight[value] > 1
-        return len(self._kernels(value)) > 1 and (joins or self._is_dear(step))
+        return len(self._kernels(value)) > 1 and (joins or self._is_costly(step))
 
-    def _is_dear(self, step: Step) -> bool:
+    def _is_costly(self, step: Step) -> bool:
         """A step that is not repeated: arithmetic that costs, or what is rounded to bfloat16."""
         if step.name in COSTLY:
-            return self.fusion.is_dear(step.name)
+            return self.fusion.is_costly(step.name)
         rounds = step.name in ELEMENTWISE or step.name == ROUND
         return rounds and self.p.backend.widens and self.p.type_of(step.outputs[0]).dtype == "bfloat16"
 

@@ -98,7 +98,8 @@ def group(
     _leave(b, pinned_results or {}, often.results)
     _charge_followers(b)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
-    repeated = {v: b.pace[op.index] for op in graph.walk() if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
+    walked = graph.walk() if graph.repeats is not None else ()
+    repeated = {v: b.pace[op.index] for op in walked if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
     return Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges), repeated)
 
 
