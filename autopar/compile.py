@@ -494,8 +494,7 @@ def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
 def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
     """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices.
 
-    Where it does not fit into memory, stages are planned within the limit; with remat="auto" then with all layers
-    recomputed. The first that fits is taken.
+    Where it does not fit into memory, and remat="auto", all layers are recomputed.
 
     Raises:
         MemoryBudgetError: none fits into the budget. Without a budget, the smallest is the plan, with a warning.
@@ -507,11 +506,11 @@ def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
     attempts: list[PlannedStep] = []
     for policy in (rewrite.NONE, rewrite.FULL) if s.remat == choose.AUTO else (s.remat,):
         pipeline = pipelines.pipelined(call.traced.graph, batch, target, replace(asked, remat=policy))
-        for limited in (pipeline, pipeline.within(memory_policy.memory_bytes(target.logical, s.memory_budget))):
-            attempts.append(_plan_stages(call, s, target, limited, phases))
-            phases = dict(attempts[-1].plan.phases)
-            if _fits(attempts[-1], s):
-                return attempts[-1]
+        within = pipeline.within(memory_policy.memory_bytes(target.logical, s.memory_budget))
+        attempts.append(_plan_stages(call, s, target, within, phases))
+        phases = dict(attempts[-1].plan.phases)
+        if _fits(attempts[-1], s):
+            return attempts[-1]
     return _closest(call, s, attempts)
 
 

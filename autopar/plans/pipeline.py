@@ -30,6 +30,7 @@ from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.stages.graph import stage_graph
+from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
@@ -262,9 +263,9 @@ def _missing(pipelined: Pipelined, stages: Sequence[Stage]) -> Iterator[str]:
     placement, limits = pipelined.schedule.pipeline.placement, pipelined.choice.limits
     for rank in dict.fromkeys(placement) if limits else ():
         numbers = [s for s, other in enumerate(placement) if other == rank]
-        nbytes = math.fsum(limits[s].nbytes for s in numbers)
+        nbytes = sum(limits[s].nbytes for s in numbers)
         needed = sum(stages[s].peak_memory_bytes for s in numbers)
-        if needed > nbytes + len(numbers):  # peaks are rounded up
+        if needed > nbytes:
             names = "stage " + " and ".join(map(str, numbers))
             yield f"{names} needs {size(needed - nbytes)} more than the {size(nbytes)} that a device has for it"
 
@@ -280,4 +281,4 @@ def _memory(pipelined: Pipelined, plan: PlannedStage, number: int) -> tuple[int,
     }
     most = passes if sum(passes.values()) >= memory.update else {"update": memory.update}
     kinds = {"state": memory.state, "gradients": memory.sums, **most}
-    return math.ceil(memory.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}
+    return whole_bytes(memory.peak(under_way)), {kind: math.ceil(nbytes) for kind, nbytes in kinds.items() if nbytes}

@@ -1,7 +1,7 @@
 """The error for plans in stages that do not fit into a memory budget, with what would fit.
 
-The smallest plan found is that of the highest penalty for memory (`autopar.passes.stages.plan.PenalisedPlans`). No plan
-needs less than the arguments that a rank stores, evenly sharded over its devices.
+The smallest plan found has in every stage that does not fit the least peak that was found
+(`autopar.passes.stages.plan.StageProblem.within`). No plan needs less than the arguments that a rank stores, evenly sharded over its devices.
 """
 
 from __future__ import annotations

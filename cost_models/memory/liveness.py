@@ -89,15 +89,7 @@ class Liveness:
         sizes = self.sizes(assignment)
         beside_arguments = self._profile(np.where(self._argument, 0.0, sizes))
         room = nbytes - float(sizes[self._argument].sum())
-        peaks = (
-            (beside_arguments > room)
-            & (beside_arguments >= np.append(0.0, beside_arguments[:-1]))
-            & (beside_arguments > np.append(beside_arguments[1:], 0.0))
-        )
-        moments = np.flatnonzero(peaks)
-        highest = [
-            self.row(int(moment)) for moment in moments[np.argsort(-beside_arguments[moments], kind="stable")][:SHOWN]
-        ]
+        highest = [self.row(moment) for moment in highest_peaks(beside_arguments, room)]
         return sorted(highest, key=lambda row: -row.value(self._problem, assignment))  # equal up to rounding: by value
 
     def at_peak(self, assignment: Ints) -> tuple[float, int | None, Sequence[tuple[Buffer, float]]]:
@@ -113,6 +105,10 @@ class Liveness:
         most = float(beside_arguments[moment])
         peak_moment = moment if most > 0 else None
         return arguments + most, peak_moment, self._alive(peak_moment)
+
+    def beside_arguments(self, moment: int) -> Row:
+        """What lives at a moment besides arguments."""
+        return self._sum(self._name(moment), self._alive(moment) & ~self._argument)
 
     def _alive(self, moment: int | None) -> NDArray[np.bool_]:
         c = self._columns
@@ -147,6 +143,12 @@ class Liveness:
     def row_of(self, name: str, wanted: Callable[[Buffer], bool]) -> Row:
         """All buffers of a kind, whenever they are there."""
         return self._sum(name, np.array([wanted(b) for b in self.buffers], bool))
+
+    def row_of_buffers(self, name: str, indices: Sequence[int]) -> Row:
+        """These buffers, whenever they are there."""
+        chosen = np.zeros(len(self.buffers), bool)
+        chosen[list(indices)] = True
+        return self._sum(name, chosen)
 
     def _sum(self, name: str, chosen: NDArray[np.bool_]) -> Row:
         c = self._columns
@@ -186,6 +188,16 @@ class Liveness:
         if op is None:
             return "arguments" if moment is None else "results"
         return f"moment {moment}: {op.tag} {op.name}{f' ({op.source})' if op.source else ''}"
+
+
+def highest_peaks(nbytes: Floats, above: float) -> list[int]:
+    """The moments of the highest local peaks above so many bytes, highest first; the last moment of one that is flat.
+
+    `nbytes`: of every moment, shape (moments,).
+    """
+    before, after = np.append(0.0, nbytes[:-1]), np.append(nbytes[1:], 0.0)
+    moments = np.flatnonzero((nbytes > above) & (nbytes >= before) & (nbytes > after))
+    return [int(m) for m in moments[np.argsort(-nbytes[moments], kind="stable")][:SHOWN]]
 
 
 @dataclass(frozen=True, eq=False)

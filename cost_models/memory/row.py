@@ -39,6 +39,23 @@ class Row:
         return self.constant + nodes + sum(float(b[e.gu[assignment[e.u]], e.gv[assignment[e.v]]]) for e, b in ends)
 
 
+def weighted_sum(name: str, *terms: tuple[float, Row]) -> Row:
+    """The row of the sum of (weight, row) terms; an absent table counts as zero."""
+    constant = sum(weight * row.constant for weight, row in terms)
+    nodes = _sum_of_tables([(weight, row.nodes) for weight, row in terms])
+    edges = _sum_of_tables([(weight, row.edges) for weight, row in terms])
+    return Row(name, constant, nodes, edges)
+
+
+def _sum_of_tables(terms: Sequence[tuple[float, Mapping[int, Floats]]]) -> dict[int, Floats]:
+    """The weighted sum of tables by index."""
+    total: dict[int, Floats] = {}
+    for weight, tables in terms:
+        for index, table in tables.items() if weight else ():
+            total[index] = total[index] + weight * table if index in total else weight * table
+    return dict(sorted(total.items()))
+
+
 def smallest(row: Row) -> float:
     """Bytes at one program point if each tensor there is as small as it can be; no plan's peak is below."""
     return row.constant + sum(float(t.min()) for t in (*row.nodes.values(), *row.edges.values()))

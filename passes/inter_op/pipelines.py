@@ -141,7 +141,9 @@ class Pipelined:
     def within(self, nbytes: float) -> Pipelined:
         """The same step with a memory limit, bytes per device, that the stages of one rank share evenly."""
         placement = self.schedule.pipeline.placement
-        limits = (MemoryLimit(nbytes / placement.count(rank), self.in_flight(s)) for s, rank in enumerate(placement))
+        limits = (
+            MemoryLimit(int(nbytes // placement.count(rank)), self.in_flight(s)) for s, rank in enumerate(placement)
+        )
         return replace(self, choice=replace(self.choice, limits=tuple(limits)))
 
 

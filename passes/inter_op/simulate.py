@@ -65,7 +65,7 @@ class FoundPipeline:
         formula: step time (s) by the model of the dynamic program.
         prices: times of stages and transfers that were simulated.
         peaks: bytes per device of every stage.
-        limits: memory limit of every stage, with the penalty rate of its options.
+        limits: memory limit of every stage.
     """
 
     stages: tuple[StagePlacement, ...]
@@ -141,8 +141,8 @@ class Simulator:
             prices=prices,
             peaks=peaks[name],
             limits=tuple(
-                MemoryLimit(self.capacity[p.placement.submesh], n, max(option.share for option in options))
-                for p, n, (_, options) in zip(division.parts, flights[name], run, strict=True)
+                MemoryLimit(int(self.capacity[p.placement.submesh]), n)
+                for p, n in zip(division.parts, flights[name], strict=True)
             ),
         )
 

@@ -20,17 +20,10 @@ import numpy as np
 
 from autopar.hardware.cluster import LogicalMesh
 from autopar.passes.remat.options import Options
-from autopar.passes.stages.cost import (
-    StageMemory,
-    StageTimes,
-    even_bytes,
-    least_memory,
-    stage_memory,
-    stage_times,
-    stored_bytes,
-)
+from autopar.passes.stages.cost import StageTimes, stage_times
 from autopar.passes.stages.graph import StageGraph
-from autopar.passes.stages.plan import PenalisedPlans, StagePlan, planned
+from autopar.passes.stages.memory import StageMemory
+from autopar.passes.stages.plan import PenalisedPlans, StageProblem
 from autopar.rules import Rule
 
 
@@ -120,15 +113,8 @@ class StageOptions:
     def penalised(self) -> PenalisedPlans:
         """The plans at rising penalty rates."""
         how = {"gap": self.effort.gap, "largest": self.effort.largest, "fold": False, "rounds": 0}
-        return PenalisedPlans(
-            self.graph,
-            self.mesh,
-            self.rules,
-            self.options,
-            layers=self.effort.layers,
-            solver_options=how,
-            penalised_solver_options={"until": self.effort.until},
-        )
+        stage = StageProblem(self.graph, self.mesh, self.rules, self.options)
+        return PenalisedPlans(stage, self.effort.layers, how, {"until": self.effort.until})
 
     @cached_property
     def cheapest(self) -> StageOption:
@@ -161,23 +147,18 @@ class StageOptions:
 
     @cached_property
     def _least(self) -> StageOption:
-        plan = self._plan(0.0)
-        return StageOption(self.cheapest.times, least_memory(plan), sum(even_bytes(plan, v) for v in self.entering))
+        liveness = self.penalised.stage.liveness
+        return StageOption(self.cheapest.times, liveness.least(), liveness.least_bytes(self.entering))
 
     def _at(self, share: float) -> _CostedOption:
         if share not in self.costed:
-            problem, plan = self.penalised.model.problem, self._plan(share)
-            entering = sum(stored_bytes(plan, v) for v in self.entering)
-            seconds = problem.value(plan.solution.assignment)
-            nbytes = self.penalised.row.value(problem, plan.solution.assignment)
-            self.costed[share] = _CostedOption(
-                seconds, nbytes, StageOption(stage_times(plan), stage_memory(plan), entering, share)
-            )
+            stage, solution = self.penalised.stage, self.penalised.at(share)
+            entering = stage.liveness.nbytes(self.entering, solution.assignment)
+            nbytes = self.penalised.row.value(stage.model.problem, solution.assignment)
+            memory = stage.liveness.memory(solution.assignment)
+            option = StageOption(stage_times(stage.plan(solution)), memory, entering, share)
+            self.costed[share] = _CostedOption(solution.objective, nbytes, option)
         return self.costed[share]
-
-    def _plan(self, share: float) -> StagePlan:
-        c = self.penalised
-        return planned(self.graph, self.mesh, self.rules, c.model, c.liveness, c.at(share))
 
 
 def too_large(nbytes: float) -> StageOption:

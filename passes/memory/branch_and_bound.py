@@ -265,8 +265,9 @@ class Tree:
         side = np.zeros(len(self._constrained.problem.nodes[v].cost))
         moved = 0.0
         for sign, plan, other in ((1.0, a, b), (-1.0, b, a)):
-            seconds, priced = self._local_search.scores(v, plan, leaf.dual.multipliers)
             # a limit instead of inf, whose difference would be nan
+            scores = self._local_search.scores(v, plan, leaf.dual.multipliers)
+            seconds, priced = (np.minimum(score, 1e300) for score in scores)
             moved += sum(min(abs(float(s[other[v]] - s[plan[v]])), 1e300) for s in (seconds, priced))
             total = seconds + priced
             side += sign * np.minimum(total - total[plan[v]], 1e300)

@@ -15,17 +15,18 @@ violates.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.cost_models.memory.row import RowSource
 from autopar.errors import ArgumentError
-from autopar.ir.problem import Problem
+from autopar.ir.problem import Ints, Problem
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
 from autopar.passes.memory.presolve import SymmetryReduction, presolve
 from autopar.passes.memory.search import search
-from autopar.passes.memory.search_state import SearchState
+from autopar.passes.memory.search_state import NONE_ACCEPTED, Acceptance, SearchState
 from autopar.passes.solver import backends as solvers
 from autopar.passes.solver import ilp
 from autopar.passes.solver.optimize import Pruned, Solution, optimize
@@ -111,6 +112,9 @@ def optimize_within(
     free: Solution | None = None,
     cutoff: float = np.inf,
     patience: float = FITTING,
+    ceiling: float = np.inf,
+    seeds: Sequence[Ints] = (),
+    accepted: Acceptance = NONE_ACCEPTED,
     effort: BudgetEffort = BUDGET,
 ) -> BudgetedSolution:
     """The cheapest plan whose peak is at most `budget`, to a relative gap of `gap`.
@@ -129,6 +133,9 @@ def optimize_within(
         free: the solution without a budget, if it is known already.
         cutoff: s; plans that take as long are rejected, and the search ends once none below it can exist.
         patience: s; the search for a plan that fits may take so long, whatever the time limit.
+        ceiling: s; with solver "auto", plans are sought first among those that take less.
+        seeds: plans that may fit.
+        accepted: plans that end the search although their gap is above `gap`.
         effort: how far a plan within the budget is sought.
 
     Raises:
@@ -142,28 +149,52 @@ def optimize_within(
     begin = time.monotonic()
     if free is None:
         free = optimize(problem, solver=solver, time_limit=time_limit, fold=fold, presolve=presolve)
-    state = SearchState(problem, source, budget, gap, begin + time_limit, lower=free.lower_bound, patience=patience)
+    state = SearchState(
+        problem,
+        source,
+        budget,
+        gap,
+        begin + time_limit,
+        lower=free.lower_bound,
+        patience=patience,
+        accepted=accepted,
+    )
     state.start_plans.append(free.assignment)
     if state.submit(free.assignment):
         return _solution(free, state, free.status, free.solver_used, 0, begin)
+    state.start_plans.extend(seed for seed in seeds if state.submit(seed))
+    if state.is_accepted:
+        return _solution(free, state, _status(state), "dual ascent", 0, begin)
     state.add_rows(source.rows())
     if np.isfinite(cutoff):
         return _under_cutoff(state, free, cutoff, begin, "tie" if fold else "none", effort, full=presolve)
     if solver != "auto":
         return _forced(state, free, solver, begin, "tie" if fold else "none", full=presolve)
-    return _auto(state, free, begin, "tie" if fold else "none", effort, full=presolve)
+    return _auto(state, free, begin, "tie" if fold else "none", effort, ceiling, full=presolve)
 
 
 def _auto(
-    state: SearchState, free: Solution, begin: float, how: SymmetryReduction, effort: BudgetEffort, *, full: bool
+    state: SearchState,
+    free: Solution,
+    begin: float,
+    how: SymmetryReduction,
+    effort: BudgetEffort,
+    ceiling: float,
+    *,
+    full: bool,
 ) -> BudgetedSolution:
     """All steps of the module docstring, where the free optimum does not fit. Raises Infeasible."""
-    least = _least(state, free)
-    state.add_rows(least.rows)
-    if least.peak_bytes > state.budget:
-        raise Infeasible(least)
-    state.submit(least.assignment)
-    state.start_plans.append(least.assignment)
+    if state.plan is None and np.isfinite(ceiling):
+        _search_below(state, ceiling, how, few=free.variables_unfolded <= effort.few * free.variables, full=full)
+        if state.plan is not None and state.done:
+            return _solution(free, state, _status(state), "dual ascent", 0, begin)
+    if state.plan is None:
+        least = _least(state, free)
+        state.add_rows(least.rows)
+        if least.peak_bytes > state.budget:
+            raise Infeasible(least)
+        state.submit(least.assignment)
+        state.start_plans.append(least.assignment)
     few = free.variables_unfolded <= effort.few * free.variables
     for _ in range(effort.rounds):
         rows_before = len(state.rows)
@@ -171,11 +202,20 @@ def _auto(
         if state.done or len(state.rows) == rows_before:
             break
     status, used, rows = "", "dual ascent", 0
-    if state.gap > state.target and not state.late and _small(free, effort):
+    if not state.done and _small(free, effort):
         status, used, rows = _by_ilp(state, solvers.quickest(), "none", full=full, longest=effort.after)
     if not status or state.gap <= CLOSED:
         status = _status(state)
     return _solution(free, state, status, used, rows, begin)
+
+
+def _search_below(state: SearchState, ceiling: float, how: SymmetryReduction, *, few: bool, full: bool) -> None:
+    """One round of search for plans below `ceiling` (s), which saves the search for the least peak if one is found."""
+    state.seconds = ceiling  # an incumbent without a plan
+    search(state, how, few, full=full)
+    if state.plan is None:
+        # strategies of plans above the ceiling may have been removed
+        state.seconds, state.lower = np.inf, min(state.lower, ceiling)
 
 
 def _under_cutoff(
@@ -228,6 +268,8 @@ def _status(state: SearchState) -> str:
     """The status that the gap and the deadline imply."""
     if state.gap <= state.target:
         return STATUS[state.gap == 0.0]
+    if state.is_accepted:
+        return "accepted"
     return "time-limit" if state.late else "open"
 
 

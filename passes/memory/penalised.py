@@ -9,24 +9,8 @@ problem has the form of the original problem and needs no memory rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from autopar.cost_models.memory.row import Row
-from autopar.ir.problem import Edge, Floats, Node, Problem
-
-
-def together(row: Row, other: Row, weight: float) -> Row:
-    """The row `row + weight * other`."""
-    nodes, edges = _weighted(row.nodes, other.nodes, weight), _weighted(row.edges, other.edges, weight)
-    return Row(f"{row.name} + {weight:g} {other.name}", row.constant + weight * other.constant, nodes, edges)
-
-
-def _weighted(tables: Mapping[int, Floats], other: Mapping[int, Floats], weight: float) -> dict[int, Floats]:
-    """The tables `tables + weight * other` by index; an absent table counts as zero."""
-    total = dict(tables)
-    for v, table in other.items():
-        total[v] = total[v] + weight * table if v in total else weight * table
-    return dict(sorted(total.items()))
+from autopar.ir.problem import Edge, Node, Problem
 
 
 def penalised(problem: Problem, row: Row, rate: float) -> Problem:

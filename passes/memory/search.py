@@ -158,7 +158,7 @@ def _symmetric(state: SearchState, how: SymmetryReduction, *, full: bool) -> _Re
         rows = tuple(state.rows)
         relaxation = _relax(state, presolve(state.problem, rows, how, full=full), rows)
         rounds += 1
-        if len(state.rows) == len(rows) or state.late or rounds == state.effort.rounds:
+        if len(state.rows) == len(rows) or state.is_accepted or state.late or rounds == state.effort.rounds:
             return relaxation
 
 

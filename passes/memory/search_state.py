@@ -47,6 +47,23 @@ class SearchEffort:
 SEARCH = SearchEffort()
 
 
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Which plans end a search although their gap is above the target.
+
+    Attributes:
+        seconds: a plan that takes at most so long is accepted,
+        excess: if it takes at most so many seconds more than the lower bound.
+    """
+
+    seconds: float = -np.inf
+    excess: float = 0.0
+
+
+#: No plan ends a search before the gap is at most the target.
+NONE_ACCEPTED = Acceptance()
+
+
 @dataclass(slots=True, eq=False)
 class SearchState:
     """The state of one search. Costs are in seconds per step, memory is in bytes per device.
@@ -65,6 +82,7 @@ class SearchState:
         multipliers: name of a row -> multiplier (s/byte), positive ones only, at which `lower` was reached.
         start_plans: plans from which the pools of plans start.
         patience: seconds that the search for a first plan that fits may take, even beyond the deadline.
+        accepted: plans that end the search.
         effort: limits of one round of `search.search`.
     """
 
@@ -81,6 +99,7 @@ class SearchState:
     multipliers: dict[str, float] = field(default_factory=dict)
     start_plans: list[Ints] = field(default_factory=list)
     patience: float = 0.0
+    accepted: Acceptance = NONE_ACCEPTED
     effort: SearchEffort = SEARCH
 
     def add_rows(self, rows: Iterable[Row]) -> bool:
@@ -126,9 +145,15 @@ class SearchState:
         return 0.0 if gap < CLOSED else gap
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether the incumbent ends the search although its gap is above the target."""
+        is_fast = self.seconds <= self.accepted.seconds and self.seconds - self.lower <= self.accepted.excess
+        return self.plan is not None and is_fast
+
+    @property
     def done(self) -> bool:
-        """Whether the gap is at most `target`, or the deadline has passed."""
-        return self.gap <= self.target or self.late
+        """Whether the gap is at most `target`, the incumbent is accepted, or the deadline has passed."""
+        return self.gap <= self.target or self.is_accepted or self.late
 
     @property
     def late(self) -> bool:

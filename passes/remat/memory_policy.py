@@ -20,7 +20,7 @@ from typing import Any
 
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.report import Memory, report
-from autopar.cost_models.memory.row import smallest
+from autopar.cost_models.memory.row import smallest as smallest_bytes
 from autopar.errors import MemoryBudgetError
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.problem import Problem
@@ -123,7 +123,7 @@ def solve(
     if isinstance(budget, str):
         begin = time.monotonic()
         smallest_plan = least_memory(problem, source, deadline=begin + options.seconds)
-        return _smallest(problem, smallest_plan, time.monotonic() - begin)
+        return smallest(problem, smallest_plan, time.monotonic() - begin)
     unconstrained = fastest() if fastest is not None else optimize(problem, **options.keywords())
     if budget is None:
         return _within_device(problem, source, usable_bytes(mesh), options, unconstrained, cutoff)
@@ -151,7 +151,7 @@ def _within_device(
     peak, row = source.peak(unconstrained.assignment)
     if peak <= usable:
         return unconstrained
-    lower_bound = smallest(row)
+    lower_bound = smallest_bytes(row)
     if lower_bound <= usable:
         try:
             keywords = options.keywords()
@@ -165,7 +165,7 @@ def _within_device(
     return replace(unconstrained, warnings=(*unconstrained.warnings, warning))
 
 
-def _smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
+def smallest(problem: Problem, least: LeastMemory, seconds: float) -> Solution:
     """The smallest plan as a solution; `gap` is the relative difference between its peak and the lower bound."""
     gap = (least.peak_bytes - least.lower_bytes) / max(least.peak_bytes, 1.0)
     return Solution(

@@ -16,6 +16,7 @@ The meaning of `Solution.status`, from the strongest proof to the weakest:
     near-optimal    the gap is at most the gap asked for; or it is at most `OptimizerEffort.near`, and the problem has
                     too many strategies for an ILP to close the gap in reasonable time
     open            a gap is left, and the problem has more strategies than `largest` allows for an ILP
+    accepted        no better plan is needed, see `autopar.passes.memory.search_state.Acceptance`; with its gap
     cutoff          no plan costs less than the cutoff
     time-limit      the best plan within the time limit, with its gap
     fallback        the ILP solver failed, and `warnings` says how; the best plan without it, with its gap

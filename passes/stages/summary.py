@@ -1,16 +1,14 @@
 """Summary of a planned stage: its part of the plan of the step.
 
-    seconds, bytes            passes/stages/cost.py
+    seconds, bytes            passes/stages/cost.py, passes/stages/memory.py
     collectives               autopar/passes/intra_op/extract.py
     boundary                  layouts of values that it sends and receives                  -> BoundaryLayouts
     arguments                 layouts of arguments of the step
 
-Stages are planned in several processes (`autopar.passes.stages.plan_all`), which can send each other summaries, but
-neither graphs nor problems. The graph that a stage was planned with may also be that of an isomorphic stage. A planned
-stage has one of these forms:
+The graph that a stage was planned with may be that of an isomorphic stage. A planned stage has one of these forms:
 
     StagePlan         with graph, problem and solution          (autopar/passes/stages/plan.py)
-    SummarizedStage   with its summary; the graph is traced when it is needed
+    SummarizedStage   with its summary; isomorphic to an earlier stage, its own graph is traced when it is needed
     SavedStage        with layouts from a plan, for code generation alone
 """
 
@@ -26,9 +24,10 @@ from autopar.ir.collective import Collective
 from autopar.ir.graph import graph_hash
 from autopar.ir.layout import PARTIAL, Layout, ProgramLayouts, divides
 from autopar.passes.solver.optimize import Solution
-from autopar.passes.stages.cost import SolvedStage, StageMemory, StageTimes, stage_memory, stage_times
+from autopar.passes.stages.cost import SolvedStage, StageTimes, stage_times
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
+from autopar.passes.stages.memory import StageMemory
 from autopar.rules import Rule, rules_of
 
 
@@ -79,7 +78,7 @@ def summarize(plan: _Bounded) -> StageSummary:
     """The summary of a planned stage."""
     return StageSummary(
         stage_times(plan),
-        stage_memory(plan),
+        plan.liveness.memory(plan.solution.assignment),
         tuple(c for c in plan.collectives if c.bytes_sent(plan.mesh.shape)),
         graph_hash(plan.graph.graph),
         plan.arguments(plan.graph),

@@ -31,7 +31,7 @@ from autopar.passes.memory import (
 from autopar.passes.mesh_search import planner
 from autopar.passes.remat import choose, choose_offload
 from autopar.passes.solver import contraction, dead_end, dual_ascent, elimination, optimize, reduced_problem
-from autopar.passes.stages import plan, plan_all
+from autopar.passes.stages import plan
 
 Value = bool | int | float | tuple[float, ...]
 
@@ -66,8 +66,7 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "layers": find.LAYERS,
         "remat": choose.REMAT,
         "offload": choose_offload.OFFLOAD,
-        "penalties": plan.PENALTIES,
-        "stage-runs": plan_all.RUNS,
+        "stages": plan.STAGE,
         "stage-options": stage_options.STAGE_OPTIONS,
         "inter-op": effort.INTER_OP,
         "simulation": simulate.SIMULATION,

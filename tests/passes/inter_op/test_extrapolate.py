@@ -12,7 +12,8 @@ from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.stage_options import StageOption
 from autopar.passes.microbatch.analysis import batch_leaves
 from autopar.passes.remat.options import Options
-from autopar.passes.stages.cost import StageMemory, StageTimes
+from autopar.passes.stages.cost import StageTimes
+from autopar.passes.stages.memory import StageMemory
 from tests.passes.inter_op.test_search import cluster, traced
 
 POSITIVE = st.floats(1e-3, 1e3)

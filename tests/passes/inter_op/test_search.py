@@ -45,7 +45,7 @@ from autopar.passes.microbatch.analysis import batch_leaves, split
 from autopar.passes.remat.options import Options
 from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.solver.optimize import optimize
-from autopar.passes.stages.plan import problem_of
+from autopar.passes.stages.plan import StageProblem
 from autopar.schedules import SCHEDULES, Size, make
 
 
@@ -95,12 +95,12 @@ def test_the_first_way_is_the_optimum_and_each_other_one_trades_time_for_bytes(p
     mesh = cluster().logical_mesh((2, 2))
     for kind, options in pricing.on(mesh).by_kind.items():
         ordered = options.all
-        model, liveness = problem_of(pricing.graphs[kind], mesh, pricing.rules[kind])
-        best = optimize(model.problem)
+        stage = StageProblem(pricing.graphs[kind], mesh, pricing.rules[kind], Options())
+        best = optimize(stage.model.problem)
         assert ordered[0].share == 0
         # local slices, which the optimizer prices at next to nothing, are left out of the seconds of programs
         assert ordered[0].times.seconds(2) == pytest.approx(best.objective, rel=2e-3)
-        assert ordered[0].memory.state + ordered[0].memory.stash <= liveness.peak(best.assignment)[0] * 2
+        assert ordered[0].memory.state + ordered[0].memory.stash <= stage.liveness.rows(1).peak(best.assignment)[0] * 2
         for cheap, small in itertools.pairwise(ordered):
             assert cheap.times.seconds(2) <= small.times.seconds(2)
 

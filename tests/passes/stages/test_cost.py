@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from autopar.cost_models.pipeline import simulate
 from autopar.hardware.cluster import Cluster, LogicalMesh
-from autopar.ir.layout import local_shape
-from autopar.passes.stages.cost import stage_memory, stage_times
-from autopar.passes.stages.divide import PASS_KINDS
+from autopar.passes.stages.cost import stage_times
 from autopar.passes.stages.plan_all import StagePlans, pipeline_times, plan_stages
 from autopar.schedules import Size, make
 from tests.passes.stages.test_graph import COUNT, staged
@@ -59,15 +56,3 @@ def test_the_simulator_takes_them() -> None:
     seconds = simulate(schedule, times).seconds
     alone = [stage_times(plan).seconds(COUNT) for plan in plans.plans]
     assert max(alone) <= seconds <= sum(alone)
-
-
-def test_memory_counts_state_sums_and_stash() -> None:
-    for plan in plans_of("gpt-toy", mesh((4,))).plans:
-        memory, graph = stage_memory(plan), plan.graph.graph
-        layouts = {v: plan.layout(v) or (-1,) for v in plan.graph.arguments.values()}
-        shapes = {v: local_shape(layout, graph.types[v].shape, (4,)) for v, layout in layouts.items()}
-        assert memory.state == sum(int(np.prod(s)) * graph.types[v].itemsize for v, s in shapes.items())
-        assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
-        assert memory.peak(4) >= memory.state + memory.sums + 4 * memory.stash
-        outputs = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
-        assert 0 < memory.stash <= sum(graph.types[v].nbytes for v in outputs)

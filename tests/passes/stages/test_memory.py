@@ -1,0 +1,127 @@
+"""Memory of stages: rows agree with the bytes of a plan, and plans within a limit with an independent solver."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.hardware.cluster import Cluster
+from autopar.ir.layout import local_shape
+from autopar.ir.problem import Ints
+from autopar.passes.memory.search_state import Acceptance
+from autopar.passes.remat.options import Options
+from autopar.passes.stages.divide import PASS_KINDS
+from autopar.passes.stages.memory import whole_bytes
+from autopar.passes.stages.plan import MemoryLimit, StageProblem
+from autopar.rules import RuleReader
+from tests.judge.budget_milp import within
+from tests.passes.stages.test_graph import COUNT, staged
+
+SECONDS = 60.0  # for the independent solver
+MODELS = ("mlp-toy", "gpt-toy")
+
+
+@cache
+def problem(name: str, stage: int, beta: float = 1e-7) -> StageProblem:
+    """A stage on links of so many s/byte."""
+    _, graphs, _ = staged(name, 2)
+    mesh = Cluster.custom((4,), 1e-6, beta, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
+    return StageProblem(graphs[stage], mesh, RuleReader({}).read(graphs[stage].graph), Options(gap=0.0))
+
+
+def drawn(stage: StageProblem, seed: int) -> Ints:
+    """A random strategy per node; copies and readers need not agree, and the cost may be infinite."""
+    rng = np.random.default_rng(seed)
+    return np.array([rng.integers(len(node.cost)) for node in stage.model.problem.nodes], np.int64)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(MODELS), st.integers(0, 1), st.integers(1, COUNT), st.integers(0, 2**32), st.floats(0.3, 1.1))
+def test_rows_agree_with_the_bytes_of_a_plan(name: str, number: int, in_flight: int, seed: int, share: float) -> None:
+    stage = problem(name, number)
+    rows, plan = stage.liveness.rows(in_flight), drawn(stage, seed)
+    memory = stage.liveness.memory(plan)
+    peak, at_peak = rows.peak(plan)
+    assert peak == whole_bytes(memory.peak(in_flight))
+    assert at_peak.value(stage.model.problem, plan) == pytest.approx(memory.peak(in_flight))
+    over = [row.value(stage.model.problem, plan) for row in rows.over(plan, share * peak)]
+    assert all(nbytes > share * peak * (1 - 1e-9) for nbytes in over)
+    assert bool(over) == (memory.peak(in_flight) > share * peak)
+    assert over == pytest.approx(sorted(over, reverse=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("number", [0, 1])
+def test_bytes_by_kind_are_those_of_the_layouts(name: str, number: int) -> None:
+    stage = problem(name, number)
+    for plan in (stage.plan(stage.fastest), stage.plan(stage.within(MemoryLimit(1, 1)))):
+        memory, graph = stage.liveness.memory(plan.solution.assignment), plan.graph.graph
+
+        def nbytes(v: int, plan=plan, graph=graph) -> int:
+            layout = plan.layout(v)
+            shape = graph.types[v].shape if layout is None else local_shape(layout, graph.types[v].shape, (4,))
+            return math.prod(shape) * graph.types[v].itemsize
+
+        assert memory.state == sum(nbytes(v) for v in plan.graph.arguments.values())
+        assert memory.batch == COUNT * sum(nbytes(v) for v in plan.graph.blocks.values())
+        assert memory.sums == sum(nbytes(v) for s in plan.graph.summed_in if isinstance(v := plan.graph.local[s], int))
+        outputs = {v for op in graph.ops if plan.graph.program_of(op.index) in PASS_KINDS for v in op.outputs}
+        assert 0 < memory.stash <= sum(graph.types[v].nbytes for v in outputs)
+        least = stage.liveness.least()
+        for kind in ("state", "sums", "batch", "stash"):
+            assert getattr(least, kind) <= getattr(memory, kind) * (1 + 1e-12)
+        assert memory.peak(3) >= memory.peak(2) >= least.peak(2)
+        assert memory.peak(3) - memory.peak(2) in (0.0, pytest.approx(memory.stash))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.integers(0, 1), st.sampled_from([1, COUNT]), st.floats(0.0, 1.0), st.sampled_from([1e-9, 1e-7]))
+def test_plans_within_a_limit_are_optimal(number: int, in_flight: int, share: float, beta: float) -> None:
+    """The objective and the bound against HiGHS on the problem as it is written, over all memory rows."""
+    stage = problem("mlp-toy", number, beta)
+    rows = stage.liveness.rows(in_flight)
+    most, _ = rows.peak(stage.fastest.assignment)
+    least, _ = rows.peak(stage.within(MemoryLimit(1, in_flight)).assignment)
+    limit = MemoryLimit(int(least + share * (most - least)), in_flight)
+    solution = stage.within(limit)
+    assert rows.peak(solution.assignment)[0] <= limit.nbytes
+    assert stage.model.problem.value(solution.assignment) == pytest.approx(solution.objective)
+    answer = within(stage.model.problem, rows, limit.nbytes, SECONDS)
+    assert answer.optimum is not None
+    assert solution.lower_bound <= answer.optimum * (1 + 1e-8)
+    assert solution.objective == pytest.approx(answer.optimum, rel=1e-3)
+
+
+def test_a_plan_that_is_fast_enough_ends_the_search() -> None:
+    """The search ends at once with a plan for more microbatches in flight, if that is accepted."""
+    stage = copy.copy(problem("mlp-toy", 0))
+    stage.solved = {}
+    rows, free = stage.liveness.rows(COUNT), stage.fastest
+    least, most = (rows.peak(s.assignment)[0] for s in (stage.within(MemoryLimit(1, COUNT)), free))
+    limit = MemoryLimit(int(0.2 * most + 0.8 * least), COUNT)
+    fewer = replace(limit, in_flight=COUNT - 1)
+    first = stage.within(limit)
+    assert free.objective < 0.98 * first.objective  # otherwise the bound without a limit proves that it is good enough
+    second = stage.within(fewer, Acceptance(first.objective, first.objective))
+    assert (second.status, second.rows) == ("accepted", 0)
+    assert second.objective <= first.objective
+    for too_strict in (Acceptance(0.5 * free.objective, first.objective), Acceptance(first.objective, 0.0)):
+        stage.solved = {limit: first}
+        assert stage.within(fewer, too_strict).status != "accepted"
+
+
+def test_the_least_peak_is_proven_where_nothing_fits() -> None:
+    stage = problem("mlp-toy", 0)
+    for in_flight in (1, COUNT):
+        smallest = stage.within(MemoryLimit(1, in_flight))
+        peak, _ = stage.liveness.rows(in_flight).peak(smallest.assignment)
+        assert stage.within(MemoryLimit(int(peak), in_flight)).objective <= smallest.objective
+        with pytest.raises(AssertionError):  # the independent solver finds the problem infeasible
+            within(stage.model.problem, stage.liveness.rows(in_flight), peak - 1, SECONDS)
