@@ -1,7 +1,8 @@
 """The error for plans in stages that do not fit into a memory budget, with what would fit.
 
-The smallest plan found has in every stage that does not fit the least peak that was found
-(`autopar.passes.stages.plan.StageProblem.within`). No plan needs less than the arguments that a rank stores, evenly sharded over its devices.
+Every stage of the smallest plan found that does not fit has the least peak that was found for it
+(`autopar.passes.stages.plan.StageProblem.within`). No plan needs less than the arguments that a rank stores, evenly
+sharded over its devices.
 """
 
 from __future__ import annotations
