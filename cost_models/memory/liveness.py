@@ -12,7 +12,7 @@ which order), `buffers` (how large under which choice), `backends` (how compiler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,11 +71,13 @@ class Liveness:
 
     def profile(self, assignment: Ints) -> Floats:
         """Bytes of everything but arguments at every moment, shape (moments + 1,)."""
-        return self._profile(np.where(self._argument, 0.0, self.sizes(assignment)))
+        return self.profile_of(self.sizes(assignment))
 
-    def _profile(self, sizes: Floats) -> Floats:
+    def profile_of(self, sizes: Floats) -> Floats:
+        """The same from the bytes of every buffer, as `sizes` returns them."""
         length = len(self.moments) + 2
         c = self._columns
+        sizes = np.where(self._argument, 0.0, sizes)
         change = np.bincount(c.birth, sizes, length) - np.bincount(c.death + 1, sizes, length)
         return np.cumsum(change, dtype=np.float64)[:-1]
 
@@ -87,7 +89,7 @@ class Liveness:
     def over(self, assignment: Ints, nbytes: float) -> Sequence[Row]:
         """The rows of the highest local peaks above so many bytes; the last moment of one that is flat."""
         sizes = self.sizes(assignment)
-        beside_arguments = self._profile(np.where(self._argument, 0.0, sizes))
+        beside_arguments = self.profile_of(sizes)
         room = nbytes - float(sizes[self._argument].sum())
         highest = [self.row(moment) for moment in highest_peaks(beside_arguments, room)]
         return sorted(highest, key=lambda row: -row.value(self._problem, assignment))  # equal up to rounding: by value
@@ -100,7 +102,7 @@ class Liveness:
 
     def _at_peak(self, sizes: Floats) -> tuple[float, int | None, NDArray[np.bool_]]:
         arguments = float(sizes[self._argument].sum())
-        beside_arguments = self._profile(np.where(self._argument, 0.0, sizes))
+        beside_arguments = self.profile_of(sizes)
         moment = int(beside_arguments.argmax())
         most = float(beside_arguments[moment])
         peak_moment = moment if most > 0 else None
@@ -140,12 +142,8 @@ class Liveness:
     def _row(self, moment: int | None) -> Row:
         return self._sum(self._name(moment), self._alive(moment))
 
-    def row_of(self, name: str, wanted: Callable[[Buffer], bool]) -> Row:
-        """All buffers of a kind, whenever they are there."""
-        return self._sum(name, np.array([wanted(b) for b in self.buffers], bool))
-
-    def row_of_buffers(self, name: str, indices: Sequence[int]) -> Row:
-        """These buffers, whenever they are there."""
+    def row_of(self, name: str, indices: Sequence[int]) -> Row:
+        """These buffers, by index, whenever they are there."""
         chosen = np.zeros(len(self.buffers), bool)
         chosen[list(indices)] = True
         return self._sum(name, chosen)

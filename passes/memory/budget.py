@@ -184,8 +184,9 @@ def _auto(
     full: bool,
 ) -> BudgetedSolution:
     """All steps of the module docstring, where the free optimum does not fit. Raises Infeasible."""
+    few = _has_few_equal_layers(free, effort)
     if state.plan is None and np.isfinite(ceiling):
-        _search_below(state, ceiling, how, few=free.variables_unfolded <= effort.few * free.variables, full=full)
+        _search_below(state, ceiling, how, few=few, full=full)
         if state.plan is not None and state.done:
             return _solution(free, state, _status(state), "dual ascent", 0, begin)
     if state.plan is None:
@@ -195,7 +196,6 @@ def _auto(
             raise Infeasible(least)
         state.submit(least.assignment)
         state.start_plans.append(least.assignment)
-    few = free.variables_unfolded <= effort.few * free.variables
     for _ in range(effort.rounds):
         rows_before = len(state.rows)
         search(state, how, few, full=full)
@@ -233,8 +233,9 @@ def _under_cutoff(
     The search runs first without a plan that fits: if every such plan takes longer than the cutoff, the dual bound
     alone mostly proves it, and the search for the least peak is saved.
     """
-    state.seconds = cutoff  # an incumbent without a plan, so that bounds are compared with the cutoff
-    few = free.variables_unfolded <= effort.few * free.variables
+    if state.seconds >= cutoff:
+        state.plan, state.seconds = None, cutoff  # an incumbent without a plan: bounds are compared with the cutoff
+    few = _has_few_equal_layers(free, effort)
     if not state.done:
         search(state, how, few, full=full)
     if state.plan is None and not state.done:
@@ -257,6 +258,11 @@ def _least(state: SearchState, free: Solution) -> LeastMemory:
     """
     seeds, deadline = [free.assignment], max(state.deadline, time.monotonic() + state.patience)
     return least_memory(state.problem, state.source, seeds=seeds, deadline=deadline, asked=state.budget)
+
+
+def _has_few_equal_layers(free: Solution, effort: BudgetEffort) -> bool:
+    """Whether a program has few layers that share their decisions."""
+    return free.variables_unfolded <= effort.few * free.variables
 
 
 def _small(free: Solution, effort: BudgetEffort) -> bool:

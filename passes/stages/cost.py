@@ -78,7 +78,7 @@ class StageTimes:
 
 def stage_times(plan: SolvedStage) -> StageTimes:
     """Seconds of a planned stage."""
-    graph, microbatches = plan.graph.graph, _microbatches(plan)
+    graph, microbatches = plan.graph.graph, plan.graph.microbatches
     by_program: dict[str, float] = dict.fromkeys((*PASS_KINDS, UPDATE), 0.0)
     for program, seconds in (*_operations(plan), *_traffic(plan), *_reshards(plan, in_update=False)):
         by_program[program] += seconds
@@ -86,13 +86,6 @@ def stage_times(plan: SolvedStage) -> StageTimes:
     sent = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.sent.items()}
     forward, backward, weight = (by_program[kind] / microbatches for kind in PASS_KINDS)
     return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent)
-
-
-def _microbatches(plan: SolvedStage) -> int:
-    """Number of microbatches."""
-    repeats = plan.graph.graph.repeats
-    assert repeats is not None
-    return repeats.inputs[plan.graph.index]
 
 
 def _program(plan: SolvedStage, op: int) -> str:
@@ -134,7 +127,7 @@ def _reshards(plan: SolvedStage, *, in_update: bool) -> Iterator[tuple[str, floa
         program = _program_at(plan, use.op, c.op)
         if (program == UPDATE) == in_update:
             submesh = overlapped if overlap.moves(use.value, use.op) else mesh
-            is_shared = c.count < _microbatches(plan)  # a copy that all passes share
+            is_shared = c.count < plan.graph.microbatches  # a copy that all passes share
             yield UPDATE if is_shared else program, extract.collective_seconds(c, submesh)
 
 

@@ -88,6 +88,13 @@ class StageGraph:
     sent: Mapping[int, int]
     avals: tuple[Any, ...]
 
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of a step."""
+        repeats = self.graph.repeats
+        assert repeats is not None
+        return repeats.inputs[self.index]
+
     def program_of(self, op: int) -> str:
         """The program of an operation, by index."""
         return self._program_of[op]

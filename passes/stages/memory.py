@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from autopar.cost_models.memory.liveness import Liveness, highest_peaks
 from autopar.cost_models.memory.row import Row, weighted_sum
 from autopar.cost_models.sharding.groups import Model
-from autopar.cost_models.sharding.strategies import piece_counts
+from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
 from autopar.ir.problem import Floats, Ints
@@ -111,8 +111,9 @@ class StageLiveness:
         the operands instead.
         """
         state, sums, batch, stash = self.constants(assignment)
-        transient = self.transient(assignment)
-        copies, _ = self.shared_copies(assignment)
+        sizes = self.liveness.sizes(assignment)
+        transient = self.transient(sizes)
+        copies, _ = self.shared_copies(sizes)
         temporaries = max(0.0, float(transient[self.in_pass].max(initial=0.0)) - copies - stash)
         update = float(transient[~self.in_pass].max(initial=0.0))
         return StageMemory(state, sums, batch, copies, stash, temporaries, update)
@@ -148,7 +149,7 @@ class StageLiveness:
         state, sums, batch, stash = self._constant_rows
         if isinstance(point, tuple):
             name = f"between passes, with copies {', '.join(map(str, point)) or 'of nothing'}"
-            copies = self.liveness.row_of_buffers(name, point)
+            copies = self.liveness.row_of(name, point)
             return weighted_sum(name, (1, state), (1, sums), (1, batch), (in_flight, stash), (1, copies))
         live = self.liveness.beside_arguments(point)
         if self.in_pass[point]:
@@ -162,13 +163,6 @@ class StageLiveness:
         return np.array([program_of(step.op.index) in PASS_KINDS for step in self.liveness.moments], bool)
 
     @cached_property
-    def microbatches(self) -> int:
-        """Number of microbatches of a step."""
-        repeats = self.graph.graph.repeats
-        assert repeats is not None
-        return repeats.inputs[self.graph.index]
-
-    @cached_property
     def _stored(self) -> tuple[_Stored, ...]:
         """State, sums, the batch and the stash."""
         graph = self.graph
@@ -176,7 +170,7 @@ class StageLiveness:
         return (
             _Stored((*graph.arguments.values(),)),
             _Stored(sums, wide=True),
-            _Stored((*graph.blocks.values(),), self.microbatches),
+            _Stored((*graph.blocks.values(),), graph.microbatches),
             _Stored(self._stashed),
         )
 
@@ -205,11 +199,9 @@ class StageLiveness:
     def _shares(self, group: int, dims: Sequence[int], shape: Sequence[int]) -> Floats:
         """The share of a value on one device under every strategy of a group, padding included."""
         strategies = self.model.grouping.groups[group].strategies
-        pieces = piece_counts(strategies.result, len(strategies.sizes), self.mesh.sizes)
-        shares = np.ones(len(strategies))
-        for factor, d in {f: d for d, f in enumerate(dims) if f >= 0}.items():
-            shares *= -(-shape[d] // pieces[:, factor]) / max(shape[d], 1)
-        return shares
+        extents = {factor: shape[d] for d, factor in enumerate(dims) if factor >= 0}
+        by_factor = [extents.get(factor, 1) for factor in range(len(strategies.sizes))]
+        return share(shares(strategies.result, by_factor, self.mesh.sizes), [*extents])
 
     @cached_property
     def _stashed(self) -> Sequence[int]:
@@ -237,14 +229,30 @@ class StageLiveness:
                     stashed[value] = None
         return tuple(sorted(stashed))
 
-    def transient(self, assignment: Ints) -> Floats:
-        """Bytes beside arguments at every moment of a plan, shape (moments,)."""
-        return self.liveness.profile(assignment)[:-1]
+    def penalised_row(self, assignment: Ints, layers: float) -> Row:
+        """Bytes that get a penalty: those live at the peak of one microbatch, and `layers` times persistent ones.
 
-    def shared_copies(self, assignment: Ints) -> tuple[float, tuple[int, ...]]:
-        """Bytes of the copies that passes share, of each value the largest; and their buffers by index."""
+        Persistent are the state, accumulators of gradients, and values that passes share. The peak is that of the given
+        plan.
+        """
+        sums = {*self._stored[1].values}
+        values = {**self._shared_values, "argument": {*self.graph.arguments.values()}}
+        values["value"] = values["value"] | sums
+        buffers = enumerate(self.liveness.buffers)
+        persistent = self.liveness.row_of("", [i for i, b in buffers if b.value in values.get(b.what, ())])
+        _, peak = self.liveness.peak(assignment)
+        return weighted_sum(f"{peak.name} + {layers:g} persistent", (1, peak), (layers, persistent))
+
+    def transient(self, sizes: Floats) -> Floats:
+        """Bytes beside arguments at every moment, shape (moments,), from the bytes of every buffer."""
+        return self.liveness.profile_of(sizes)[:-1]
+
+    def shared_copies(self, sizes: Floats) -> tuple[float, tuple[int, ...]]:
+        """Bytes of the copies that passes share, of each value the largest, and their buffers by index.
+
+        `sizes`: bytes of every buffer.
+        """
         largest: dict[int, tuple[float, int]] = {}
-        sizes = self.liveness.sizes(assignment)
         for i in self._copies:
             value, size = self.liveness.buffers[i].value, float(sizes[i])
             if size > largest.get(value, (0.0, -1))[0]:
@@ -257,14 +265,18 @@ class StageLiveness:
         moments = np.flatnonzero(self.in_pass)
         if not len(moments):
             return ()
-        whole = {a for a in self.graph.whole.values() if isinstance(a, int)}
-        shared_values: Mapping[str, set[int]] = {"value": whole, "copy": whole | {*self.graph.arguments.values()}}
         return tuple(
             i
             for i, buffer in enumerate(self.liveness.buffers)
             if buffer.birth <= moments[-1] and buffer.death >= moments[0]
-            if buffer.value in shared_values.get(buffer.what, ())
+            if buffer.value in self._shared_values.get(buffer.what, ())
         )
+
+    @cached_property
+    def _shared_values(self) -> Mapping[str, set[int]]:
+        """Kind of a buffer -> values whose buffers of this kind passes share."""
+        whole = {a for a in self.graph.whole.values() if isinstance(a, int)}
+        return {"value": whole, "copy": whole | {*self.graph.arguments.values()}}
 
 
 def whole_bytes(nbytes: float) -> int:
@@ -307,8 +319,9 @@ class StageRows:
         """(bytes, point) of the highest local peaks of a plan above so many bytes."""
         stage, n = self.stage, self.in_flight
         state, sums, batch, stash = stage.constants(assignment)
-        copies, buffers = stage.shared_copies(assignment)
+        sizes = stage.liveness.sizes(assignment)
+        copies, buffers = stage.shared_copies(sizes)
         if (between := state + sums + batch + n * stash + copies) > above:
             yield between, buffers
-        at_moments = state + sums + stage.transient(assignment) + np.where(stage.in_pass, batch + (n - 1) * stash, 0.0)
+        at_moments = state + sums + stage.transient(sizes) + np.where(stage.in_pass, batch + (n - 1) * stash, 0.0)
         yield from ((float(at_moments[m]), m) for m in highest_peaks(at_moments, above))

@@ -21,12 +21,11 @@ from typing import Any
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
-from autopar.cost_models.memory.row import Row, weighted_sum
+from autopar.cost_models.memory.row import Row
 from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
 from autopar.ir.layout import Layout, ProgramLayouts
-from autopar.ir.problem import Ints
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.intra_op import extract
 from autopar.passes.memory.budget import Infeasible, optimize_within
@@ -47,10 +46,11 @@ class StageEffort:
     """How near its optimum a stage is planned."""
 
     # relative gap at which the search within a memory limit stops, if the option `gap` is smaller: most of it is the
-    # distance of the lower bound (0.5% in place of 2%: the plan of GPT-39B is 0.003% faster, in twice the time)
+    # distance of the lower bound (0.5% in place of 2%: MoE-70B is 0.3% faster in 1.7 times the time, GPT-39B equal in
+    # 1.5 times, GPT-15B equal, GPT-6.7B 0.1% slower; 2026-11)
     gap_within: float = 0.02
     # plans are sought first among those that take at most so many times as long as without a limit, which saves the
-    # search for the least memory (a quarter of the time on GPT-39B and MoE-70B)
+    # search for the least memory (a quarter of the time on GPT-39B and MoE-70B; 2026-11)
     slower: float = 3.0
 
 
@@ -174,7 +174,7 @@ class PenalisedPlans:
 
     Attributes:
         stage: the stage.
-        layers: as for `memory_row`.
+        layers: as for `StageLiveness.penalised_row`.
         solver_options: further keywords of `optimize`.
         penalised_solver_options: further keywords with a penalty only.
         solved: rate -> solution.
@@ -203,8 +203,7 @@ class PenalisedPlans:
     @cached_property
     def row(self) -> Row:
         """The bytes that have a penalty."""
-        stage = self.stage
-        return memory_row(stage.graph, stage.liveness.liveness, self.unpenalised.assignment, self.layers)
+        return self.stage.liveness.penalised_row(self.unpenalised.assignment, self.layers)
 
     @cached_property
     def peak(self) -> float:
@@ -216,20 +215,3 @@ class PenalisedPlans:
         with_penalty = penalised(problem, self.row, multiplier) if multiplier else problem
         penalised_options = self.penalised_solver_options if multiplier else {}
         return optimize(with_penalty, **{**self.stage.options.keywords(), **self.solver_options, **penalised_options})
-
-
-def memory_row(graph: StageGraph, liveness: Liveness, assignment: Ints, layers: float = 1.0) -> Row:
-    """Bytes of a stage with a penalty: those live at the peak of one microbatch, and `layers` times persistent ones.
-
-    Persistent are the state, accumulators of gradients, and values that passes share.
-    """
-    whole = {a for a in graph.whole.values() if isinstance(a, int)}
-    sums = {a for v in graph.summed_in if isinstance(a := graph.local.get(v), int)}
-    persistent = {
-        "argument": {*graph.arguments.values()},
-        "value": whole | sums,
-        "copy": whole | {*graph.arguments.values()},
-    }
-    persistent_row = liveness.row_of("held", lambda buffer: buffer.value in persistent.get(buffer.what, ()))
-    peak = liveness.peak(assignment)[1]
-    return weighted_sum(f"{peak.name} + {layers:g} held", (1, peak), (layers, persistent_row))
