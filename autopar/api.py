@@ -73,7 +73,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         remat: results of the forward pass that the backward pass recomputes (Chen et al., 2016). "none". "dots": in
             each layer all but those of matrix products and convolutions. "full": everything in a layer, from the inputs
             of the layer. "auto": nothing, unless memory requires it; then the policy with the shortest step, in as few
-            layers as suffice. With a number of `stages`, "auto" is "none". `jax.checkpoint` in `fn` is kept.
+            layers as suffice; with a number of `stages`, in stages that do not fit. `jax.checkpoint` in `fn` is kept.
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
             donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
             it and the copies take less time than recomputation. Requires a backend with memory of the kind

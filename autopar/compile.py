@@ -2,7 +2,7 @@
 
 trace      in the mesh that the user has set, types included
 plan       for candidate meshes with Auto axes, and for pipelines   -> _plan_one_mesh, _search_pipelines
-           for stages as the user gives them                        -> _plan_stages_as_given
+           for stages as the user gives them                        -> _StagesAsGiven
 load       a given plan, checked against the function and mesh      -> autopar/runtime/load.py
 """
 
@@ -32,9 +32,10 @@ from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
 from autopar.passes.inter_op import pipelines
 from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
+from autopar.passes.inter_op.recompute import fewest_layers, fitting
 from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
-from autopar.passes.remat import choose, choose_offload, memory_policy, rewrite
+from autopar.passes.remat import choose, choose_offload, memory_policy
 from autopar.passes.remat.options import Options
 from autopar.plans import cache as plan_cache
 from autopar.plans import one_mesh
@@ -105,7 +106,7 @@ def plan_step(
                 given_plan = argnums.donating_no_more(s.plan, args, s)
                 return load(name_of(fn), traced, given_plan, s.mesh, s.cluster)
             if s.pipelined:
-                return _plan_stages_as_given(call, s)
+                return _StagesAsGiven(call, s).plan()
             if not traced.pins and _searches_stages(s, traced.graph):
                 return _search_pipelines(call, s)
             return _plan_one_mesh(call, s)
@@ -491,27 +492,52 @@ def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
     return PlannedStep(call.traced, cached, target, registered_rules())
 
 
-def _plan_stages_as_given(call: _Call, s: Settings) -> PlannedStep:
-    """The plan of a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices.
+class _StagesAsGiven:
+    """Plans a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices.
 
-    Where it does not fit into memory, and remat="auto", all layers are recomputed.
-
-    Raises:
-        MemoryBudgetError: none fits into the budget. Without a budget, the smallest is the plan, with a warning.
+    With remat="auto", layers of the stages that do not fit into memory are recomputed, as few as are found to suffice.
     """
-    asked = _pipeline_options(s)
-    pipelines.check_options(asked, bool(call.traced.pins), call.traced.graph)
-    target = meshes.targets(s.mesh, s.cluster, local=call.local)[0]
-    batch, phases = argnums.named_batch(call.args, s), {"trace": call.trace_s}
-    attempts: list[PlannedStep] = []
-    for policy in (rewrite.NONE, rewrite.FULL) if s.remat == choose.AUTO else (s.remat,):
-        pipeline = pipelines.pipelined(call.traced.graph, batch, target, replace(asked, remat=policy))
-        within = pipeline.within(memory_policy.memory_bytes(target.logical, s.memory_budget))
-        attempts.append(_plan_stages(call, s, target, within, phases))
-        phases = dict(attempts[-1].plan.phases)
-        if _fits(attempts[-1], s):
-            return attempts[-1]
-    return _closest(call, s, attempts)
+
+    def __init__(self, call: _Call, s: Settings) -> None:
+        asked, self._graph = _pipeline_options(s), call.traced.graph
+        pipelines.check_options(asked, bool(call.traced.pins), self._graph)
+        self._call, self._s, self._target = call, s, meshes.targets(s.mesh, s.cluster, local=call.local)[0]
+        pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.args, s), self._target, asked)
+        self._nbytes = memory_policy.memory_bytes(self._target.logical, s.memory_budget)
+        self._pipeline = pipeline.within(self._nbytes)
+        self._planned: dict[tuple[int, ...], PlannedStep] = {}
+
+    def plan(self) -> PlannedStep:
+        """The plan.
+
+        Raises:
+            MemoryBudgetError: none fits into the budget. Without a budget, the smallest is the plan, with a warning.
+        """
+        stages = len(self._pipeline.choice.limits)
+        counts = fewest_layers(stages, lambda: [len(layers) for layers in self._layers], self._fits)
+        return _closest(self._call, self._s, [*self._planned.values()]) if counts is None else self._planned[counts]
+
+    @cached_property
+    def _layers(self) -> Sequence[Sequence[int]]:
+        """The layers of every stage that may be recomputed."""
+        layers = pipelines.recomputable_layers(self._graph, self._pipeline) if self._s.remat == choose.AUTO else ()
+        return layers or [()] * len(self._pipeline.choice.limits)
+
+    def _fits(self, counts: tuple[int, ...]) -> Sequence[bool]:
+        """Whether each stage fits with so many of its layers recomputed."""
+        recomputed = {layer for stage, count in enumerate(counts) if count for layer in self._layers[stage][:count]}
+        pipeline = self._pipeline
+        if recomputed:
+            pipeline = pipelines.recomputing(self._graph, pipeline, self._target, recomputed)
+        # where more layers can be recomputed, that is quicker to try than layouts of the least memory
+        thorough = [count == len(layers) for count, layers in zip(counts, self._layers, strict=True)]
+        pipeline = pipeline.within(self._nbytes, thorough)
+        phases = next(reversed(self._planned.values())).plan.phases if self._planned else {"trace": self._call.trace_s}
+        self._planned[counts] = step = _plan_stages(self._call, self._s, self._target, pipeline, phases)
+        exceeded = [sum(stage.peak_memory_bytes for stage in stages) > self._nbytes for stages in step.plan.ranks]
+        stages = zip(step.plan.stages, pipeline.choice.limits, strict=True)
+        over = [stage.peak_memory_bytes > limit.nbytes for stage, limit in stages]
+        return fitting(pipeline.schedule.pipeline.placement, exceeded, over, thorough)
 
 
 def _closest(call: _Call, s: Settings, attempts: Sequence[PlannedStep]) -> PlannedStep:

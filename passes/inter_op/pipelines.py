@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,11 +138,15 @@ class Pipelined:
         placement = self.schedule.pipeline.placement
         return -(-peak_stash(self.schedule)[placement[stage]] // placement.count(placement[stage]))
 
-    def within(self, nbytes: float) -> Pipelined:
-        """The same step with a memory limit, bytes per device, that the stages of one rank share evenly."""
+    def within(self, nbytes: float, thorough: Sequence[bool] = ()) -> Pipelined:
+        """The same step with a memory limit, bytes per device, that the stages of one rank share evenly.
+
+        `thorough`: of every stage, as of `MemoryLimit`; (): all are.
+        """
         placement = self.schedule.pipeline.placement
         limits = (
-            MemoryLimit(int(nbytes // placement.count(rank)), self.in_flight(s)) for s, rank in enumerate(placement)
+            MemoryLimit(int(nbytes // placement.count(rank)), self.in_flight(s), thorough[s] if thorough else True)
+            for s, rank in enumerate(placement)
         )
         return replace(self, choice=replace(self.choice, limits=tuple(limits)))
 
@@ -170,6 +174,24 @@ def pipelined(graph: Graph, leaves: Sequence[int] | None, target: Target, s: Pip
             raise
         note = f"one microbatch, so that no two stages work at a time: {error}"
         return _scheduled(graph, replace(choice, microbatches=1, notes=(*choice.notes, note)), target, s)
+
+
+def recomputable_layers(graph: Graph, pipeline: Pipelined) -> tuple[tuple[int, ...], ...]:
+    """Layers of every stage whose rematerialisation frees memory; () if layers were divided further for the stages.
+
+    `graph`: the step that `pipeline` divides.
+    """
+    choice, first = pipeline.choice, pipeline.first
+    frees = remat.recomputable(split_scan.split_scans(graph, choice.pieces or len(choice.borders) + 1, choice.batch))
+    if len(frees) != len(pipeline.layers.layers):
+        return ()
+    return tuple(tuple(i for i in range(a, b) if frees[i]) for a, b in itertools.pairwise(first))
+
+
+def recomputing(graph: Graph, pipeline: Pipelined, target: Target, layers: Collection[int]) -> Pipelined:
+    """The same stages with these of their layers rematerialised, as `recomputable_layers` numbers them."""
+    policies = tuple(remat.FULL if i in layers else remat.NONE for i in range(len(pipeline.layers.layers)))
+    return assemble(graph, replace(pipeline.choice, remat=policies), target)
 
 
 def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: PipelineOptions) -> Pipelined:
@@ -213,7 +235,10 @@ def layers_for(
         pieces: of every scan over layers; 0: one for each stage.
     """
     shorter = split_scan.split_scans(graph, pieces or stages, batch)
-    return layer_partition.subdivide(layers_pass.find(remat.rewrite(shorter, policies)), stages)
+    layers = layers_pass.find(shorter)
+    if policies:
+        layers = layers_pass.same_layers(layers, remat.rewrite(shorter, policies))
+    return layer_partition.subdivide(layers, stages)
 
 
 def assemble(graph: Graph, choice: StageChoice, target: Target) -> Pipelined:
@@ -256,8 +281,9 @@ def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> Stag
     Raises:
         PinError: a pin that fits no argument, or not the mesh of its stage.
     """
-    meshes = [pipelined.mesh(s) for s in range(len(pipelined.stages.stages))]
-    return plan_stages(pipelined.stages, avals(traced, pipelined.stages), meshes, options, pipelined.choice.limits)
+    stages, placement = pipelined.stages, pipelined.schedule.pipeline.placement
+    meshes = [pipelined.mesh(s) for s in range(len(stages.stages))]
+    return plan_stages(stages, avals(traced, stages), meshes, options, pipelined.choice.limits, placement)
 
 
 def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:

@@ -113,6 +113,21 @@ def with_border(layers: Layers, position: int) -> Layers:
     return _layers(_Chain.of(layers.graph), sorted(borders))
 
 
+def same_layers(layers: Layers, graph: Graph) -> Layers:
+    """The same layers in a rematerialised program, which keeps the forward operations that the backward pass needs not.
+
+    `graph`: the program of `layers` after `autopar.passes.remat.rewrite.rewrite`, in which values keep their numbers.
+    """
+    layer_of = {v: i for i in range(len(layers.layers)) for op in layers.ops(i) for v in op.outputs}
+    chain = _Chain.of(graph)
+    counts = [0] * len(layers.layers)
+    layer = 0
+    for position in chain.positions:
+        layer = max([layer, *(layer_of[v] for v in graph.ops[position].outputs if v in layer_of)])
+        counts[layer] += 1
+    return _layers(chain, [0, *itertools.accumulate(counts)])
+
+
 def crossing_bytes(layers: Layers, position: int) -> int:
     """Bytes of the values that cross a border in front of this position of `forward`."""
     return int(_Chain.of(layers.graph).bytes[position])

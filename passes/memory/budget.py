@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost_models.memory.row import RowSource
+from autopar.cost_models.memory.row import RowSource, smallest
 from autopar.errors import ArgumentError
 from autopar.ir.problem import Ints, Problem
 from autopar.passes.memory.min_memory import LeastMemory, least_memory
@@ -47,6 +47,9 @@ class BudgetEffort:
     # a program has few equal layers if its strategies are at most so many times those of its quotient (not recorded;
     # `bench sensitivity`, 2026-11: no effect on small programs)
     few: int = 2
+    # most rounds of presolve and ascent that add rows, where the search may end without a plan (20 take four times as
+    # long on GPT-2.6B in four stages, whose plans they improve by less than recomputation costs)
+    few_rounds: int = 3
     # most time (s) for the ILP after all other steps (not measured)
     after: float = 15.0
 
@@ -111,6 +114,7 @@ def optimize_within(
     presolve: bool = True,
     free: Solution | None = None,
     cutoff: float = np.inf,
+    least: bool = True,
     patience: float = FITTING,
     ceiling: float = np.inf,
     seeds: Sequence[Ints] = (),
@@ -132,6 +136,7 @@ def optimize_within(
         presolve: eliminate dominated strategies; otherwise only infeasible ones are removed.
         free: the solution without a budget, if it is known already.
         cutoff: s; plans that take as long are rejected, and the search ends once none below it can exist.
+        least: whether the search below `cutoff` goes on after a short one, if need be with the least peak.
         patience: s; the search for a plan that fits may take so long, whatever the time limit.
         ceiling: s; with solver "auto", plans are sought first among those that take less.
         seeds: plans that may fit.
@@ -166,11 +171,12 @@ def optimize_within(
     if state.is_accepted:
         return _solution(free, state, _status(state), "dual ascent", 0, begin)
     state.add_rows(source.rows())
+    how: SymmetryReduction = "tie" if fold else "none"
     if np.isfinite(cutoff):
-        return _under_cutoff(state, free, cutoff, begin, "tie" if fold else "none", effort, full=presolve)
+        return _under_cutoff(state, free, cutoff, begin, how, effort, least=least, full=presolve)
     if solver != "auto":
-        return _forced(state, free, solver, begin, "tie" if fold else "none", full=presolve)
-    return _auto(state, free, begin, "tie" if fold else "none", effort, ceiling, full=presolve)
+        return _forced(state, free, solver, begin, how, full=presolve)
+    return _auto(state, free, begin, how, effort, ceiling, full=presolve)
 
 
 def _auto(
@@ -211,6 +217,8 @@ def _auto(
 
 def _search_below(state: SearchState, ceiling: float, how: SymmetryReduction, *, few: bool, full: bool) -> None:
     """One round of search for plans below `ceiling` (s), which saves the search for the least peak if one is found."""
+    if _is_hopeless(state):
+        return
     state.seconds = ceiling  # an incumbent without a plan
     search(state, how, few, full=full)
     if state.plan is None:
@@ -226,6 +234,7 @@ def _under_cutoff(
     how: SymmetryReduction,
     effort: BudgetEffort,
     *,
+    least: bool,
     full: bool,
 ) -> BudgetedSolution:
     """The best plan that fits and takes less than `cutoff` (s). Raises Pruned if none is found.
@@ -235,14 +244,18 @@ def _under_cutoff(
     """
     if state.seconds >= cutoff:
         state.plan, state.seconds = None, cutoff  # an incumbent without a plan: bounds are compared with the cutoff
+    if _is_hopeless(state):
+        raise Pruned(state.lower)
     few = _has_few_equal_layers(free, effort)
+    if not least:
+        state.effort = replace(state.effort, rounds=effort.few_rounds)
     if not state.done:
         search(state, how, few, full=full)
-    if state.plan is None and not state.done:
-        least = _least(state, free)
-        state.add_rows(least.rows)
-        state.submit(least.assignment)
-        state.start_plans.append(least.assignment)
+    if least and state.plan is None and not state.done:
+        smallest_plan = _least(state, free)
+        state.add_rows(smallest_plan.rows)
+        state.submit(smallest_plan.assignment)
+        state.start_plans.append(smallest_plan.assignment)
         search(state, how, few, full=full)
     if state.plan is None:
         raise Pruned(state.lower)
@@ -258,6 +271,11 @@ def _least(state: SearchState, free: Solution) -> LeastMemory:
     """
     seeds, deadline = [free.assignment], max(state.deadline, time.monotonic() + state.patience)
     return least_memory(state.problem, state.source, seeds=seeds, deadline=deadline, asked=state.budget)
+
+
+def _is_hopeless(state: SearchState) -> bool:
+    """Whether a row exceeds the budget in every plan."""
+    return any(smallest(row) > state.budget for row in state.rows)
 
 
 def _has_few_equal_layers(free: Solution, effort: BudgetEffort) -> bool:

@@ -34,7 +34,7 @@ from autopar.passes.memory.search_state import NONE_ACCEPTED, Acceptance
 from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.remat.memory_policy import smallest
 from autopar.passes.remat.options import Options
-from autopar.passes.solver.optimize import Solution, optimize
+from autopar.passes.solver.optimize import Pruned, Solution, optimize
 from autopar.passes.stages.graph import StageGraph
 from autopar.passes.stages.memory import StageLiveness
 from autopar.passes.stages.summary import BoundaryLayouts, StageSummary, StageWithLayouts, boundary_layouts, summarize
@@ -59,10 +59,17 @@ STAGE = StageEffort()
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Whole bytes per device that a stage may use with `in_flight` microbatches."""
+    """Memory that a stage may use.
+
+    Attributes:
+        nbytes: whole bytes per device.
+        in_flight: microbatches between F and the last pass.
+        thorough: whether the search goes on where no plan that fits is quickly found.
+    """
 
     nbytes: int
     in_flight: int
+    thorough: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +147,10 @@ class StageProblem:
         return optimize(self.model.problem, **self.options.keywords())
 
     def within(self, limit: MemoryLimit, accepted: Acceptance = NONE_ACCEPTED) -> Solution:
-        """The fastest solution within a memory limit, or an accepted one; if none is found, the one of least peak."""
+        """The fastest solution within a memory limit, or an accepted one.
+
+        If none is found, the solution of the least peak that is found; for a limit that is not thorough, the fastest.
+        """
         if limit not in self.solved:
             self.solved[limit] = self._within(limit, accepted)
         return self.solved[limit]
@@ -148,15 +158,19 @@ class StageProblem:
     def _within(self, limit: MemoryLimit, accepted: Acceptance) -> Solution:
         problem, options, rows = self.model.problem, self.options, self.liveness.rows(limit.in_flight)
         seeds = [solution.assignment for solution in self.solved.values()]
+        slowest = STAGE.slower * self.fastest.objective
+        quick: dict[str, Any] = {"cutoff": slowest, "least": False}
         keywords: dict[str, Any] = {
             **options.keywords(),
             "gap": max(options.gap, STAGE.gap_within),
-            "ceiling": STAGE.slower * self.fastest.objective,
+            **({"ceiling": slowest} if limit.thorough or options.solver != "auto" else quick),
         }
         try:
             return optimize_within(
                 problem, rows, limit.nbytes, free=self.fastest, seeds=seeds, accepted=accepted, **keywords
             )
+        except Pruned:
+            return self.fastest
         except Infeasible as infeasible:
             return smallest(problem, infeasible.least, 0.0)
 

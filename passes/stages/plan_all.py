@@ -6,6 +6,7 @@ boundary   values that a forward pass sends keep their layout between submeshes 
 problems   isomorphic stages are traced once (passes/stages/isomorphism.py). Those with equal graphs, meshes and
            pins are one problem; its search begins with the solutions for other stages              -> _Planner.plan
 effort     a stage need not be faster than the slowest before it                               -> _Planner._accepted
+memory     stages of one rank share its limit: passes/stages/shares.py
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import StageGraph, stage_graph
 from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
 from autopar.passes.stages.plan import MemoryLimit, StagePlan, StageProblem
+from autopar.passes.stages.shares import planned_within
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, SummarizedStage
 from autopar.rules import Rule, RuleReader
 
@@ -62,6 +64,7 @@ def plan_stages(
     meshes: Sequence[LogicalMesh],
     options: Options | None = None,
     limits: Sequence[MemoryLimit] = (),
+    placement: Sequence[int] = (),
 ) -> StagePlans[PlannedStage]:
     """Plans every stage.
 
@@ -71,7 +74,8 @@ def plan_stages(
         meshes: the submesh of every stage.
         options: of planning; `pins` are those of the step's arguments, by path, and apply to every stage that has them.
             Rematerialisation and donation are not among them.
-        limits: memory limits of every stage; empty: none.
+        limits: memory limit of every stage, those of one rank even; empty: none.
+        placement: of every stage, its rank; empty: every stage has its own.
 
     Returns:
         The plans. Those of stages that are isomorphic to an earlier one are `SummarizedStage`, without a graph.
@@ -79,13 +83,11 @@ def plan_stages(
     Raises:
         PinError: a pin that fits no argument of the step, or not the mesh of its stage.
     """
-    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), tuple(limits))
-    boundaries: dict[int, BoundaryLayouts] = {}
-    planned: list[PlannedStage] = []
-    for number in range(len(meshes)):
-        slowest = max((stage.solution.objective for stage in planned), default=0.0)
-        planned.append(planner.plan(number, boundaries, slowest))
-        boundaries[number] = planned[-1].boundary
+    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options())
+    if limits:
+        planned = planned_within(limits, placement or range(len(limits)), planner.plan_all)
+    else:
+        planned = planner.plan_all([None] * len(meshes))
     return StagePlans(stages, tuple(planned), len(planner.problems))
 
 
@@ -129,7 +131,6 @@ class _Planner:
     avals: tuple[Any, ...]
     meshes: tuple[LogicalMesh, ...]
     options: Options
-    limits: tuple[MemoryLimit, ...] = ()
     programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     problems: dict[PlanKey, StageProblem] = field(default_factory=dict)
 
@@ -141,7 +142,19 @@ class _Planner:
     def reader(self) -> RuleReader:
         return RuleReader(self.options.rules)
 
-    def plan(self, number: int, boundaries: Mapping[int, BoundaryLayouts], slowest: float) -> PlannedStage:
+    def plan_all(self, limits: Sequence[MemoryLimit | None]) -> list[PlannedStage]:
+        """Plans of all stages within their memory limits."""
+        boundaries: dict[int, BoundaryLayouts] = {}
+        planned: list[PlannedStage] = []
+        for number, limit in enumerate(limits):
+            slowest = max((stage.solution.objective for stage in planned), default=0.0)
+            planned.append(self.plan(number, boundaries, slowest, limit))
+            boundaries[number] = planned[-1].boundary
+        return planned
+
+    def plan(
+        self, number: int, boundaries: Mapping[int, BoundaryLayouts], slowest: float, limit: MemoryLimit | None
+    ) -> PlannedStage:
         """The plan of a stage next to planned ones; without a graph if it is isomorphic to an earlier stage.
 
         `slowest`: seconds of the slowest stage so far.
@@ -158,8 +171,7 @@ class _Planner:
         if key not in self.problems:
             self.problems[key] = StageProblem(graph, mesh, rules, self.options, arguments, results)
         problem = self.problems[key]
-        accepted = self._accepted(slowest)
-        solution = problem.within(self.limits[number], accepted) if self.limits else problem.fastest
+        solution = problem.within(limit, self._accepted(slowest)) if limit else problem.fastest
         plan = problem.plan(solution, graph)
         if program.canonical_form.stage == number:
             return plan

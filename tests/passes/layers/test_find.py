@@ -17,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.trace import trace
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
+from autopar.passes.remat import rewrite as remat
 
 pytestmark = pytest.mark.core
 
@@ -149,3 +150,22 @@ def test_layers_cover_the_forward_pass_with_the_values_that_cross(letters: list[
     for i, values in enumerate(layers.crossing):
         before |= {v for op in layers.ops(i) for v in op.outputs}
         assert list(values) == crossing(graph, before)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.data())
+def test_rematerialised_programs_keep_their_layers(data: st.DataObject) -> None:
+    """Whichever layers are rematerialised, and however irregularly."""
+    name, sizes = data.draw(st.sampled_from([("gpt-toy", {"layers": 5}), ("gpt-toy-scan", {}), ("wresnet-toy", {})]))
+    layers = of_zoo(name, **sizes)
+    frees = remat.recomputable(layers.graph)
+    policies = [data.draw(st.sampled_from(["none", "dots", "full"])) if free else "none" for free in frees]
+    same = layers_pass.same_layers(layers, remat.rewrite(layers.graph, policies))
+    assert len(same.layers) == len(layers.layers)
+    assert [layer.trips for layer in same.layers] == [layer.trips for layer in layers.layers]
+    for i, layer in enumerate(layers.layers):
+        before, after = ({v for op in program.ops(i) for v in op.outputs} for program in (layers, same))
+        assert after
+        assert after <= before or layer.trips > 1  # a loop over layers is another operation
+    if not {"dots", "full"} & {*policies}:
+        assert same.layers == layers.layers
