@@ -61,8 +61,8 @@ def _shares(
     """Limits of all stages in order, where some need more than an even share: `least`, stage -> bytes."""
     shares: dict[int, int] = {}
     for stages in stages_of.values():
-        others = [s for s in stages if s not in least]
-        if len(others) < len(stages):
+        flexible = [s for s in stages if s not in least]
+        if len(flexible) < len(stages):
             remaining = sum(limits[s].nbytes for s in stages) - sum(least[s] for s in stages if s in least)
-            shares.update((s, least.get(s, max(0, remaining // max(1, len(others))))) for s in stages)
+            shares.update((s, least.get(s, max(0, remaining // max(1, len(flexible))))) for s in stages)
     return (replace(limit, nbytes=shares.get(s, limit.nbytes)) for s, limit in enumerate(limits))
