@@ -324,13 +324,14 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
             return one_mesh.plan
         return partial(_try_one_mesh, call, replace(s, num_microbatches=count))
 
+    search = None if step is None else pipelines.search_of(step, cluster, options)
     best, tried = None, set[int | str]()
     # forecasts above the first limit (s) cannot beat the plan on one mesh; the second round has no limit
     first_limit = () if step is None or math.isinf(expected) else (expected / DRIVER.planned_over_forecast,)
     for limit in (*first_limit, math.inf):
         call.report(f"searching stages, microbatches and schedules for {cluster.num_devices} devices of {cluster.name}")
         searching, fewest = time.perf_counter(), 2 if as_written else 1
-        choice = None if step is None else pipelines.searched(step, cluster, options, limit, fewest)
+        choice = None if step is None or search is None else pipelines.searched(step, search, limit, fewest)
         stages = _assemble_choice(call, s, choice, cluster)
         phases["inter_op"] += time.perf_counter() - searching
         if stages is not None:
@@ -353,7 +354,13 @@ def _search_pipelines(call: _Call, s: Settings) -> PlannedStep:
     if isinstance(s.memory_budget, float) and not _fits(best, s):
         raise budget_error(best.plan, call.traced.graph, s.memory_budget)
     phases["one_mesh"] = time.perf_counter() - begin + call.trace_s - sum(phases.values())
-    best = replace(best, plan=replace(best.plan, phases=phases))
+    plan = replace(best.plan, phases=phases)
+    if step is not None and search is not None and plan.pipelined and _fits(best, s):
+        call.report("bounding the step of every pipeline")
+        bounding = time.perf_counter()
+        plan = pipeline_plan.bounded_by(plan, pipelines.least_seconds(step, search, plan.step_time_s))
+        plan = replace(plan, phases={**phases, "lower_bound": time.perf_counter() - bounding})
+    best = replace(best, plan=plan)
     for warning in best.warnings:
         warn(f"{name_of(call.fn)}: {warning}")
     if cache_key is not None:

@@ -28,7 +28,7 @@ from autopar.zoo import targets
 
 PHASES = (
     *("trace", "cache", "rules", "graph", "liveness", "fold", "presolve", "bound", "eliminate", "ilp", "memory"),
-    *("remat", "inter_op", "stages", "one_mesh", "export"),
+    *("remat", "inter_op", "stages", "one_mesh", "lower_bound", "export"),
 )
 
 Result = dict[str, Any]

@@ -52,9 +52,10 @@ class Plan(PlanRecord):
             "pipeline" and "first loop" with stages. "hidden" is communication that is not in the step time, because it
             overlaps with computation or is combined.
         objective_s: value of the solution, seconds.
-        lower_bound_s: lower bound on the step time of all plans of all candidate meshes, seconds.
-        gap: (objective - lower bound) / objective; 1 for stages, for which no bound is known. If the budget is "min",
-            the gap of the peak memory.
+        lower_bound_s: lower bound on the step time of all plans of all candidate meshes, seconds; for stages that were
+            searched on that of all pipelines (`autopar.passes.inter_op.lower_bound`).
+        gap: (objective - lower bound) / objective; 1 for a given number of stages, for which no bound is known. If the
+            budget is "min", the gap of the peak memory.
         solver_status: what is proven: "certified", "optimal", "optimal-tied", "near-optimal", "least-memory", "open",
             "time-limit", "fallback" or "chosen"; `autopar.plans.views.summary.STATUS` has the meaning of each.
         solver: what found the solution, such as "dual ascent" or "highs".

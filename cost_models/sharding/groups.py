@@ -141,6 +141,7 @@ class Grouping:
         overlap: the communication that can overlap with computation.
         charges: HBM traffic of light operations, one by one; `OpGroup.light` has the sums.
         repeated: value that a repeated part of the program makes (`Graph.repeats`) -> executions per step of that part.
+        free: indices of operations that cost nothing (`autopar.passes.op_groups.merge.Surroundings`).
     """
 
     groups: tuple[OpGroup, ...]
@@ -150,6 +151,7 @@ class Grouping:
     overlap: Overlap
     charges: tuple[Charge, ...] = ()
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
+    free: frozenset[int] = frozenset()
 
     def executions(self, binding: Binding) -> float:
         """How often per step a bound value is made: as often as its group runs, or the part of the program around it.

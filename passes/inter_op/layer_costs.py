@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -85,10 +85,10 @@ class LayerClasses:
             return None
         return replace(self, stages=replace(self.stages, stages=stages, split=replace(split, count=count)))
 
-    def graphs(self) -> Mapping[int, StageGraph]:
-        """Kind -> the layer as a graph."""
-        programs = StepPrograms(self.stages.split)
-        return {kind: stage_graph(self.stages, s, self.avals, programs) for kind, s in self.stage.items()}
+    def graphs(self, kinds: Collection[int] | None = None) -> Mapping[int, StageGraph]:
+        """Kind -> the layer as a graph; of these kinds, or of all."""
+        programs, wanted = StepPrograms(self.stages.split), self.stage if kinds is None else kinds
+        return {k: stage_graph(self.stages, s, self.avals, programs) for k, s in self.stage.items() if k in wanted}
 
     def least_bytes(self) -> Mapping[int, float]:
         """Kind -> bytes of the state and of the accumulators of gradients of a layer, over all devices, each once."""
@@ -242,18 +242,18 @@ def run_costs(by_kind: OptionsByKind, of_layer: Sequence[int], policies: Sequenc
 
 def _runs(layers: Sequence[StageOption]) -> tuple[Floats, ...]:
     """The arrays of `autopar.passes.inter_op.dynamic_program.RunCosts` for one option."""
-    seconds = _sums([t.times.forward + t.times.backward + t.times.weight for t in layers])
-    once = _sums([t.times.update + t.times.reduce for t in layers])
-    fixed = _sums([t.memory.state + t.memory.sums for t in layers])
-    copies = _sums([t.memory.copies for t in layers])
+    seconds = sums_of_runs([t.times.forward + t.times.backward + t.times.weight for t in layers])
+    once = sums_of_runs([t.times.update + t.times.reduce for t in layers])
+    fixed = sums_of_runs([t.memory.state + t.memory.sums for t in layers])
+    copies = sums_of_runs([t.memory.copies for t in layers])
     most = _maxima([t.memory.temporaries for t in layers])
     batch = _maxima([t.memory.batch for t in layers])
-    stash = _sums([t.memory.stash for t in layers])
-    update = _sums([t.memory.update for t in layers])
+    stash = sums_of_runs([t.memory.stash for t in layers])
+    update = sums_of_runs([t.memory.update for t in layers])
     return seconds, once, fixed + copies + most + batch, stash, fixed + update
 
 
-def _sums(values: Sequence[float]) -> Floats:
+def sums_of_runs(values: Sequence[float]) -> Floats:
     """At [i, j] the sum of values i .. j - 1."""
     total = np.array([0.0, *itertools.accumulate(values)])
     return total[None, :] - total[:, None]
@@ -267,17 +267,6 @@ def _maxima(values: Sequence[float]) -> Floats:
     running = np.maximum.accumulate(np.where(upper, np.array(values, np.float64), -np.inf), axis=1)
     maxima[:n, 1:] = np.where(upper, running, 0.0)
     return maxima
-
-
-def shape_of(devices: int, per_host: int) -> tuple[int, ...]:
-    """The mesh that a submesh is planned on: hosts by devices; on one host with an axis of 2 or 3, if it divides.
-
-    With equal links, axes of 2 and 4 have every layout that one of 8 has, and also those that shard two dimensions.
-    """
-    if devices > per_host:
-        return (devices // per_host, per_host)
-    outer = next((f for f in (2, 3) if devices % f == 0 and devices > f), 1)
-    return (outer, devices // outer) if outer > 1 else (devices,)
 
 
 class Border(NamedTuple):

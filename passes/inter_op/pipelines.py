@@ -28,6 +28,8 @@ from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, Op
 from autopar.ir.trace import Traced
 from autopar.passes.inter_op import search as stage_search
+from autopar.passes.inter_op.lower_bound import PipelineBound
+from autopar.passes.inter_op.search import InterOpSearch
 from autopar.passes.inter_op.simulate import FoundPipeline
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers import partition as layer_partition
@@ -392,13 +394,24 @@ def opening(traced: Traced, leaves: Sequence[int] | None, cluster: Cluster, s: P
     return Opening(shorter, tuple(traced.in_avals), choice, splits, s.per_microbatch, pieces, notes)
 
 
-def searched(
-    step: Opening, cluster: Cluster, options: Options, limit: float = math.inf, fewest: int = 1
-) -> StageChoice | None:
+def search_of(step: Opening, cluster: Cluster, options: Options) -> InterOpSearch:
+    """The search for the stages of a step on a cluster."""
+    per_microbatch = step.choice.per_microbatch
+    return InterOpSearch(step.graph, step.avals, cluster, step.choice.batch, options, per_microbatch, step.splits)
+
+
+def searched(step: Opening, search: InterOpSearch, limit: float = math.inf, fewest: int = 1) -> StageChoice | None:
     """The best pipeline of at least `fewest` stages that takes less than `limit` seconds; None if none fits."""
-    choice = replace(step.choice, limit=limit, fewest=fewest)
-    pipeline = stage_search.find(step.graph, step.avals, cluster, choice, options, step.splits)
+    pipeline = search.best(replace(step.choice, limit=limit, fewest=fewest))
     return None if pipeline is None else _chosen(step, pipeline)
+
+
+def least_seconds(step: Opening, search: InterOpSearch, planned: float) -> float:
+    """Lower bound (s) on the step of every pipeline, and of every plan on one mesh; inf if none can fit.
+
+    `planned`: step time (s) of a plan.
+    """
+    return PipelineBound(search, step.choice, planned).least()
 
 
 def _chosen(step: Opening, pipeline: FoundPipeline) -> StageChoice:

@@ -40,11 +40,11 @@ import numpy as np
 
 from autopar import parallel_map
 from autopar.cost_models.memory.lower_bound import written_bytes
-from autopar.errors import ClusterError, MicrobatchError
+from autopar.errors import MicrobatchError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.ir.graph import Graph
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, RunCosts, placements, search
+from autopar.passes.inter_op.dynamic_program import Division, Placement, Question, RunCosts, search
 from autopar.passes.inter_op.effort import INTER_OP, InterOpEffort
 from autopar.passes.inter_op.extrapolate import options_anywhere, options_at
 from autopar.passes.inter_op.layer_costs import (
@@ -57,10 +57,10 @@ from autopar.passes.inter_op.layer_costs import (
     layer_classes,
     run_costs,
     run_options,
-    shape_of,
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, Simulator, rank, transfer_seconds
 from autopar.passes.inter_op.stage_options import StageOption, too_large
+from autopar.passes.inter_op.submeshes import submeshes
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.layers.find import Layers
 from autopar.passes.microbatch.analysis import Microbatches, split
@@ -102,29 +102,6 @@ class SearchSpace:
     fewest: int = 1
     limit: float = math.inf
     reserve: float = field(default_factory=lambda: INTER_OP.reserve)
-
-
-def find(
-    graph: Graph,
-    avals: Sequence[Any],
-    cluster: Cluster,
-    space: SearchSpace,
-    options: Options,
-    splits: Mapping[int, Microbatches] | None = None,
-) -> FoundPipeline | None:
-    """The fastest pipeline of a step on a cluster; None if none fits into its memory.
-
-    Args:
-        graph: the step.
-        avals: shape and dtype of every argument.
-        cluster: the devices.
-        space: the search space.
-        options: of the intra-operator solver.
-        splits: number of microbatches -> the step split into them, as `splittable_counts` returns it.
-    """
-    return InterOpSearch(graph, tuple(avals), cluster, space.batch, options, space.per_microbatch, splits or {}).best(
-        space
-    )
 
 
 def microbatch_counts(extent: int, effort: InterOpEffort = INTER_OP) -> tuple[int, ...]:
@@ -212,26 +189,14 @@ class InterOpSearch:
         self.kinds = self._kinds(max(self.parts, default=1))
         self.borders = border_bytes(self.kinds.stages.split, self.layers)
         self.least = self.kinds.least_bytes()
-        groups = self.cluster.groups or (self.cluster,)
-        total = self.cluster.num_devices
+        self.where, self.meshes = submeshes(self.cluster, self.effort)
 
-        def may_be(n: int) -> bool:
-            return (total <= self.effort.any_size or total % n == 0) and _is_part(self.cluster, n)
-
-        self.where = tuple(
-            placements([(g.num_devices // g.devices_per_host, g.devices_per_host) for g in groups], may_be)
-        )
-        meshes: dict[int, LogicalMesh] = {}
-        for p in self.where:
-            if p.submesh not in meshes:
-                n = p.stop - p.start
-                part = self.cluster.part(p.start, n)
-                meshes[p.submesh] = part.logical_mesh(shape_of(n, part.devices_per_host))
-        self.meshes = meshes
+    def split_into(self, count: int) -> Microbatches:
+        """The step split into a number of microbatches."""
+        return self.parts.get(count) or split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
 
     def _kinds(self, count: int) -> LayerClasses:
-        parts = self.parts.get(count) or split(self.graph, count, self.batch, per_microbatch=self.per_microbatch)
-        return layer_classes(parts, self.layers, self.avals)
+        return layer_classes(self.split_into(count), self.layers, self.avals)
 
     def best(self, space: SearchSpace) -> FoundPipeline | None:
         """The fastest pipeline; None if none fits."""
@@ -570,15 +535,6 @@ class InterOpSearch:
                     seconds[n, 1:-1, d] = transfer_seconds(self.cluster, both_ways, d, mesh.size).sum(1)
             self.transfers[count] = seconds
         return self.transfers[count]
-
-
-def _is_part(cluster: Cluster, devices: int) -> bool:
-    """Whether the first `devices` devices form a part of the cluster; 5 of two hosts with 4 devices do not."""
-    try:
-        cluster.part(0, devices)
-    except ClusterError:
-        return False
-    return True
 
 
 def _made_for(space: SearchSpace) -> tuple[str, ...]:

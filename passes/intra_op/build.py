@@ -100,7 +100,7 @@ class _Builder:
 def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resharding | None = None) -> Model:
     """The problem whose solutions are the plans of `graph` on `mesh`."""
     b = _Builder(graph, mesh, resharding or resharding_on(mesh), resharding_on(mesh.with_overlap()))
-    nodes = [_node(b, c) for c in grouping.groups]
+    nodes = [_node(b, c, is_free=c.op in grouping.free) for c in grouping.groups]
     edges = _Edges(b, grouping)
     readers = _readers(graph, grouping, mesh.device.rounds_operands)
     copies: dict[int, int] = {}
@@ -120,12 +120,15 @@ def build(graph: Graph, grouping: Grouping, mesh: LogicalMesh, resharding: Resha
     return Model(Problem(tuple(nodes), edges.merged()), grouping, copies, copy_sets)
 
 
-def _node(b: _Builder, c: OpGroup) -> Node:
-    """The node of a group: seconds per step of its operation and of the HBM traffic of light operations."""
-    key = (c.strategies.index, c.weight, c.light)
+def _node(b: _Builder, c: OpGroup, *, is_free: bool = False) -> Node:
+    """The node of a group: seconds per step of its operation and of the HBM traffic of light operations.
+
+    `is_free`: the operation itself costs nothing.
+    """
+    key = (c.strategies.index, c.weight, c.light, is_free)
     cost = b.costs.get(key)
     if cost is None:
-        cost = c.strategies.cost.copy()
+        cost = np.where(np.isfinite(c.strategies.cost), 0.0, np.inf) if is_free else c.strategies.cost.copy()
         each = shares(c.strategies.result, c.strategies.sizes, b.mesh.sizes) if c.light else np.ones((len(cost), 0))
         for dims, nbytes in c.light:
             cost += nbytes * share(each, dims) / b.mesh.device.memory_bandwidth

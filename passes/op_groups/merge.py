@@ -26,6 +26,7 @@ its own, so that it can be resharded once before the loop. A carry leaves an ite
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.compiler.fusion import KERNEL, LIGHT, SECONDS
@@ -55,6 +56,22 @@ WINDOWED = ("scatter-add", "scatter")
 SUMS = (*PRODUCTS, "reduce_sum", "scatter-add", "cumsum")
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a part of a program shares with the parts around it, which no lower bound on the part alone may charge.
+
+    Attributes:
+        entering: values received from other parts: in any layout, written and read at no cost.
+        leaving: positions of results that other parts read: written at no cost.
+        repeated: indices of operations that other parts may compute for it: they cost nothing, and nor does what they
+            read in another layout.
+    """
+
+    entering: frozenset[int]
+    leaving: frozenset[int]
+    repeated: frozenset[int]
+
+
 def group(
     graph: Graph,
     rules: Mapping[int, Rule],
@@ -62,6 +79,7 @@ def group(
     pinned_arguments: Mapping[int, Layout] | None = None,
     pinned_results: Mapping[int, Layout] | None = None,
     received: Collection[int] = (),
+    surroundings: Surroundings | None = None,
 ) -> Grouping:
     """Groups, bindings and uses of a program.
 
@@ -72,6 +90,7 @@ def group(
         pinned_arguments: position -> the only layout of the argument.
         pinned_results: position -> the only layout of the result.
         received: positions of the pinned arguments that are received from elsewhere; their sharding is not propagated.
+        surroundings: of a part of a program that is only bounded from below.
 
     Raises:
         PinError: a `with_sharding_constraint` is not valid for its value or the mesh.
@@ -83,6 +102,9 @@ def group(
         if shape:
             pin = (pinned_arguments or {}).get(position)
             b.repeats = weight = float(often.inputs.get(value, 1))
+            if surroundings is not None and value in surroundings.entering:
+                b.enter(path, value, weight)
+                continue
             entered = b.enter_as(path, value, weight, b.layouts(shape, 1.0) if pin is None else b.pinned(shape, pin))
             if pin is None and _undivided(b, shape):
                 b.not_propagated[entered] = MOST_PADDING
@@ -95,12 +117,14 @@ def group(
     for op in graph.ops:
         b.repeats = float(often.ops.get(op.index, 1))
         _visit(b, (op,), b.repeats)
-    _leave(b, pinned_results or {}, often.results)
-    _charge_followers(b)
+    _leave(b, pinned_results or {}, often.results, surroundings.leaving if surroundings else ())
+    _charge_followers(b, surroundings)
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
     walked = graph.walk() if graph.repeats is not None else ()
     repeated = {v: b.pace[op.index] for op in walked if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
-    return Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges), repeated)
+    free = surroundings.repeated if surroundings else frozenset[int]()
+    uses = tuple(use for use in b.uses if use.op not in free)
+    return Grouping(groups, b.bindings, uses, rules, b.overlap, tuple(b.charges), repeated, free)
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
@@ -346,7 +370,7 @@ def _view_of_unary(b: Builder, op: Op, kind: Kind) -> bool:
 # Results and followers
 
 
-def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -> None:
+def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int], leaving: Collection[int] = ()) -> None:
     """Add the uses by the caller.
 
     The next state has the layout of the state, a pinned result has its pin, and all other results have even layouts.
@@ -354,6 +378,7 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -
     Args:
         pinned: position of a result -> layout.
         often: position of a result -> times per step that it is returned, if not once.
+        leaving: as of `Surroundings`.
     """
     for out, layout in pinned.items():
         atom = b.graph.outputs[out]
@@ -371,7 +396,7 @@ def _leave(b: Builder, pinned: Mapping[int, Layout], often: Mapping[int, int]) -
         if isinstance(atom, int) and rank:
             use(b, f"out{out}", atom, b.bindings[argument].group, tuple(range(rank)), False, 1.0, -1)
     for out, atom in enumerate(b.graph.outputs):
-        if isinstance(atom, int):
+        if isinstance(atom, int) and out not in leaving:
             b.heavy_reads.add(atom)
             if out not in pinned and out not in state and _may_be_uneven(b, atom):
                 shape = b.graph.types[atom].shape
@@ -389,23 +414,26 @@ def _may_be_uneven(b: Builder, value: int) -> bool:
     return not all(divides(tuple(row), b.graph.types[value].shape, b.mesh.sizes) for row in layouts.tolist())
 
 
-def _charge_followers(b: Builder) -> None:
+def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> None:
     """Charge the HBM traffic of light operations to the groups they follow.
 
     A result is charged if it is written to memory (`autopar.cost_models.compiler.fusion.SECONDS`), and an argument for
     every light operation that reads it. The batch, that is every argument that is no state, is new in each step and is
     charged once more for being written.
     """
+    entering, repeated = (surroundings.entering, surroundings.repeated) if surroundings else ((), ())
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
-        if kept and position not in kept and value in b.bindings:
+        if kept and position not in kept and value in b.bindings and surroundings is None:
             _charge(b, b.bindings[value], value, -1)
     for op in b.followers:
+        if op.index in repeated:
+            continue
         for value in op.outputs:
             if SECONDS.is_written({LIGHT: b.reads.get(value, 0), KERNEL: value in b.heavy_reads}):
                 _charge(b, b.bindings[value], value, op.index)
         for k, atom in enumerate(op.inputs):
-            if isinstance(atom, int) and atom in b.graph.names and atom in b.bindings:
+            if isinstance(atom, int) and atom in b.graph.names and atom in b.bindings and atom not in entering:
                 _charge(b, _reading(b, op, k, atom), atom, op.index)
 
 

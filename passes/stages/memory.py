@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from autopar.cost_models.memory.liveness import Liveness, highest_peaks
 from autopar.cost_models.memory.row import Row, weighted_sum
-from autopar.cost_models.sharding.groups import Model
+from autopar.cost_models.sharding.groups import Binding, Model
 from autopar.cost_models.sharding.strategies import share, shares
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Type
@@ -205,29 +205,7 @@ class StageLiveness:
 
     @cached_property
     def _stashed(self) -> Sequence[int]:
-        """Values that later passes read of earlier ones or of other stages."""
-        graph, bindings = self.graph, self.model.grouping.bindings
-        program_of, received = graph.maker, {*graph.received.values()}
-        producer = {v: op for op in graph.graph.ops for v in op.outputs}
-        stashed: dict[int, None] = {}
-        for op in graph.graph.ops:
-            program = program_of.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
-            if program not in ("B", "W"):
-                continue
-            stack, visited = [a for a in op.inputs if isinstance(a, int)], set[int]()
-            while stack:
-                value = stack.pop()
-                if value in visited:
-                    continue
-                visited.add(value)
-                source_program = program_of.get(value, "F" if value in received else BEGIN)
-                has_layout = value in bindings and bindings[value].view is None
-                is_recomputed = value in producer and not has_layout and graph.graph.types[value].rank > 0
-                if is_recomputed and source_program != BEGIN:
-                    stack.extend(a for a in producer[value].inputs if isinstance(a, int))
-                elif source_program in PASS_KINDS and PASS_KINDS.index(source_program) < PASS_KINDS.index(program):
-                    stashed[value] = None
-        return tuple(sorted(stashed))
+        return stashed_values(self.graph, self.model.grouping.bindings)
 
     def penalised_row(self, assignment: Ints, layers: float) -> Row:
         """Bytes that get a penalty: those live at the peak of one microbatch, and `layers` times persistent ones.
@@ -277,6 +255,31 @@ class StageLiveness:
         """Kind of a buffer -> values whose buffers of this kind passes share."""
         whole = {a for a in self.graph.whole.values() if isinstance(a, int)}
         return {"value": whole, "copy": whole | {*self.graph.arguments.values()}}
+
+
+def stashed_values(graph: StageGraph, bindings: Mapping[int, Binding]) -> Sequence[int]:
+    """Values that later passes of a stage read of earlier ones or of other stages; `bindings`: of its values."""
+    program_of, received = graph.maker, {*graph.received.values()}
+    producer = {v: op for op in graph.graph.ops for v in op.outputs}
+    stashed: dict[int, None] = {}
+    for op in graph.graph.ops:
+        program = program_of.get(op.outputs[0], BEGIN) if op.outputs else BEGIN
+        if program not in ("B", "W"):
+            continue
+        stack, visited = [a for a in op.inputs if isinstance(a, int)], set[int]()
+        while stack:
+            value = stack.pop()
+            if value in visited:
+                continue
+            visited.add(value)
+            source_program = program_of.get(value, "F" if value in received else BEGIN)
+            has_layout = value in bindings and bindings[value].view is None
+            is_recomputed = value in producer and not has_layout and graph.graph.types[value].rank > 0
+            if is_recomputed and source_program != BEGIN:
+                stack.extend(a for a in producer[value].inputs if isinstance(a, int))
+            elif source_program in PASS_KINDS and PASS_KINDS.index(source_program) < PASS_KINDS.index(program):
+                stashed[value] = None
+    return tuple(sorted(stashed))
 
 
 def whole_bytes(nbytes: float) -> int:

@@ -35,7 +35,7 @@ STATUS: Mapping[str, str] = {
     "open": "best plan found; the bounds prove no more than the gap",
     "time-limit": "best plan found within the time limit",
     "fallback": "best plan found without the ILP solver, which failed",
-    "chosen": "the stages that were asked for, or the best found; nothing is proven",
+    "chosen": "the stages that were asked for, or the best found; the bounds prove no more than the gap",
 }
 
 

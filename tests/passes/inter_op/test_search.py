@@ -29,17 +29,16 @@ from autopar.passes.inter_op.layer_costs import (
     layer_classes,
     run_costs,
     run_options,
-    shape_of,
 )
 from autopar.passes.inter_op.search import (
     InterOpSearch,
     SearchSpace,
-    find,
     microbatch_counts,
     splittable_counts,
 )
 from autopar.passes.inter_op.simulate import FoundPipeline, least_seconds, simulated_seconds
 from autopar.passes.inter_op.stage_options import StageOption
+from autopar.passes.inter_op.submeshes import shape_of
 from autopar.passes.layers import find as layers_pass
 from autopar.passes.microbatch.analysis import batch_leaves, split
 from autopar.passes.remat.options import Options
@@ -385,7 +384,8 @@ def test_a_slow_network_between_hosts_makes_stages() -> None:
     step = traced("gpt-toy", layers=2)
     two = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
     apart = replace(two, hosts=2, devices_per_host=2)
-    pipeline = find(step.graph, step.in_avals, apart, SearchSpace(batch_leaves(step.graph, 1), (4,)), Options())
+    batch = batch_leaves(step.graph, 1)
+    pipeline = InterOpSearch(step.graph, step.in_avals, apart, batch, Options()).best(SearchSpace(batch, (4,)))
     assert pipeline is not None
     assert len(pipeline.stages) >= 2
     assert all(s.start // 2 == (s.start + s.devices - 1) // 2 for s in pipeline.stages)

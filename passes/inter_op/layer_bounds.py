@@ -1,0 +1,236 @@
+"""Lower bounds on the seconds and bytes of layers, in whichever stage they are.
+
+One layer is cut off as a stage. In a longer stage, or beside other neighbours, it can only take less where it shares
+something with them:
+
+    values received and sent     are neither written nor read by it, in any layout
+    cheap operations             that every reader repeats are computed by another layer        -> surroundings_of
+
+With these at no cost, and resharding between layers left out, the seconds of a stage are at least the sum over its
+layers. A rematerialised layer takes as long as its forward pass alone, and the rest with as much of the forward pass as
+its residuals are computed from                                                                         -> bound_on
+
+Bytes are those of even shards: the state and the accumulators of gradients, and the residuals, each counted for the
+first layer that keeps it. A rematerialised layer keeps what it receives        -> BoundedLayers.residual_bytes
+
+Layers are of one class if they are isomorphic as stages, backward pass and updates included -> bounded_layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost_models.sharding.groups import Binding, OpGroup
+from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.graph import Op
+from autopar.passes.inter_op.layer_costs import LayerClasses
+from autopar.passes.intra_op import build as intra_op
+from autopar.passes.layers.find import Layers
+from autopar.passes.microbatch.analysis import Microbatches
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.op_groups import merge as op_groups
+from autopar.passes.op_groups.merge import Surroundings
+from autopar.passes.remat import rewrite
+from autopar.passes.solver.optimize import optimize
+from autopar.passes.stages.assign import NOT_DUPLICATED
+from autopar.passes.stages.divide import PASS_KINDS, divide
+from autopar.passes.stages.graph import BEGIN, StageGraph
+from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
+from autopar.passes.stages.memory import stashed_values
+from autopar.rules import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class BoundEffort:
+    """How near its optimum the bound of a layer is."""
+
+    # relative gap at which the dual ascent ends (0.3%: the same bounds on four large models in the same time; 2026-11)
+    until: float = 1e-2
+    # remaining strategies above which the ILP is not run (that of `stage_options.OptionEffort`)
+    largest: int = 2_000
+
+
+BOUND = BoundEffort()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBound:
+    """What a layer takes at least on a mesh.
+
+    Attributes:
+        seconds: per step, without rematerialisation.
+        recomputed: s per step with it.
+        path: s of the passes of one microbatch, without communication.
+    """
+
+    seconds: float
+    recomputed: float
+    path: float
+
+
+@dataclass(frozen=True, eq=False)
+class BoundedLayers:
+    """The layers of a step, one of every class as a graph.
+
+    Attributes:
+        classes: one layer of every class, divided off as a stage.
+        forms: the canonical form of every layer.
+    """
+
+    classes: LayerClasses
+    forms: tuple[CanonicalForm, ...]
+
+    def at(self, count: int) -> BoundedLayers | None:
+        """The same for another number of microbatches; None if that needs another analysis."""
+        classes = self.classes if self.classes.microbatches == count else self.classes.at(count)
+        return classes and BoundedLayers(classes, self.forms)
+
+    def residual_bytes(
+        self, graphs: Mapping[int, StageGraph], rules: Mapping[int, Mapping[int, Rule]], mesh: LogicalMesh
+    ) -> Mapping[str, Sequence[int]]:
+        """Bytes of residuals of one microbatch over all devices, of every layer without those of earlier layers.
+
+        Args:
+            graphs: class -> the layer as a graph.
+            rules: class -> those of its operations.
+            mesh: any.
+
+        Returns:
+            Rematerialisation policy -> bytes of every layer.
+        """
+        kept: dict[int, Mapping[str, frozenset[int]]] = {}
+        for c, layer in graphs.items():
+            grouping = op_groups.group(layer.graph, rules[c], mesh, surroundings=surroundings_of(layer))
+            kept[c] = self._residuals(c, layer, grouping.bindings)
+        return {
+            p: self._without_earlier(graphs, {c: values[p] for c, values in kept.items()}) for p in rewrite.POLICIES
+        }
+
+    def _residuals(
+        self, class_: int, layer: StageGraph, bindings: Mapping[int, Binding]
+    ) -> Mapping[str, frozenset[int]]:
+        """Rematerialisation policy -> values that the layer keeps for its backward pass at least."""
+        stage, transfers = self.classes.stage[class_], self.classes.stages.transfers.items()
+        sent = {
+            v for transfer, values in transfers if transfer.kind == "F" and transfer.target == stage for v in values
+        }
+        entering = frozenset(layer.received[v] for v in sent)
+        stashed = frozenset(stashed_values(layer, bindings)) - (frozenset(layer.received.values()) - entering)
+        read = {a for i in _repeated_by_remat(layer) for a in layer.graph.by_index[i].inputs if isinstance(a, int)}
+        costly = {v for op in layer.graph.ops if not _is_cheap(op) for v in op.outputs}
+        full = frozenset(entering & (stashed | read))
+        return {rewrite.NONE: stashed, rewrite.DOTS: (stashed & costly) | full, rewrite.FULL: full}
+
+    def _without_earlier(
+        self, graphs: Mapping[int, StageGraph], residuals: Mapping[int, frozenset[int]]
+    ) -> Sequence[int]:
+        """Bytes of the residuals of every layer that no earlier layer keeps; `residuals`: by class."""
+        kept: set[int] = set()
+        nbytes: list[int] = []
+        for form, c in zip(self.forms, self.classes.of_layer, strict=True):
+            first = self.forms[self.classes.stage[c]]
+            here = graphs[c] if form is first else renamed(graphs[c], first, form)
+            new = {v: a for v, a in {**here.received, **here.local}.items() if a in residuals[c] and v not in kept}
+            kept |= new.keys()
+            nbytes.append(_nbytes(graphs[c], {a for a in new.values() if isinstance(a, int)}))
+        return nbytes
+
+
+def bounded_layers(split: Microbatches, layers: Layers, avals: Sequence[Any]) -> BoundedLayers:
+    """Each of the step's layers cut off as a stage; arguments as for `autopar.passes.inter_op.layer_costs`."""
+    count = len(layers.layers)
+    stages, programs = divide(split, layers, range(1, count)), StepPrograms(split)
+    forms = tuple(canonical_form(stages, i, avals, programs) for i in range(count))
+    number: dict[Any, int] = {}
+    of_layer = tuple(number.setdefault(form.key, len(number)) for form in forms)
+    return BoundedLayers(
+        LayerClasses(stages, {c: of_layer.index(c) for c in number.values()}, of_layer, tuple(avals)), forms
+    )
+
+
+def bound_on(
+    layer: StageGraph,
+    mesh: LogicalMesh,
+    rules: Mapping[int, Rule],
+    *,
+    remat: bool = True,
+    effort: BoundEffort = BOUND,
+) -> LayerBound:
+    """The bound of a layer, cut off as a stage, on a mesh.
+
+    `remat`: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
+    """
+    shared, again = surroundings_of(layer), _repeated_by_remat(layer)
+    forward = frozenset(layer.programs.get("F", ()))
+    not_forward = frozenset(layer.graph.by_index) - forward
+
+    def least(free: frozenset[int]) -> tuple[float, Sequence[OpGroup]]:
+        """Lower bound (s) and groups where these operations cost nothing."""
+        surroundings = replace(shared, repeated=shared.repeated | free)
+        grouping = op_groups.group(layer.graph, rules, mesh, surroundings=surroundings)
+        problem = intra_op.build(layer.graph, grouping, mesh).problem
+        solution = optimize(
+            problem, gap=2 * effort.until, until=effort.until, largest=effort.largest, fold=False, rounds=0
+        )
+        return max(solution.lower_bound, 0.0), grouping.groups
+
+    seconds, groups = least(frozenset())
+    recomputed = least(not_forward)[0] + least(forward - again)[0] if remat else seconds
+    in_passes = (
+        float(group.strategies.cost.min()) * group.weight
+        for group in groups
+        if group.op >= 0 and group.op not in shared.repeated and layer.program_of(group.op) in PASS_KINDS
+    )
+    return LayerBound(seconds, max(seconds, recomputed), sum(in_passes) / layer.microbatches)
+
+
+def surroundings_of(layer: StageGraph) -> Surroundings:
+    """What a layer, cut off as a stage, shares with other layers.
+
+    Operations that others may compute for it: those of the prologue, those computed cheaply from arguments alone, and
+    those computed cheaply from values at most half as large that enter (`autopar.passes.stages.assign`).
+    """
+    graph = layer.graph
+    entering = frozenset(layer.received.values())
+    sources: dict[int, frozenset[int]] = {v: frozenset([v]) for v in entering}
+    sources.update((v, frozenset[int]()) for v in graph.inputs if v not in entering)
+    sources.update((v, frozenset[int]()) for v, _ in graph.constants)
+    repeated = set(layer.programs.get(BEGIN, ()))
+    for op in graph.ops:
+        reads = [a for a in op.inputs if isinstance(a, int)]
+        if op.index not in repeated and (not _is_cheap(op) or any(a not in sources for a in reads)):
+            continue
+        read = frozenset[int]().union(*(sources.get(a, frozenset[int]()) for a in reads))
+        if op.index in repeated or 2 * _nbytes(layer, read) <= _nbytes(layer, op.outputs):
+            sources.update(dict.fromkeys(op.outputs, read))
+            repeated.add(op.index)
+    return Surroundings(entering, frozenset(layer.sent), frozenset(repeated))
+
+
+def _repeated_by_remat(layer: StageGraph) -> frozenset[int]:
+    """Indices of forward operations that values of the forward pass, which later passes read, are computed from."""
+    maker = {v: op for op in layer.graph.ops for v in op.outputs}
+    stack = [*_read_later(layer)]
+    repeated: set[int] = set()
+    while stack:
+        op = maker.get(stack.pop())
+        if op is not None and op.index not in repeated and layer.program_of(op.index) == "F":
+            repeated.add(op.index)
+            stack.extend(a for a in op.inputs if isinstance(a, int))
+    return frozenset(repeated)
+
+
+def _read_later(layer: StageGraph) -> frozenset[int]:
+    """Values that backward passes read."""
+    ops = (layer.graph.by_index[i] for name in ("B", "W") for i in layer.programs.get(name, ()))
+    return frozenset(a for op in ops for a in op.inputs if isinstance(a, int))
+
+
+def _is_cheap(op: Op) -> bool:
+    return op.name not in NOT_DUPLICATED and not op.regions and not op.equation.effects
+
+
+def _nbytes(layer: StageGraph, values: Iterable[int]) -> int:
+    return sum(layer.graph.types[v].nbytes for v in values)

@@ -1,0 +1,186 @@
+"""Lower bounds on pipelines: no layer is bounded above what it takes in a stage, and no pipeline is faster."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.hardware import meshes
+from autopar.ir.problem import Floats
+from autopar.passes.inter_op import pipelines
+from autopar.passes.inter_op.dynamic_program import Question, RunCosts, placements
+from autopar.passes.inter_op.layer_bounds import BoundedLayers, bound_on, bounded_layers
+from autopar.passes.inter_op.lower_bound import PipelineBound, least_step
+from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
+from autopar.passes.microbatch.analysis import batch_leaves
+from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.remat.options import Options
+from autopar.passes.remat.rewrite import FULL, NONE, recomputable
+from autopar.passes.stages.divide import divide
+from autopar.passes.stages.graph import stage_graph
+from autopar.passes.stages.plan import StageProblem
+from autopar.plans.pipeline import make_plan
+from autopar.rules import RuleReader
+from tests.passes.inter_op.test_dynamic_program import divisions
+from tests.passes.inter_op.test_optimality import CLUSTERS
+from tests.passes.inter_op.test_search import traced
+
+COUNT = 2
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp-toy": {"layers": 3},
+    "gpt-toy": {"layers": 2},
+    "gpt-toy-scan": {},
+    "moe-toy": {},
+    "t5-toy": {},
+    "unet-toy": {},
+}
+
+
+@cache
+def search(model: str, cluster: str) -> InterOpSearch:
+    step = traced(model, **MODELS[model])
+    return InterOpSearch(step.graph, step.in_avals, CLUSTERS[cluster][0], batch_leaves(step.graph, 1), Options(gap=0.0))
+
+
+@cache
+def layers(model: str, cluster: str, count: int = COUNT) -> BoundedLayers:
+    of = search(model, cluster)
+    return bounded_layers(of.split_into(count), of.layers, of.avals)
+
+
+@cache
+def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
+    """Of every layer, its seconds on a submesh."""
+    bounded, reader = layers(model, cluster, count), RuleReader()
+    mesh = search(model, cluster).meshes[n]
+    of_class = {c: bound_on(g, mesh, reader.read(g.graph)).seconds for c, g in bounded.classes.graphs().items()}
+    return [of_class[c] for c in bounded.classes.of_layer]
+
+
+def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
+    """Seconds of the best plan of consecutive layers in one stage, without a memory limit."""
+    of = search(model, cluster)
+    split, count = of.split_into(COUNT), len(of.layers.layers)
+    stages = divide(split, of.layers, sorted({first, last} - {0, count}))
+    graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(split))
+    return StageProblem(graph, of.meshes[n], RuleReader().read(graph.graph), of.options).fastest.objective
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster"), [*((model, "hosts with little bandwidth") for model in MODELS), ("moe-toy", "one host")]
+)
+def test_layers_take_no_less_in_a_stage_than_their_bounds(model: str, cluster: str) -> None:
+    count = len(search(model, cluster).layers.layers)
+    runs = {(0, count), (0, 2), (1, 3), (count - 2, count), (0, 1), (count - 1, count)}
+    for n in {0, len(search(model, cluster).meshes) - 1}:
+        of_layers = bounds(model, cluster, n)
+        for first, last in sorted(runs):
+            assert sum(of_layers[first:last]) <= optimum(model, cluster, n, first, last) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("model", ["gpt-toy", "moe-toy"])
+def test_more_devices_and_more_microbatches_take_no_less(model: str, cluster: str) -> None:
+    """Device-seconds on multiples of a number of devices, and seconds per step for multiples of microbatches."""
+    size = {n: mesh.size for n, mesh in search(model, cluster).meshes.items()}
+    for a, b in itertools.permutations(size, 2):
+        if size[b] % size[a] == 0:
+            few, many = bounds(model, cluster, a), bounds(model, cluster, b)
+            assert all(s * size[a] <= t * size[b] * (1 + 0.01) for s, t in zip(few, many, strict=True))
+    for n in (0, len(size) - 1):
+        two, four = bounds(model, cluster, n), bounds(model, cluster, n, 4)
+        assert all(s <= t * (1 + 0.01) for s, t in zip(two, four, strict=True))
+
+
+def random_question(data: st.DataObject) -> tuple[Question, list[Floats]]:
+    """A problem whose stages have random costs, and paths through the layers that take no longer."""
+    layers, devices = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    where = tuple(placements([(1, devices)]))
+    shape = 2, layers + 1, layers + 1
+    random = np.random.default_rng(data.draw(st.integers(0, 2**20)))
+    prices, paths = list[RunCosts](), list[Floats]()
+    for _ in range(devices):
+        seconds, once = random.integers(1, 9, shape).astype(float), random.integers(0, 5, shape).astype(float)
+        prices.append(RunCosts(seconds, once, random.integers(0, 9, shape) + 0.0, random.integers(0, 4, shape) + 0.0))
+        paths.append(seconds.min(0) * random.random())
+    microbatches, stages = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([None, 1, 2]))
+    memory = [float(data.draw(st.integers(4, 20)))] * devices
+    return Question(layers, devices, where, prices, memory, microbatches, lambda s: s, None, stages), paths
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_least_step_is_that_of_brute_force(data: st.DataObject) -> None:
+    question, paths = random_question(data)
+    best = math.inf
+    for parts in divisions(question):
+        through, step = 0.0, 0.0 if question.stages in (None, len(parts)) else math.inf
+        for number, part in enumerate(parts):
+            prices = question.prices[part.placement.submesh]
+            at = part.option, part.first, part.last
+            fits = prices.peaks(len(parts) - number)[at] <= question.memory[part.placement.submesh]
+            busy = question.microbatches * prices.times(question.microbatches)[at]
+            step = max(step, through + busy if fits else math.inf)
+            through += paths[part.placement.submesh][part.first, part.last]
+        best = min(best, step)
+    assert least_step(question, paths) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("share", [None, 0.6, 0.35])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_no_pipeline_is_faster_than_the_bound(cluster: str, share: float | None) -> None:
+    of = search("gpt-toy", cluster)
+    space = SearchSpace(of.batch, (2, 4, 8))
+    best = of.best(space)
+    assert best is not None
+    if share is not None:
+        space = replace(space, memory=share * max(best.peaks))
+        best = of.best(space)
+    bound = PipelineBound(of, space).least()
+    assert bound > 0
+    assert best is None or bound <= best.seconds
+
+
+@cache
+def step_bound(cluster: str, policy: str) -> float:
+    """Of pipelines whose layers all have one rematerialisation policy."""
+    of = search("gpt-toy", cluster)
+    return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,))).least()
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> None:
+    """Any division, number of microbatches, schedule and rematerialisation, every stage planned as a whole."""
+    cluster = data.draw(st.sampled_from([*CLUSTERS]))
+    of, step = search("gpt-toy", cluster), traced("gpt-toy", **MODELS["gpt-toy"])
+    count, devices = len(of.layers.layers), of.cluster.num_devices
+    stages = data.draw(st.integers(1, min(count, devices)))
+
+    def cuts(total: int) -> list[int]:
+        return sorted(data.draw(st.permutations(range(1, total)))[: stages - 1])
+
+    borders, ends = cuts(count), [0, *cuts(devices), devices]
+    policy = data.draw(st.sampled_from([NONE, FULL]))
+    policies = [policy if frees else NONE for frees in recomputable(of.graph)]
+    choice = pipelines.StageChoice(
+        tuple(borders),
+        tuple(b - a for a, b in itertools.pairwise(ends)),
+        data.draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"])),
+        data.draw(st.sampled_from([2, 4])),
+        of.batch,
+        remat=() if policy == NONE else tuple(policies),
+    )
+    (target,) = meshes.targets((devices,), of.cluster, local=False)
+    pipeline = pipelines.assemble(step.graph, choice, target)
+    layouts = pipelines.plan_layouts(replace(step, graph=pipeline.layers.graph), pipeline, of.options)
+    plan = make_plan(step.graph, pipeline, layouts, target, (), 0.0)
+    assert plan.step_time_s >= step_bound(cluster, policy)
