@@ -20,12 +20,30 @@ from functools import partial
 from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, cast
 
 from autopar import jax_compat
+from autopar.errors import ArgumentError
 
 T = TypeVar("T")
 V = TypeVar("V")
 
-#: Largest number of processes at a time.
-WORKERS = 2
+#: Environment variable with the number of processes.
+VARIABLE = "AUTOPAR_WORKERS"
+#: Most processes without it; few searches have more tasks.
+MOST_WORKERS = 8
+#: Tasks whose results are compared before the next ones begin. Results depend on it, not on the number of processes.
+ABREAST = 2
+
+
+def workers() -> int:
+    """Number of processes for many tasks: that of the environment variable, or the processors at hand, up to 8.
+
+    Raises:
+        ArgumentError: the variable is no positive number.
+    """
+    if text := os.environ.get(VARIABLE, ""):
+        if not text.isdecimal() or not int(text):
+            raise ArgumentError(f"{VARIABLE}={text!r} must be a number of processes, 1 or more")
+        return int(text)
+    return min(MOST_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
 
 
 def runs_in_processes(tasks: int) -> bool:
@@ -86,10 +104,10 @@ def _in_order(shares: Sequence[list[_Outcome]], tasks: int) -> list[Any]:
 
 def _workers(tasks: int) -> int:
     """Number of processes for this many tasks; 0: they run in this process."""
-    if jax_compat.backends_are_initialized() or not hasattr(os, "sched_getaffinity"):
+    if jax_compat.backends_are_initialized() or not hasattr(os, "fork"):
         return 0
-    processors = min(WORKERS, len(os.sched_getaffinity(0)))
-    return min(processors, tasks) if processors > 1 else 0
+    processes = workers()
+    return min(processes, tasks) if processes > 1 else 0
 
 
 _Outcome: TypeAlias = tuple[bool, Any]

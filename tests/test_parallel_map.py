@@ -58,6 +58,12 @@ def test_with_a_backend_tasks_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parallel_map.results([]) == []
 
 
+def with_workers(number: int, script: str) -> str:
+    """What a script prints with a number of processes."""
+    environment = {"AUTOPAR_WORKERS": str(number), "AUTOPAR_CACHE_DIR": ""}
+    return processes.printed(f"import os\nos.environ.update({environment})\n" + script, "0")
+
+
 def test_meshes_planned_in_two_processes_give_the_plan_of_one() -> None:
     """A cluster leaves the mesh open: every shape is planned, and the best kept; a pin that none has is refused."""
     script = """
@@ -73,8 +79,36 @@ try:
 except PinError as error:
     print(error)
 """
-    alone = "from autopar import parallel_map\nparallel_map.WORKERS = 1\n" + script
-    assert processes.printed(script, "0") == processes.printed(alone, "0") != ""
+    assert with_workers(2, script) == with_workers(1, script) != ""
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_stages_searched_in_several_processes_are_those_of_one(workers: int) -> None:
+    """To the bit: the plan, its step time, and the bound."""
+    script = """
+from dataclasses import replace
+from autopar import plan, zoo
+from autopar.hardware.cluster import Cluster
+model = zoo.build("gpt-toy", layers=2)
+four = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e10, 10**9)
+pipeline = plan(model.step, *model.abstract_args(), cluster=replace(four, hosts=2, devices_per_host=2))
+print(len(pipeline.stages), pipeline.lower_bound_s, replace(pipeline, phases={}).to_json())
+"""
+    assert with_workers(workers, script) == with_workers(1, script)
+
+
+def test_a_number_of_processes_that_is_none() -> None:
+    script = """
+from autopar import parallel_map
+from autopar.errors import ArgumentError
+try:
+    parallel_map.results([int, int])
+except ArgumentError as error:
+    print(error)
+"""
+    for text in ("0", "two", "-1"):
+        wrong = f"import os\nos.environ['AUTOPAR_WORKERS'] = {text!r}\n" + script
+        assert f"AUTOPAR_WORKERS='{text}' must be a number of processes" in processes.printed(wrong, "0")
 
 
 def test_tasks_in_step_hear_what_all_found_half_way() -> None:

@@ -9,7 +9,7 @@
 The fastest simulated division is the answer; ties go to fewer stages, then to fewer microbatches. Costs of layers take
 nearly all of the time, so a cost is computed only where it may lead to a faster pipeline:
 
-    microbatches   Two numbers at a time, in two processes. Fewer microbatches mean a longer pipeline bubble and less of
+    microbatches   Two numbers at a time, side by side. Fewer microbatches mean a longer pipeline bubble and less of
                    everything else. The search starts near the least number at which the step as written fits and a
                    pipeline over all hosts is filled. It goes on with the numbers whose estimates beat the incumbent;
                    estimates extrapolate the costs for other numbers (passes/inter_op/extrapolate.py)
@@ -206,7 +206,7 @@ class InterOpSearch:
         start = self._start(falling, space)
         results: dict[int, CountResult] = {}
         best, limit = None, space.limit
-        group = falling[start : start + parallel_map.WORKERS]
+        group = falling[start : start + parallel_map.ABREAST]
         while group:
             count_results = parallel_map.with_barrier([partial(self.at, count, space, limit) for count in group])
             results.update(zip(group, count_results, strict=True))
@@ -251,7 +251,7 @@ class InterOpSearch:
             estimates.update(
                 (count, s) for s, count in itertools.takewhile(lambda pair: pair[0] < math.inf, by_seconds)
             )
-        return sorted(estimates, key=lambda count: (estimates[count], count))[: parallel_map.WORKERS]
+        return sorted(estimates, key=lambda count: (estimates[count], count))[: parallel_map.ABREAST]
 
     def _start(self, falling: Sequence[int], space: SearchSpace) -> int:
         """Position, in descending numbers, of the number before the least one with which the step as written fits.

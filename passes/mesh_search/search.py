@@ -118,7 +118,7 @@ class MeshSearch:
         waiting = [candidate for candidate in self._candidates if candidate.quick is None][:most]
         while waiting:
             first = all(candidate.quick is None for candidate in self._candidates)
-            batch = waiting[: 1 if first else parallel_map.WORKERS]
+            batch = waiting[: 1 if first else parallel_map.ABREAST]
             del waiting[: len(batch)]
             self._report(f"bounding mesh {', '.join(candidate.title for candidate in batch)}")
             least = min(cutoff, *(candidate.seconds for candidate in self._candidates))
