@@ -12,7 +12,15 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar import compile as driver
-from autopar.passes.inter_op import effort, pipelines, simulate, stage_options
+from autopar.passes.inter_op import (
+    effort,
+    layer_bounds,
+    lower_bound,
+    pipelines,
+    recompute,
+    simulate,
+    stage_options,
+)
 from autopar.passes.layers import find
 from autopar.passes.memory import (
     branch_and_bound,
@@ -69,6 +77,9 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "stages": plan.STAGE,
         "stage-options": stage_options.STAGE_OPTIONS,
         "inter-op": effort.INTER_OP,
+        "layer-bounds": layer_bounds.BOUND,
+        "pipeline-bound": lower_bound.PIPELINE_BOUND,
+        "recomputation-of-stages": recompute.RECOMPUTE,
         "simulation": simulate.SIMULATION,
         "pipelines": pipelines.PIPELINES,
         "driver": driver.DRIVER,

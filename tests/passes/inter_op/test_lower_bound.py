@@ -40,7 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-toy-scan": {},
     "moe-toy": {},
     "t5-toy": {},
-    "unet-toy": {},
 }
 
 
@@ -156,7 +155,7 @@ def step_bound(cluster: str, policy: str) -> float:
     return PipelineBound(of, SearchSpace(of.batch, (2, 4), policies=(policy,))).least()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_planned_pipeline_is_faster_than_the_bound(data: st.DataObject) -> None:
     """Any division, number of microbatches, schedule and rematerialisation, every stage planned as a whole."""
