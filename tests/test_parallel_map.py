@@ -82,8 +82,7 @@ except PinError as error:
     assert with_workers(2, script) == with_workers(1, script) != ""
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_stages_searched_in_several_processes_are_those_of_one(workers: int) -> None:
+def test_stages_searched_in_several_processes_are_those_of_one() -> None:
     """To the bit: the plan, its step time, and the bound."""
     script = """
 from dataclasses import replace
@@ -94,7 +93,8 @@ four = Cluster.custom((2, 2), (1e-6, 1e-6), (1e-7, 1e-12), {"float32": 1e9}, 1e1
 pipeline = plan(model.step, *model.abstract_args(), cluster=replace(four, hosts=2, devices_per_host=2))
 print(len(pipeline.stages), pipeline.lower_bound_s, replace(pipeline, phases={}).to_json())
 """
-    assert with_workers(workers, script) == with_workers(1, script)
+    printed = [with_workers(number, script) for number in (1, 2, 4)]
+    assert printed[0] == printed[1] == printed[2] != ""
 
 
 def test_a_number_of_processes_that_is_none() -> None:
