@@ -26,7 +26,6 @@ from autopar.ir.layout import Layout, ProgramLayouts, even, replicated
 from autopar.ir.text import size
 from autopar.ir.trace import Traced
 from autopar.ir.train_state import match_state
-from autopar.passes.inter_op.lower_bound import ROUNDING
 from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.microbatch.loop import StepPrograms
@@ -102,10 +101,9 @@ def _check(plan: Plan, graph: Graph, pipelined: Pipelined, plans: Sequence[Saved
 
 def bounded_by(plan: Plan, seconds: float) -> Plan:
     """The plan with a lower bound (s) on the step of all plans; without one if the bound contradicts the plan."""
-    if not seconds <= plan.objective_s * (1 + ROUNDING):
+    if seconds > plan.objective_s:
         return plan
-    bound = min(seconds, plan.objective_s)
-    return replace(plan, lower_bound_s=bound, gap=1 - bound / plan.objective_s)
+    return replace(plan, lower_bound_s=seconds, gap=1 - seconds / plan.objective_s)
 
 
 def make_plan(

@@ -108,6 +108,16 @@ class Question:
     stages: int | None = None
     fewest: int = 1
 
+    def positions(self) -> Sequence[tuple[int, Ints, Ints]]:
+        """(submesh, first devices, ends) of all placements, by submesh."""
+        by_submesh: dict[int, list[Placement]] = {}
+        for placement in self.placements:
+            by_submesh.setdefault(placement.submesh, []).append(placement)
+        return [
+            (n, np.array([p.start for p in placements]), np.array([p.stop for p in placements]))
+            for n, placements in sorted(by_submesh.items())
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -216,13 +226,7 @@ class _Tables:
         shape = len(q.prices), q.layers + 1, q.devices + 1
         self.transfer = np.zeros(shape) if q.transfer is None else q.transfer.copy()
         self.transfer[:, q.layers] = 0.0
-        by_submesh: dict[int, list[Placement]] = {}
-        for placement in q.placements:
-            by_submesh.setdefault(placement.submesh, []).append(placement)
-        self.submeshes = [
-            (n, np.array([p.start for p in placements]), np.array([p.stop for p in placements]))
-            for n, placements in sorted(by_submesh.items())
-        ]
+        self.submeshes = q.positions()
         self.most = q.stages or min(q.layers, q.devices)
         self.fitting: dict[tuple[int, int], Floats] = {}
         self.fastest: dict[tuple[int, int], Floats] = {}

@@ -24,7 +24,6 @@ from typing import Any
 
 from autopar.cost_models.sharding.groups import Binding, OpGroup
 from autopar.hardware.cluster import LogicalMesh
-from autopar.ir.graph import Op
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.layers.find import Layers
@@ -34,7 +33,7 @@ from autopar.passes.op_groups import merge as op_groups
 from autopar.passes.op_groups.merge import Surroundings
 from autopar.passes.remat import rewrite
 from autopar.passes.solver.optimize import optimize
-from autopar.passes.stages.assign import NOT_DUPLICATED
+from autopar.passes.stages.assign import is_cheap
 from autopar.passes.stages.divide import PASS_KINDS, divide
 from autopar.passes.stages.graph import BEGIN, StageGraph
 from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, renamed
@@ -119,7 +118,7 @@ class BoundedLayers:
         entering = frozenset(layer.received[v] for v in sent)
         stashed = frozenset(stashed_values(layer, bindings)) - (frozenset(layer.received.values()) - entering)
         read = {a for i in _repeated_by_remat(layer) for a in layer.graph.by_index[i].inputs if isinstance(a, int)}
-        costly = {v for op in layer.graph.ops if not _is_cheap(op) for v in op.outputs}
+        costly = {v for op in layer.graph.ops if not is_cheap(op) for v in op.outputs}
         full = frozenset(entering & (stashed | read))
         return {rewrite.NONE: stashed, rewrite.DOTS: (stashed & costly) | full, rewrite.FULL: full}
 
@@ -200,7 +199,7 @@ def surroundings_of(layer: StageGraph) -> Surroundings:
     repeated = set(layer.programs.get(BEGIN, ()))
     for op in graph.ops:
         reads = [a for a in op.inputs if isinstance(a, int)]
-        if op.index not in repeated and (not _is_cheap(op) or any(a not in sources for a in reads)):
+        if op.index not in repeated and (not is_cheap(op) or any(a not in sources for a in reads)):
             continue
         read = frozenset[int]().union(*(sources.get(a, frozenset[int]()) for a in reads))
         if op.index in repeated or 2 * _nbytes(layer, read) <= _nbytes(layer, op.outputs):
@@ -226,10 +225,6 @@ def _read_later(layer: StageGraph) -> frozenset[int]:
     """Values that backward passes read."""
     ops = (layer.graph.by_index[i] for name in ("B", "W") for i in layer.programs.get(name, ()))
     return frozenset(a for op in ops for a in op.inputs if isinstance(a, int))
-
-
-def _is_cheap(op: Op) -> bool:
-    return op.name not in NOT_DUPLICATED and not op.regions and not op.equation.effects
 
 
 def _nbytes(layer: StageGraph, values: Iterable[int]) -> int:

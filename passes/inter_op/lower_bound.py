@@ -35,7 +35,7 @@ import numpy as np
 from autopar import parallel_map
 from autopar.cost_models.flops import model_flops
 from autopar.ir.problem import Floats
-from autopar.passes.inter_op.dynamic_program import Placement, Question, RunCosts
+from autopar.passes.inter_op.dynamic_program import ROUNDING, Question, RunCosts
 from autopar.passes.inter_op.layer_bounds import BoundedLayers, LayerBound, bound_on, bounded_layers
 from autopar.passes.inter_op.layer_costs import sums_of_runs
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
@@ -43,9 +43,6 @@ from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages.graph import StageGraph
 from autopar.rules import RuleReader
 from autopar.schedules import SCHEDULES, Size
-
-#: Relative amount by which the bound is rounded down.
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +70,16 @@ def least_step(question: Question, paths: Sequence[Floats]) -> float:
     """
     q = question
     upper = np.triu(np.ones((q.layers + 1, q.layers + 1), bool), 1)
-    placements: dict[int, list[Placement]] = {}
-    for placement in q.placements:
-        placements.setdefault(placement.submesh, []).append(placement)
-    busy = {n: np.where(upper, q.microbatches * q.prices[n].times(q.microbatches), np.inf) for n in placements}
+    positions = q.positions()
+    busy = {n: np.where(upper, q.microbatches * q.prices[n].times(q.microbatches), np.inf) for n, _, _ in positions}
     behind = np.full((q.layers + 1, q.devices + 1), np.inf)
     behind[q.layers, q.devices] = 0.0
     best = np.inf
     for stages in range(1, (q.stages or min(q.layers, q.devices)) + 1):
         least = np.full(behind.shape, np.inf)
-        for n, where in placements.items():
+        for n, starts, stops in positions:
             fits = q.prices[n].peaks(q.in_flight(stages)) <= q.memory[n]
             seconds = np.where(fits, busy[n], np.inf).min(0)
-            starts, stops = np.array([p.start for p in where]), np.array([p.stop for p in where])
             through = np.where(upper, paths[n], np.inf)[:, :, None] + behind[None][:, :, stops]
             least[:, starts] = np.minimum(least[:, starts], np.maximum(seconds[:, :, None], through).min(1))
         behind = np.where(least < best, least, np.inf)

@@ -152,6 +152,11 @@ def whole_operands(placed: PlacedOp) -> list[int]:
 # What every reader repeats
 
 
+def is_cheap(op: Op) -> bool:
+    """Whether passes may repeat an operation rather than keep or send its result."""
+    return op.name not in NOT_DUPLICATED and not op.regions and not op.equation.effects
+
+
 def persistent_arguments(split: Microbatches) -> frozenset[int]:
     """Arguments that stages store between steps: all but the batch."""
     return frozenset(v for v in split.graph.inputs if v not in split.batch)
@@ -174,12 +179,7 @@ def _duplicated(split: Microbatches, roots: Roots) -> Mapping[int, PlacedOp]:
     duplicated: dict[int, PlacedOp] = {}
     for placed in split.body:
         op = placed.op
-        if (
-            op.name in NOT_DUPLICATED
-            or op.regions
-            or op.equation.effects
-            or any(a not in batch_roots for a in block_operands(placed))
-        ):
+        if not is_cheap(op) or any(a not in batch_roots for a in block_operands(placed)):
             continue
         read = frozenset[int]().union(
             *(roots[a] for a in whole_operands(placed)), *(batch_roots[a] for a in block_operands(placed))
@@ -207,7 +207,7 @@ def _expanded(split: Microbatches, forward_ops: Sequence[PlacedOp]) -> Mapping[i
     for placed in forward_ops:
         op = placed.op
         sources = frozenset[int]().union(*(source_values.get(a, frozenset([a])) for a in block_operands(placed)))
-        cheap = op.name not in NOT_DUPLICATED and not op.regions and not op.equation.effects and len(op.outputs) == 1
+        cheap = is_cheap(op) and len(op.outputs) == 1
         if cheap and sources and 2 * sum(nbytes[v] for v in sources) <= nbytes[op.outputs[0]]:
             source_values[op.outputs[0]] = sources
             expanded[op.outputs[0]] = placed
