@@ -37,7 +37,7 @@ from autopar.plans.checks import check_all, mismatches, unlike
 from autopar.plans.layout_checks import check_layouts
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
-from autopar.rules import RuleReader
+from autopar.rules import rules_of
 from autopar.schedules.complete import forward_only
 
 
@@ -68,7 +68,6 @@ def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[s
         PlanMismatchError: programs of stages differ from those that were planned.
     """
     types, programs = avals(traced, pipelined.stages), StepPrograms(pipelined.stages.split)
-    reader = RuleReader(registered)
     plans: list[SavedStage] = []
     for number, stage in enumerate(plan.stages):
         graph, mesh = stage_graph(pipelined.stages, number, types, programs), pipelined.mesh(number)
@@ -80,7 +79,7 @@ def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[s
         with mismatches():
             check_layouts(plan, number, graph.graph, mesh.sizes, registered)
         layouts = ProgramLayouts(stage.values, stage.uses, stage.copies)
-        plans.append(SavedStage(graph, mesh, reader.read(graph.graph), layouts))
+        plans.append(SavedStage(graph, mesh, rules_of(graph.graph, registered), layouts))
     with mismatches():
         _check(plan, traced.graph, pipelined, plans)
     return StagePlans(pipelined.stages, tuple(plans), len(plans))

@@ -7,13 +7,14 @@ dimension needs replication, so that it runs replicated and correctly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
-from autopar import parallel_map
+from autopar import jax_compat, parallel_map
 from autopar.errors import RuleError
 from autopar.ir.graph import Atom, Graph, Op
 from autopar.ir.op_sets import CALLBACKS, KERNEL_CALLS, LOGICAL_REDUCTIONS, NUMERIC_REDUCTIONS, PRODUCTS
@@ -30,6 +31,9 @@ OPAQUE = (
     *("run_state", "tpu_custom_call"),
 )
 
+
+#: Most operations whose rules are cached; a large step has a few hundred distinct ones.
+MOST_CACHED = 4096
 
 #: Operations whose partial results one all-reduce can combine (for which types on which backend:
 #: `autopar.cost_models.reductions`). Reduced factors of other operations need replication.
@@ -78,7 +82,8 @@ def replicated_rule(operand_shapes: Sequence[tuple[int, ...]], result_shapes: Se
 def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mapping[int, Rule]:
     """Rule of every leaf operation: signature -> Rule. Distinct operations are lowered in one module.
 
-    The rules of the last few graphs are cached: planning for several meshes and code generation read them once.
+    The rules of the last few graphs are cached: planning for several meshes and code generation read them once. So are
+    the rules of the last `MOST_CACHED` operations, which the stages and the rewritings of a step have in common.
     """
     registered = registered_rules() if registered is None else registered
     return _rules_of(graph, tuple(sorted(registered.items())))
@@ -86,7 +91,13 @@ def rules_of(graph: Graph, registered: Mapping[str, str] | None = None) -> Mappi
 
 @lru_cache(maxsize=4)
 def _rules_of(graph: Graph, registered: tuple[tuple[str, str], ...]) -> Mapping[int, Rule]:
-    return RuleReader(dict(registered)).read(graph)
+    return _reader().read(graph, dict(registered))
+
+
+@lru_cache(maxsize=1)
+def _reader() -> RuleReader:
+    """The reader of this process."""
+    return RuleReader()
 
 
 @dataclass(eq=False)
@@ -94,16 +105,13 @@ class RuleReader:
     """Reads the rules of graphs with common operations, such as the stages of a step, each operation once.
 
     Attributes:
-        registered: rules by operation; None: those in the registry.
-        cache: Shardy's rules that were read, by what they depend on.
+        cache: Shardy's rules that were read, by what they depend on; the least recently used first.
     """
 
-    registered: Mapping[str, str] | None = None
     cache: dict[Hashable, Rule] = field(default_factory=dict)
 
-    def read(self, graph: Graph) -> Mapping[int, Rule]:
-        """Rule of every leaf operation: signature -> Rule."""
-        registered = registered_rules() if self.registered is None else self.registered
+    def read(self, graph: Graph, registered: Mapping[str, str]) -> Mapping[int, Rule]:
+        """Rule of every leaf operation: signature -> Rule. `registered`: rules by operation."""
         representatives: dict[int, Op] = {}
         for op in graph.walk():
             if not op.regions:
@@ -125,13 +133,21 @@ class RuleReader:
         avals = [[v.aval for v in op.equation.invars] for op in missing]
         # lowering starts a backend, which later tasks must not be forked from; so it runs in a process of its own
         (rules,) = parallel_map.results([partial(_read_from_shardy, graph, missing, avals)]) if missing else ({},)
-        self.cache.update((keys[s], rule) for s, rule in rules.items() if keys[s] is not None)
-        return {s: rules[s] if s in rules else self.cache[key] for s, key in keys.items()}
+        read = {s: rules[s] if s in rules else self.cache[key] for s, key in keys.items()}
+        for s, key in keys.items():
+            if key is not None:
+                self.cache.pop(key, None)
+                self.cache[key] = read[s]
+        for oldest in list(itertools.islice(self.cache, max(0, len(self.cache) - MOST_CACHED))):
+            del self.cache[oldest]
+        return read
 
 
 def _key(op: Op) -> Hashable:
-    """What the rule of an operation depends on; None if that is not hashable."""
-    key = op.equation.primitive, tuple(op.equation.params.items()), tuple(v.aval for v in op.equation.invars)
+    """What the rule of an operation depends on, JAX's configuration included; None if that is not hashable."""
+    equation = op.equation
+    avals = tuple(v.aval for v in equation.invars)
+    key = equation.primitive, tuple(equation.params.items()), avals, jax_compat.trace_context()
     try:
         hash(key)
     except TypeError:

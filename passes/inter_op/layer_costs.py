@@ -40,7 +40,7 @@ from autopar.passes.remat.rewrite import FULL, NONE
 from autopar.passes.stages.assign import transferred_values
 from autopar.passes.stages.divide import Pass, Stages, divide
 from autopar.passes.stages.graph import StageGraph, stage_graph
-from autopar.rules import RuleReader
+from autopar.rules import rules_of
 
 OptionsByKind: TypeAlias = Mapping[int, tuple[StageOption, ...]]
 """Kind of a layer -> options to run it on a submesh, each with fewer bytes than those before."""
@@ -199,8 +199,7 @@ class LayerCosts:
     def __init__(self, kinds: LayerClasses, options: Options) -> None:
         self.kinds, self.options = kinds, options
         self.graphs = kinds.graphs()
-        reader = RuleReader(options.rules)
-        self.rules = {kind: reader.read(graph.graph) for kind, graph in self.graphs.items()}
+        self.rules = {kind: rules_of(graph.graph, options.rules) for kind, graph in self.graphs.items()}
 
     def on(self, mesh: LogicalMesh, guessed: OptionsByKind | None = None) -> SubmeshCosts:
         """The options of every kind of layer on a mesh; each is computed on demand."""

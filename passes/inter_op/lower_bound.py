@@ -41,7 +41,7 @@ from autopar.passes.inter_op.layer_costs import sums_of_runs
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages.graph import StageGraph
-from autopar.rules import RuleReader
+from autopar.rules import rules_of
 from autopar.schedules import SCHEDULES, Size
 
 
@@ -203,7 +203,7 @@ class PipelineBound:
         is_first = not any(count % m == 0 for m, _, _ in self.bounded)
         classes = self._layers.classes.stage.keys() if is_first else self._large
         graphs = self._graphs(count, classes)
-        rules = {c: self._reader.read(graph.graph) for c, graph in graphs.items()}
+        rules = {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
         host, sizes = self.search.cluster.devices_per_host, self._sizes
         groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
         for _, group in groups:
@@ -258,7 +258,7 @@ class PipelineBound:
         """Rematerialisation policy -> of every layer, bytes of residuals of the whole batch."""
         count, graphs = min(self.space.counts), self._first_graphs
         layers = self._for_count(count)
-        rules = {c: self._reader.read(graph.graph) for c, graph in graphs.items()}
+        rules = {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
         residuals = layers.residual_bytes(graphs, rules, next(iter(self.search.meshes.values())))
         none = residuals[remat.NONE]
         return {
@@ -275,7 +275,3 @@ class PipelineBound:
     @cached_property
     def _recomputable(self) -> Sequence[bool]:
         return remat.recomputable(self.search.graph)
-
-    @cached_property
-    def _reader(self) -> RuleReader:
-        return RuleReader(self.search.options.rules)

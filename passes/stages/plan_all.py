@@ -30,7 +30,7 @@ from autopar.passes.stages.isomorphism import CanonicalForm, canonical_form, ren
 from autopar.passes.stages.plan import MemoryLimit, StagePlan, StageProblem
 from autopar.passes.stages.shares import planned_within
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, SummarizedStage
-from autopar.rules import Rule, RuleReader
+from autopar.rules import Rule, rules_of
 
 PlanKey: TypeAlias = tuple[str, LogicalMesh, Hashable]
 """Determines the plan of a stage: a hash of its graph, its submesh, pins of arguments and of results."""
@@ -138,10 +138,6 @@ class _Planner:
     def programs(self) -> StepPrograms:
         return StepPrograms(self.stages.split)
 
-    @cached_property
-    def reader(self) -> RuleReader:
-        return RuleReader(self.options.rules)
-
     def plan_all(self, limits: Sequence[MemoryLimit | None]) -> list[PlannedStage]:
         """Plans of all stages within their memory limits."""
         boundaries: dict[int, BoundaryLayouts] = {}
@@ -162,7 +158,9 @@ class _Planner:
         form = canonical_form(self.stages, number, self.avals, self.programs)
         if form.key not in self.programs_of:
             graph = stage_graph(self.stages, number, self.avals, self.programs)
-            self.programs_of[form.key] = _Program(form, graph, self.reader.read(graph.graph), _hash(graph.graph))
+            self.programs_of[form.key] = _Program(
+                form, graph, rules_of(graph.graph, self.options.rules), _hash(graph.graph)
+            )
         program = self.programs_of[form.key]
         graph, rules, mesh = renamed(program.graph, program.canonical_form, form), program.rules, self.meshes[number]
         arguments, results = self._pinned(graph, boundaries)

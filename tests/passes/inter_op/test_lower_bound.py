@@ -28,7 +28,7 @@ from autopar.passes.stages.divide import divide
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.plan import StageProblem
 from autopar.plans.pipeline import make_plan
-from autopar.rules import RuleReader
+from autopar.rules import rules_of
 from tests.passes.inter_op.test_dynamic_program import divisions
 from tests.passes.inter_op.test_optimality import CLUSTERS
 from tests.passes.inter_op.test_search import traced
@@ -58,9 +58,9 @@ def layers(model: str, cluster: str, count: int = COUNT) -> BoundedLayers:
 @cache
 def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
     """Of every layer, its seconds on a submesh."""
-    bounded, reader = layers(model, cluster, count), RuleReader()
+    bounded = layers(model, cluster, count)
     mesh = search(model, cluster).meshes[n]
-    of_class = {c: bound_on(g, mesh, reader.read(g.graph)).seconds for c, g in bounded.classes.graphs().items()}
+    of_class = {c: bound_on(g, mesh, rules_of(g.graph)).seconds for c, g in bounded.classes.graphs().items()}
     return [of_class[c] for c in bounded.classes.of_layer]
 
 
@@ -70,7 +70,7 @@ def optimum(model: str, cluster: str, n: int, first: int, last: int) -> float:
     split, count = of.split_into(COUNT), len(of.layers.layers)
     stages = divide(split, of.layers, sorted({first, last} - {0, count}))
     graph = stage_graph(stages, int(first > 0), of.avals, StepPrograms(split))
-    return StageProblem(graph, of.meshes[n], RuleReader().read(graph.graph), of.options).fastest.objective
+    return StageProblem(graph, of.meshes[n], rules_of(graph.graph), of.options).fastest.objective
 
 
 @pytest.mark.parametrize(

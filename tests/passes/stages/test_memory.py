@@ -20,7 +20,7 @@ from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import PASS_KINDS
 from autopar.passes.stages.memory import whole_bytes
 from autopar.passes.stages.plan import MemoryLimit, StageProblem
-from autopar.rules import RuleReader
+from autopar.rules import rules_of
 from tests.judge.budget_milp import within
 from tests.passes.stages.test_graph import COUNT, staged
 
@@ -33,7 +33,7 @@ def problem(name: str, stage: int, beta: float = 1e-7) -> StageProblem:
     """A stage on links of so many s/byte."""
     _, graphs, _ = staged(name, 2)
     mesh = Cluster.custom((4,), 1e-6, beta, {"float32": 1e11}, 1e10, 10**9).logical_mesh((4,))
-    return StageProblem(graphs[stage], mesh, RuleReader({}).read(graphs[stage].graph), Options(gap=0.0))
+    return StageProblem(graphs[stage], mesh, rules_of(graphs[stage].graph), Options(gap=0.0))
 
 
 def drawn(stage: StageProblem, seed: int) -> Ints:
