@@ -31,8 +31,10 @@ def backward_loop(builder: Builder, layer: int, keeps_products: bool) -> tuple[i
     """Position of the backward loop, and the stacked results that its body can recompute; None if there are none."""
     forward = _Loop.of(builder.ops[_first_position(builder, layer)])
     for q in dict.fromkeys(q for v in forward.stacked for q in builder.program.readers.get(v, ())):
+        if builder.program.phase(q) != "backward":  # such as the caller, who is no operation
+            continue
         op = builder.ops[q]
-        if builder.program.phase(q) != "backward" or op.name != "scan" or op.trips != forward.op.trips:
+        if op.name != "scan" or op.trips != forward.op.trips:
             continue
         backward = _Loop.of(op)
         dropped = [

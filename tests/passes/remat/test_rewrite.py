@@ -248,6 +248,20 @@ def test_results_of_the_program_are_not_recomputed() -> None:
     assert products(rewritten) == products(graph)
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_stacked_results_of_the_program_stay(differentiated: bool) -> None:
+    """Only the caller reads the stacked results of a loop; with a backward loop, others are recomputed."""
+
+    def kept(ws: Any, x: Any) -> Any:
+        x, before = jax.lax.scan(lambda x, w: (jnp.sin(x @ w), x @ w), x, ws)
+        return x.sum(), before
+
+    graph = trace(jax.grad(kept, has_aux=True) if differentiated else kept, array(4, 4, 4), array(8, 4)).graph
+    assert any(remat.recomputable(graph)) == differentiated
+    numbering = Numbering()
+    assert numbering.results(everywhere(graph, "full")) == numbering.results(graph)
+
+
 # Less memory, measured by the compiler on one device
 
 
