@@ -77,7 +77,7 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
             donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
             it and the copies take less time than recomputation. Requires a backend with memory of the kind
-            `pinned_host`, and the cluster's `host_bandwidth` and `host_memory_bytes`. "all" not with `stages`.
+            `pinned_host`, and the cluster's `host_bandwidth` and `host_memory_bytes`.
         num_microbatches: parts of the batch that are computed one after the other, with gradients and metrics
             accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. A step whose examples depend
             on each other raises `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the

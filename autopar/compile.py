@@ -37,6 +37,7 @@ from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import choose, choose_offload, memory_policy
 from autopar.passes.remat.options import Options
+from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.plans import cache as plan_cache
 from autopar.plans import one_mesh
 from autopar.plans import pipeline as pipeline_plan
@@ -511,7 +512,11 @@ class _StagesAsGiven:
         self._call, self._s, self._target = call, s, meshes.targets(s.mesh, s.cluster, local=call.local)[0]
         pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.args, s), self._target, asked)
         self._nbytes = memory_policy.memory_bytes(self._target.logical, s.memory_budget)
-        self._pipeline = pipeline.within(self._nbytes)
+        always, _ = choose_offload.candidates(
+            self._graph, self._target.logical, _donated(call, s), _offload(s, self._target, call.local)
+        )
+        offloaded = offloadable_in_stages(pipeline.stages, always)
+        self._pipeline = replace(pipeline, choice=replace(pipeline.choice, offloaded=offloaded)).within(self._nbytes)
         self._planned: dict[tuple[int, ...], PlannedStep] = {}
 
     def plan(self) -> PlannedStep:
@@ -567,16 +572,21 @@ def _plan_stages(
     """The plan of a step whose stages are known; `phases`: seconds of planning so far, by phase."""
     begin = time.perf_counter()
     call.report(f"planning {len(pipeline.stages.stages)} stages in {pipeline.choice.microbatches} microbatches")
-    traced, donated = call.traced, argnums.donated(call.traced, call.args, s)
-    state = tuple(sorted(match_state(traced.graph).values())) if isinstance(donated, str) else donated
+    traced = call.traced
     run, rules = replace(traced, graph=pipeline.layers.graph), registered_rules()
     time_limit = s.time_limit or _time_limit(traced.graph)
     options = replace(_stage_options(s), time_limit=time_limit / len(pipeline.stages.stages))
     layouts = pipelines.plan_layouts(run, pipeline, options)
-    plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, state, 0.0)
+    plan = pipeline_plan.make_plan(traced.graph, pipeline, layouts, target, _donated(call, s), 0.0)
     plan = replace(plan, phases={**phases, "stages": phases.get("stages", 0.0) + time.perf_counter() - begin})
     call.report(f"{len(plan.stages)} stages take {seconds(plan.step_time_s)}")
     return PlannedStep(run, plan, target, rules, pipeline=pipeline, layouts=layouts)
+
+
+def _donated(call: _Call, s: Settings) -> tuple[int, ...]:
+    """Positions of the argument leaves whose buffers the step may reuse."""
+    donated = argnums.donated(call.traced, call.args, s)
+    return tuple(sorted(match_state(call.traced.graph).values())) if isinstance(donated, str) else donated
 
 
 def _mesh(traced: Traced, s: Settings) -> Any:

@@ -201,8 +201,6 @@ def _check_stages(s: Settings) -> None:
         raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
     if s.pipelined and s.memory_budget == "min":
         raise ArgumentError(f"memory_budget='min' is not available with stages={s.stages} in this version; give bytes")
-    if s.pipelined and s.offload == choose_offload.ALL:
-        raise ArgumentError(f"offload='all' is not available with stages={s.stages} in this version; leave it out")
 
 
 def _checked(name: str, value: Any) -> Any:

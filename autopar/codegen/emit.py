@@ -10,8 +10,9 @@ Every equation is bound again inside `jax.jit`, with
 - values without a planned layout (free values and views) computed where they are used, once per layout;
 - operations that XLA would gather bound per device inside `jax.shard_map` (`autopar.rules.SHARD_MAPPED`);
 - loops and rematerialised bodies rebuilt, with their bodies emitted in the same way;
-- offloaded state copied to device memory at the start of the program, and back at its end. The compiler decides when
-  the copies run: libtpu prefetches as early as memory allows.
+- offloaded state copied to device memory at the start of the program, and back at its end
+  (`autopar.codegen.host_memory`). The compiler decides when the copies run: libtpu prefetches as early as memory
+  allows.
 
 Each binding keeps the user's source line and carries the tag of its operation ("op12", "op12.in0", "out3") in its name
 stack, so that each instruction of the compiled program can be traced back.
@@ -26,9 +27,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar import jax_compat
 from autopar.codegen.context import AnyMesh, Context
 from autopar.codegen.emitter import Emitter
+from autopar.codegen.host_memory import between_steps, to_device, to_host
 from autopar.ir.graph import Graph
 from autopar.ir.op_sets import LAPACK
 from autopar.ir.train_state import match_state
@@ -64,13 +65,13 @@ def program(graph: Graph, plan: Plan, rules: Mapping[int, Rule], mesh: AnyMesh) 
     inputs, outputs = in_shardings(plan, mesh), _out_shardings(graph, plan, mesh)
 
     def function(*leaves: Any) -> tuple[Any, ...]:
-        fetched = (_to_memory(x, s, jax_compat.DEVICE_MEMORY) for x, s in zip(leaves, inputs, strict=True))
+        fetched = map(to_device, leaves, inputs)
         emitter = Emitter(context, dict(zip(graph.inputs, fetched, strict=True)))
         for value, array in graph.constants:
             emitter.define(value, array, "constant")
         emitter.run(graph.ops)
         results = (emitter.output(i, atom, plan.outputs[i]) for i, atom in enumerate(graph.outputs))
-        return tuple(_to_memory(x, s, jax_compat.HOST_MEMORY) for x, s in zip(results, outputs, strict=True))
+        return tuple(map(to_host, results, outputs))
 
     return Program(function, inputs, outputs, plan.donated)
 
@@ -87,15 +88,7 @@ def _out_shardings(graph: Graph, plan: Plan, mesh: AnyMesh) -> tuple[NamedShardi
 
 
 def _sharding(mesh: AnyMesh, partition: PartitionSpec, offloaded: bool) -> NamedSharding:
-    return NamedSharding(mesh, partition, memory_kind=jax_compat.HOST_MEMORY if offloaded else None)
-
-
-def _to_memory(array: Any, sharding: NamedSharding, memory: str) -> Any:
-    """An offloaded array (by its sharding between steps) copied to memory of this kind; any other unchanged."""
-    if sharding.memory_kind != jax_compat.HOST_MEMORY:
-        return array
-    with jax.named_scope("offload"):
-        return jax.device_put(array, sharding.with_memory_kind(memory))
+    return between_steps(NamedSharding(mesh, partition), offloaded)
 
 
 def compiler_options(plan: Plan, graph: Graph, platform: str) -> Mapping[str, str]:

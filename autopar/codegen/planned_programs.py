@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.codegen.context import AnyMesh
+from autopar.codegen.host_memory import between_steps, to_device, to_host
 from autopar.codegen.layouts import Layouts
 from autopar.codegen.stage_programs import Key, ProgramInterfaces, StageEmitter, program_interfaces
 from autopar.codegen.stage_shardings import Values
@@ -27,6 +28,7 @@ from autopar.passes.microbatch.loop import Accumulator, StepPrograms
 from autopar.passes.microbatch.programs import AccumulatedValue
 from autopar.passes.stages.divide import Stages
 from autopar.passes.stages.graph import BEGIN, update_name
+from autopar.passes.stages.offload import next_values
 from autopar.passes.stages.plan_all import CodegenStage, StagePlans, plan_stages
 from autopar.schedules.instructions import Kind
 
@@ -42,6 +44,7 @@ class PlannedPrograms:
         keys: per stage, number -> key of the arrays that its programs pass to each other.
         totals: total -> the stage whose passes accumulate it, and the total.
         programs: of the step in microbatches.
+        offloaded: the arguments in host memory between steps.
     """
 
     stages: Stages
@@ -50,6 +53,7 @@ class PlannedPrograms:
     keys: tuple[ValueNumbers, ...]
     totals: Mapping[int, tuple[int, AccumulatedValue]]
     programs: StepPrograms
+    offloaded: frozenset[int] = frozenset()
 
     def stored(self, stage: int) -> frozenset[Key]:
         """Keys of the arrays that programs of a stage leave for later ones, totals included."""
@@ -75,7 +79,8 @@ class PlannedPrograms:
     def argument(self, stage: int, value: int) -> NamedSharding:
         if value in self.stages.split.batch:
             return self.replicated(stage)
-        return self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.arguments.get(value)))
+        on_device = self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.arguments.get(value)))
+        return between_steps(on_device, value in self.offloaded and self.stages.updates.owners[value] == stage)
 
     def blocks(self, stage: int, value: int) -> NamedSharding:
         block = self._sharding_of(stage, key_of(self.emitters[stage].plan.graph.blocks[value]))
@@ -95,7 +100,9 @@ class PlannedPrograms:
     def update_result(self, number: int, value: int) -> NamedSharding:
         stage = self.stages.updates.programs[number].stage
         out = self._results(stage).get(value)
-        return self.update_read(number, value) if out is None else self.emitters[stage].result_sharding(out)
+        if out is None:
+            return self.update_read(number, value)
+        return between_steps(self.emitters[stage].result_sharding(out), value in self._returned_to_host(stage))
 
     def _sharding_of(self, stage: int, key: Key | None) -> NamedSharding:
         return self.replicated(stage) if key is None else self.emitters[stage].sharding(key)
@@ -107,6 +114,11 @@ class PlannedPrograms:
     def _results(self, stage: int) -> Mapping[int, int]:
         """Value of an update that leaves the stage -> position of the result of the graph."""
         return {v: i for i, (kind, v) in enumerate(self.emitters[stage].plan.graph.results) if kind == "made"}
+
+    def _returned_to_host(self, stage: int) -> frozenset[int]:
+        """The next values of the offloaded arguments of a stage."""
+        owners = self.stages.updates.owners
+        return next_values(self.stages, frozenset(v for v in self.offloaded if owners[v] == stage))
 
     # Functions
 
@@ -143,12 +155,15 @@ class PlannedPrograms:
         update = self.stages.updates.programs[number]
         emitter, graph = self.emitters[update.stage], self.emitters[update.stage].plan.graph
         keys, results = self.keys[update.stage].updates, self._results(update.stage)
-        inputs: dict[Key, Any] = {(graph.arguments[v], None): array for v, array in arguments.items()}
+        inputs: dict[Key, Any] = {
+            (graph.arguments[v], None): to_device(x, self.argument(update.stage, v)) for v, x in arguments.items()
+        }
         inputs.update((self._total_key(update.stage, v), self._reduced(update.stage, v, x)) for v, x in totals.items())
         inputs.update((keys[n], array) for n, array in reads.items())
         out = [results[n] for n in update.writes if n in results]
         emitted = emitter.emit(update_name(number), inputs, [keys[n] for n in update.writes if n not in results], out)
-        return tuple(emitted.results[results[n]] if n in results else emitted.values[keys[n]] for n in update.writes)
+        written = (emitted.results[results[n]] if n in results else emitted.values[keys[n]] for n in update.writes)
+        return tuple(to_host(x, self.update_result(number, n)) for n, x in zip(update.writes, written, strict=True))
 
     def _total_key(self, stage: int, total: int) -> Key:
         """The key under which the updates of a stage read a total."""
@@ -209,7 +224,8 @@ def planned_programs(plans: StagePlans[CodegenStage], meshes: Sequence[AnyMesh])
         for t in pass_.totals
     }
     renumbered = renumber(stages, emitters, interfaces, keys)
-    return PlannedPrograms(renumbered, tuple(meshes), emitters, keys, totals, StepPrograms(stages.split))
+    programs = StepPrograms(stages.split)
+    return PlannedPrograms(renumbered, tuple(meshes), emitters, keys, totals, programs, plans.offloaded)
 
 
 def _interfaces(stages: Stages, stage: int, emitter: StageEmitter) -> ProgramInterfaces:

@@ -129,8 +129,6 @@ def _schedule(plan: PlanRecord) -> Complaints:
     if (len(plan.stages) > 1) != plan.pipelined or not plan.stages:
         wanted = "several stages" if plan.pipelined else "one stage"
         yield FieldError(f"{wanted}, as schedule {plan.schedule!r} has", f"a list of {len(plan.stages)}", "stages")
-    if plan.pipelined and plan.offloaded:
-        yield FieldError("empty, as in every plan with several stages", shown(plan.offloaded), "offloaded")
 
 
 def _submeshes(plan: PlanRecord) -> Complaints:

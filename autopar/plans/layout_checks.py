@@ -13,7 +13,7 @@ a leading dimension per axis. So these are checked operation by operation, again
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -55,7 +55,11 @@ def check_arguments(plan: Plan, graph: Graph) -> None:
     """FieldError for the first argument that a plan without stages has in another layout than its program does."""
     values, whole = plan.stages[0].values, replicated(len(plan.mesh_sizes))
     check_all(unlike("inputs", plan.inputs, tuple(values.get(v, whole) for v in graph.inputs)))
-    may = offloadable(graph, plan.donated) if plan.offloaded else ()
+    check_offloaded(plan, offloadable(graph, plan.donated) if plan.offloaded else ())
+
+
+def check_offloaded(plan: Plan, may: Collection[int]) -> None:
+    """FieldError for the first argument in host memory whose position is not among these."""
     for i in plan.offloaded:
         if i not in may:
             raise FieldError("state that may wait in the host's memory", f"{plan.input_paths[i]!r}", "offloaded")

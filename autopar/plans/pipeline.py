@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,12 +30,15 @@ from autopar.ir.train_state import match_state
 from autopar.passes.inter_op.pipelines import Pipelined, StageChoice, avals
 from autopar.passes.inter_op.simulate import transfer_seconds
 from autopar.passes.microbatch.loop import StepPrograms
+from autopar.passes.remat import choose_offload
+from autopar.passes.remat.offload import offloadable
 from autopar.passes.stages.graph import stage_graph
 from autopar.passes.stages.memory import whole_bytes
+from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.passes.stages.plan_all import CodegenStage, PlannedStage, StagePlans, pipeline_times
 from autopar.passes.stages.summary import SavedStage
 from autopar.plans.checks import check_all, mismatches, unlike
-from autopar.plans.layout_checks import check_layouts
+from autopar.plans.layout_checks import check_layouts, check_offloaded
 from autopar.plans.plan import Plan
 from autopar.plans.record import Stage
 from autopar.rules import rules_of
@@ -58,6 +62,7 @@ def choice_of(plan: Plan) -> StageChoice:
         plan.remat,
         shapes=() if sliced else shapes,
         pieces=plan.pieces,
+        offloaded=plan.offloaded,
     )
 
 
@@ -82,7 +87,8 @@ def kept(plan: Plan, traced: Traced, pipelined: Pipelined, registered: Mapping[s
         plans.append(SavedStage(graph, mesh, rules_of(graph.graph, registered), layouts))
     with mismatches():
         _check(plan, traced.graph, pipelined, plans)
-    return StagePlans(pipelined.stages, tuple(plans), len(plans))
+    offloaded = frozenset(pipelined.layers.graph.inputs[i] for i in plan.offloaded)
+    return StagePlans(pipelined.stages, tuple(plans), len(plans), offloaded)
 
 
 def _check(plan: Plan, graph: Graph, pipelined: Pipelined, plans: Sequence[SavedStage]) -> None:
@@ -96,6 +102,7 @@ def _check(plan: Plan, graph: Graph, pipelined: Pipelined, plans: Sequence[Saved
         )
     inputs = _inputs(graph, pipelined, [kept.arguments(kept.graph) for kept in plans], len(plan.mesh_sizes))
     check_all(unlike("inputs", plan.inputs, inputs), unlike("outputs", plan.outputs, _outputs(graph, inputs)))
+    check_offloaded(plan, offloadable_in_stages(pipelined.stages, offloadable(graph, plan.donated)))
 
 
 def bounded_by(plan: Plan, seconds: float) -> Plan:
@@ -124,7 +131,7 @@ def make_plan(
         trace_s: seconds of tracing.
     """
     costs = _priced(plans, pipelined, target.cluster)
-    parts = {"pipeline": simulate(pipelined.schedule, costs).seconds, **_before(pipelined)}
+    parts = {**_pipeline_seconds(plans, pipelined, costs), **_before(pipelined)}
     seconds = math.fsum(parts.values())
     mesh, total, executed = target.logical, model_flops(graph), model_flops(pipelined.layers.graph)
     possible = mesh.device.peak(main_dtype(graph)) * mesh.size * seconds
@@ -166,9 +173,11 @@ def make_plan(
         per_microbatch=pipelined.choice.per_microbatch,
         remat=pipelined.choice.remat,
         pieces=pipelined.choice.pieces,
+        offloaded=tuple(sorted(pipelined.choice.offloaded)),
         notes=(
             *(f"side effect kept as it is: {effect}" for effect in graph.effects),
             *pipelined.choice.notes,
+            *choose_offload.notes(graph, mesh, pipelined.choice.offloaded, _host_bytes(stages)),
             *dict.fromkeys(warning for s in solved for warning in s.warnings),
             *_missing(pipelined, stages),
         ),
@@ -198,6 +207,7 @@ def _stage(pipelined: Pipelined, plans: StagePlans[PlannedStage], number: int, c
         },
         collectives=plan.summary.collectives,
         graph_hash=plan.summary.graph_hash,
+        host_memory_bytes=round(plan.summary.host_bytes),
     )
 
 
@@ -246,6 +256,16 @@ def _priced(plans: StagePlans[PlannedStage], pipelined: Pipelined, cluster: Clus
     return replace(costs, transfer={pair: seconds(pair, nbytes) for pair, nbytes in costs.border.items()})
 
 
+def _pipeline_seconds(plans: StagePlans[PlannedStage], pipelined: Pipelined, costs: Prices) -> Mapping[str, float]:
+    """Seconds of the schedule, and those that copies of offloaded state add to it."""
+    seconds = simulate(pipelined.schedule, costs).seconds
+    if not plans.offloaded:
+        return {"pipeline": seconds}
+    update = tuple(plan.summary.times.update for plan in plans.plans)
+    without = simulate(pipelined.schedule, replace(costs, update=update)).seconds
+    return {"pipeline": without, "host": seconds - without}
+
+
 def _before(pipelined: Pipelined) -> Mapping[str, float]:
     """Seconds of a loop over the microbatches that runs first: its FLOPs at the peak rate."""
     ahead = pipelined.stages.first_loop
@@ -274,6 +294,14 @@ def _missing(pipelined: Pipelined, stages: Sequence[Stage]) -> Iterator[str]:
         if needed > nbytes:
             names = "stage " + " and ".join(map(str, numbers))
             yield f"{names} needs {size(needed - nbytes)} more than the {size(nbytes)} that a device has for it"
+
+
+def _host_bytes(stages: Sequence[Stage]) -> int:
+    """Bytes per device of state in host memory, of the rank with most."""
+    nbytes = Counter[int]()
+    for stage in stages:
+        nbytes[stage.rank] += stage.host_memory_bytes
+    return max(nbytes.values())
 
 
 def _memory(pipelined: Pipelined, plan: PlannedStage, number: int) -> tuple[int, Mapping[str, int]]:

@@ -48,8 +48,8 @@ class Plan(PlanRecord):
         donated: positions of the argument leaves whose buffers the step reuses.
         collectives: predicted communication, with the source lines that cause it.
         step_time_s: predicted seconds per step.
-        parts: part of the step -> seconds: "operations", "reshards" and "host" (copies of offloaded state), or
-            "pipeline" and "first loop" with stages. "hidden" is communication that is not in the step time, because it
+        parts: part of the step -> seconds: "operations" and "reshards", or "pipeline" and "first loop" with stages, and
+            "host" (copies of offloaded state). "hidden" is communication that is not in the step time, because it
             overlaps with computation or is combined.
         objective_s: value of the solution, seconds.
         lower_bound_s: lower bound on the step time of all plans of all candidate meshes, seconds; for stages that were

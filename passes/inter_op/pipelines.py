@@ -86,6 +86,7 @@ class StageChoice:
         pieces: number of scans into which each scan over layers is split; 0: the number of stages.
         limits: memory limit of every stage; empty: the device's memory, with one microbatch at a time.
         seconds: step time by the search; infinite without a search.
+        offloaded: positions of the argument leaves that are in host memory between steps.
         schedule: a name of `autopar.schedules.SCHEDULES`.
         microbatches: number of parts of the batch.
         batch: positions of the argument leaves that are divided into microbatches.
@@ -106,6 +107,7 @@ class StageChoice:
     pieces: int = 0
     limits: tuple[MemoryLimit, ...] = ()
     seconds: float = math.inf
+    offloaded: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +287,8 @@ def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> Stag
     """
     stages, placement = pipelined.stages, pipelined.schedule.pipeline.placement
     meshes = [pipelined.mesh(s) for s in range(len(stages.stages))]
-    return plan_stages(stages, avals(traced, stages), meshes, options, pipelined.choice.limits, placement)
+    choice = pipelined.choice
+    return plan_stages(stages, avals(traced, stages), meshes, options, choice.limits, placement, choice.offloaded)
 
 
 def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
     seconds of a program  =  operations, with the collectives that reduce their results                -> _operations
                           +  memory traffic of operations after them                                   -> _traffic
                           +  reshards, in the program that reads the result                            -> _reshards
+                          +  copies of offloaded state, in updates                          autopar.cost_models.offload
 
 Over all programs of a stage, passes m times, these add up to the optimizer's objective, except for its negligible cost
 of local slices. Their bytes: `autopar.passes.stages.memory`.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from autopar.cost_models import offload
 from autopar.cost_models.sharding.groups import Model
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.collective import Collective
@@ -54,9 +56,10 @@ class StageTimes:
 
     Attributes:
         forward, backward, weight: s of a pass F, B, W of one microbatch.
-        update: s of the programs that run once per step, without `reduce`.
+        update: s of the programs that run once per step, without `reduce` and `host`.
         reduce: s per step of the collectives in updates: sums of gradients over devices.
         sent: value sent to another stage -> bytes of one microbatch of it, over the whole submesh.
+        host: s per step of the copies of offloaded state to the device and back.
     """
 
     forward: float
@@ -65,15 +68,17 @@ class StageTimes:
     update: float
     reduce: float
     sent: Mapping[int, int]
+    host: float = 0.0
 
     def scaled(self, share: float) -> StageTimes:
         """All seconds times `share`, with the same bytes sent."""
         forward, backward, weight = share * self.forward, share * self.backward, share * self.weight
-        return StageTimes(forward, backward, weight, share * self.update, share * self.reduce, self.sent)
+        update, reduce, host = share * self.update, share * self.reduce, share * self.host
+        return StageTimes(forward, backward, weight, update, reduce, self.sent, host)
 
     def seconds(self, microbatches: int) -> float:
         """s per step of the stage alone."""
-        return microbatches * (self.forward + self.backward + self.weight) + self.update + self.reduce
+        return microbatches * (self.forward + self.backward + self.weight) + self.update + self.reduce + self.host
 
 
 def stage_times(plan: SolvedStage) -> StageTimes:
@@ -85,7 +90,9 @@ def stage_times(plan: SolvedStage) -> StageTimes:
     reduce = sum(seconds for _, seconds in _reshards(plan, in_update=True))
     sent = {v: graph.type_of(graph.outputs[i]).nbytes for i, v in plan.graph.sent.items()}
     forward, backward, weight = (by_program[kind] / microbatches for kind in PASS_KINDS)
-    return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent)
+    host_bytes = plan.liveness.host_bytes(plan.solution.assignment)
+    host = offload.seconds(host_bytes, plan.mesh) if host_bytes else 0.0
+    return StageTimes(forward, backward, weight, by_program[UPDATE], reduce, sent, host)
 
 
 def _program(plan: SolvedStage, op: int) -> str:

@@ -4,7 +4,7 @@ A device of a stage with n microbatches in flight, between their first and their
 
     at a moment of a pass       state + sums + batch + (n - 1) stash + what is live of one microbatch
     between two passes          state + sums + batch + n stash + copies
-    at a moment of an update    state + sums + what is live
+    at a moment of an update    state + sums + what is live, offloaded state included
 
 State, sums, batch and stash are sums over values in their layouts. Copies of one value in several layouts count as the
 largest of them; with any one of them for every value, the sum is a lower bound. Every moment is therefore a row that is
@@ -26,6 +26,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost_models import offload
 from autopar.cost_models.memory.liveness import Liveness, highest_peaks
 from autopar.cost_models.memory.row import Row, weighted_sum
 from autopar.cost_models.sharding.groups import Binding, Model
@@ -96,12 +97,15 @@ class StageLiveness:
         model: its optimization problem.
         mesh: its submesh.
         liveness: of its graph, with one microbatch.
+        offloaded: positions of the arguments of its graph that are in host memory between steps. They are on the device
+            for the update alone.
     """
 
     graph: StageGraph
     model: Model
     mesh: LogicalMesh
     liveness: Liveness
+    offloaded: tuple[int, ...] = ()
     rows_by_point: dict[tuple[Point, int], Row] = field(default_factory=dict[tuple[Point, int], Row])
 
     def memory(self, assignment: Ints) -> StageMemory:
@@ -130,6 +134,10 @@ class StageLiveness:
     def least_bytes(self, values: Sequence[int]) -> float:
         """The same in even shards."""
         return self._even_bytes(_Stored(values))
+
+    def host_bytes(self, assignment: Ints) -> float:
+        """Bytes per device of the state in host memory."""
+        return offload.host_bytes(self.model, self.graph.graph, self.mesh, self.offloaded, assignment)
 
     def constants(self, assignment: Ints) -> tuple[float, ...]:
         """Bytes of state, sums, the batch and the stash."""
@@ -166,9 +174,10 @@ class StageLiveness:
     def _stored(self) -> tuple[_Stored, ...]:
         """State, sums, the batch and the stash."""
         graph = self.graph
+        in_host_memory = {graph.graph.inputs[i] for i in self.offloaded}
         sums = tuple(a for v in graph.summed_in if isinstance(a := graph.local[v], int))
         return (
-            _Stored((*graph.arguments.values(),)),
+            _Stored(tuple(a for a in graph.arguments.values() if a not in in_host_memory)),
             _Stored(sums, wide=True),
             _Stored((*graph.blocks.values(),), graph.microbatches),
             _Stored(self._stashed),

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from autopar.cost_models import offload
 from autopar.cost_models.compiler.backends import backend_of
 from autopar.cost_models.memory.liveness import Liveness
 from autopar.cost_models.memory.row import Row
@@ -121,6 +122,7 @@ class StageProblem:
         rules: of the graph's operations.
         options: of planning; its pins, and its budget, are ignored.
         arguments, results: position -> the layout that an argument or a result of the graph must have.
+        offloaded: positions of the arguments of the graph that are in host memory between steps.
     """
 
     graph: StageGraph
@@ -129,6 +131,7 @@ class StageProblem:
     options: Options
     arguments: Mapping[int, Layout] | None = None
     results: Mapping[int, Layout] | None = None
+    offloaded: tuple[int, ...] = ()
     solved: dict[MemoryLimit, Solution] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,10 +139,11 @@ class StageProblem:
         received = [position[v] for v in self.graph.received.values()]
         graph, mesh = self.graph.graph, self.mesh
         grouping = op_groups.group(graph, self.rules, mesh, self.arguments, self.results, received)
-        self.model = intra_op.build(graph, grouping, mesh)
+        self.model = offload.priced(intra_op.build(graph, grouping, mesh), graph, mesh, self.offloaded)
         backend = replace(backend_of(mesh.device), runs_eagerly=False)
         donated = sorted((graph.carried or {}).values())  # updates take over the state that they replace
-        self.liveness = StageLiveness(self.graph, self.model, mesh, Liveness(graph, self.model, mesh, backend, donated))
+        liveness = Liveness(graph, self.model, mesh, backend, donated, self.offloaded)
+        self.liveness = StageLiveness(self.graph, self.model, mesh, liveness, self.offloaded)
 
     @cached_property
     def fastest(self) -> Solution:

@@ -32,8 +32,9 @@ from autopar.passes.stages.shares import planned_within
 from autopar.passes.stages.summary import BoundaryLayouts, SavedStage, SummarizedStage
 from autopar.rules import Rule, rules_of
 
-PlanKey: TypeAlias = tuple[str, LogicalMesh, Hashable]
-"""Determines the plan of a stage: a hash of its graph, its submesh, pins of arguments and of results."""
+PlanKey: TypeAlias = tuple[str, LogicalMesh, Hashable, tuple[int, ...]]
+"""Determines the plan of a stage: a hash of its graph, its submesh, pins of arguments and of results, and the positions
+of its arguments in host memory."""
 
 
 PlannedStage: TypeAlias = StagePlan | SummarizedStage
@@ -51,11 +52,13 @@ class StagePlans(Generic[S]):
         stages: the step in stages.
         plans: of every stage.
         distinct: number of different problems that were solved; other stages share a solution.
+        offloaded: the arguments of the step that are in host memory between steps.
     """
 
     stages: Stages
     plans: tuple[S, ...]
     distinct: int
+    offloaded: frozenset[int] = frozenset()
 
 
 def plan_stages(
@@ -65,6 +68,7 @@ def plan_stages(
     options: Options | None = None,
     limits: Sequence[MemoryLimit] = (),
     placement: Sequence[int] = (),
+    offloaded: Sequence[int] = (),
 ) -> StagePlans[PlannedStage]:
     """Plans every stage.
 
@@ -76,6 +80,7 @@ def plan_stages(
             Rematerialisation and donation are not among them.
         limits: memory limit of every stage, those of one rank even; empty: none.
         placement: of every stage, its rank; empty: every stage has its own.
+        offloaded: positions of the arguments in host memory between steps.
 
     Returns:
         The plans. Those of stages that are isomorphic to an earlier one are `SummarizedStage`, without a graph.
@@ -83,12 +88,13 @@ def plan_stages(
     Raises:
         PinError: a pin that fits no argument of the step, or not the mesh of its stage.
     """
-    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options())
+    in_host_memory = frozenset(stages.split.graph.inputs[i] for i in offloaded)
+    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), in_host_memory)
     if limits:
         planned = planned_within(limits, placement or range(len(limits)), planner.plan_all)
     else:
         planned = planner.plan_all([None] * len(meshes))
-    return StagePlans(stages, tuple(planned), len(planner.problems))
+    return StagePlans(stages, tuple(planned), len(planner.problems), in_host_memory)
 
 
 def pipeline_times(plans: StagePlans[PlannedStage]) -> Prices:
@@ -107,7 +113,7 @@ def pipeline_times(plans: StagePlans[PlannedStage]) -> Prices:
         backward=tuple(p.backward for p in stages),
         weight=tuple(p.weight for p in stages),
         reduce=tuple(p.reduce for p in stages),
-        update=tuple(p.update for p in stages),
+        update=tuple(p.update + p.host for p in stages),
         stash=tuple(plan.summary.memory.stash for plan in plans.plans),
         border=bytes_sent,
     )
@@ -131,6 +137,7 @@ class _Planner:
     avals: tuple[Any, ...]
     meshes: tuple[LogicalMesh, ...]
     options: Options
+    offloaded: frozenset[int]
     programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     problems: dict[PlanKey, StageProblem] = field(default_factory=dict)
 
@@ -165,9 +172,10 @@ class _Planner:
         graph, rules, mesh = renamed(program.graph, program.canonical_form, form), program.rules, self.meshes[number]
         arguments, results = self._pinned(graph, boundaries)
         pins = tuple(sorted(arguments.items())), tuple(sorted(results.items()))
-        key = (program.hash, mesh, pins)
+        offloaded = self._offloaded(graph)
+        key = (program.hash, mesh, pins, offloaded)
         if key not in self.problems:
-            self.problems[key] = StageProblem(graph, mesh, rules, self.options, arguments, results)
+            self.problems[key] = StageProblem(graph, mesh, rules, self.options, arguments, results, offloaded)
         problem = self.problems[key]
         solution = problem.within(limit, self._accepted(slowest)) if limit else problem.fastest
         plan = problem.plan(solution, graph)
@@ -176,6 +184,12 @@ class _Planner:
         return SummarizedStage(
             self.stages, self.avals, number, mesh, solution, plan.layouts, plan.summary, self.options.rules
         )
+
+    def _offloaded(self, graph: StageGraph) -> tuple[int, ...]:
+        """Positions of the arguments of a stage's graph that it has in host memory between steps."""
+        owners = self.stages.updates.owners
+        own = {a for v, a in graph.arguments.items() if v in self.offloaded and owners[v] == graph.stage}
+        return tuple(i for i, a in enumerate(graph.graph.inputs) if a in own)
 
     def _accepted(self, slowest: float) -> Acceptance:
         """Plans of a stage that need not be faster.

@@ -56,6 +56,7 @@ class StageSummary:
         graph_hash: of its graph.
         arguments: argument of the step -> its layout; None for scalars.
         boundary: layouts of values that it sends and receives.
+        host_bytes: bytes per device of its state in host memory.
     """
 
     times: StageTimes
@@ -64,6 +65,7 @@ class StageSummary:
     graph_hash: str
     arguments: Mapping[int, Layout | None]
     boundary: BoundaryLayouts
+    host_bytes: float
 
 
 class _Bounded(SolvedStage, Protocol):
@@ -83,6 +85,7 @@ def summarize(plan: _Bounded) -> StageSummary:
         graph_hash(plan.graph.graph),
         plan.arguments(plan.graph),
         plan.boundary,
+        plan.liveness.host_bytes(plan.solution.assignment),
     )
 
 
