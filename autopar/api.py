@@ -57,9 +57,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         static_argnums: positions of arguments that are not traced, as in `jax.jit`. They must be hashable. Arrays of a
             static module would become constants of the program, so that modules must not be static.
         memory_budget: bound on the predicted peak memory per device: bytes, a text such as "12GiB", or "min" for the
-            plan with the least peak, which is not available with `stages`. If no plan fits, `MemoryBudgetError` is
-            raised. None: nine tenths of the memory of a device; if no plan fits, the plan that exceeds it least is
-            used, with a warning.
+            plan with the least peak, with `stages` over all devices. If no plan fits, `MemoryBudgetError` is raised.
+            None: nine tenths of the memory of a device; if no plan fits, the plan that exceeds it least is used, with a
+            warning.
         pins: `{key: PartitionSpec}` (or `NamedSharding` for its spec), layouts that every plan keeps. Keys are globs of
             paths of argument leaves, or "arg:i", "out:i", where i counts the array leaves of all arguments or results.
         solver: "auto": bounds and variable elimination, then the ILP with HiGHS for what these leave open. "cbc" and
@@ -76,8 +76,9 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
             layers as suffice; with a number of `stages`, in stages that do not fit. `jax.checkpoint` in `fn` is kept.
         offload: optimizer state in host memory between steps (ZeRO-Offload, Ren et al., 2021). "none". "all": every
             donated leaf that only the update reads, such as the moments of Adam. "auto": none, unless memory requires
-            it and the copies take less time than recomputation. Requires a backend with memory of the kind
-            `pinned_host`, and the cluster's `host_bandwidth` and `host_memory_bytes`.
+            it and the copies take less time than recomputation; with a number of `stages`, in stages that do not fit.
+            Requires a backend with memory of the kind `pinned_host`, and the cluster's `host_bandwidth` and
+            `host_memory_bytes`.
         num_microbatches: parts of the batch that are computed one after the other, with gradients and metrics
             accumulated (GPipe, Huang et al., 2019). The result is that of the whole batch. A step whose examples depend
             on each other raises `MicrobatchError` with the source line. "auto": 1; with `stages` two per stage, or the

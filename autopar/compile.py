@@ -30,12 +30,13 @@ from autopar.ir.text import seconds, size
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
 from autopar.options import Settings, name_of
-from autopar.passes.inter_op import pipelines
+from autopar.passes.inter_op import pipelines, savings
 from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
-from autopar.passes.inter_op.recompute import fewest_layers, fitting
+from autopar.passes.inter_op.savings import Attempt, Savings, SavingsSearch
 from autopar.passes.mesh_search.planner import Parts, collector_paused
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat import choose, choose_offload, memory_policy
+from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.offload import offloadable_in_stages
 from autopar.plans import cache as plan_cache
@@ -503,7 +504,8 @@ def _load_cached(call: _Call, s: Settings, cached: Plan) -> PlannedStep:
 class _StagesAsGiven:
     """Plans a pipeline with as many stages as the settings say, on the given mesh or one axis of all devices.
 
-    With remat="auto", layers of the stages that do not fit into memory are recomputed, as few as are found to suffice.
+    With remat="auto" and offload="auto", stages that do not fit into memory rematerialise layers or offload state,
+    whichever takes less time. With memory_budget="min" the limit is the least peak that is found.
     """
 
     def __init__(self, call: _Call, s: Settings) -> None:
@@ -511,13 +513,12 @@ class _StagesAsGiven:
         pipelines.check_options(asked, bool(call.traced.pins), self._graph)
         self._call, self._s, self._target = call, s, meshes.targets(s.mesh, s.cluster, local=call.local)[0]
         pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.args, s), self._target, asked)
-        self._nbytes = memory_policy.memory_bytes(self._target.logical, s.memory_budget)
-        always, _ = choose_offload.candidates(
-            self._graph, self._target.logical, _donated(call, s), _offload(s, self._target, call.local)
-        )
-        offloaded = offloadable_in_stages(pipeline.stages, always)
-        self._pipeline = replace(pipeline, choice=replace(pipeline.choice, offloaded=offloaded)).within(self._nbytes)
-        self._planned: dict[tuple[int, ...], PlannedStep] = {}
+        option = _offload(s, self._target, call.local)
+        positions = choose_offload.allowed(self._graph, self._target.logical.device, _donated(call, s), option)
+        self._offloadable = offloadable_in_stages(pipeline.stages, positions)
+        always = self._offloadable if option == choose_offload.ALL else ()
+        self._pipeline = replace(pipeline, choice=replace(pipeline.choice, offloaded=always))
+        self._planned: list[PlannedStep] = []
 
     def plan(self) -> PlannedStep:
         """The plan.
@@ -525,37 +526,57 @@ class _StagesAsGiven:
         Raises:
             MemoryBudgetError: none fits into the budget. Without a budget, the smallest is the plan, with a warning.
         """
-        stages = len(self._pipeline.choice.limits)
-        counts = fewest_layers(stages, lambda: [len(layers) for layers in self._layers], self._fits)
-        return _closest(self._call, self._s, [*self._planned.values()]) if counts is None else self._planned[counts]
+        if self._s.memory_budget == "min":
+            least = savings.smallest(*self._can_save, partial(self._attempt, 0.0))
+            return self._fastest(least.peak) or least.plan
+        nbytes = memory_policy.memory_bytes(self._target.logical, self._s.memory_budget)
+        return self._fastest(nbytes) or _closest(self._call, self._s, self._planned)
+
+    def _fastest(self, nbytes: float) -> PlannedStep | None:
+        """The fastest plan within a limit in bytes per device; None if none is found."""
+        return SavingsSearch(nbytes, *self._can_save, partial(self._attempt, nbytes)).best()
+
+    @cached_property
+    def _can_save(self) -> tuple[tuple[int, ...], Sequence[Sequence[float]]]:
+        """Of every stage, the number of layers that may be recomputed, and the bytes of the steps of its state."""
+        return tuple(map(len, self._layers)), [candidates.step_bytes() for candidates in self._state]
 
     @cached_property
     def _layers(self) -> Sequence[Sequence[int]]:
         """The layers of every stage that may be recomputed."""
         layers = pipelines.recomputable_layers(self._graph, self._pipeline) if self._s.remat == choose.AUTO else ()
-        return layers or [()] * len(self._pipeline.choice.limits)
+        return layers or [()] * len(self._pipeline.stages.stages)
 
-    def _fits(self, counts: tuple[int, ...]) -> Sequence[bool]:
-        """Whether each stage fits with so many of its layers recomputed."""
-        recomputed = {layer for stage, count in enumerate(counts) if count for layer in self._layers[stage][:count]}
+    @cached_property
+    def _state(self) -> Sequence[OffloadCandidates]:
+        """The state of every stage that may be offloaded, besides what is in any case."""
+        positions = () if self._pipeline.choice.offloaded else self._offloadable
+        return pipelines.offload_candidates(self._pipeline, positions)
+
+    def _attempt(self, nbytes: float, saved: Savings) -> Attempt[PlannedStep]:
+        """The plan with these savings and a limit in bytes per device; 0: of least memory."""
         pipeline = self._pipeline
+        recomputed = {layer for layers, n in zip(self._layers, saved.layers, strict=True) for layer in layers[:n]}
         if recomputed:
             pipeline = pipelines.recomputing(self._graph, pipeline, self._target, recomputed)
+        offloaded = [i for state, n in zip(self._state, saved.state, strict=True) if n for i in state.steps()[n]]
+        if offloaded:
+            pipeline = replace(pipeline, choice=replace(pipeline.choice, offloaded=tuple(offloaded)))
         # where more layers can be recomputed, that is quicker to try than layouts of the least memory
-        thorough = [count == len(layers) for count, layers in zip(counts, self._layers, strict=True)]
-        pipeline = pipeline.within(self._nbytes, thorough)
-        phases = next(reversed(self._planned.values())).plan.phases if self._planned else {"trace": self._call.trace_s}
-        self._planned[counts] = step = _plan_stages(self._call, self._s, self._target, pipeline, phases)
-        exceeded = [sum(stage.peak_memory_bytes for stage in stages) > self._nbytes for stages in step.plan.ranks]
-        stages = zip(step.plan.stages, pipeline.choice.limits, strict=True)
-        over = [stage.peak_memory_bytes > limit.nbytes for stage, limit in stages]
-        return fitting(pipeline.schedule.pipeline.placement, exceeded, over, thorough)
+        thorough = [n == len(layers) or not nbytes for layers, n in zip(self._layers, saved.layers, strict=True)]
+        pipeline = pipeline.within(nbytes, thorough)
+        phases = self._planned[-1].plan.phases if self._planned else {"trace": self._call.trace_s}
+        step = _plan_stages(self._call, self._s, self._target, pipeline, phases)
+        self._planned.append(step)
+        stages = step.plan.stages
+        peaks, ranks = [stage.peak_memory_bytes for stage in stages], [stage.rank for stage in stages]
+        return Attempt(step, step.plan.step_time_s, peaks, ranks)
 
 
 def _closest(call: _Call, s: Settings, attempts: Sequence[PlannedStep]) -> PlannedStep:
     """The smallest of plans in stages that do not fit, with a warning; MemoryBudgetError if a budget was given."""
     smallest = min(attempts, key=lambda step: step.plan.peak_memory_bytes)
-    if s.memory_budget is not None:
+    if isinstance(s.memory_budget, float):
         budget = memory_policy.memory_bytes(smallest.target.logical, s.memory_budget)
         raise budget_error(smallest.plan, call.traced.graph, budget)
     warn(

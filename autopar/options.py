@@ -199,8 +199,6 @@ def _check_stages(s: Settings) -> None:
     if s.pipelined and s.schedule == "none":
         choices = ", ".join(map(repr, RUNNABLE[1:]))
         raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
-    if s.pipelined and s.memory_budget == "min":
-        raise ArgumentError(f"memory_budget='min' is not available with stages={s.stages} in this version; give bytes")
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -291,7 +291,7 @@ def _missing(pipelined: Pipelined, stages: Sequence[Stage]) -> Iterator[str]:
         numbers = [s for s, other in enumerate(placement) if other == rank]
         nbytes = sum(limits[s].nbytes for s in numbers)
         needed = sum(stages[s].peak_memory_bytes for s in numbers)
-        if needed > nbytes:
+        if needed > nbytes > 0:
             names = "stage " + " and ".join(map(str, numbers))
             yield f"{names} needs {size(needed - nbytes)} more than the {size(nbytes)} that a device has for it"
 

@@ -39,6 +39,7 @@ from autopar.passes.microbatch.analysis import Microbatches, batch_leaves, split
 from autopar.passes.microbatch.loop import StepPrograms
 from autopar.passes.remat import choose as recomputation
 from autopar.passes.remat import rewrite as remat
+from autopar.passes.remat.choose_offload import OffloadCandidates
 from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
@@ -196,6 +197,21 @@ def recomputing(graph: Graph, pipeline: Pipelined, target: Target, layers: Colle
     """The same stages with these of their layers rematerialised, as `recomputable_layers` numbers them."""
     policies = tuple(remat.FULL if i in layers else remat.NONE for i in range(len(pipeline.layers.layers)))
     return assemble(graph, replace(pipeline.choice, remat=policies), target)
+
+
+def offload_candidates(pipeline: Pipelined, positions: Sequence[int]) -> tuple[OffloadCandidates, ...]:
+    """Of every stage, those of these arguments that it stores, as far as its share of the host's memory has room."""
+    graph, owners = pipeline.stages.split.graph, pipeline.stages.updates.owners
+    placement = pipeline.schedule.pipeline.placement
+    return tuple(
+        OffloadCandidates.of(
+            graph,
+            pipeline.mesh(stage),
+            tuple(i for i in positions if owners[graph.inputs[i]] == stage),
+            1 / placement.count(rank),
+        )
+        for stage, rank in enumerate(placement)
+    )
 
 
 def _scheduled(graph: Graph, choice: StageChoice, target: Target, s: PipelineOptions) -> Pipelined:

@@ -29,6 +29,7 @@ from typing import Generic, TypeVar
 from autopar.cost_models import offload
 from autopar.errors import ArgumentError
 from autopar.hardware.cluster import LogicalMesh
+from autopar.hardware.description import Device
 from autopar.ir.graph import Graph
 from autopar.ir.text import size
 from autopar.passes.remat import choose as recomputation
@@ -85,6 +86,14 @@ class OffloadCandidates:
         """Bytes per device of all of them, evenly sharded."""
         return sum(self.nbytes)
 
+    @staticmethod
+    def of(graph: Graph, mesh: LogicalMesh, positions: tuple[int, ...], share: float = 1.0) -> OffloadCandidates:
+        """The first of these arguments that a share of the host's memory has room for."""
+        nbytes = [graph.types[graph.inputs[i]].nbytes / mesh.size for i in positions]
+        room = share * mesh.device.host_memory_bytes
+        count = sum(total <= room for total in itertools.accumulate(nbytes))
+        return OffloadCandidates(positions[:count], tuple(nbytes[:count]), lambda n: offload.seconds(n, mesh))
+
     def steps(self) -> tuple[tuple[int, ...], ...]:
         """The offloaded positions after each step, from none to all."""
         step_bytes = self.total / OFFLOAD.steps
@@ -95,6 +104,10 @@ class OffloadCandidates:
             if cumulative >= len(steps) * step_bytes or count == len(self.nbytes):
                 steps.append(self.positions[:count])
         return tuple(steps)
+
+    def step_bytes(self) -> tuple[float, ...]:
+        """Bytes per device, evenly sharded, that each step offloads."""
+        return tuple(self.between(n, n + 1) for n in range(len(self.steps()) - 1))
 
     def between(self, fewer: int, more: int) -> float:
         """Bytes per device, evenly sharded, that `more` steps offload beyond `fewer`."""
@@ -110,17 +123,22 @@ def candidates(
     Raises:
         ArgumentError: the option is "all", and the cluster has no bandwidth of a link to host memory.
     """
-    device = mesh.device
+    positions = allowed(graph, mesh.device, donated, option)
+    return positions if option == ALL else (), OffloadCandidates.of(graph, mesh, positions if option == AUTO else ())
+
+
+def allowed(graph: Graph, device: Device, donated: Collection[int], option: str) -> tuple[int, ...]:
+    """Positions of the arguments that the option allows in host memory, the largest first.
+
+    Raises:
+        ArgumentError: the option is "all", and the cluster has no bandwidth of a link to host memory.
+    """
     if option == ALL and not device.host_bandwidth:
         raise ArgumentError(
             f"offload='all': nothing is known of a link between {device.name} and its host's memory; give the "
             "cluster's device a host_bandwidth (bytes/s), or use offload='none'"
         )
-    positions = offload_pass.offloadable(graph, donated) if option != NONE and device.host_bandwidth else ()
-    nbytes = [graph.types[graph.inputs[i]].nbytes / mesh.size for i in positions]
-    count = sum(total <= device.host_memory_bytes for total in itertools.accumulate(nbytes)) if option == AUTO else 0
-    state = OffloadCandidates(positions[:count], tuple(nbytes[:count]), lambda n: offload.seconds(n, mesh))
-    return positions if option == ALL else (), state
+    return offload_pass.offloadable(graph, donated) if option != NONE and device.host_bandwidth else ()
 
 
 def notes(graph: Graph, mesh: LogicalMesh, offloaded: Sequence[int], nbytes: float) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ class MemoryLimit:
     """Memory that a stage may use.
 
     Attributes:
-        nbytes: whole bytes per device.
+        nbytes: whole bytes per device; 0: the least that is found.
         in_flight: microbatches between F and the last pass.
         thorough: whether the search goes on where no plan that fits is quickly found.
     """

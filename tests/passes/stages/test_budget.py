@@ -23,7 +23,7 @@ MODEL = zoo.build("mlp-toy", layers=4, batch=64)
 
 
 @cache
-def plan(schedule: Schedule = "1f1b", budget: int | None = None) -> autopar.Plan:
+def plan(schedule: Schedule = "1f1b", budget: int | Literal["min"] | None = None) -> autopar.Plan:
     options: dict[str, Any] = {"mesh": (2,), "cluster": dear((2,)), "stages": 2, "num_microbatches": 4}
     return autopar.plan(MODEL.step, *MODEL.abstract_args(), schedule=schedule, memory_budget=budget, **options)
 
@@ -55,6 +55,13 @@ def test_no_budget_is_exceeded(share: float, schedule: Schedule) -> None:
     assert within.step_time_s >= plan(schedule).step_time_s * 0.995
     by_rank = [sum(s.peak_memory_bytes for s in within.stages if s.rank == rank) for rank in (0, 1)]
     assert within.peak_memory_bytes == max(by_rank)
+
+
+def test_the_least_budget_is_the_least_peak_over_all_devices() -> None:
+    smallest = plan("1f1b", "min")
+    assert smallest.peak_memory_bytes <= least("1f1b").least_bytes
+    assert smallest.step_time_s <= plan("1f1b", smallest.peak_memory_bytes).step_time_s
+    assert not any("more than" in note for note in smallest.notes)
 
 
 def test_the_message_says_where_and_what_would_fit() -> None:

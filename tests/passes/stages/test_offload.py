@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import autopar
 from autopar import jax_compat
-from autopar.errors import ArgumentError, PlanMismatchError
+from autopar.errors import ArgumentError, MemoryBudgetError, PlanMismatchError
 from autopar.hardware.cluster import Cluster
 from autopar.plans.plan import Plan, from_json
 
@@ -156,5 +161,61 @@ def test_devices_without_such_memory_are_left_alone(monkeypatch: pytest.MonkeyPa
 
 def test_a_cluster_that_knows_of_no_link_is_left_alone() -> None:
     bare = Cluster.custom((8,), 1e-6, 1e-11, {"float64": 1e12}, 1e12, 2**34)
+    assert planned(cluster=bare, memory_budget="min").offloaded == ()
     with pytest.raises(ArgumentError, match="offload='all': nothing is known of a link between custom device"):
         planned(cluster=bare, offload="all")
+
+
+# Chosen where memory is short
+
+
+@cache
+def least(offload: str, remat: str = "auto") -> Plan:
+    return planned(memory_budget="min", offload=offload, remat=remat)
+
+
+def test_nothing_is_offloaded_where_everything_fits() -> None:
+    free = planned(offload="none")
+    assert planned(memory_budget=free.peak_memory_bytes).stages == free.stages
+
+
+def test_the_least_peak_is_that_of_state_and_layers() -> None:
+    assert {*planned(offload="all").offloaded} <= {*least("auto").offloaded}
+    assert least("auto").peak_memory_bytes < least("none").peak_memory_bytes <= least("none", "none").peak_memory_bytes
+    assert least("none").offloaded == ()
+    assert "full" not in least("none", "none").remat
+
+
+def test_a_step_that_only_fits_with_offload_is_planned_with_it() -> None:
+    budget = least("none").peak_memory_bytes - 1
+    with pytest.raises(MemoryBudgetError):
+        planned(memory_budget=budget, offload="none")
+    plan = planned(memory_budget=budget)
+    assert plan.offloaded
+    assert plan.peak_memory_bytes <= budget
+    assert all(plan.input_paths[i] in IN_HOST_MEMORY for i in plan.offloaded)
+
+
+def test_more_than_host_memory_is_not_chosen() -> None:
+    small = replace(CLUSTER, device=replace(CLUSTER.device, host_memory_bytes=1))
+    assert planned(cluster=small, memory_budget="min").offloaded == ()
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(share=st.floats(0, 1))
+def test_no_budget_is_exceeded_and_offload_never_makes_a_plan_slower(share: float) -> None:
+    smallest = least("auto").peak_memory_bytes
+    budget = int(smallest + share * (planned().peak_memory_bytes - smallest))
+    plan = planned(memory_budget=budget)
+    assert plan.peak_memory_bytes <= budget
+    with suppress(MemoryBudgetError):
+        without = planned(memory_budget=budget, offload="none")
+        assert plan.step_time_s <= without.step_time_s
+
+
+def test_a_plan_chosen_within_a_budget_equals_one_device() -> None:
+    needs_host_memory()
+    plan = planned(memory_budget=least("none").peak_memory_bytes - 1)
+    results = autopar.parallelize(step, plan=plan, cluster=CLUSTER)(*arguments())
+    assert_equal(results, jax.jit(step)(*arguments()))
+    assert "pinned_host" in kinds(results[0])
