@@ -15,7 +15,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
 
 import jax
@@ -309,7 +309,9 @@ class ParallelFunction:
             where = tuple(shardings[i] for i in mine)
             create = jax.jit(lambda *inputs, mine=mine: _some(init_fn(*inputs), mine), out_shardings=where)
             whole = NamedSharding(mesh, PartitionSpec())
-            arrays.update(zip(mine, create(*(_reached(x, whole) for x in args)), strict=True))
+            is_part = mesh.size < jax.sharding.get_abstract_mesh().size  # of the mesh in force: that of a stage
+            with jax_compat.no_mesh() if is_part else nullcontext():
+                arrays.update(zip(mine, create(*(_reached(x, whole) for x in args)), strict=True))
         return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[i] for i in range(len(shardings))])
 
     def _shardings(self, shapes: Any) -> Sequence[NamedSharding]:

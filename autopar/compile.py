@@ -510,8 +510,9 @@ class _StagesAsGiven:
 
     def __init__(self, call: _Call, s: Settings) -> None:
         asked, self._graph = _pipeline_options(s), call.traced.graph
-        pipelines.check_options(asked, bool(call.traced.pins), self._graph)
-        self._call, self._s, self._target = call, s, meshes.targets(s.mesh, s.cluster, local=call.local)[0]
+        pipelines.check_options(asked, self._graph)
+        candidates = meshes.targets(_mesh(call.traced, s), s.cluster, local=call.local)
+        self._call, self._s, self._target = call, s, candidates[0]
         pipeline = pipelines.pipelined(self._graph, argnums.named_batch(call.args, s), self._target, asked)
         option = _offload(s, self._target, call.local)
         positions = choose_offload.allowed(self._graph, self._target.logical.device, _donated(call, s), option)

@@ -71,7 +71,7 @@ class PlannedStep:
     def build(self, compiler_options: Mapping[str, Any] | None = None) -> PipelineStep:
         """The pipeline, compiled for the devices of this process; `compiler_options`: of XLA."""
         assert self.pipeline is not None
-        with jax_compat.automatic_axes():
+        with jax_compat.no_mesh():
             # an error in a host callback is reported after its call has returned, unless each call is waited for
             blocking = any(op.name in CALLBACKS for op in self.traced.graph.walk())
             submeshes = self.submeshes()
@@ -87,12 +87,17 @@ class PlannedStep:
     def matches_pins(self, pins: Sequence[Pin | None], within: bool) -> bool:
         """Whether the plan fits a call whose arguments have these types.
 
+        No stage stores the batch, so that its types do not matter. Results of stages are on submeshes with Auto axes:
+        a call with them need not be on an Explicit mesh.
+
         Args:
             pins: per argument leaf, its sharding on an Explicit mesh; None where it has none.
             within: an argument, or the call, is on an Explicit mesh.
         """
-        return within == (self.traced.mesh is not None) and all(
+        is_typed = self.traced.mesh is not None
+        batch = self.plan.batch if self.plan.pipelined else ()
+        return (within == is_typed or (self.plan.pipelined and is_typed)) and all(
             dict(pin[1].shape) == self.target.logical.shape and from_spec(pin[0], self.plan.mesh_names) == layout
-            for pin, layout in zip(pins, self.plan.inputs, strict=True)
-            if pin is not None and pin[0] is not None
+            for i, (pin, layout) in enumerate(zip(pins, self.plan.inputs, strict=True))
+            if pin is not None and pin[0] is not None and i not in batch
         )

@@ -133,6 +133,10 @@ class PipelineRunner:
     weak: tuple[int, ...]
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        with jax_compat.no_mesh():
+            return self._results(leaves)
+
+    def _results(self, leaves: Sequence[Any]) -> Sequence[Any]:
         donated = frozenset(self.plan.donated)
         placed = [
             self._batch(x, i)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_models.memory.lower_bound import written_bytes
-from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, ScheduleError
+from autopar.errors import ArgumentError, ClusterError, MeshError, MicrobatchError, PinError, ScheduleError
 from autopar.hardware.cluster import Cluster, LogicalMesh
 from autopar.hardware.meshes import Target
 from autopar.ir.graph import Graph, Op
@@ -44,7 +44,7 @@ from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
-from autopar.passes.stages.plan_all import PlannedStage, StagePlans, plan_stages
+from autopar.passes.stages.plan_all import PlannedStage, StagePlans, TypedArguments, plan_stages
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make, peak_stash
 
 
@@ -299,12 +299,33 @@ def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> Stag
         options: pins and solver options.
 
     Raises:
-        PinError: a pin that fits no argument, or not the mesh of its stage.
+        PinError: a pin that fits no argument, or not the mesh of its stage; a type that is sharded over the axis along
+            which stages divide the mesh.
     """
     stages, placement = pipelined.stages, pipelined.schedule.pipeline.placement
     meshes = [pipelined.mesh(s) for s in range(len(stages.stages))]
     choice = pipelined.choice
-    return plan_stages(stages, avals(traced, stages), meshes, options, choice.limits, placement, choice.offloaded)
+    types = _types(traced, pipelined)
+    return plan_stages(
+        stages, avals(traced, stages), meshes, options, choice.limits, placement, choice.offloaded, types
+    )
+
+
+def _types(traced: Traced, pipelined: Pipelined) -> TypedArguments | None:
+    """The types of arguments on an Explicit mesh that are pins; those of the batch are not, as no stage stores it."""
+    if traced.mesh is None:
+        return None
+    specs = {i: spec for i, spec in traced.pins.items() if i not in pipelined.choice.batch}
+    first = pipelined.meshes[0].names[0]
+    for i, spec in specs.items():
+        if any(first in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
+            path = traced.graph.input_paths[i]
+            raise PinError(
+                f"'{path}', on the Explicit mesh {dict(traced.mesh.shape)}: its type {spec} is sharded over the axis "
+                f"'{first}', along which stages divide the mesh. Move it with jax.device_put to a sharding over other "
+                f"axes; pins={{'{path}': {spec}}} shards it over the part of '{first}' that its stage has."
+            )
+    return TypedArguments(specs, dict(traced.mesh.shape))
 
 
 def avals(traced: Traced, stages: Stages) -> tuple[Any, ...]:
@@ -550,13 +571,8 @@ def shard_map_of(graph: Graph) -> Op | None:
     return next((op for op in graph.walk() if op.name == "shard_map"), None)
 
 
-def check_options(s: PipelineOptions, pinned: bool, graph: Graph) -> None:
-    """ArgumentError for steps that stages do not support yet: arguments whose types are pins, a `shard_map`."""
-    if pinned:
-        raise ArgumentError(
-            f"arguments cut over an Explicit mesh are not available with stages={s.stages} in this version; "
-            "put them on Auto axes, or leave out stages"
-        )
+def check_options(s: PipelineOptions, graph: Graph) -> None:
+    """ArgumentError for a step that stages do not support: one with a `shard_map`."""
     op = shard_map_of(graph)
     if op is not None:
         sizes = dict(op.params["mesh"].shape)

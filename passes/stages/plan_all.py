@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from jax.sharding import PartitionSpec
+
 from autopar.cost_models.pipeline import Prices
 from autopar.hardware.cluster import LogicalMesh
 from autopar.ir.graph import Graph, graph_hash
@@ -61,6 +63,19 @@ class StagePlans(Generic[S]):
     offloaded: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
+class TypedArguments:
+    """Types of arguments on an Explicit mesh.
+
+    Attributes:
+        specs: position of an argument of the step -> the spec of its type.
+        axes: axis -> size of the Explicit mesh.
+    """
+
+    specs: Mapping[int, PartitionSpec]
+    axes: Mapping[str, int]
+
+
 def plan_stages(
     stages: Stages,
     avals: Sequence[Any],
@@ -69,6 +84,7 @@ def plan_stages(
     limits: Sequence[MemoryLimit] = (),
     placement: Sequence[int] = (),
     offloaded: Sequence[int] = (),
+    types: TypedArguments | None = None,
 ) -> StagePlans[PlannedStage]:
     """Plans every stage.
 
@@ -81,6 +97,7 @@ def plan_stages(
         limits: memory limit of every stage, those of one rank even; empty: none.
         placement: of every stage, its rank; empty: every stage has its own.
         offloaded: positions of the arguments in host memory between steps.
+        types: of arguments on an Explicit mesh, which are pins in every stage that has them.
 
     Returns:
         The plans. Those of stages that are isomorphic to an earlier one are `SummarizedStage`, without a graph.
@@ -89,7 +106,7 @@ def plan_stages(
         PinError: a pin that fits no argument of the step, or not the mesh of its stage.
     """
     in_host_memory = frozenset(stages.split.graph.inputs[i] for i in offloaded)
-    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), in_host_memory)
+    planner = _Planner(stages, tuple(avals), tuple(meshes), options or Options(), in_host_memory, types)
     if limits:
         planned = planned_within(limits, placement or range(len(limits)), planner.plan_all)
     else:
@@ -138,6 +155,7 @@ class _Planner:
     meshes: tuple[LogicalMesh, ...]
     options: Options
     offloaded: frozenset[int]
+    types: TypedArguments | None
     programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     problems: dict[PlanKey, StageProblem] = field(default_factory=dict)
 
@@ -224,7 +242,8 @@ class _Planner:
         mesh, split = self.meshes[graph.stage], self.stages.split
         position = {v: i for i, v in enumerate(graph.graph.inputs)}
         result_position = {v: i for i, v in graph.sent.items()}
-        pinned_arguments = constraints.resolve(self.options.pins, split.graph, mesh).arguments
+        typed = TypedArguments({}, {}) if self.types is None else self.types
+        pinned_arguments = constraints.resolve(self.options.pins, split.graph, mesh, typed.specs, typed.axes).arguments
         inputs = split.graph.inputs
         layouts = {v: layout for i, layout in pinned_arguments.items() if (v := inputs[i]) in graph.arguments}
         arguments = {position[graph.arguments[v]]: layout for v, layout in layouts.items()}
