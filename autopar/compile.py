@@ -535,7 +535,11 @@ class _StagesAsGiven:
 
     def _fastest(self, nbytes: float) -> PlannedStep | None:
         """The fastest plan within a limit in bytes per device; None if none is found."""
-        return SavingsSearch(nbytes, *self._can_save, partial(self._attempt, nbytes)).best()
+        return SavingsSearch(nbytes, *self._can_save, partial(self._attempt, nbytes), self._seconds_copying).best()
+
+    def _seconds_copying(self, stage: int, nbytes: float) -> float:
+        """Seconds in which a stage copies so many bytes to a device and back."""
+        return self._state[stage].seconds(nbytes)
 
     @cached_property
     def _can_save(self) -> tuple[tuple[int, ...], Sequence[Sequence[float]]]:

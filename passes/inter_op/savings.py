@@ -6,6 +6,13 @@
                           that bisection finds
     all state, and layers if state alone does not suffice, and layers alone take longer than all state
 
+Copies over the host's link are slow, and each attempt plans all stages. The last two are tried only if no layers
+suffice, or if a forecast is shorter than the step L with layers alone by a share `OffloadSearchEffort.min_gain`. G is
+the step as given, and s the share of the missing bytes that state has:
+
+    state alone           G + copies of these bytes                                         -> SavingsSearch._forecasts
+    all state, and layers G + copies of these bytes + (1 - s) * (L - G)
+
 Of all plans that fit, the one with the shortest step is chosen, among equals the first one found -> SavingsSearch.best.
 The least peak over all devices is that of no or all layers, with no or all state                 -> smallest
 """
@@ -21,8 +28,10 @@ from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 from autopar.passes.inter_op.recompute import RECOMPUTE, Counts, RecomputeEffort, fewest_layers, fitting
+from autopar.passes.remat.choose_offload import OFFLOAD
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 #: Without bisection.
 ONCE = RecomputeEffort(rounds=0)
@@ -59,10 +68,7 @@ class Attempt(Generic[T]):
     @cached_property
     def by_rank(self) -> Sequence[float]:
         """Bytes per device of every rank."""
-        nbytes: dict[int, float] = defaultdict(float)
-        for rank, peak in zip(self.ranks, self.peaks, strict=True):
-            nbytes[rank] += peak
-        return [nbytes[rank] for rank in sorted(nbytes)]
+        return [sum(peaks) for peaks in _by_rank(self.ranks, self.peaks)]
 
     @property
     def peak(self) -> float:
@@ -83,6 +89,7 @@ class SavingsSearch(Generic[T]):
         layers: of every stage, the number of its layers that can be rematerialised.
         state: of every stage, bytes per device that its first, second, ... step of state has.
         planner: plans all stages.
+        copying: (stage, bytes per device) -> s to copy them to the device and back.
         attempts: plans so far.
     """
 
@@ -90,6 +97,7 @@ class SavingsSearch(Generic[T]):
     layers: Counts
     state: Sequence[Sequence[float]]
     planner: Planner[T]
+    copying: Callable[[int, float], float]
     attempts: dict[Savings, Attempt[T]] = field(default_factory=dict[Savings, Attempt[T]])
 
     def best(self) -> T | None:
@@ -97,9 +105,14 @@ class SavingsSearch(Generic[T]):
         none = (0,) * len(self.layers)
         layers = self._fewest_layers(none)
         if layers != none and any(self._all_state):
-            state = self._fewest_state(self._sufficient()) or self._fewest_state(self._all_state)
-            if state is None:
-                self._add_layers(math.inf if layers is None else self._attempt(Savings(layers, none)).seconds)
+            alone = math.inf if layers is None else self._attempt(Savings(layers, none)).seconds
+            least, forecast = self._forecasts(alone)
+            longest = alone * (1 - OFFLOAD.min_gain)
+            suffices = least < longest and (
+                self._fewest_state(self._sufficient()) or self._fewest_state(self._all_state)
+            )
+            if not suffices and (layers is None or forecast < longest):
+                self._add_layers(alone)
         within = [attempt for attempt in self.attempts.values() if attempt.peak <= self.nbytes]
         return min(within, key=lambda attempt: attempt.seconds).plan if within else None
 
@@ -120,16 +133,34 @@ class SavingsSearch(Generic[T]):
 
     def _sufficient(self) -> Counts:
         """Of every stage the first steps of state that have the bytes that are missing as given, if any suffice."""
-        missing = self._missing()
         return tuple(
-            next((n for n, nbytes in enumerate(itertools.accumulate(steps), 1) if nbytes >= least), len(steps))
-            for steps, least in zip(self.state, missing, strict=True)
+            next((n for n, nbytes in enumerate(itertools.accumulate(steps), 1) if nbytes >= missing), len(steps))
+            for steps, missing in zip(self.state, (self._missing[rank] for rank in self._given.ranks), strict=True)
         )
 
+    @property
+    def _given(self) -> Attempt[T]:
+        return self._attempt(Savings((0,) * len(self.layers), (0,) * len(self.layers)))
+
+    @property
     def _missing(self) -> Sequence[float]:
-        """Of every stage, bytes per device by which its rank exceeds the limit, as given."""
-        given = self._attempt(Savings((0,) * len(self.layers), (0,) * len(self.layers)))
-        return [max(0.0, given.by_rank[rank] - self.nbytes) for rank in given.ranks]
+        """Bytes per device by which every rank exceeds the limit, as given."""
+        return [max(0.0, nbytes - self.nbytes) for nbytes in self._given.by_rank]
+
+    def _forecasts(self, alone: float) -> tuple[float, float]:
+        """Forecasts of the step (s) with state offloaded, and with layers for the bytes that it does not have.
+
+        `alone`: seconds of the step with layers alone.
+        """
+        given, share, copies = self._given, 1.0, 0.0
+        for missing, stages in zip(self._missing, _by_rank(self._given.ranks, range(len(self.layers))), strict=True):
+            available = sum(sum(self.state[s]) for s in stages)
+            moved = min(missing, available)
+            share = min(share, moved / missing) if missing else share
+            seconds = (self.copying(s, sum(self.state[s]) * moved / available) for s in stages if available)
+            copies = max(copies, sum(seconds))
+        least = given.seconds + copies
+        return least, least + (1 - share) * (alone - given.seconds) if share < 1 else least
 
     def _add_layers(self, seconds: float) -> None:
         """Plans with all state of the stages that do not fit offloaded, unless they take `seconds` or longer."""
@@ -158,6 +189,14 @@ def smallest(layers: Counts, state: Sequence[Sequence[float]], planner: Planner[
     none = (0,) * len(layers)
     choices = itertools.product(dict.fromkeys((none, layers)), dict.fromkeys((none, tuple(map(len, state)))))
     return min((planner(Savings(*choice)) for choice in choices), key=lambda attempt: attempt.peak)
+
+
+def _by_rank(ranks: Sequence[int], of_stages: Sequence[V]) -> Sequence[Sequence[V]]:
+    """Of every rank, the entries of its stages."""
+    entries: dict[int, list[V]] = defaultdict(list)
+    for rank, entry in zip(ranks, of_stages, strict=True):
+        entries[rank].append(entry)
+    return [entries[rank] for rank in sorted(entries)]
 
 
 def _equal(counts: Counts, most: Counts) -> Sequence[bool]:
