@@ -29,7 +29,7 @@ from autopar.ir.graph import verify as verify_graph
 from autopar.ir.text import seconds, size
 from autopar.ir.trace import Traced, trace
 from autopar.ir.train_state import match_state
-from autopar.options import Settings, name_of
+from autopar.options import Settings, check_one_stage, name_of
 from autopar.passes.inter_op import pipelines, savings
 from autopar.passes.inter_op.pipelines import Pipelined, PipelineOptions
 from autopar.passes.inter_op.savings import Attempt, Savings, SavingsSearch
@@ -111,6 +111,7 @@ def plan_step(
                 return _StagesAsGiven(call, s).plan()
             if not traced.pins and _searches_stages(s, traced.graph):
                 return _search_pipelines(call, s)
+            check_one_stage(s)
             return _plan_one_mesh(call, s)
 
 

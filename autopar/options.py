@@ -194,11 +194,17 @@ def written(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., 
 
 def _check_stages(s: Settings) -> None:
     """Options that fit each other."""
-    if s.stages == 1 and s.schedule not in ("auto", "none"):
-        raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
+    if s.stages == 1:
+        check_one_stage(s)
     if s.pipelined and s.schedule == "none":
         choices = ", ".join(map(repr, RUNNABLE[1:]))
         raise ScheduleError(f"schedule='none' is for one stage, and stages={s.stages}; use 'auto' or {choices}")
+
+
+def check_one_stage(s: Settings) -> None:
+    """ArgumentError for a schedule of several stages, where there is one."""
+    if s.schedule not in ("auto", "none"):
+        raise ArgumentError(f"schedule={s.schedule!r} orders the stages of a pipeline; give stages=2 or more with it")
 
 
 def _checked(name: str, value: Any) -> Any:

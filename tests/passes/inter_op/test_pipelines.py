@@ -366,6 +366,7 @@ def test_what_may_be_computed_per_microbatch_is_named(accepted: Any) -> None:
         ({"schedule": "none"}, ScheduleError, "schedule='none' is for one stage, and stages=2; use 'auto' or"),
         ({"schedule": "inference"}, ScheduleError, "'inference' has no backward passes and the step has; use 'gpipe'"),
         ({"stages": 1, "schedule": "gpipe"}, ArgumentError, "schedule='gpipe' orders the stages .* give stages=2"),
+        ({"stages": "auto", "schedule": "gpipe"}, ArgumentError, "schedule='gpipe' orders the stages .* give stages=2"),
         ({"stages": 3, "mesh": (4, 2)}, MeshError, r"cut from the first axis .* use stages of 1, 2, 4, another mesh"),
         ({"stages": 9}, MeshError, r"stages=9 need as many devices at least, mesh \{'x': 8\} has 8"),
         ({"stages": 64, "mesh": (64,)}, ArgumentError, "stages=64 are more than the forward pass has operations, 23"),
