@@ -9,8 +9,8 @@ An edge of the optimization problem joins the classes of a binding to the classe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -152,6 +152,22 @@ class Grouping:
     charges: tuple[Charge, ...] = ()
     repeated: Mapping[int, float] = field(default_factory=dict[int, float])
     free: frozenset[int] = frozenset()
+
+    def without(self, ops: Collection[int]) -> Grouping:
+        """The same where these operations cost nothing, nor what they read in another layout."""
+        charges = tuple(charge for charge in self.charges if charge.op not in ops)
+        light: dict[int, dict[tuple[int, ...], float]] = {c.group: {} for c in self.charges if c.op in ops}
+        for charge in charges:
+            executions = self.groups[charge.group].weight
+            if charge.group in light and executions > 0:
+                nbytes = light[charge.group]
+                nbytes[charge.dims] = nbytes.get(charge.dims, 0.0) + charge.nbytes / executions
+        groups = tuple(
+            replace(group, light=tuple(light[i].items())) if i in light else group
+            for i, group in enumerate(self.groups)
+        )
+        uses = tuple(use for use in self.uses if use.op not in ops)
+        return replace(self, groups=groups, uses=uses, charges=charges, free=self.free | {*ops})
 
     def executions(self, binding: Binding) -> float:
         """How often per step a bound value is made: as often as its group runs, or the part of the program around it.

@@ -19,11 +19,13 @@ Layers are of one class if they are isomorphic as stages, backward pass and upda
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from autopar.cost_models.sharding.groups import Binding, OpGroup
+from autopar.cost_models.sharding.groups import Binding, Grouping, Model
 from autopar.hardware.cluster import LogicalMesh
+from autopar.ir.problem import Problem
 from autopar.passes.inter_op.layer_costs import LayerClasses
 from autopar.passes.intra_op import build as intra_op
 from autopar.passes.layers.find import Layers
@@ -161,28 +163,64 @@ def bound_on(
 
     `remat`: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
     """
-    shared, again = surroundings_of(layer), _repeated_by_remat(layer)
-    forward = frozenset(layer.programs.get("F", ()))
-    not_forward = frozenset(layer.graph.by_index) - forward
-
-    def least(free: frozenset[int]) -> tuple[float, Sequence[OpGroup]]:
-        """Lower bound (s) and groups where these operations cost nothing."""
-        surroundings = replace(shared, repeated=shared.repeated | free)
-        grouping = op_groups.group(layer.graph, rules, mesh, surroundings=surroundings)
-        problem = intra_op.build(layer.graph, grouping, mesh).problem
-        solution = optimize(
-            problem, gap=2 * effort.until, until=effort.until, largest=effort.largest, fold=False, rounds=0
-        )
-        return max(solution.lower_bound, 0.0), grouping.groups
-
-    seconds, groups = least(frozenset())
-    recomputed = least(not_forward)[0] + least(forward - again)[0] if remat else seconds
+    parts = LayerProblems(layer, mesh, rules)
+    seconds = least(parts.whole.problem, effort)
+    recomputed = least(parts.forward.problem, effort) + least(parts.rest.problem, effort) if remat else seconds
+    grouping = parts.grouping
     in_passes = (
         float(group.strategies.cost.min()) * group.weight
-        for group in groups
-        if group.op >= 0 and group.op not in shared.repeated and layer.program_of(group.op) in PASS_KINDS
+        for group in grouping.groups
+        if group.op >= 0 and group.op not in grouping.free and layer.program_of(group.op) in PASS_KINDS
     )
     return LayerBound(seconds, max(seconds, recomputed), sum(in_passes) / layer.microbatches)
+
+
+def least(problem: Problem, effort: BoundEffort = BOUND) -> float:
+    """Lower bound (s) on all plans of a problem."""
+    solution = optimize(problem, gap=2 * effort.until, until=effort.until, largest=effort.largest, fold=False, rounds=0)
+    return max(solution.lower_bound, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProblems:
+    """A layer cut off as a stage on a mesh, as problems in which what it shares with others costs nothing.
+
+    Attributes:
+        layer: the layer.
+        mesh: the mesh.
+        rules: of its operations.
+    """
+
+    layer: StageGraph
+    mesh: LogicalMesh
+    rules: Mapping[int, Rule]
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        return op_groups.group(self.layer.graph, self.rules, self.mesh, surroundings=surroundings_of(self.layer))
+
+    @cached_property
+    def whole(self) -> Model:
+        """All passes and updates."""
+        return self._without(frozenset())
+
+    @cached_property
+    def forward(self) -> Model:
+        """The forward pass alone."""
+        return self._without(frozenset(self.layer.graph.by_index) - self._forward)
+
+    @cached_property
+    def rest(self) -> Model:
+        """The rest, with as much of the forward pass as residuals are computed from."""
+        return self._without(self._forward - _repeated_by_remat(self.layer))
+
+    @property
+    def _forward(self) -> frozenset[int]:
+        return frozenset(self.layer.programs.get("F", ()))
+
+    def _without(self, free: frozenset[int]) -> Model:
+        """The problem where these operations cost nothing either, nor what they read."""
+        return intra_op.build(self.layer.graph, self.grouping.without(free) if free else self.grouping, self.mesh)
 
 
 def surroundings_of(layer: StageGraph) -> Surroundings:

@@ -56,6 +56,9 @@ class PipelineBoundEffort:
     large: float = 0.1
     # gap to the plan at which the bound is not raised further (not measured)
     gap: float = 0.1
+    # rematerialisation is bounded if so many times the bytes of all layers, in even shards and without temporaries, may
+    # exceed the memory of the smallest submesh (not measured)
+    margin: float = 4.0
 
 
 PIPELINE_BOUND = PipelineBoundEffort()
@@ -204,12 +207,13 @@ class PipelineBound:
         classes = self._layers.classes.stage.keys() if is_first else self._large
         graphs = self._graphs(count, classes)
         rules = {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
-        host, sizes = self.search.cluster.devices_per_host, self._sizes
+        host, sizes, binds = self.search.cluster.devices_per_host, self._sizes, self._memory_binds
         groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
         for _, group in groups:
             tasks = [(n, c) for n in group if self._even(count, n) < self.planned for c in graphs]
             bound = [
-                partial(bound_on, graphs[c], self.search.meshes[n], rules[c], remat=c in self._large) for n, c in tasks
+                partial(bound_on, graphs[c], self.search.meshes[n], rules[c], remat=binds and c in self._large)
+                for n, c in tasks
             ]
             results = zip(tasks, parallel_map.results(bound), strict=True)
             self.bounded.update(((count, n, c), result) for (n, c), result in results)
@@ -229,6 +233,18 @@ class PipelineBound:
     def _sizes(self) -> Mapping[int, int]:
         """Devices of every submesh."""
         return {n: mesh.size for n, mesh in self.search.meshes.items()}
+
+    @cached_property
+    def _memory_binds(self) -> bool:
+        """Whether all layers on the smallest submesh, with the most microbatches in flight, may exceed its memory.
+
+        If they do not, no stage is rematerialised.
+        """
+        n, size = min(self._sizes.items(), key=lambda item: item[1])
+        stages, count = min(len(self._layers.classes.of_layer), self.search.cluster.num_devices), min(self.space.counts)
+        in_flight = min(SCHEDULES[s].stash(Size(stages, count), 0) for s in self.space.schedules)
+        nbytes = sum(self._fixed) + in_flight / count * sum(self._residuals[remat.NONE])
+        return self.effort.margin * nbytes / size > self.search.capacity(self.space)[n]
 
     @cached_property
     def _large(self) -> frozenset[int]:

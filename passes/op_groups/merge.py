@@ -122,9 +122,8 @@ def group(
     groups = tuple(OpGroup(d.name, d.strategies, d.weight, d.op, d.value, tuple(d.light.items())) for d in b.drafts)
     walked = graph.walk() if graph.repeats is not None else ()
     repeated = {v: b.pace[op.index] for op in walked if b.pace.get(op.index, 1.0) > 1 for v in op.outputs}
-    free = surroundings.repeated if surroundings else frozenset[int]()
-    uses = tuple(use for use in b.uses if use.op not in free)
-    return Grouping(groups, b.bindings, uses, rules, b.overlap, tuple(b.charges), repeated, free)
+    grouping = Grouping(groups, b.bindings, tuple(b.uses), rules, b.overlap, tuple(b.charges), repeated)
+    return grouping.without(surroundings.repeated) if surroundings else grouping
 
 
 def _undivided(b: Builder, shape: tuple[int, ...]) -> bool:
@@ -421,14 +420,12 @@ def _charge_followers(b: Builder, surroundings: Surroundings | None = None) -> N
     every light operation that reads it. The batch, that is every argument that is no state, is new in each step and is
     charged once more for being written.
     """
-    entering, repeated = (surroundings.entering, surroundings.repeated) if surroundings else ((), ())
+    entering = surroundings.entering if surroundings else ()
     kept = set(match_state(b.graph).values())
     for position, value in enumerate(b.graph.inputs):
         if kept and position not in kept and value in b.bindings and surroundings is None:
             _charge(b, b.bindings[value], value, -1)
     for op in b.followers:
-        if op.index in repeated:
-            continue
         for value in op.outputs:
             if SECONDS.is_written({LIGHT: b.reads.get(value, 0), KERNEL: value in b.heavy_reads}):
                 _charge(b, b.bindings[value], value, op.index)

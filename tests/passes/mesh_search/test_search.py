@@ -18,6 +18,7 @@ from autopar.errors import ArgumentError, AutoparWarning, MemoryBudgetError, Pin
 from autopar.hardware import meshes
 from autopar.hardware.meshes import factorisations
 from autopar.ir.trace import trace
+from autopar.passes.inter_op import pipelines
 from autopar.passes.mesh_search.planner import Parts, Planner
 from autopar.passes.mesh_search.search import MeshSearch
 from autopar.passes.remat.options import Options
@@ -138,6 +139,13 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
         assert searched.step_time_s <= fixed.step_time_s * 1.005
 
 
+@pytest.fixture
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without lower bounds on pipelines, which take half of the time and do not change the plan."""
+    monkeypatch.setattr(pipelines, "least_seconds", lambda *_: 0.0)
+
+
+@pytest.mark.usefixtures("unbounded")
 def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages are found where one mesh does not fit, whatever it was forecast to take once it does."""
     built = zoo.build("gpt-toy", batch=64)
@@ -154,6 +162,7 @@ def test_what_one_mesh_was_expected_to_take_hides_no_pipeline(monkeypatch: pytes
         assert [stage.submesh for stage in again.stages] == [stage.submesh for stage in searched.stages]
 
 
+@pytest.mark.usefixtures("unbounded")
 def test_what_one_mesh_refuses_that_was_expected_to_fit_hides_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(self: MeshSearch, cutoff: float) -> Any:
         raise MemoryBudgetError("nothing fits", 1.0, 2, 2)
