@@ -23,7 +23,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import jax_compat
-from autopar.compile import plan_step, warn
+from autopar.compile import plan_step
+from autopar.compile.call import warn
 from autopar.errors import ArgumentError, DonatedError
 from autopar.ir import arguments, explicit
 from autopar.ir.arguments import ArrayArguments, as_arrays

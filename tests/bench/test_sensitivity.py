@@ -20,8 +20,8 @@ from autopar.errors import ArgumentError
 
 ROOT = Path(__file__).parent.parent.parent
 MODULES = sorted(
-    "autopar." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for top in ("passes", "cost_models")
+    ".".join(("autopar", *path.relative_to(ROOT).with_suffix("").parts)).replace("autopar.autopar", "autopar")
+    for top in ("passes", "cost_models", "autopar/compile")
     for path in (ROOT / top).rglob("*.py")
     if path.name != "__init__.py"
 )
@@ -30,7 +30,7 @@ MODULES = sorted(
 def instances() -> dict[str, Any]:
     """Module and name -> record, of all modules of the planner."""
     records_by_name: dict[str, Any] = {}
-    for module in (*MODULES, "autopar.compile"):
+    for module in MODULES:
         for name, value in vars(importlib.import_module(module)).items():
             if type(value).__name__.endswith("Effort") and type(value).__module__ == module:
                 records_by_name[f"{module}.{name}"] = value
@@ -61,7 +61,7 @@ def test_every_field_says_what_it_limits_and_where_it_is_from(kind: type) -> Non
 def test_no_number_of_a_record_is_read_before_planning() -> None:
     """A default argument with the number of a record would not follow the record."""
     names = {path.rpartition(".")[2] for path in instances()}
-    for module in (*MODULES, "autopar.compile"):
+    for module in MODULES:
         tree = ast.parse(inspect.getsource(importlib.import_module(module)))
         early = [d for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for d in _defaults(f)]
         early += [s for s in tree.body if isinstance(s, ast.Assign | ast.AnnAssign)]

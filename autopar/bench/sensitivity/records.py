@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from autopar import compile as driver
+from autopar.compile import call, searched_stages
 from autopar.passes.inter_op import (
     effort,
     layer_bounds,
@@ -82,7 +82,8 @@ RECORDS: Mapping[str, Any] = MappingProxyType(
         "recomputation-of-stages": recompute.RECOMPUTE,
         "simulation": simulate.SIMULATION,
         "pipelines": pipelines.PIPELINES,
-        "driver": driver.DRIVER,
+        "planning": call.PLANNING,
+        "searched-stages": searched_stages.SEARCHED_STAGES,
     }
 )
 
@@ -105,7 +106,7 @@ VALUES: Mapping[tuple[str, str], tuple[Value, ...]] = MappingProxyType(
         ("multiplier-steps", "shyer"): (0.6, 1.0),
         ("least-memory", "below"): (0.99, 1.0),
         ("stage-runs", "longer"): (0.6, 1.0),
-        ("driver", "planned_over_forecast"): (0.8, 1.0),
+        ("searched-stages", "planned_over_forecast"): (0.8, 1.0),
     }
 )
 

@@ -21,6 +21,7 @@ from autopar.compile import plan_step
 from autopar.cost_models.memory.lower_bound import written_bytes
 from autopar.errors import (
     ArgumentError,
+    AutoparWarning,
     DonatedError,
     MemoryBudgetError,
     MeshError,
@@ -383,6 +384,16 @@ def test_what_may_be_computed_per_microbatch_is_named(accepted: Any) -> None:
 def test_mistakes_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         planned(**options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh": (8,)}, {"memory_budget": "min"}, {"offload": "all"}], ids=["mesh=", "budget", "offload"]
+)
+def test_a_search_that_an_option_excludes_is_announced(options: dict[str, Any]) -> None:
+    excluding = rf"{next(iter(options))}.*; the step is planned on one mesh"
+    with pytest.warns(AutoparWarning, match=f"stages are not searched with {excluding}"):
+        plan = planned(**{"stages": "search", "mesh": None, "cluster": Cluster.preset("dgx-h100"), **options})
+    assert len(plan.stages) == 1
 
 
 def test_a_backward_schedule_for_a_forward_function_is_refused() -> None:

@@ -1,0 +1,79 @@
+"""The driver: from a function and its arguments to a plan that can be executed.
+
+trace      in the mesh that the user has set, types included
+plan       on one mesh, the best of candidates with Auto axes              -> autopar/compile/one_mesh.py
+           in stages as the user gives them                                -> autopar/compile/given_stages.py
+           in stages that are searched, or on one mesh if that is faster   -> autopar/compile/searched_stages.py
+load       a given plan, checked against the function and mesh             -> autopar/runtime/load.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar import argnums, jax_compat
+from autopar.compile.call import Call, warn
+from autopar.compile.given_stages import GivenStages
+from autopar.compile.one_mesh import plan_one_mesh
+from autopar.compile.searched_stages import excludes_search, search_stages, searches_stages
+from autopar.errors import ArgumentError
+from autopar.ir.graph import Graph
+from autopar.ir.graph import verify as verify_graph
+from autopar.ir.trace import trace
+from autopar.options import Settings, check_one_stage, name_of
+from autopar.passes.mesh_search.planner import collector_paused
+from autopar.progress import reporting
+from autopar.runtime.load import load
+from autopar.runtime.planned_step import PlannedStep
+
+MAX_ARRAY_BYTES = 2**53  # of one array, so that the sum over a thousand of them is below 2**63
+
+
+def plan_step(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], s: Settings, local: bool
+) -> PlannedStep:
+    """Trace and plan a step.
+
+    Args:
+        fn: the step.
+        args: its positional arguments, or their shapes.
+        kwargs: its keyword arguments.
+        s: the settings.
+        local: the plan is to run on the devices of this process.
+
+    Raises:
+        AutoparError: for its subclasses see `autopar.parallelize`.
+    """
+    with collector_paused(), reporting(name_of(fn), s.progress) as report:
+        begin = time.perf_counter()
+        report("tracing")
+        traced = trace(fn, *args, static_argnums=s.static_argnums, **kwargs)
+        _check_sizes(name_of(fn), verify_graph(traced.graph))
+        call = Call(fn, traced, args, local, time.perf_counter() - begin, report)
+        with jax_compat.automatic_axes():
+            if s.plan is not None:
+                given_plan = argnums.donating_no_more(s.plan, args, s)
+                return load(name_of(fn), traced, given_plan, s.mesh, s.cluster)
+            if s.pipelined:
+                return GivenStages(call, s).plan()
+            excluded = excludes_search(s, traced)
+            if excluded is None and searches_stages(s, traced.graph):
+                return search_stages(call, s)
+            check_one_stage(s)
+            if s.stages == "search":
+                warn(f"{name_of(fn)}: stages are not searched with {excluded}; the step is planned on one mesh")
+            return plan_one_mesh(call, s)
+
+
+def _check_sizes(name: str, graph: Graph) -> None:
+    """ArgumentError for the first value of more than `MAX_ARRAY_BYTES`."""
+    if max((t.nbytes for t in graph.types), default=0) <= MAX_ARRAY_BYTES:
+        return
+    value = next(v for v, t in enumerate(graph.types) if t.nbytes > MAX_ARRAY_BYTES)
+    op, path = graph.producers.get(value), graph.names.get(value)
+    what = f"the result of {op.name} at {op.source}" if op is not None else f"argument '{path}'" if path else "a value"
+    raise ArgumentError(
+        f"{what} of {name} is {graph.types[value]}, more than the {MAX_ARRAY_BYTES:.1e} bytes an array may have"
+    )

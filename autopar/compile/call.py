@@ -1,0 +1,98 @@
+"""A call that is to be planned, and what its settings mean for every kind of plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import argnums, jax_compat
+from autopar.errors import ArgumentError, AutoparWarning
+from autopar.hardware import meshes
+from autopar.hardware.meshes import Target
+from autopar.ir.graph import Graph
+from autopar.ir.trace import Traced
+from autopar.ir.train_state import match_state
+from autopar.options import Settings
+from autopar.passes.remat import choose_offload
+from autopar.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningEffort:
+    """How long planning may take."""
+
+    # default time limit of planning (s), at least (not measured)
+    planning_seconds: float = 5.0
+    # the same per operation (s), which is about the time that compilation takes; the larger of both counts (not
+    # measured)
+    seconds_per_op: float = 2e-3
+
+
+PLANNING = PlanningEffort()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call to be planned.
+
+    Attributes:
+        fn, traced, args: the function, its trace and the arguments.
+        local: the plan is to run on the devices of this process.
+        trace_s: seconds that tracing took.
+        report: prints progress.
+    """
+
+    fn: Callable[..., Any]
+    traced: Traced
+    args: Sequence[Any]
+    local: bool
+    trace_s: float
+    report: Progress
+
+
+def default_time_limit(graph: Graph) -> float:
+    """Default time limit of planning in seconds."""
+    return max(PLANNING.planning_seconds, PLANNING.seconds_per_op * sum(1 for _ in graph.walk()))
+
+
+def offload_option(s: Settings, target: Target, local: bool) -> str:
+    """The option `offload`; "none" in place of "auto" where the devices here cannot address host memory.
+
+    Raises:
+        ArgumentError: the option is "all", and the devices here cannot address host memory.
+    """
+    kinds = meshes.memory_kinds(target) if local else (jax_compat.HOST_MEMORY,)
+    if jax_compat.HOST_MEMORY in kinds:
+        return s.offload
+    if s.offload == choose_offload.ALL:
+        raise ArgumentError(
+            f"offload='all' needs devices that can address memory of the kind '{jax_compat.HOST_MEMORY}'; those here "
+            f"have {', '.join(map(repr, kinds)) or 'none that JAX tells apart'}. Use offload='auto' or 'none'."
+        )
+    return choose_offload.NONE
+
+
+def donated_leaves(call: Call, s: Settings) -> tuple[int, ...]:
+    """Positions of the argument leaves whose buffers the step may reuse."""
+    donated = argnums.donated(call.traced, call.args, s)
+    return tuple(sorted(match_state(call.traced.graph).values())) if isinstance(donated, str) else donated
+
+
+def wanted_mesh(traced: Traced, s: Settings) -> Any:
+    """The mesh to plan for: the given one, or an Explicit one if the step constrains shardings; None: search."""
+    constrained = traced.pins or any(op.name == "sharding_constraint" for op in traced.graph.walk())
+    return traced.mesh if s.mesh is None and constrained else s.mesh
+
+
+def warn(message: str) -> None:
+    """An AutoparWarning that points to the user's line."""
+    warnings.warn(message, AutoparWarning, stacklevel=_user_stacklevel())
+
+
+def _user_stacklevel() -> int:
+    """The `stacklevel` at which a warning of the caller points to the user's line."""
+    files = [frame.f_code.co_filename for frame in jax_compat.frames()]
+    # `warnings.warn` counts from `warn`, one frame above this one, as 1
+    return next((level for level, file in enumerate(files) if jax_compat.is_own(file)), len(files) - 1)

@@ -1,0 +1,135 @@
+"""Plans on one mesh: of all candidates, with the number of microbatches that the settings give."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from autopar import argnums
+from autopar.codegen.accumulate import accumulate_gradients
+from autopar.codegen.rewrites import apply_rewrites, rewritten_hash
+from autopar.compile.call import Call, default_time_limit, offload_option, wanted_mesh, warn
+from autopar.hardware import meshes
+from autopar.ir.graph import Graph, graph_hash
+from autopar.options import Settings, name_of
+from autopar.passes.mesh_search.planner import Parts
+from autopar.passes.mesh_search.search import MeshSearch
+from autopar.passes.remat import memory_policy
+from autopar.passes.remat.options import Options
+from autopar.plans import cache as plan_cache
+from autopar.plans import one_mesh
+from autopar.plans.plan import Plan
+from autopar.rules.registry import registered_rules
+from autopar.runtime.planned_step import PlannedStep
+
+#: Number of graphs whose rewriting into microbatches is cached: each mesh asks for the same rematerialised graphs.
+SPLIT_CACHE_SIZE = 4
+
+
+def plan_one_mesh(call: Call, s: Settings) -> PlannedStep:
+    """The plan with the shortest step among the candidate meshes; prints its warnings."""
+    best = try_one_mesh(call, s)
+    assert best is not None
+    for warning in best.warnings:
+        warn(f"{name_of(call.fn)}: {warning}")
+    return best
+
+
+def try_one_mesh(call: Call, s: Settings, cutoff: float = math.inf) -> PlannedStep | None:
+    """The plan with the shortest step among the candidate meshes; None if it takes `cutoff` (s) or longer. Silent."""
+    return OneMeshPlanner(call, s).plan(cutoff)
+
+
+class OneMeshPlanner:
+    """Plans a step on the candidate meshes, with the number of microbatches that the settings give.
+
+    Raises:
+        ArgumentError, MicrobatchError: the batch does not split into microbatches, or divides by no axis of any mesh.
+    """
+
+    def __init__(self, call: Call, s: Settings) -> None:
+        self._call, self._candidates = call, meshes.targets(wanted_mesh(call.traced, s), s.cluster, local=call.local)
+        argnums.check_batch(name_of(call.fn), call.traced, call.args, s, self._candidates)
+        self._count, self._batch = count, batch = argnums.microbatches(call.traced.graph, call.args, s)
+        devices, self._own = self._candidates[0].logical.size, s.per_microbatch
+
+        @lru_cache(maxsize=SPLIT_CACHE_SIZE)
+        def split(graph: Graph) -> Graph:
+            return accumulate_gradients(
+                replace(call.traced, graph=graph), count, batch, devices, s.per_microbatch
+            ).graph
+
+        self._parts = Parts(call.traced, split, count)
+        self._traced, self._rules = replace(call.traced, graph=split(call.traced.graph)), registered_rules()
+        self._options = Options(
+            solver=s.solver,
+            time_limit=s.time_limit or default_time_limit(self._traced.graph),
+            gap=s.gap,
+            pins=s.pins,
+            donate=argnums.donated(call.traced, call.args, s),
+            rules=self._rules,
+            memory_budget=s.memory_budget,
+            remat=s.remat,
+            offload=offload_option(s, self._candidates[0], call.local),
+        )
+
+    @cached_property
+    def _search(self) -> MeshSearch:
+        return MeshSearch(self._traced, self._candidates, self._options, self._parts, self._call.report)
+
+    def expected(self) -> tuple[float, bool]:
+        """Step time (s) of the best plan that is quickly found, and whether it has no remat and no offload."""
+        cached, _ = self._cached()
+        if cached is None:
+            return self._search.expected()
+        fits = memory_policy.fits(
+            cached.stages[0].peak_memory_bytes, self._candidates[0].logical, self._options.memory_budget
+        )
+        return (cached.step_time_s, not cached.remat and not cached.offloaded) if fits else (math.inf, False)
+
+    def plan(self, cutoff: float = math.inf) -> PlannedStep | None:
+        """The plan with the shortest step; None if it takes `cutoff` (s) or longer."""
+        answer = self._planned(cutoff)
+        if answer is None:
+            return None
+        plan, plan_warnings = answer
+        names, sizes = plan.mesh_names, plan.mesh_sizes
+        (target,) = (t for t in self._candidates if t.logical.names == names and t.logical.sizes == sizes)
+        step = self._parts.step
+        if self._count > 1:
+            own, batch = self._own, self._batch
+            hashed = graph_hash(step.graph)
+            plan = replace(plan, graph_hash=hashed, num_microbatches=self._count, batch=batch, per_microbatch=own)
+        best = PlannedStep(self._traced, plan, target, self._rules, plan_warnings)
+        if best.plan.remat:
+            best = replace(best, traced=apply_rewrites(step, best.plan))
+        if rewritten := rewritten_hash(step, best.traced):
+            (stage,) = best.plan.stages
+            best = replace(best, plan=replace(best.plan, stages=(replace(stage, graph_hash=rewritten),)))
+        return best
+
+    def _planned(self, cutoff: float) -> tuple[Plan, tuple[str, ...]] | None:
+        """The best plan of the candidate meshes, from the cache if it is there, and its warnings."""
+        begin = time.perf_counter()
+        cached, cache_key = self._cached()
+        if cached is not None:
+            return replace(cached, phases={"trace": self._call.trace_s, "cache": time.perf_counter() - begin}), ()
+        best = self._search.best(cutoff)
+        if best is None:
+            return None
+        plan = one_mesh.export(best)
+        plan = replace(plan, phases={"trace": self._call.trace_s, **plan.phases})
+        if cache_key is not None and math.isinf(cutoff):
+            plan_cache.write(cache_key, plan, self._options.time_limit)
+        return plan, best.solution.warnings
+
+    def _cached(self) -> tuple[Plan | None, str | None]:
+        """The plan in the cache, or None, and its key; both None without a cache."""
+        if plan_cache.folder() is None:
+            return None, None
+        first, *further_candidates = self._candidates
+        further = {"candidates": [candidate.logical for candidate in self._candidates]} if further_candidates else {}
+        cache_key = plan_cache.question(self._traced, first.logical, first.cluster.name, self._options, further)
+        return plan_cache.read(cache_key), cache_key
