@@ -60,7 +60,9 @@ def bounds(model: str, cluster: str, n: int, count: int = COUNT) -> list[float]:
     """Of every layer, its seconds on a submesh."""
     bounded = layers(model, cluster, count)
     mesh = search(model, cluster).meshes[n]
-    of_class = {c: bound_on(g, mesh, rules_of(g.graph)).seconds for c, g in bounded.classes.graphs().items()}
+    of_class = {
+        c: bound_on(g, mesh, rules_of(g.graph), remat=False).seconds for c, g in bounded.classes.graphs().items()
+    }
     return [of_class[c] for c in bounded.classes.of_layer]
 
 

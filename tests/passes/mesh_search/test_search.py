@@ -120,6 +120,13 @@ def test_every_process_finds_the_same_plan() -> None:
     printed_twice(code)
 
 
+@pytest.fixture
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without lower bounds on pipelines, which take half of the time and do not change the plan."""
+    monkeypatch.setattr(pipelines, "least_seconds", lambda *_: 0.0)
+
+
+@pytest.mark.usefixtures("unbounded")
 @pytest.mark.parametrize(("model", "hosts"), [("mlp-toy", 1), ("mlp-toy", 2), ("gpt-toy-scan", 2)])
 def test_stages_are_searched_among_plans_of_one_mesh(model: str, hosts: int) -> None:
     built, cluster = zoo.build(model), Cluster.preset("p3.16xlarge", hosts=hosts)
@@ -129,6 +136,7 @@ def test_stages_are_searched_among_plans_of_one_mesh(model: str, hosts: int) -> 
         assert searched.step_time_s <= fixed.step_time_s * 1.005, (sizes, searched.mesh_sizes, len(searched.stages))
 
 
+@pytest.mark.usefixtures("unbounded")
 def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
     """Five of two rows of four devices are no submesh; they are not among those tried."""
     built = zoo.build("mlp-toy")
@@ -137,12 +145,6 @@ def test_stages_are_searched_on_a_cluster_with_a_level_per_axis() -> None:
     for sizes in factorisations(8):
         fixed = autopar.plan(built.step, *built.abstract_args(), cluster=cluster, mesh=sizes)
         assert searched.step_time_s <= fixed.step_time_s * 1.005
-
-
-@pytest.fixture
-def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without lower bounds on pipelines, which take half of the time and do not change the plan."""
-    monkeypatch.setattr(pipelines, "least_seconds", lambda *_: 0.0)
 
 
 @pytest.mark.usefixtures("unbounded")
