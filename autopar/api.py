@@ -87,7 +87,8 @@ def parallelize(fn: Callable[..., Any] | None = None, **options: Unpack[Options]
         stages: pipeline stages: runs of layers with about equal FLOPs, each on a submesh, which is a range of the
             devices or a slice of `mesh` along its first axis. "search": stages, submeshes, microbatches, schedule and
             recomputation are optimized together (Alpa, Zheng et al., 2022, section 5); the result may be one stage.
-            "auto": "search" without `mesh` if the cluster has several hosts, or if `memory_budget` and
+            With `mesh`, `memory_budget="min"` or `offload="all"` nothing is searched: a warning says so, and there is
+            one stage. "auto": "search" without `mesh` if the cluster has several hosts, or if `memory_budget` and
             `num_microbatches` are not given and the step as written needs more than twice the memory of all devices;
             otherwise 1.
         schedule: order of the passes of each stage: "gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b" (two stages per
