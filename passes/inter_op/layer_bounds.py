@@ -163,9 +163,9 @@ def bound_on(
 
     `remat`: whether what rematerialisation takes is bounded too; otherwise it is taken to be nothing.
     """
-    parts = LayerProblems(layer, mesh, rules)
-    seconds = least(parts.whole.problem, effort)
-    recomputed = least(parts.forward.problem, effort) + least(parts.rest.problem, effort) if remat else seconds
+    parts = _LayerProblems(layer, mesh, rules)
+    seconds = _least(parts.whole.problem, effort)
+    recomputed = _least(parts.forward.problem, effort) + _least(parts.rest.problem, effort) if remat else seconds
     grouping = parts.grouping
     in_passes = (
         float(group.strategies.cost.min()) * group.weight
@@ -175,14 +175,14 @@ def bound_on(
     return LayerBound(seconds, max(seconds, recomputed), sum(in_passes) / layer.microbatches)
 
 
-def least(problem: Problem, effort: BoundEffort = BOUND) -> float:
+def _least(problem: Problem, effort: BoundEffort) -> float:
     """Lower bound (s) on all plans of a problem."""
     solution = optimize(problem, gap=2 * effort.until, until=effort.until, largest=effort.largest, fold=False, rounds=0)
     return max(solution.lower_bound, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
-class LayerProblems:
+class _LayerProblems:
     """A layer cut off as a stage on a mesh, as problems in which what it shares with others costs nothing.
 
     Attributes:

@@ -41,7 +41,7 @@ from autopar.passes.inter_op.layer_costs import sums_of_runs
 from autopar.passes.inter_op.search import InterOpSearch, SearchSpace
 from autopar.passes.remat import rewrite as remat
 from autopar.passes.stages.graph import StageGraph
-from autopar.rules import rules_of
+from autopar.rules import Rule, rules_of
 from autopar.schedules import SCHEDULES, Size
 
 
@@ -206,7 +206,7 @@ class PipelineBound:
         is_first = not any(count % m == 0 for m, _, _ in self.bounded)
         classes = self._layers.classes.stage.keys() if is_first else self._large
         graphs = self._graphs(count, classes)
-        rules = {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
+        rules = self._rules(graphs)
         host, sizes, binds = self.search.cluster.devices_per_host, self._sizes, self._memory_binds
         groups = itertools.groupby(sorted(sizes, key=lambda n: sizes[n]), key=lambda n: max(sizes[n], host))
         for _, group in groups:
@@ -228,6 +228,10 @@ class PipelineBound:
         if count == min(self.space.counts):
             return {c: self._first_graphs[c] for c in classes}
         return self._for_count(count).classes.graphs(classes)
+
+    def _rules(self, graphs: Mapping[int, StageGraph]) -> Mapping[int, Mapping[int, Rule]]:
+        """Class -> the rules of the operations of its layer."""
+        return {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
 
     @cached_property
     def _sizes(self) -> Mapping[int, int]:
@@ -273,9 +277,8 @@ class PipelineBound:
     def _residuals(self) -> Mapping[str, Sequence[float]]:
         """Rematerialisation policy -> of every layer, bytes of residuals of the whole batch."""
         count, graphs = min(self.space.counts), self._first_graphs
-        layers = self._for_count(count)
-        rules = {c: rules_of(graph.graph, self.search.options.rules) for c, graph in graphs.items()}
-        residuals = layers.residual_bytes(graphs, rules, next(iter(self.search.meshes.values())))
+        mesh = next(iter(self.search.meshes.values()))
+        residuals = self._for_count(count).residual_bytes(graphs, self._rules(graphs), mesh)
         none = residuals[remat.NONE]
         return {
             policy: [count * (a if can_be else b) for a, b, can_be in zip(kept, none, self._recomputable, strict=True)]

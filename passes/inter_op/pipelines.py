@@ -44,7 +44,7 @@ from autopar.passes.remat.memory_policy import usable_bytes
 from autopar.passes.remat.options import Options
 from autopar.passes.stages.divide import Stages, divide
 from autopar.passes.stages.plan import MemoryLimit
-from autopar.passes.stages.plan_all import PlannedStage, StagePlans, TypedArguments, plan_stages
+from autopar.passes.stages.plan_all import UNTYPED, PlannedStage, StagePlans, TypedArguments, plan_stages
 from autopar.schedules import REPEATING, SCHEDULES, Schedule, Size, bounds, check, make, peak_stash
 
 
@@ -311,10 +311,10 @@ def plan_layouts(traced: Traced, pipelined: Pipelined, options: Options) -> Stag
     )
 
 
-def _types(traced: Traced, pipelined: Pipelined) -> TypedArguments | None:
+def _types(traced: Traced, pipelined: Pipelined) -> TypedArguments:
     """The types of arguments on an Explicit mesh that are pins; those of the batch are not, as no stage stores it."""
     if traced.mesh is None:
-        return None
+        return UNTYPED
     specs = {i: spec for i, spec in traced.pins.items() if i not in pipelined.choice.batch}
     first = pipelined.meshes[0].names[0]
     for i, spec in specs.items():

@@ -76,6 +76,9 @@ class TypedArguments:
     axes: Mapping[str, int]
 
 
+UNTYPED = TypedArguments({}, {})
+
+
 def plan_stages(
     stages: Stages,
     avals: Sequence[Any],
@@ -84,7 +87,7 @@ def plan_stages(
     limits: Sequence[MemoryLimit] = (),
     placement: Sequence[int] = (),
     offloaded: Sequence[int] = (),
-    types: TypedArguments | None = None,
+    types: TypedArguments = UNTYPED,
 ) -> StagePlans[PlannedStage]:
     """Plans every stage.
 
@@ -155,7 +158,7 @@ class _Planner:
     meshes: tuple[LogicalMesh, ...]
     options: Options
     offloaded: frozenset[int]
-    types: TypedArguments | None
+    types: TypedArguments
     programs_of: dict[Hashable, _Program] = field(default_factory=dict)
     problems: dict[PlanKey, StageProblem] = field(default_factory=dict)
 
@@ -242,8 +245,8 @@ class _Planner:
         mesh, split = self.meshes[graph.stage], self.stages.split
         position = {v: i for i, v in enumerate(graph.graph.inputs)}
         result_position = {v: i for i, v in graph.sent.items()}
-        typed = TypedArguments({}, {}) if self.types is None else self.types
-        pinned_arguments = constraints.resolve(self.options.pins, split.graph, mesh, typed.specs, typed.axes).arguments
+        types = self.types
+        pinned_arguments = constraints.resolve(self.options.pins, split.graph, mesh, types.specs, types.axes).arguments
         inputs = split.graph.inputs
         layouts = {v: layout for i, layout in pinned_arguments.items() if (v := inputs[i]) in graph.arguments}
         arguments = {position[graph.arguments[v]]: layout for v, layout in layouts.items()}
